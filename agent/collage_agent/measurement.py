@@ -1,0 +1,56 @@
+"""The seam between measuring and delivering: what a measured step hands over, and to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collage_monitor import wire
+
+__all__ = ["Layout", "Measurement", "Reporter"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What rows (statistic keys) and columns (layers) of a measurement mean, and how it is measured.
+
+    A later layout of the same watch only appends rows and columns.
+    """
+
+    layers: tuple[wire.Layer, ...]
+    statistics: tuple[str, ...]
+    watch: wire.WatchInfo
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured step: estimated totals, still on the optimizer's device.
+
+    `totals` is float64 [statistic][layer] in the layout's order, NaN for "not reported"; it is never written
+    again. `time` is Unix time in seconds. `scalars` are the agent's own (`bytes_per_parameter` …).
+    """
+
+    layout: Layout
+    step: int
+    time: float
+    totals: torch.Tensor
+    scalars: dict[str, float] = field(default_factory=dict)
+
+    def to_numpy(self) -> NDArray[np.float64]:
+        """The totals on the host. Synchronises the device: for the worker thread and for `summary()` only."""
+        host: NDArray[np.float64] = self.totals.detach().cpu().numpy()
+        return host
+
+
+class Reporter(Protocol):
+    """Whoever takes measurements away from the training thread. Neither call blocks, synchronises or raises."""
+
+    def started(self, first_step: int) -> None:
+        """The watched optimizer is about to take its first step under the agent, number `first_step`."""
+
+    def measured(self, measurement: Measurement) -> None:
+        """A measured step is complete."""

@@ -1,0 +1,96 @@
+"""95 % intervals of ratio estimators: the block is the unit, variances come merged from the shards.
+
+Ratios: linearised variance (V_AA − 2R·V_AB + R²·V_BB) / B² and the normal quantile. Shares: Wilson's interval
+with the effective sample size, so that zero losses do not give zero width. Source: Cochran, Sampling
+Techniques, chapters 6 and 9; Wilson, JASA 22 (1927).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["INTERVAL_PAIRS", "MINIMUM_BLOCKS", "denominator", "interval"]
+
+Array = NDArray[np.float64]
+Totals = Mapping[str, Array]
+
+INTERVAL_PAIRS: Final = {
+    "edq_ratio": ("intended_effective_sum", "intended_squared_sum"),
+    "edq_visible_ratio": ("intended_visible_sum", "intended_squared_sum"),
+    "lost_update_ratio": ("lost", "active"),
+    "lost_visible_ratio": ("lost_visible", "active"),
+    "edq_oracle_ratio": ("oracle_effective_sum", "oracle_squared_sum"),
+}
+"""Metric → (numerator A, denominator B) whose block variances travel. "active" = elements − nonfinite − idle."""
+MINIMUM_BLOCKS: Final = 20
+_QUANTILE = 1.959963984540054
+_SHARES = ("lost_update_ratio", "lost_visible_ratio")
+
+
+def denominator(totals: Totals, name: str) -> Array:
+    """The total called `name`, where "active" stands for elements − nonfinite − idle."""
+    if name == "active":
+        return totals["elements"] - totals["nonfinite"] - totals["idle"]
+    return totals[name]
+
+
+def interval(name: str, totals: Totals) -> tuple[Array, Array]:
+    """(low, high) of the 95 % interval of metric `name`; NaN where it is undefined.
+
+    Undefined: a zero denominator, variances not reported, or fewer than MINIMUM_BLOCKS sampled blocks with
+    u ≠ 0 unless every element was measured, where the width is zero.
+    """
+    numerator_name, denominator_name = INTERVAL_PAIRS[name]
+    a, b = totals[numerator_name], denominator(totals, denominator_name)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(b == 0, np.nan, a / b)
+        variance = _ratio_variance(name, totals, ratio, b)
+    sampled, elements, blocks = _sample(name, totals)
+    whole = sampled == elements
+    if name in _SHARES:
+        low, high = _wilson(ratio, variance, sampled / elements, sampled * b / elements, blocks)
+    else:
+        half = _QUANTILE * np.sqrt(variance)
+        low, high = ratio - half, ratio + half
+    known = np.isfinite(ratio) & (whole | ((blocks >= MINIMUM_BLOCKS) & np.isfinite(variance)))
+    return (
+        np.where(known, np.where(whole, ratio, low), np.nan),
+        np.where(known, np.where(whole, ratio, high), np.nan),
+    )
+
+
+def _sample(name: str, totals: Totals) -> tuple[Array, Array, Array]:
+    prefix = "oracle_" if name == "edq_oracle_ratio" else ""
+    return totals[f"{prefix}sampled"], totals[f"{prefix}elements"], totals[f"{prefix}active_blocks"]
+
+
+def _ratio_variance(name: str, totals: Totals, ratio: Array, b: Array) -> Array:
+    v_aa = totals[f"variance_numerator/{name}"]
+    v_bb = totals[f"variance_denominator/{name}"]
+    covariance = totals[f"covariance/{name}"]
+    roots = totals.get(f"variance_product_root/{name}")
+    scale = np.sqrt(v_aa * v_bb)
+    correlated = covariance if roots is None else np.where(roots > 0, scale * covariance / roots, 0.0)
+    return np.maximum(v_aa - 2 * ratio * correlated + ratio**2 * v_bb, 0.0) / b**2
+
+
+def _wilson(
+    share: Array, variance: Array, fraction: Array, active_sampled: Array, blocks: Array
+) -> tuple[Array, Array]:
+    """Wilson's interval with n_eff = p(1 − p) / V, never above the sampled elements that were not idle.
+
+    At p = 0 or 1 the blocks cannot tell the design effect: a block then counts as one element. Both bounds on
+    n_eff carry the finite-population correction 1 − n/N, as V already does.
+    """
+    unseen = np.maximum(1.0 - fraction, np.finfo(np.float64).tiny)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = share * (1.0 - share)
+        size = np.where(spread > 0, np.minimum(spread / variance, active_sampled / unseen), blocks / unseen)
+        z2 = _QUANTILE**2 / size
+        middle = (share + z2 / 2) / (1 + z2)
+        half = np.sqrt(z2 * (spread + z2 / 4)) / (1 + z2)
+    return np.maximum(middle - half, 0.0), np.minimum(middle + half, 1.0)

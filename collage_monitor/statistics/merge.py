@@ -1,0 +1,110 @@
+"""Merging totals, first over shards (ranks, layers) within a step, then over steps, by the catalogue's rules.
+
+NaN stands for "not reported" and never takes part; all parts NaN stay NaN. Each merge is associative and
+commutative (`last` follows the order of the steps). Counts are exact up to 2**53.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor.metrics import split_key, statistic
+
+__all__ = ["Totals", "merge", "merge_shards", "merge_steps", "reduce_shards", "reduce_steps"]
+
+Array = NDArray[np.float64]
+Totals = Mapping[str, Array]
+"""Statistic key → float64 array; all arrays of one Totals share their shape."""
+
+
+def merge(parts: Sequence[Totals], *, over: Literal["shards", "steps"]) -> dict[str, Array]:
+    """Merge equal-shaped totals over shards or over steps (in the order given)."""
+    return merge_shards(parts) if over == "shards" else merge_steps(parts)
+
+
+def merge_shards(parts: Sequence[Totals]) -> dict[str, Array]:
+    """Totals of one step from those of its shards; a key that a part lacks counts as not reported."""
+    return reduce_shards(_stack(parts), axis=0)
+
+
+def merge_steps(parts: Sequence[Totals]) -> dict[str, Array]:
+    """Totals of several steps, oldest first, from totals whose shards are already merged."""
+    return reduce_steps(_stack(parts), axis=0)
+
+
+def reduce_shards(totals: Totals, axis: int = 0) -> dict[str, Array]:
+    """Merge over shards along `axis`, which disappears.
+
+    `variance_product_root` is not additive over shards: it is made anew from the merged variances,
+    √(V_AA · V_BB), so that a later merge over steps can use it.
+    """
+    merged = {
+        key: _reduce(values, statistic(key).over_shards, axis, None).squeeze(axis)
+        for key, values in totals.items()
+        if split_key(key)[0] != "variance_product_root"
+    }
+    return with_variance_product_roots(merged)
+
+
+def reduce_steps(totals: Totals, axis: int = 0, starts: NDArray[np.intp] | None = None) -> dict[str, Array]:
+    """Merge over steps along `axis`, oldest first.
+
+    With `starts` (ascending indices into the axis) each bucket [starts[i], starts[i + 1]) becomes one point and
+    the axis stays; without, everything becomes one point and the axis disappears.
+    """
+    lifted = with_variance_product_roots(totals)
+    reduced = {key: _reduce(values, statistic(key).over_steps, axis, starts) for key, values in lifted.items()}
+    return reduced if starts is not None else {key: values.squeeze(axis) for key, values in reduced.items()}
+
+
+def with_variance_product_roots(totals: Totals) -> dict[str, Array]:
+    """The same totals with `variance_product_root/…` added where its two variances are there and it is not."""
+    result = dict(totals)
+    for key, values in totals.items():
+        name, label = split_key(key)
+        root = f"variance_product_root/{label}"
+        denominator = totals.get(f"variance_denominator/{label}")
+        if name == "variance_numerator" and root not in result and denominator is not None:
+            result[root] = np.sqrt(np.maximum(values, 0.0) * np.maximum(denominator, 0.0))
+    return result
+
+
+def _stack(parts: Sequence[Totals]) -> dict[str, Array]:
+    if not parts:
+        raise ValueError("nothing to merge: pass at least one part")
+    keys = dict.fromkeys(key for part in parts for key in part)
+    shape = np.shape(next(iter(parts[0].values()))) if parts[0] else ()
+    missing = np.full(shape, np.nan)
+    return {key: np.stack([np.asarray(part.get(key, missing), dtype=np.float64) for part in parts]) for key in keys}
+
+
+def _reduce(values: Array, rule: str, axis: int, starts: NDArray[np.intp] | None) -> Array:
+    bounds = np.zeros(1, dtype=np.intp) if starts is None else starts
+    missing = np.isnan(values)
+    nothing = np.logical_and.reduceat(missing, bounds, axis=axis)
+    if rule == "last":
+        return _last(values, missing, bounds, axis)
+    if rule == "max":
+        merged = np.maximum.reduceat(np.where(missing, -np.inf, values), bounds, axis=axis)
+    elif rule == "min":
+        merged = np.minimum.reduceat(np.where(missing, np.inf, values), bounds, axis=axis)
+    elif rule == "root_sum":
+        roots = np.sqrt(np.where(missing, 0.0, np.maximum(values, 0.0)))
+        merged = np.square(np.add.reduceat(roots, bounds, axis=axis))
+    else:
+        merged = np.add.reduceat(np.where(missing, 0.0, values), bounds, axis=axis)
+    merged[nothing] = np.nan
+    return merged
+
+
+def _last(values: Array, missing: NDArray[np.bool_], bounds: NDArray[np.intp], axis: int) -> Array:
+    shape = [1] * values.ndim
+    shape[axis] = values.shape[axis]
+    order = np.arange(values.shape[axis]).reshape(shape)
+    newest = np.maximum.reduceat(np.where(missing, -1, order), bounds, axis=axis)
+    picked = np.take_along_axis(values, np.maximum(newest, 0), axis=axis)
+    return np.where(newest < 0, np.nan, picked)

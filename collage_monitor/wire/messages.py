@@ -1,0 +1,178 @@
+"""Messages from the agent to the server. A field's name is its name in msgpack, in JSON and in the tables.
+
+Every message can be sent twice without harm: run, launch and stream carry ids made by the client, a report its
+number within the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta, Struct, field
+
+__all__ = [
+    "LIMITS",
+    "Attempt",
+    "AttemptCreate",
+    "Layer",
+    "Report",
+    "ReportBatch",
+    "RunCreate",
+    "RunUpdate",
+    "Stream",
+    "StreamCreate",
+    "WatchInfo",
+]
+
+LIMITS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "body_bytes": 16 * 2**20,
+        "reports_per_batch": 5_000,
+        "layers_per_run": 100_000,
+        "statistics_per_stream": 2_000,
+        "scalars_per_report": 200,
+        "name_characters": 512,
+        "tags_per_run": 64,
+        "config_bytes": 2**20,
+    }
+)
+"""What one message may hold; the server answers a breach with 413 or 422 and names the limit."""
+
+Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*$")]
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Text = Annotated[str, Meta(max_length=65_536)]
+Index = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class RunCreate(Struct, kw_only=True, frozen=True):
+    """Create a run, or resume it by `run_id`. The project stands in the route."""
+
+    run_id: Identifier
+    name: Name | None = None
+    group: Name | None = None
+    tags: Annotated[list[Name], Meta(max_length=64)] = field(default_factory=list)
+    notes: Text = ""
+    seed: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    resume: Literal["allow", "must", "never"] = "allow"
+
+
+class RunUpdate(Struct, kw_only=True, frozen=True):
+    """Change a run; None leaves a field as it is."""
+
+    state: Literal["running", "finished", "failed"] | None = None
+    name: Name | None = None
+    group: Name | None = None
+    tags: Annotated[list[Name], Meta(max_length=64)] | None = None
+    notes: Text | None = None
+
+
+class AttemptCreate(Struct, kw_only=True, frozen=True):
+    """Register one launch of the job when its first step is taken; the same `launch_id` is the same attempt."""
+
+    launch_id: Identifier
+    first_step: Index
+
+
+class Attempt(Struct, kw_only=True, frozen=True):
+    """An attempt as the server ordered it: `attempt` counts from 1 within the run."""
+
+    run_id: str
+    attempt: int
+    launch_id: str
+    first_step: int
+    created_at: float
+
+
+class Layer(Struct, kw_only=True, frozen=True):
+    """One parameter tensor's shard on one rank. `elements` counts the shard, `shape` is the whole tensor's."""
+
+    name: Name
+    shape: list[Index]
+    dtype: Name
+    elements: Index
+    module_type: Annotated[str, Meta(max_length=512)] = ""
+    replica: Index = 0
+
+
+class WatchInfo(Struct, kw_only=True, frozen=True):
+    """What the agent watches and how: shown with the run, never needed to read its numbers.
+
+    `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (our own optimizers' rule in
+    fp64), "whole-tensor", or "before-after" (no u: only what changed is known); `intent_reason` says why.
+    """
+
+    optimizer: Name
+    strategy: Name | None = None
+    observed_strategy: Name = "unknown"
+    dtype: Name = "unknown"
+    intent: Literal["shadow", "rule", "whole-tensor", "before-after"] = "shadow"
+    intent_reason: Text = ""
+    parameters: Index = 0
+    every: Index = 10
+    sample: Index | Literal["all"] = 4096
+    oracle: bool = False
+    agent_version: Annotated[str, Meta(max_length=64)] = ""
+    host: Annotated[str, Meta(max_length=255)] = ""
+
+
+class StreamCreate(Struct, kw_only=True, frozen=True):
+    """Register a stream, one (attempt, rank, process), or extend it: sent again with more layers or statistics.
+
+    Layers and statistics may only be appended; a report says how long a prefix of each it fills.
+    """
+
+    stream_id: Identifier
+    launch_id: Identifier
+    rank: Index = 0
+    world_size: Annotated[int, Meta(ge=1, le=2**31)] = 1
+    process_id: Index = 0
+    layers: list[Layer] = field(default_factory=list)
+    statistics: list[Name] = field(default_factory=list)
+    watch: WatchInfo | None = None
+
+
+class Stream(Struct, kw_only=True, frozen=True):
+    """A stream as the server knows it. `reports` counts the stored ones, exactly once each."""
+
+    run_id: str
+    stream_id: str
+    attempt: int
+    rank: int
+    world_size: int
+    process_id: int
+    layers: int
+    statistics: list[str]
+    reports: int
+    last_seq: int | None
+    last_step: int | None
+    last_report_at: float | None
+    watch: WatchInfo | None = None
+
+
+class Report(Struct, kw_only=True, frozen=True):
+    """What one rank has to say about one step.
+
+    `seq` counts from 0 within the stream. `time` is Unix time in seconds. `statistics` holds float64
+    [statistic_count][layer_count], `model` float64 [statistic_count] (the rank's layers merged as shards), both
+    little-endian, rows in the order that the stream declared; both None when the step was not measured. NaN is
+    "not reported". The same step may be reported more than once (scalars and statistics apart, or by several
+    watched optimizers): reports of one step merge.
+    """
+
+    seq: Index
+    step: Index
+    time: float
+    scalars: dict[str, float] = field(default_factory=dict)
+    statistic_count: Index = 0
+    layer_count: Index = 0
+    statistics: bytes | None = None
+    model: bytes | None = None
+
+
+class ReportBatch(Struct, kw_only=True, frozen=True):
+    """Reports of one stream, in any order."""
+
+    reports: list[Report]
