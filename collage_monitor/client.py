@@ -1,0 +1,236 @@
+"""The HTTP read client: what dashboard, command line and notebooks use. Needs the extra `client` (httpx)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal, TypeVar
+
+import httpx
+import msgspec
+
+from collage_monitor import wire
+from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
+
+__all__ = ["Axis", "Client", "refusal"]
+
+Axis = Literal["step", "tokens", "time"]
+_Answer = TypeVar("_Answer")
+_API: Final = "/api/v1"
+
+
+class Client:
+    """Reads runs from a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
+
+    Every method raises `ServerUnreachable` when nothing answers and a `ServerRefusal` when the server says no.
+    `transport` replaces the network (tests).
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        token: str | None = None,
+        *,
+        timeout_seconds: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.server_url = server_url.rstrip("/")
+        self._http = httpx.Client(
+            base_url=self.server_url, headers=headers, timeout=timeout_seconds, transport=transport, trust_env=False
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._http.close()
+
+    def runs(
+        self,
+        *,
+        project: str | None = None,
+        strategy: str | None = None,
+        group: str | None = None,
+        tag: str | None = None,
+        state: str | None = None,
+        q: str | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> wire.RunPage:
+        """A page of runs, newest first; `q` searches names and ids."""
+        query = {
+            "project": project,
+            "strategy": strategy,
+            "group": group,
+            "tag": tag,
+            "state": state,
+            "q": q,
+            "cursor": cursor,
+            "limit": limit,
+        }
+        return self._get("/runs", wire.RunPage, query)
+
+    def all_runs(self, **filters: Any) -> Iterable[wire.Run]:
+        """Every run that the filters of `runs` leave, page by page."""
+        cursor: str | None = None
+        while True:
+            page = self.runs(**filters, cursor=cursor)
+            yield from page.runs
+            cursor = page.cursor
+            if cursor is None:
+                return
+
+    def run(self, run_id: str) -> wire.Run:
+        """One run."""
+        return self._get(f"/runs/{run_id}", wire.Run)
+
+    def layers(self, run_id: str) -> wire.LayerList:
+        """The run's layers."""
+        return self._get(f"/runs/{run_id}/layers", wire.LayerList)
+
+    def streams(self, run_id: str) -> wire.StreamList:
+        """The run's streams, with the number of stored reports of each."""
+        return self._get(f"/runs/{run_id}/streams", wire.StreamList)
+
+    def latest(self, run_id: str) -> wire.Latest:
+        """The newest measured step of a run."""
+        return self._get(f"/runs/{run_id}/latest", wire.Latest)
+
+    def worst(self, run_id: str, *, metric: str = "edq_ratio", k: int = 10) -> list[wire.WorstLayer]:
+        """The k layers that stand worst in `metric` at the newest measured step."""
+        return self._get(f"/runs/{run_id}/worst", list[wire.WorstLayer], {"metric": metric, "k": k})
+
+    def series(
+        self,
+        run_id: str,
+        metric: str,
+        *,
+        layer: str | None = None,
+        points: int = 1000,
+        axis: Axis = "step",
+        rank: int | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
+    ) -> wire.Series:
+        """A metric or logged scalar over the run; without `layer`, of the whole model."""
+        query = {
+            "metric": metric,
+            "layer": layer,
+            "points": points,
+            "axis": axis,
+            "rank": rank,
+            "from": first_step,
+            "to": last_step,
+        }
+        return self._get(f"/runs/{run_id}/series", wire.Series, query)
+
+    def heatmap(
+        self, run_id: str, metric: str, *, points: int = 200, order: Literal["depth", "worst"] = "depth"
+    ) -> wire.Heatmap:
+        """A metric over layers and steps."""
+        return self._get(
+            f"/runs/{run_id}/heatmap", wire.Heatmap, {"metric": metric, "points": points, "order": order}
+        )
+
+    def histogram(
+        self,
+        run_id: str,
+        *,
+        name: str = "update_ulp_histogram",
+        layer: str | None = None,
+        step: int | None = None,
+    ) -> wire.Histogram:
+        """A histogram, merged over the whole run, or at the measured step at or before `step`."""
+        return self._get(f"/runs/{run_id}/histogram", wire.Histogram, {"name": name, "layer": layer, "step": step})
+
+    def compare(
+        self, run_ids: Sequence[str], metric: str, *, points: int = 500, axis: Axis = "step"
+    ) -> wire.Comparison:
+        """Several runs on one metric, with their merged metrics and last scalars."""
+        return self._get(
+            "/compare", wire.Comparison, {"run": list(run_ids), "metric": metric, "points": points, "axis": axis}
+        )
+
+    def catalogue(self) -> wire.Catalogue:
+        """Metrics, statistics, scalars and strategies that the server knows."""
+        return self._get("/metrics-catalogue", wire.Catalogue)
+
+    def update_run(self, run_id: str, update: wire.RunUpdate) -> wire.Run:
+        """Change a run's state, name, group, tags or notes."""
+        body = wire.encode_message(update, wire.JSON)
+        return self._send("PATCH", f"/runs/{run_id}", wire.Run, content=body, content_type=wire.JSON)
+
+    def delete_run(self, run_id: str) -> wire.Deleted:
+        """Delete a run for good."""
+        return self._send("DELETE", f"/runs/{run_id}", wire.Deleted)
+
+    def healthy(self) -> bool:
+        """Whether the server answers and says that it is well."""
+        try:
+            return self._http.get("/healthz").status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def _get(self, path: str, kind: type[_Answer], query: Mapping[str, Any] | None = None) -> _Answer:
+        return self._send("GET", path, kind, query=query)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        kind: type[_Answer],
+        *,
+        query: Mapping[str, Any] | None = None,
+        content: bytes | None = None,
+        content_type: str | None = None,
+    ) -> _Answer:
+        given = {name: value for name, value in (query or {}).items() if value is not None}
+        headers = {"Content-Type": content_type} if content_type else {}
+        try:
+            response = self._http.request(method, _API + path, params=given, content=content, headers=headers)
+        except httpx.HTTPError as error:
+            raise ServerUnreachable(
+                f"no answer from {self.server_url} ({error}); is it running? `collage-monitor up` starts one"
+            ) from error
+        if response.is_error:
+            raise refusal(response)
+        return wire.decode_message(response.content, kind, wire.JSON)
+
+
+def refusal(response: httpx.Response) -> ServerRefusal:
+    """The error behind a response of 4xx or 5xx, whether or not its body has the one error shape."""
+    try:
+        body = wire.decode_message(response.content, wire.ErrorAnswer, wire.JSON).error
+    except (ValueError, msgspec.MsgspecError):
+        body = wire.ErrorBody(code="unknown", message=response.text[:500] or response.reason_phrase)
+    status = response.status_code
+    kind: type[ServerRefusal] = ServerRefusal
+    if status in {401, 403}:
+        kind = NotAuthorised
+    elif status in {404, 410}:
+        kind = NotFound
+    elif status == 429 or status >= 500:
+        kind = Unavailable
+    return kind(
+        body.message,
+        status=status,
+        code=body.code,
+        field=body.field,
+        limit=body.limit,
+        request_id=body.request_id,
+        retry_after_seconds=_seconds(response.headers.get("Retry-After")),
+    )
+
+
+def _seconds(value: str | None) -> float | None:
+    try:
+        return None if value is None else max(float(value), 0.0)
+    except ValueError:
+        return None

@@ -1,0 +1,64 @@
+"""The root of `collage-monitor`: verbs come from every installed component through one entry-point group."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+
+import click
+
+from collage_monitor import __version__
+from collage_monitor.errors import CollageError
+
+__all__ = ["VERBS", "main", "root"]
+
+VERBS = "collage_monitor.commands"
+
+
+class Verbs(click.Group):
+    """Commands found in the entry-point group, imported only when they are called or described."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_found()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = _found().get(cmd_name)
+        return _load(entry) if entry else super().get_command(ctx, cmd_name)
+
+
+def _found() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=VERBS)}
+
+
+def _load(entry: EntryPoint) -> click.Command:
+    try:
+        command = entry.load()
+    except ModuleNotFoundError as error:
+        return _absent(entry.name, error.name or str(error))
+    if not isinstance(command, click.Command):
+        raise TypeError(f"{entry.value} is not a click command")
+    return command
+
+
+def _absent(verb: str, module: str) -> click.Command:
+    text = f"needs {module}, which is not installed; pip install 'collage-monitor[all]'"
+
+    @click.command(verb, help=text, context_settings={"ignore_unknown_options": True})
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def absent(arguments: tuple[str, ...]) -> None:
+        raise click.ClickException(f"collage-monitor {verb} {text}")
+
+    return absent
+
+
+@click.group(cls=Verbs, name="collage-monitor")
+@click.version_option(__version__)
+def root() -> None:
+    """What low precision does to an optimizer's updates."""
+
+
+def main() -> None:
+    """Run the command; an error of ours is a sentence and status 1, never a traceback."""
+    try:
+        root()
+    except CollageError as error:
+        raise SystemExit(f"collage-monitor: {error}") from error

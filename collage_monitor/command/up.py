@@ -1,0 +1,123 @@
+"""`up`: server and dashboard on this machine in one command, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from collage_monitor.client import Client
+from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT, data_folder, ensure_token, token_path
+
+__all__ = ["Services", "up"]
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 10.0
+
+
+class Services:
+    """Server and dashboard as child processes; leaving the context stops both, dashboard first."""
+
+    def __init__(self, folder: Path, server_port: int, dashboard_port: int) -> None:
+        self.folder = folder
+        self.token = ensure_token(folder)
+        self.server_url = f"http://127.0.0.1:{server_port}"
+        self.dashboard_url = f"http://127.0.0.1:{dashboard_port}"
+        self._ports = (server_port, dashboard_port)
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Services:
+        server_port, dashboard_port = self._ports
+        token_file = str(token_path(self.folder))
+        server = ["serve", "--dir", str(self.folder), "--port", str(server_port), "--token-file", token_file]
+        page = ["dashboard", "--port", str(dashboard_port), "--server-url", self.server_url]
+        try:
+            self._start(server)
+            self._wait_for(self.server_url)
+            self._start([*page, "--token-file", token_file])
+            self._wait_for(self.dashboard_url)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def watch(self) -> None:
+        """Block until one of the processes ends, which is an error, or the user interrupts."""
+        while True:
+            self._check()
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """Ask every process to end, and end it after ten seconds if it does not."""
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in reversed(self._processes):
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def _start(self, arguments: list[str]) -> None:
+        command = [sys.executable, "-c", "from collage_monitor.command import main; main()", *arguments]
+        self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
+
+    def _wait_for(self, address: str) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        with Client(address, timeout_seconds=2.0) as client:
+            while not client.healthy():
+                self._check()
+                if time.monotonic() > deadline:
+                    raise click.ClickException(f"nothing answered at {address} within {_START_SECONDS:.0f} seconds")
+                time.sleep(0.1)
+
+    def _check(self) -> None:
+        for process in self._processes:
+            if process.poll() is not None:
+                verb = process.args[3] if isinstance(process.args, list) else "a service"
+                raise click.ClickException(
+                    f"{verb} ended with status {process.returncode}; its last lines stand above "
+                    "(a port in use? try --port and --dashboard-port)"
+                )
+
+
+@click.command("up")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database, spool, token.")
+@click.option("--port", default=SERVER_PORT, show_default=True, help="Port of the server.")
+@click.option("--dashboard-port", default=DASHBOARD_PORT, show_default=True, help="Port of the dashboard.")
+@click.option("--json", "as_json", is_flag=True, help="Print the addresses as JSON.")
+def up(folder: Path | None, port: int, dashboard_port: int, as_json: bool) -> None:
+    """Start server and dashboard; Ctrl-C stops them."""
+    where = data_folder(folder)
+    signal.signal(signal.SIGTERM, _interrupt)
+    with Services(where, port, dashboard_port) as services:
+        if as_json:
+            addresses = {
+                "dashboard_url": services.dashboard_url,
+                "server_url": services.server_url,
+                "dir": str(where),
+            }
+            click.echo(json.dumps(addresses))
+        else:
+            click.echo(f"dashboard  {services.dashboard_url}\nserver     {services.server_url}\ndata       {where}")
+            click.echo(
+                "A training on this machine that calls collage_agent.init() is found by itself. Ctrl-C stops."
+            )
+        try:
+            services.watch()
+        except KeyboardInterrupt:
+            click.echo("stopping")
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
