@@ -1,0 +1,53 @@
+# Everything a newcomer needs: `make demo` and `make test`. TORCH_PIP_ARGS is the place for an index of one's own.
+PYTHON ?= python3
+TORCH_PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo up test check format nightly exhaustive gpu bench clean
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
+	$(PIP) --constraint constraints.txt --editable '.[all,dev]'
+	touch $@
+
+demo: $(VENV)/.stamp  ## Train five strategies, watched; DEMO_EXIT=1 ends afterwards instead of staying up
+	$(BIN)/collage-monitor demo $(if $(DEMO_EXIT),--exit)
+
+up: $(VENV)/.stamp  ## Start server and dashboard
+	$(BIN)/collage-monitor up
+
+test: $(VENV)/.stamp  ## Every test but the long lanes
+	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly and not gpu"
+
+check: $(VENV)/.stamp  ## Format, lint, types, boundaries, sizes, compose file
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/sizes.py
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+
+format: $(VENV)/.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+nightly: $(VENV)/.stamp exhaustive  ## The long lanes
+	$(BIN)/python -m pytest -m nightly
+
+exhaustive: $(VENV)/.stamp  ## Error-free transformations over all pairs of 16-bit numbers
+	$(BIN)/python -m tests.numerics.exhaustive
+
+gpu: $(VENV)/.stamp  ## The CUDA lane
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(VENV)/.stamp  ## Every benchmark
+	for name in watch ingest optimizer; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+clean:
+	rm -rf $(VENV) demo-output
