@@ -1,0 +1,14 @@
+"""Optimizers for low-precision training: an update rule times a way of keeping weights and averages."""
+
+from collage_agent.optim.adamw import CollageAdamW
+from collage_agent.optim.base import CollageOptimizer
+from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, STRATEGIES
+
+__all__ = [
+    "CollageAdamW",
+    "CollageOptimizer",
+    "LOW_COMPONENT_SUFFIX",
+    "MASTER_PARAMETER",
+    "PARAMETER_LOW",
+    "STRATEGIES",
+]

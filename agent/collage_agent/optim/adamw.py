@@ -1,0 +1,48 @@
+"""AdamW for low-precision parameters, with any storage strategy."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from collage_agent.optim.base import CollageOptimizer
+from collage_agent.optim.options import checked_adam_options
+from collage_agent.optim.rules import AdamRule
+
+__all__ = ["CollageAdamW"]
+
+
+class CollageAdamW(CollageOptimizer):
+    """AdamW (decoupled weight decay) whose weights and moving averages are kept as `strategy` says.
+
+    strategy: `plain` one number each; `light` the weight as an expansion of two; `plus` the second moment as
+    well; `master-weights` fp32 copies of all. arithmetic: `fp32` loads the components, computes in fp32 and
+    splits once; `storage` rounds every named operation to the parameters' dtype, as the published algorithms do
+    (where all that is kept is fp32, the two are one). Both may differ by group. `plain` in `storage` arithmetic
+    is, bit for bit, torch.optim.AdamW's for-loop.
+
+    Other options mean what they mean in torch.optim.AdamW. Raises ValueError, TypeError or RuntimeError in the
+    same words as torch where torch has them.
+    """
+
+    rule = AdamRule(decoupled=True)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        strategy: str = "plus",
+        arithmetic: str = "fp32",
+        maximize: bool = False,
+        **torch_options: Any,
+    ) -> None:
+        options = checked_adam_options(lr, betas, eps, weight_decay, torch_options)
+        super().__init__(
+            params,
+            {**options, "amsgrad": amsgrad, "maximize": maximize, "strategy": strategy, "arithmetic": arithmetic},
+        )

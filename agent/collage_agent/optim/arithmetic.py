@@ -1,0 +1,165 @@
+"""The two arithmetics in which an update rule can be carried out, behind one small set of operations.
+
+A rule is written once, in terms of `product`, `quotient`, `square_root`, `average` and in-place operations on
+what these return. `Working` computes in the tensors' own wide format (fp32 in a step, fp64 for the exact rule);
+`Storage` rounds every named operation to the format in which the values are kept, as the published algorithms do.
+"""
+
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from collage_agent.numerics.expansions import grow, multiply_expansions, split_scalar
+from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX
+
+__all__ = ["Arithmetic", "Scalar", "State", "Storage", "Working", "Workspace"]
+
+Scalar = float | Tensor
+State = dict[str, Tensor]
+
+
+class Arithmetic(Protocol):
+    """What a rule may use. Results are fresh tensors, which the rule may change in place, except from `average`
+    and `keep_maximum`: they return the state itself."""
+
+    def product(self, a: Tensor, b: Tensor | Scalar) -> Tensor:
+        """a * b."""
+
+    def quotient(self, a: Tensor, b: Tensor) -> Tensor:
+        """a / b."""
+
+    def square_root(self, a: Tensor) -> Tensor:
+        """The square root of a."""
+
+    def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
+        """Set state[name] to decay * state[name] + increment and return it (for an expansion its high part)."""
+
+    def keep_maximum(self, state: State, name: str, other: str) -> Tensor:
+        """Set state[name] to the larger of state[name] and state[other] and return it (the high part)."""
+
+
+class Workspace:
+    """Scratch tensors of one device and dtype, allocated once and handed out in turn.
+
+    A chunk's step takes the same buffers in the same order every time; `restart` begins a new chunk. Without
+    reuse of addresses the allocator gives pages back and faults them in again, which costs five times the
+    arithmetic.
+    """
+
+    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._elements = elements
+        self._dtype = dtype
+        self._device = device
+        self._buffers: list[Tensor] = []
+        self._taken = 0
+        self._double: Tensor | None = None
+
+    def restart(self) -> None:
+        """Begin a new chunk: all buffers are free again."""
+        self._taken = 0
+
+    def take(self, elements: int) -> Tensor:
+        """A scratch vector of so many elements, with undefined content."""
+        if self._taken == len(self._buffers):
+            self._buffers.append(torch.empty(self._elements, dtype=self._dtype, device=self._device))
+        self._taken += 1
+        return self._buffers[self._taken - 1][:elements]
+
+    def double(self, elements: int) -> Tensor:
+        """The one fp64 scratch vector."""
+        if self._double is None:
+            self._double = torch.empty(self._elements, dtype=torch.float64, device=self._device)
+        return self._double[:elements]
+
+
+class Working:
+    """Wide arithmetic: every operation in the operands' own format, into scratch where a workspace is given.
+
+    Only products, sums and quotients, which are rounded correctly everywhere, so that results don't depend on the
+    position of an element or on the machine; the square root goes through fp64 because fp32's own is off by an
+    ulp for a fifth of all inputs on some of them.
+    """
+
+    def __init__(self, workspace: Workspace | None = None) -> None:
+        self._workspace = workspace
+
+    def take(self, like: Tensor) -> Tensor:
+        """A fresh vector as long as `like`."""
+        if self._workspace is None:
+            return torch.empty_like(like)
+        return self._workspace.take(like.numel())
+
+    def load(self, high: Tensor, low: Tensor | None = None) -> Tensor:
+        """A fresh wide copy of a stored value, its low component added."""
+        value = self.take(high).copy_(high)
+        return value if low is None else value.add_(low)
+
+    def product(self, a: Tensor, b: Tensor | Scalar) -> Tensor:
+        return a * b if self._workspace is None else torch.mul(a, b, out=self.take(a))
+
+    def quotient(self, a: Tensor, b: Tensor) -> Tensor:
+        return a / b if self._workspace is None else torch.div(a, b, out=self.take(a))
+
+    def difference(self, a: Tensor, b: Tensor) -> Tensor:
+        """a - b."""
+        return a - b if self._workspace is None else torch.sub(a, b, out=self.take(a))
+
+    def square_root(self, a: Tensor) -> Tensor:
+        if self._workspace is None:
+            return a.to(torch.float64).sqrt().to(a.dtype)
+        return self.take(a).copy_(self._workspace.double(a.numel()).copy_(a).sqrt_())
+
+    def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
+        return state[name].mul_(decay).add_(increment)
+
+    def keep_maximum(self, state: State, name: str, other: str) -> Tensor:
+        return torch.maximum(state[name], state[other], out=state[name])
+
+
+@lru_cache(maxsize=256)
+def _scalar_pair(value: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A hyper-parameter as an expansion of two 0-dimensional tensors, its residual against the rounded value."""
+    hi, lo = split_scalar(value, dtype)
+    return torch.full((), hi, dtype=dtype, device=device), torch.full((), lo, dtype=dtype, device=device)
+
+
+class Storage:
+    """Strict arithmetic: every named operation is rounded to the format in which the values are kept.
+
+    A factor that is a Python number enters a product unrounded (as fp32, the product is rounded once); a summand
+    that is a Python number is rounded to the format first. A state with a low component decays as an expansion
+    times an expansion: the decay's own residual is kept.
+    """
+
+    def product(self, a: Tensor, b: Tensor | Scalar) -> Tensor:
+        return a * b
+
+    def quotient(self, a: Tensor, b: Tensor) -> Tensor:
+        return a / b
+
+    def square_root(self, a: Tensor) -> Tensor:
+        return a.sqrt()
+
+    def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
+        value, low_name = state[name], name + LOW_COMPONENT_SUFFIX
+        low = state.get(low_name)
+        if low is None:
+            state[name] = value * decay + increment
+        else:
+            pair = _scalar_pair(float(decay), value.dtype, value.device)
+            state[name], state[low_name] = grow(*multiply_expansions(*pair, value, low), increment)
+        return state[name]
+
+    def keep_maximum(self, state: State, name: str, other: str) -> Tensor:
+        high, other_high = state[name], state[other]
+        low = state.get(name + LOW_COMPONENT_SUFFIX)
+        if low is None:
+            state[name] = torch.maximum(high, other_high)
+            return state[name]
+        other_low = state[other + LOW_COMPONENT_SUFFIX]
+        larger = (other_high > high) | ((other_high == high) & (other_low > low))
+        state[name] = torch.where(larger, other_high, high)
+        state[name + LOW_COMPONENT_SUFFIX] = torch.where(larger, other_low, low)
+        return state[name]

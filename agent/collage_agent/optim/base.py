@@ -1,0 +1,190 @@
+"""What all our optimizers share: groups, states, steps and checkpoints, whatever the rule and the strategy."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from collage_agent.optim import checkpoints
+from collage_agent.optim.arithmetic import State, Working, Workspace
+from collage_agent.optim.rules import Rule
+from collage_agent.optim.stepping import Step, chunk_elements, step_tensor, working_dtype
+from collage_agent.optim.strategies import (
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    PARAMETER_LOW,
+    Kept,
+    Strategy,
+    check_dtype,
+    strategy_named,
+)
+
+__all__ = ["ARITHMETICS", "CollageOptimizer"]
+
+ARITHMETICS = ("fp32", "storage")
+
+
+class CollageOptimizer(Optimizer):
+    """A torch optimizer made of an update rule and a storage strategy; subclasses name the rule.
+
+    Per-group options include `strategy` and `arithmetic`. State keys are torch's, beside them `parameter_low`,
+    `master_parameter`, and KEY_low for an average kept as an expansion. Elements never mix, so shards may be
+    stepped. Nothing here synchronises a device, unless a learning rate is a tensor that lives on one.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._workspaces: dict[tuple[torch.device, torch.dtype], Workspace] = {}
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_workspaces", {})
+
+    @property
+    def strategy(self) -> str:
+        """The strategy of the first group; a group may have its own, under group["strategy"]."""
+        return str(self.param_groups[0]["strategy"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does, and check that its parameters can be kept as its strategy says."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        strategy = strategy_named(group["strategy"])
+        if group["arithmetic"] not in ARITHMETICS:
+            raise ValueError(f"Invalid arithmetic: {group['arithmetic']!r}; use one of {', '.join(ARITHMETICS)}")
+        for parameter in group["params"]:
+            if parameter.is_complex():
+                raise ValueError("complex parameters are not supported: pass torch.view_as_real of them")
+            check_dtype(strategy, parameter.dtype)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Perform a single optimization step; with a closure, evaluate it first and return the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_parameter(group, parameter, parameter.grad)
+        return loss
+
+    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
+            )
+        state: State = self.state[parameter]
+        strategy = strategy_named(group["strategy"])
+        if not state:
+            state.update(self._initial_state(group, strategy, parameter))
+        strict = group["arithmetic"] == "storage" and strategy.first_moment is not Kept.WIDE
+        if strict and strategy.name == "plain" and self.rule.torch_step(group, parameter, gradient, state):
+            return
+        state["step"] += 1
+        step_tensor(
+            Step(
+                rule=self.rule,
+                strategy=strategy,
+                storage_arithmetic=strict,
+                maximize=group["maximize"],
+                scalars=self.rule.scalars(group, int(state["step"].item())),
+                workspace=self._workspace(parameter),
+            ),
+            parameter,
+            gradient,
+            state,
+        )
+
+    def _workspace(self, parameter: Tensor) -> Workspace:
+        """The scratch for this parameter's device and wide format: made once, shared by all tensors."""
+        dtype = working_dtype(parameter.dtype)
+        found = self._workspaces.get((parameter.device, dtype))
+        if found is None:
+            found = Workspace(chunk_elements(parameter.device), dtype, parameter.device)
+            self._workspaces[parameter.device, dtype] = found
+        return found
+
+    def _initial_state(self, group: dict[str, Any], strategy: Strategy, parameter: Tensor) -> State:
+        check_dtype(strategy, parameter.dtype)
+        # As in torch: a counter must not follow a 16-bit default dtype, which stops counting at 256.
+        double = torch.get_default_dtype() == torch.float64
+        state = {"step": torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)}
+        for moment in self.rule.moments(group):
+            kept = strategy.kept(moment.second)
+            dtype = torch.float32 if kept is Kept.WIDE else parameter.dtype
+            state[moment.name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+            if kept is Kept.PAIR:
+                state[moment.name + LOW_COMPONENT_SUFFIX] = torch.zeros_like(state[moment.name])
+        if strategy.parameter_state == MASTER_PARAMETER:
+            state[MASTER_PARAMETER] = parameter.detach().to(torch.float32, copy=True)
+        elif strategy.parameter_state == PARAMETER_LOW:
+            state[PARAMETER_LOW] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def stored_parameter(self, p: Tensor) -> Tensor:
+        """The exact value kept for parameter p: p, p + its low component, or its master weight.
+
+        Returns a new fp64 tensor of p's shape. No synchronisation.
+        """
+        state: State = self.state.get(p, {})
+        if MASTER_PARAMETER in state:
+            return state[MASTER_PARAMETER].detach().to(torch.float64, copy=True)
+        stored = p.detach().to(torch.float64, copy=True)
+        return stored.add_(state[PARAMETER_LOW]) if PARAMETER_LOW in state else stored
+
+    def exact_rule(self) -> Callable[..., tuple[Tensor, State]]:
+        """The function that makes this optimizer's step in fp64: `exact_displacement`."""
+        return self.exact_displacement
+
+    @classmethod
+    def exact_displacement(
+        cls, group: dict[str, Any], state: State, parameter: Tensor, gradient: Tensor, step: int
+    ) -> tuple[Tensor, State]:
+        """The displacement that step `step` (1 for the first) makes in exact arithmetic, up to fp64's own rounding.
+
+        group: a parameter group of this optimizer, read only. parameter, gradient, state[KEY]: *joined* values
+        (weight = p + low or master; average = high + low), one arbitrary shape; state may hold further keys,
+        which are left out; an average that is missing counts as zero. Returns (displacement, the averages after
+        the step), all fp64 and new: nothing passed in is changed. Elementwise: a sample of the elements gives a
+        sample of the result.
+        """
+        value = parameter.to(torch.float64)
+        intended = gradient.to(torch.float64)
+        if group["maximize"]:
+            intended = -intended
+        after = {
+            moment.name: state[moment.name].to(torch.float64, copy=True)
+            if moment.name in state
+            else torch.zeros_like(value)
+            for moment in cls.rule.moments(group)
+        }
+        scalars = cls.rule.scalars(group, step)
+        return cls.rule.displacement(Working(), value, intended, after, scalars), after
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this or another strategy, or of the torch optimizer with the same rule.
+
+        Hyper-parameters come from the checkpoint, as in torch; strategy and arithmetic stay as this optimizer was
+        built, and the loaded states are converted. Between equal strategies every bit survives, fp32 states
+        beside bf16 parameters included; a conversion loses only what the new strategy cannot hold.
+        """
+        checkpoints.load(self, super().load_state_dict, state_dict)

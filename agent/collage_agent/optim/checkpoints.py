@@ -1,0 +1,114 @@
+"""Loading states: fp32 beside 16-bit parameters survive, and states of one strategy become those of another."""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from collage_agent.optim.strategies import (
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    PARAMETER_LOW,
+    Kept,
+    Strategy,
+    strategy_named,
+)
+
+if TYPE_CHECKING:
+    from collage_agent.optim.base import CollageOptimizer
+
+__all__ = ["convert", "load"]
+
+BUILT_IN_OPTIONS = ("strategy", "arithmetic")
+"""Group options that say how values are kept and computed here, and that a checkpoint therefore does not change."""
+
+
+def load(
+    optimizer: "CollageOptimizer", load_as_torch: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+) -> None:
+    """Load through torch's own method, then put back what it casts, and convert what is kept in another way.
+
+    torch casts every floating-point state to its parameter's dtype. The pre-hook registered here runs last, so it
+    sees the dict as all other hooks left it.
+    """
+    built = [{key: group[key] for key in BUILT_IN_OPTIONS} for group in optimizer.param_groups]
+    seen: dict[str, Any] = {}
+    hook = optimizer.register_load_state_dict_pre_hook(lambda _, loaded: seen.update(loaded))
+    try:
+        load_as_torch(state_dict)
+    finally:
+        hook.remove()
+    saved = chain.from_iterable(group["params"] for group in seen["param_groups"])
+    for group, options in zip(optimizer.param_groups, built, strict=True):
+        group.update(options)
+        for parameter in group["params"]:
+            original = seen["state"].get(next(saved))
+            if original:
+                optimizer.state[parameter] = _loaded(optimizer, group, parameter, original)
+
+
+def _loaded(
+    optimizer: "CollageOptimizer", group: dict[str, Any], parameter: Tensor, original: dict[str, Any]
+) -> dict[str, Tensor]:
+    """One parameter's states from a checkpoint, in the dtypes of the checkpoint, then converted to the group's."""
+    state = {
+        key: value.to(parameter.device) if isinstance(value, Tensor) and key != "step" else value
+        for key, value in original.items()
+    }
+    if not isinstance(state.get("step"), Tensor):
+        state["step"] = torch.tensor(float(state.get("step", 0.0)))
+    moments = {moment.name: moment.second for moment in optimizer.rule.moments(group)}
+    return convert(state, moments, parameter, strategy_named(group["strategy"]))
+
+
+def convert(
+    state: dict[str, Tensor], moments: dict[str, bool], parameter: Tensor, strategy: Strategy
+) -> dict[str, Tensor]:
+    """States of any strategy as those of `strategy`; keys that already fit keep their very tensors.
+
+    moments: name to whether it averages squares. The joined value of each component is kept as well as the new
+    form can: a single number by rounding to nearest, a pair by splitting, fp32 by rounding hi + lo.
+    """
+    converted = {"step": state["step"]}
+    for name, second in moments.items():
+        high = state.get(name)
+        if high is None:
+            high = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        low = state.get(name + LOW_COMPONENT_SUFFIX)
+        converted.update(_kept(name, high, low, strategy.kept(second), parameter.dtype))
+    converted.update(_parameter_components(state, parameter, strategy))
+    return converted
+
+
+def _kept(name: str, high: Tensor, low: Tensor | None, kept: Kept, dtype: torch.dtype) -> dict[str, Tensor]:
+    low_name = name + LOW_COMPONENT_SUFFIX
+    target = torch.float32 if kept is Kept.WIDE else dtype
+    if kept is Kept.PAIR and high.dtype == target and low is not None:
+        return {name: high, low_name: low}
+    if kept is not Kept.PAIR and high.dtype == target and low is None:
+        return {name: high}
+    joined = high.to(torch.float64) if low is None else high.to(torch.float64) + low.to(torch.float64)
+    rounded = joined.to(torch.float32).to(target)
+    if kept is not Kept.PAIR:
+        return {name: rounded}
+    return {name: rounded, low_name: (joined - rounded).to(torch.float32).to(target)}
+
+
+def _parameter_components(state: dict[str, Tensor], parameter: Tensor, strategy: Strategy) -> dict[str, Tensor]:
+    """The weight's own further component: the part that the visible weight lacks, or the whole in fp32."""
+    needed = strategy.parameter_state
+    if needed is None:
+        return {}
+    if needed in state:
+        return {needed: state[needed]}
+    visible = parameter.detach()
+    if needed == MASTER_PARAMETER:
+        low = state.get(PARAMETER_LOW)
+        master = visible.to(torch.float32, copy=True)
+        return {needed: master if low is None else master.add_(low)}
+    master_weight = state.get(MASTER_PARAMETER)
+    if master_weight is None:
+        return {needed: torch.zeros_like(visible, memory_format=torch.preserve_format)}
+    return {needed: (master_weight - visible.to(torch.float32)).to(parameter.dtype)}

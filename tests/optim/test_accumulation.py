@@ -1,0 +1,100 @@
+"""What a thousand steps of rounding leave, against fp64 AdamW on the same gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from collage_agent.optim import CollageAdamW
+
+from tests.reference.adamw import ReferenceAdamW, falling_gradients, noisy_gradients
+
+ELEMENTS = 2048
+STREAMS = {"noisy": noisy_gradients, "falling": falling_gradients}
+
+
+def errors(stream, strategy, arithmetic, beta2=0.999, steps=1000):
+    """(displacement error, second moment's error, sum of v over the exact sum), relative, in the 2-norm."""
+    start = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(2)) * 0.02
+    parameter = torch.nn.Parameter(start.bfloat16())
+    origin = parameter.detach().double()
+    options: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, beta2), "weight_decay": 0.01}
+    optimizer = CollageAdamW([parameter], strategy=strategy, arithmetic=arithmetic, **options)
+    reference = ReferenceAdamW(parameter, **options)
+    for gradient in STREAMS[stream](ELEMENTS, steps):
+        parameter.grad = gradient
+        optimizer.step()
+        reference.step(gradient)
+    state = optimizer.state[parameter]
+    second = state["exp_avg_sq"].double()
+    if "exp_avg_sq_low" in state:
+        second = second + state["exp_avg_sq_low"].double()
+    moved, exact = optimizer.stored_parameter(parameter) - origin, reference.parameter - origin
+    return (
+        float((moved - exact).norm() / exact.norm()),
+        float((second - reference.second).norm() / reference.second.norm()),
+        float(second.sum() / reference.second.sum()),
+    )
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_plus_accumulates_faithfully(stream):
+    displacement, second, _ = errors(stream, "plus", "fp32")
+    assert displacement <= 3e-3
+    assert second <= 1e-4
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_plus_in_storage_arithmetic_accumulates_faithfully(stream):
+    displacement, second, _ = errors(stream, "plus", "storage")
+    assert displacement <= 3e-3
+    assert second <= 2e-3
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_master_weights_are_the_best_there_is(stream):
+    displacement, second, _ = errors(stream, "master-weights", "fp32")
+    assert displacement <= 2e-5
+    assert second <= 2e-5
+
+
+def test_second_moment_of_light_cannot_decay_at_0_999():
+    _, _, light = errors("falling", "light", "storage")
+    _, _, plus = errors("falling", "plus", "storage")
+    assert light > 1.2
+    assert plus == pytest.approx(1, abs=2e-3)
+
+
+def test_plain_loses_what_light_keeps():
+    plain, _, _ = errors("noisy", "plain", "fp32", beta2=0.95)
+    light, _, _ = errors("noisy", "light", "fp32", beta2=0.95)
+    assert plain > 0.3
+    assert light < 5e-3
+
+
+@pytest.mark.parametrize(("strategy", "decays"), [("plain", False), ("light", False), ("plus", True)])
+@pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
+def test_decay_of_the_second_moment_alone(strategy, decays, arithmetic):
+    """One gradient, then none: 1,000 steps at 0.999 leave 0.368 of v, or all of it where it can only grow."""
+    parameter = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([parameter], strategy=strategy, arithmetic=arithmetic, lr=0.0)
+    parameter.grad = torch.logspace(-3, 0, 64).bfloat16()
+    optimizer.step()
+    state = optimizer.state[parameter]
+    before = state["exp_avg_sq"].double()
+    parameter.grad = torch.zeros_like(parameter)
+    for _ in range(1000):
+        optimizer.step()
+    left = state["exp_avg_sq"].double() / before
+    expected = 0.999**1000 if decays else 1.0
+    torch.testing.assert_close(left, torch.full_like(left, expected), rtol=1e-2, atol=0)
+
+
+def test_decay_of_weights_is_not_rounded_away():
+    """1 - lr * weight_decay is 1 in bf16; as part of the displacement the decay reaches the low component."""
+    parameter = torch.nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([parameter], lr=1e-3, weight_decay=0.1, strategy="light")
+    for _ in range(100):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    expected = torch.full((16,), (1 - 1e-4) ** 100, dtype=torch.float64)
+    torch.testing.assert_close(optimizer.stored_parameter(parameter), expected, rtol=3e-5, atol=0)

@@ -1,0 +1,176 @@
+"""The optimizer as users meet it: construction, groups, schedulers, closures, hooks and errors, as in torch."""
+
+import pytest
+import torch
+from collage_agent.optim import STRATEGIES, CollageAdamW
+
+from tests.optim.models import give_gradients, parameters, train
+
+BAD_OPTIONS = [
+    ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+    ({"lr": float("nan")}, "Invalid learning rate: nan"),
+    ({"lr": torch.tensor([1.0, 2.0])}, "Tensor lr must be 1-element"),
+    ({"eps": -1e-8}, "Invalid epsilon value: -1e-08"),
+    ({"betas": (1.0, 0.999)}, "Invalid beta parameter at index 0: 1.0"),
+    ({"betas": (0.9, -0.1)}, "Invalid beta parameter at index 1: -0.1"),
+    ({"weight_decay": -0.1}, "Invalid weight_decay value: -0.1"),
+    ({"strategy": "heavy"}, "Invalid strategy: 'heavy'; use one of plain"),
+    ({"arithmetic": "fp8"}, "Invalid arithmetic: 'fp8'; use one of fp32, storage"),
+    ({"foreach": True}, "foreach=True is not supported"),
+    ({"fused": True}, "fused=True is not supported"),
+    ({"capturable": True}, "capturable=True is not supported"),
+    ({"differentiable": True}, "differentiable=True is not supported"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[message for _, message in BAD_OPTIONS])
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        CollageAdamW(parameters(), **options)
+
+
+SAME_WORDS = [
+    {"lr": -1.0},
+    {"eps": -1.0},
+    {"betas": (1.5, 0.9)},
+    {"betas": (0.9, 1.0)},
+    {"weight_decay": -1.0},
+    {"lr": torch.tensor([1.0, 2.0])},
+]
+
+
+@pytest.mark.parametrize("options", SAME_WORDS, ids=str)
+def test_errors_in_the_words_of_torch(options):
+    with pytest.raises(ValueError) as theirs:  # noqa: PT011
+        torch.optim.AdamW(parameters(), **options)
+    with pytest.raises(ValueError) as ours:  # noqa: PT011
+        CollageAdamW(parameters(), **options)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_unknown_options_are_named():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
+        CollageAdamW(parameters(), learning_rate=1e-3)
+
+
+def test_torch_options_that_ask_for_nothing_are_accepted():
+    CollageAdamW(parameters(), foreach=None, fused=False, capturable=False, differentiable=False)
+
+
+def test_empty_and_wrong_parameter_lists():
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+        CollageAdamW([])
+    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
+        CollageAdamW(torch.zeros(3, requires_grad=True))
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        CollageAdamW([parameters()[0] * 2])
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
+def test_fp32_parameters_are_for_plain(strategy):
+    with pytest.raises(ValueError, match=f"'{strategy}' is for bfloat16.*torch.float32.*strategy='plain'"):
+        CollageAdamW(parameters(torch.float32), strategy=strategy)
+
+
+def test_complex_parameters_are_refused():
+    with pytest.raises(ValueError, match=r"complex parameters.*view_as_real"):
+        CollageAdamW([torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+
+
+def test_sparse_gradients_are_refused():
+    table = torch.nn.Embedding(5, 3, sparse=True, dtype=torch.bfloat16)
+    optimizer = CollageAdamW(table.parameters())
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients, please consider SparseAdam"):
+        optimizer.step()
+
+
+def test_a_refused_group_is_not_added():
+    optimizer = CollageAdamW(parameters())
+    with pytest.raises(ValueError, match="Invalid strategy"):
+        optimizer.add_param_group({"params": parameters(seed=2), "strategy": "none"})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_groups_may_differ_in_strategy():
+    members, plain = parameters(), parameters(torch.float32, seed=2)
+    optimizer = CollageAdamW(members, strategy="plus")
+    optimizer.add_param_group({"params": plain, "strategy": "plain", "lr": 1e-2})
+    train(optimizer, members + plain, 3)
+    assert "parameter_low" in optimizer.state[members[0]]
+    assert "parameter_low" not in optimizer.state[plain[0]]
+    assert optimizer.strategy == "plus"
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20),
+    ],
+)
+def test_schedulers_drive_the_learning_rate(scheduler):
+    theirs, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(theirs, foreach=False)
+    optimizer = CollageAdamW(ours, strategy="plain", arithmetic="storage")
+    schedulers = scheduler(reference), scheduler(optimizer)
+    for step in range(8):
+        give_gradients(theirs, ours, step=step)
+        reference.step()
+        optimizer.step()
+        for each in schedulers:
+            each.step()
+    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+    for their, our in zip(theirs, ours, strict=True):
+        assert torch.equal(their, our)
+
+
+def test_closures_are_evaluated_with_gradients():
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss.detach()
+
+    losses = [float(optimizer.step(closure)) for _ in range(5)]
+    assert losses[0] == 4
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_step_hooks_fire_once():
+    members = parameters()
+    optimizer = CollageAdamW(members)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train(optimizer, members, 1)
+    assert calls == ["before", "after"]
+
+
+def test_learning_rate_tensors_equal_numbers():
+    first, second = parameters(), parameters()
+    number, tensor = CollageAdamW(first, lr=0.25), CollageAdamW(second, lr=torch.tensor(0.25))
+    train(number, first, 3)
+    train(tensor, second, 3)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_empty_parameters_are_stepped():
+    empty = torch.nn.Parameter(torch.zeros(0, 4, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([empty])
+    train(optimizer, [empty], 2)
+    assert optimizer.stored_parameter(empty).shape == (0, 4)
+
+
+def test_random_numbers_of_the_training_are_left_alone():
+    members = parameters()
+    optimizer = CollageAdamW(members)
+    give_gradients(members, step=1)
+    before = torch.get_rng_state()
+    optimizer.step()
+    assert torch.equal(torch.get_rng_state(), before)

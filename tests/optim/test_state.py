@@ -1,0 +1,155 @@
+"""States: what is kept, how many bytes it takes, and that checkpoints bring back every bit."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from collage_agent.optim import STRATEGIES, CollageAdamW
+
+from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of, train
+
+BYTES = {"plain": 8, "light": 10, "plus": 12, "master-weights": 16}
+
+KEYS = {
+    "plain": {"step", "exp_avg", "exp_avg_sq"},
+    "light": {"step", "exp_avg", "exp_avg_sq", "parameter_low"},
+    "plus": {"step", "exp_avg", "exp_avg_sq", "exp_avg_sq_low", "parameter_low"},
+    "master-weights": {"step", "exp_avg", "exp_avg_sq", "master_parameter"},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_keys(strategy):
+    members = parameters()
+    optimizer = CollageAdamW(members, strategy=strategy)
+    train(optimizer, members, 1)
+    assert set(optimizer.state[members[0]]) == KEYS[strategy]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_per_parameter(strategy):
+    """Weights, states and gradient, from the storages themselves; the step counters are left out."""
+    members = parameters(shapes=((128, 64), (8192,)))
+    optimizer = CollageAdamW(members, strategy=strategy)
+    train(optimizer, members, 2)
+    tensors = [tensor for key, tensor in tensors_of(optimizer).items() if key[2] != "step"]
+    tensors += [member.grad for member in members]
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    assert kept == BYTES[strategy] * sum(member.numel() for member in members)
+
+
+@pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_training_resumes_bit_for_bit(strategy, arithmetic, amsgrad):
+    options = {"strategy": strategy, "arithmetic": arithmetic, "amsgrad": amsgrad, "lr": 3e-3}
+    members = parameters()
+    straight = CollageAdamW(members, **options)
+    train(straight, members, 25)
+    saved = io.BytesIO()
+    torch.save({"optimizer": straight.state_dict(), "parameters": members}, saved)
+    saved.seek(0)
+    checkpoint = torch.load(saved, weights_only=False)
+    resumed = CollageAdamW(checkpoint["parameters"], strategy=strategy, arithmetic=arithmetic)
+    resumed.load_state_dict(checkpoint["optimizer"])
+    assert_same_bits(straight, resumed)
+    train(straight, members, 25, first=26)
+    train(resumed, checkpoint["parameters"], 25, first=26)
+    assert_same_bits(straight, resumed)
+
+
+def test_state_dict_is_plain_data():
+    """It can be loaded without running code from the file."""
+    members = parameters()
+    optimizer = CollageAdamW(members)
+    train(optimizer, members, 1)
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    assert torch.load(saved, weights_only=True)["param_groups"][0]["strategy"] == "plus"
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_go_on_alike(strategy, duplicate):
+    members = parameters()
+    optimizer = CollageAdamW(members, strategy=strategy)
+    train(optimizer, members, 3)
+    other = duplicate(optimizer)
+    train(optimizer, members, 3, first=4)
+    train(other, other.param_groups[0]["params"], 3, first=4)
+    assert_same_bits(optimizer, other)
+
+
+def joined(state, name):
+    low = state.get(f"{name}_low")
+    return state[name].double() if low is None else state[name].double() + low.double()
+
+
+@pytest.mark.parametrize("target", STRATEGIES)
+@pytest.mark.parametrize("source", STRATEGIES)
+def test_checkpoints_load_across_strategies(source, target):
+    """Values survive as well as the target can hold them; hyper-parameters follow, the strategy does not."""
+    members = parameters()
+    first = CollageAdamW(members, strategy=source, lr=7e-3)
+    train(first, members, 20)
+    second = CollageAdamW(members, strategy=target)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.strategy == target
+    assert second.param_groups[0]["lr"] == 7e-3
+    wide = {"plain": 2.0**-8, "light": 2.0**-16, "plus": 2.0**-16, "master-weights": 2.0**-24}
+    for member in members:
+        old, new = first.state[member], second.state[member]
+        assert set(new) == KEYS[target]
+        torch.testing.assert_close(
+            second.stored_parameter(member), first.stored_parameter(member), rtol=wide[target], atol=0
+        )
+        precision = wide[target] if target in ("plus", "master-weights") else 2.0**-8
+        for name in ("exp_avg", "exp_avg_sq"):
+            allowed = precision if name == "exp_avg_sq" or target == "master-weights" else 2.0**-8
+            torch.testing.assert_close(joined(new, name), joined(old, name), rtol=allowed, atol=1e-30)
+        assert new["step"].item() == 20
+    train(second, members, 1)
+
+
+def test_checkpoints_of_torch_load():
+    members = parameters()
+    reference = torch.optim.AdamW(members, lr=5e-3, foreach=False)
+    train(reference, members, 5)
+    optimizer = CollageAdamW(members, strategy="plus")
+    optimizer.load_state_dict(reference.state_dict())
+    assert set(optimizer.state[members[0]]) == KEYS["plus"]
+    assert torch.equal(optimizer.state[members[0]]["exp_avg"], reference.state[members[0]]["exp_avg"])
+    train(optimizer, members, 1)
+
+
+def test_hooks_on_loading_are_respected():
+    members = parameters()
+    optimizer = CollageAdamW(members, strategy="master-weights")
+    train(optimizer, members, 2)
+
+    def scale(_, state_dict):
+        state_dict["state"] = {
+            key: {**value, "exp_avg": value["exp_avg"] * 2} for key, value in state_dict["state"].items()
+        }
+        return state_dict
+
+    second = CollageAdamW(members, strategy="master-weights")
+    second.register_load_state_dict_pre_hook(scale)
+    second.load_state_dict(optimizer.state_dict())
+    assert torch.equal(second.state[members[0]]["exp_avg"], optimizer.state[members[0]]["exp_avg"] * 2)
+    assert len(second._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def test_counter_survives_a_low_precision_default_dtype():
+    members = parameters()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer = CollageAdamW(members)
+        give_gradients(members, step=1)
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[members[0]]["step"].dtype == torch.float32
