@@ -382,7 +382,7 @@ def _look_up(key: str, table: dict[str, _Entry], kind: str) -> _Entry:
     entry = table.get(name)
     if entry is None:
         raise CatalogueError(f"no {kind} is called {name!r}; GET /api/v1/metrics-catalogue lists them")
-    if (entry.label is None) != (label is None):
+    if label is not None if entry.label is None else not label:
         wanted = f"a label, {name}/{entry.label.upper()}" if entry.label else "no label"
         raise CatalogueError(f"{kind} {key!r}: {name} takes {wanted}")
     if name == "update_ulp_histogram" and label not in HISTOGRAM_LABELS:

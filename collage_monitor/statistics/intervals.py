@@ -46,16 +46,16 @@ def interval(name: str, totals: Totals) -> tuple[Array, Array]:
     """
     numerator_name, denominator_name = INTERVAL_PAIRS[name]
     a, b = totals[numerator_name], denominator(totals, denominator_name)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.where(b == 0, np.nan, a / b)
         variance = _ratio_variance(name, totals, ratio, b)
-    sampled, elements, blocks = _sample(name, totals)
-    whole = sampled == elements
-    if name in _SHARES:
-        low, high = _wilson(ratio, variance, sampled / elements, sampled * b / elements, blocks)
-    else:
-        half = _QUANTILE * np.sqrt(variance)
-        low, high = ratio - half, ratio + half
+        sampled, elements, blocks = _sample(name, totals)
+        whole = sampled == elements
+        if name in _SHARES:
+            low, high = _wilson(ratio, variance, sampled / elements, sampled * b / elements, blocks)
+        else:
+            half = _QUANTILE * np.sqrt(variance)
+            low, high = ratio - half, ratio + half
     known = np.isfinite(ratio) & (whole | ((blocks >= MINIMUM_BLOCKS) & np.isfinite(variance)))
     return (
         np.where(known, np.where(whole, ratio, low), np.nan),
@@ -87,10 +87,9 @@ def _wilson(
     n_eff carry the finite-population correction 1 − n/N, as V already does.
     """
     unseen = np.maximum(1.0 - fraction, np.finfo(np.float64).tiny)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        spread = share * (1.0 - share)
-        size = np.where(spread > 0, np.minimum(spread / variance, active_sampled / unseen), blocks / unseen)
-        z2 = _QUANTILE**2 / size
-        middle = (share + z2 / 2) / (1 + z2)
-        half = np.sqrt(z2 * (spread + z2 / 4)) / (1 + z2)
+    spread = share * (1.0 - share)
+    size = np.where(spread > 0, np.minimum(spread / variance, active_sampled / unseen), blocks / unseen)
+    z2 = _QUANTILE**2 / size
+    middle = (share + z2 / 2) / (1 + z2)
+    half = np.sqrt(z2 * (spread + z2 / 4)) / (1 + z2)
     return np.maximum(middle - half, 0.0), np.minimum(middle + half, 1.0)

@@ -62,14 +62,20 @@ def reduce_steps(totals: Totals, axis: int = 0, starts: NDArray[np.intp] | None 
 
 
 def with_variance_product_roots(totals: Totals) -> dict[str, Array]:
-    """The same totals with `variance_product_root/…` added where its two variances are there and it is not."""
+    """The same totals with `variance_product_root/…` added where its two variances are there and it is not.
+
+    Totals that stand for several steps bring theirs; where it is missing (NaN) the point is a single step.
+    """
     result = dict(totals)
     for key, values in totals.items():
         name, label = split_key(key)
-        root = f"variance_product_root/{label}"
         denominator = totals.get(f"variance_denominator/{label}")
-        if name == "variance_numerator" and root not in result and denominator is not None:
-            result[root] = np.sqrt(np.maximum(values, 0.0) * np.maximum(denominator, 0.0))
+        if name != "variance_numerator" or denominator is None:
+            continue
+        root = f"variance_product_root/{label}"
+        single = np.sqrt(np.maximum(values, 0.0)) * np.sqrt(np.maximum(denominator, 0.0))
+        known = totals.get(root)
+        result[root] = single if known is None else np.where(np.isnan(known), single, known)
     return result
 
 
@@ -77,7 +83,7 @@ def _stack(parts: Sequence[Totals]) -> dict[str, Array]:
     if not parts:
         raise ValueError("nothing to merge: pass at least one part")
     keys = dict.fromkeys(key for part in parts for key in part)
-    shape = np.shape(next(iter(parts[0].values()))) if parts[0] else ()
+    shape = next((np.shape(values) for part in parts for values in part.values()), ())
     missing = np.full(shape, np.nan)
     return {key: np.stack([np.asarray(part.get(key, missing), dtype=np.float64) for part in parts]) for key in keys}
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta, Struct, field
 
 __all__ = [
-    "LIMITS",
     "Attempt",
     "AttemptCreate",
+    "LIMITS",
     "Layer",
     "Report",
     "ReportBatch",

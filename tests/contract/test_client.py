@@ -1,0 +1,135 @@
+"""The read client against a transport that answers from memory: routes, queries, and the meaning of refusals."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
+
+RUN: dict[str, Any] = {
+    "run_id": "r",
+    "project": "p",
+    "name": "n",
+    "group": None,
+    "tags": [],
+    "notes": "",
+    "seed": None,
+    "config": {},
+    "state": "running",
+    "created_at": 1,
+    "updated_at": 2.0,
+    "first_step": 1,
+    "last_step": 10,
+    "attempts": [],
+    "watch": None,
+    "latest": {"edq_ratio": 0.5, "edq_cosine": None, "edq": "Infinity"},
+    "scalars": {"loss": {"step": 3, "value": "NaN"}},
+}
+
+
+def client_of(answer):
+    seen = []
+
+    def handle(request):
+        seen.append(request)
+        return answer(request) if callable(answer) else answer
+
+    return Client("http://server/", "secret", transport=httpx.MockTransport(handle)), seen
+
+
+def test_a_run_with_undefined_and_infinite_numbers():
+    client, seen = client_of(httpx.Response(200, json=RUN))
+    run = client.run("r")
+    assert run.latest == {"edq_ratio": 0.5, "edq_cosine": None, "edq": "Infinity"}
+    assert run.scalars["loss"].value == "NaN"
+    assert seen[0].url.path == "/api/v1/runs/r"
+    assert seen[0].headers["Authorization"] == "Bearer secret"
+
+
+def test_queries_leave_out_what_was_not_asked():
+    comparison = {"metric": "edq_ratio", "axis": "step", "runs": []}
+    client, seen = client_of(httpx.Response(200, json=comparison))
+    client.compare(["a", "b"], "edq_ratio", points=7)
+    assert seen[0].url.params.multi_items() == [
+        ("run", "a"),
+        ("run", "b"),
+        ("metric", "edq_ratio"),
+        ("points", "7"),
+        ("axis", "step"),
+    ]
+    series: dict[str, Any] = {"run_id": "r", "metric": "loss", "layer": None, "axis": "step"}
+    series |= {name: [] for name in ("first_steps", "steps", "positions", "values", "minimum", "maximum")}
+    client, seen = client_of(httpx.Response(200, json=series))
+    client.series("r", "loss", first_step=0)
+    assert dict(seen[0].url.params) == {"metric": "loss", "points": "1000", "axis": "step", "from": "0"}
+
+
+def test_all_runs_follow_the_cursor():
+    def answer(request):
+        cursor = request.url.params.get("cursor")
+        return httpx.Response(200, json={"runs": [RUN], "cursor": None if cursor else "next"})
+
+    client, seen = client_of(answer)
+    assert len(list(client.all_runs(project="p"))) == 2
+    assert [request.url.params.get("cursor") for request in seen] == [None, "next"]
+    assert all(request.url.params["project"] == "p" for request in seen)
+
+
+def test_updates_and_deletion():
+    client, seen = client_of(httpx.Response(200, json=RUN))
+    client.update_run("r", wire.RunUpdate(state="finished"))
+    assert (seen[0].method, seen[0].headers["Content-Type"]) == ("PATCH", "application/json")
+    client, seen = client_of(httpx.Response(200, json={"run_id": "r"}))
+    assert client.delete_run("r").run_id == "r"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (401, NotAuthorised),
+        (403, NotAuthorised),
+        (404, NotFound),
+        (410, NotFound),
+        (409, ServerRefusal),
+        (422, ServerRefusal),
+        (429, Unavailable),
+        (500, Unavailable),
+        (503, Unavailable),
+    ],
+)
+def test_refusals(status, kind):
+    error = {"code": "c", "message": "too many runs", "field": "runs", "limit": 5, "request_id": "q"}
+    client, _ = client_of(httpx.Response(status, json={"error": error}, headers={"Retry-After": "2"}))
+    with pytest.raises(ServerRefusal, match="too many runs") as caught:
+        client.run("r")
+    assert type(caught.value) is kind
+    found = caught.value
+    assert (found.status, found.code, found.field, found.limit, found.request_id) == (status, "c", "runs", 5.0, "q")
+    assert found.retry_after_seconds == 2.0
+
+
+def test_a_refusal_of_a_proxy_without_our_shape():
+    client, _ = client_of(httpx.Response(502, text="<html>Bad Gateway</html>", headers={"Retry-After": "soon"}))
+    with pytest.raises(Unavailable, match="Bad Gateway") as caught:
+        client.run("r")
+    assert (caught.value.code, caught.value.retry_after_seconds) == ("unknown", None)
+
+
+def test_nobody_answers():
+    def answer(request):
+        raise httpx.ConnectError("refused", request=request)
+
+    client, _ = client_of(answer)
+    with pytest.raises(ServerUnreachable, match=r"http://server .*collage-monitor up"):
+        client.run("r")
+    assert not client.healthy()
+
+
+def test_health():
+    client, seen = client_of(httpx.Response(200))
+    with client:
+        assert client.healthy()
+    assert seen[0].url.path == "/healthz"

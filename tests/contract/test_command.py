@@ -1,0 +1,90 @@
+"""The command: verbs from entry points, absent components, and answers of `list` and `show`."""
+
+import json
+from importlib.metadata import EntryPoint
+
+import click
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from collage_monitor import command
+from collage_monitor.client import Client
+from collage_monitor.command import root, show
+from collage_monitor.errors import ServerUnreachable
+from tests.contract.test_client import RUN
+
+LATEST = {
+    "run_id": "r",
+    "step": 10,
+    "time": 1.0,
+    "model": {"edq_ratio": 0.84, "state_decrement_ratio/exp_avg_sq": None, "edq_ratio_low": 0.8},
+    "scalars": {"loss": {"step": 12, "value": "NaN"}},
+    "worst": [],
+}
+WORST = [{"layer": "h.3.weight", "metric": "edq_ratio", "value": 0.1}]
+
+
+def answer(request):
+    path = request.url.path
+    if path.endswith("/worst"):
+        return httpx.Response(200, json=WORST)
+    if path.endswith("/latest"):
+        return httpx.Response(200, json=LATEST)
+    return httpx.Response(200, json={"runs": [RUN], "cursor": None})
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """The verbs' client answers from memory."""
+    monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(show, "Client", lambda url, token: Client(url, token, transport=transport))
+
+
+def test_every_verb_is_offered_with_its_help():
+    result = CliRunner().invoke(root, ["--help"])
+    assert result.exit_code == 0
+    for verb in ("up", "list", "show", "serve", "dashboard", "demo"):
+        assert f"  {verb} " in result.output
+
+
+def test_an_absent_component_says_what_to_install(monkeypatch):
+    entry = EntryPoint("study", "no_such_component.command:study", command.VERBS)
+    monkeypatch.setattr(command, "_found", lambda: {"study": entry})
+    result = CliRunner().invoke(root, ["study", "--anything", "5"])
+    assert result.exit_code == 1
+    assert "needs no_such_component" in result.output
+    assert "collage-monitor[all]" in result.output
+
+
+def test_list_prints_a_run(offline):
+    result = CliRunner().invoke(root, ["list"])
+    assert result.exit_code == 0, result.output
+    header, line = result.output.splitlines()
+    assert header.split()[:3] == ["run_id", "name", "strategy"]
+    assert line.split() == ["r", "n", "-", "running", "10", "0.5", "-", "-"]
+
+
+def test_list_and_show_as_json(offline):
+    assert json.loads(CliRunner().invoke(root, ["list", "--json"]).output)["runs"][0]["run_id"] == "r"
+    assert json.loads(CliRunner().invoke(root, ["show", "r", "--json"]).output)["step"] == 10
+
+
+def test_show_prints_undefined_as_a_dash_and_the_worst_layer(offline):
+    result = CliRunner().invoke(root, ["show", "r"])
+    assert result.exit_code == 0, result.output
+    assert "h.3.weight 0.1" in result.output
+    row = next(line for line in result.output.splitlines() if "state_decrement_ratio" in line)
+    assert row.split()[1] == "-"
+
+
+def test_our_errors_are_sentences(monkeypatch):
+    @click.command("refuse")
+    def refuse():
+        raise ServerUnreachable("no answer from http://x")
+
+    monkeypatch.setattr(command, "root", refuse)
+    monkeypatch.setattr("sys.argv", ["collage-monitor"])
+    with pytest.raises(SystemExit, match="collage-monitor: no answer"):
+        command.main()

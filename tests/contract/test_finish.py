@@ -1,0 +1,101 @@
+"""Finishing functions against exact rationals; a zero denominator is undefined, never 0, 1 or infinite."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collage_monitor.metrics import HISTOGRAM_LABELS, STATISTICS
+from collage_monitor.statistics import finish, finish_all, histogram_counts, histogram_quantile, metric_keys
+from tests.reference import finish as reference
+
+NAMES = [name for name, entry in STATISTICS.items() if entry.label is None and name != "measured_steps"]
+amounts = st.one_of(st.just(0.0), st.floats(1e-12, 1e12))
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(NAMES, amounts)), st.integers(1, 10**6))
+def test_every_ratio_and_norm_against_exact_arithmetic(totals, steps):
+    totals["measured_steps"] = float(steps)
+    expected = reference.metrics(totals)
+    for key, value in expected.items():
+        found = finish(key, {name: np.array(total) for name, total in totals.items()})
+        if value is None:
+            assert math.isnan(found), key
+        else:
+            cancelled = key.startswith(("lost", "unchanged"))
+            tolerance = 1e-4 if cancelled else 1e-12
+            if cancelled and totals["elements"] < 1e3 * (totals["nonfinite"] + totals["idle"]):
+                continue
+            assert float(found) == pytest.approx(float(value), rel=tolerance), key
+
+
+def test_shapes_are_kept_and_gaps_stay_in_their_place():
+    rows = {
+        "lost": [1.0, 0.0, np.nan],
+        "elements": [4.0, 3.0, 5.0],
+        "nonfinite": [0.0] * 3,
+        "idle": [0.0, 3.0, 0.0],
+    }
+    totals = {key: np.array([values, values]) for key, values in rows.items()}
+    np.testing.assert_array_equal(finish("lost_update_ratio", totals), [[0.25, np.nan, np.nan]] * 2)
+
+
+def test_what_was_not_reported_is_undefined_and_not_offered():
+    totals = {"intended_squared_sum": np.ones(2), "measured_steps": np.ones(2)}
+    assert metric_keys(totals) == ["intended_norm"]
+    np.testing.assert_array_equal(finish("edq_ratio", totals), [np.nan, np.nan])
+    assert set(finish_all(totals)) == {"intended_norm"}
+    assert np.isnan(finish("edq_ratio", {}))
+    assert finish_all({}) == {}
+
+
+def test_state_decrement_keeps_its_label():
+    totals = {
+        "state_decrement_observed_sum/exp_avg_sq": np.array(-1.0),
+        "state_decrement_intended_sum/exp_avg_sq": np.array(-4.0),
+        "state_decrement_observed_sum/exp_avg": np.array(0.0),
+        "state_decrement_intended_sum/exp_avg": np.array(0.0),
+    }
+    finished = finish_all(totals)
+    assert finished["state_decrement_ratio/exp_avg_sq"] == 0.25
+    assert np.isnan(finished["state_decrement_ratio/exp_avg"])
+
+
+def histogram(**counts):
+    named = {"underflow": 0.0, "overflow": 0.0, **{name.replace("m", "-"): value for name, value in counts.items()}}
+    return {f"update_ulp_histogram/{label}": np.array(named.get(label, 0.0)) for label in HISTOGRAM_LABELS}
+
+
+def test_histogram_readings_by_hand():
+    totals = histogram(**{"m3": 10.0, "m2": 10.0, "m1": 20.0, "0": 40.0})
+    assert finish("predicted_plain_lost_ratio", totals) == 0.25
+    assert finish("half_ulp_margin", totals) == pytest.approx(0.0 + 1.0)
+    assert finish("half_ulp_lr_factor", totals) == pytest.approx(2.0 ** (-1 - (-3 + 0.8)))
+
+
+def test_after_the_factor_a_tenth_stands_below_half_a_gap():
+    generator = np.random.default_rng(3)
+    logarithms = generator.normal(-3.0, 2.0, 200_000)
+    totals = histogram()
+    octaves, counts = np.unique(np.floor(logarithms).astype(int), return_counts=True)
+    for octave, count in zip(octaves, counts, strict=True):
+        totals[f"update_ulp_histogram/{octave}"] = np.array(float(count))
+    factor = finish("half_ulp_lr_factor", totals)
+    assert np.mean(logarithms + np.log2(factor) < -1) == pytest.approx(0.1, abs=0.01)
+    assert finish("half_ulp_margin", totals) == pytest.approx(np.median(logarithms) + 1, abs=0.02)
+    assert finish("predicted_plain_lost_ratio", totals) == np.mean(logarithms < -1)
+
+
+def test_an_empty_histogram_is_undefined_and_its_ends_answer_the_outermost_edge():
+    assert np.isnan(finish("half_ulp_margin", histogram()))
+    assert np.isnan(finish("predicted_plain_lost_ratio", histogram()))
+    counts = histogram_counts({key: np.array([value, 0.0]) for key, value in histogram(underflow=5.0).items()})
+    np.testing.assert_array_equal(histogram_quantile(counts, 0.5), [-24.0, np.nan])
+    assert histogram_quantile(histogram_counts(histogram(overflow=5.0)), 0.5) == 8.0
+
+
+def test_a_histogram_with_bins_that_were_not_reported():
+    totals = {"update_ulp_histogram/0": np.array([4.0, np.nan])}
+    np.testing.assert_array_equal(finish("half_ulp_margin", totals), [1.5, np.nan])

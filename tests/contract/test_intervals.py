@@ -1,0 +1,126 @@
+"""Intervals: their coverage over repeated samples, whole tensors, zero losses, few blocks, correlated steps."""
+
+import numpy as np
+import pytest
+
+from collage_monitor.statistics import interval, merge_shards, merge_steps
+
+BLOCK = 32
+
+
+def layer(generator, blocks):
+    """u and e of one tensor [blocks, BLOCK], alike inside a block: what element-wise variance misses."""
+    scale = np.exp2(generator.normal(-2.0, 0.7, (blocks, 1)))
+    u = generator.normal(size=(blocks, BLOCK)) * scale
+    e = np.where(np.abs(u) < 0.1, 0.0, u + generator.normal(size=u.shape) * 0.05)
+    return u, e
+
+
+def sampled_totals(generator, u, e, count):
+    """What a worker sends of one tensor: estimated totals and block variances, finite-population corrected."""
+    blocks = u.shape[0]
+    chosen = generator.permutation(blocks)[:count]
+    scale = blocks / count
+    su, se = u[chosen], e[chosen]
+    totals = {
+        "elements": float(u.size),
+        "sampled": float(su.size),
+        "active_blocks": float((su != 0).any(axis=1).sum()),
+        "nonfinite": 0.0,
+        "idle": scale * (su == 0).sum(),
+        "lost": scale * ((su != 0) & (se == 0)).sum(),
+        "intended_squared_sum": scale * (su**2).sum(),
+        "intended_effective_sum": scale * (su * se).sum(),
+        "measured_steps": 1.0,
+    }
+    factor = 0.0 if count == blocks else blocks**2 * (1 - count / blocks) / count
+    pairs = {
+        "edq_ratio": ((su * se).sum(axis=1), (su**2).sum(axis=1)),
+        "lost_update_ratio": (((su != 0) & (se == 0)).sum(axis=1), (su != 0).sum(axis=1)),
+    }
+    for name, (a, b) in pairs.items():
+        spread = np.cov(a, b) if count > 1 else np.zeros((2, 2))
+        totals[f"variance_numerator/{name}"] = factor * spread[0, 0]
+        totals[f"variance_denominator/{name}"] = factor * spread[1, 1]
+        totals[f"covariance/{name}"] = factor * spread[0, 1]
+    return {key: np.array([float(value)]) for key, value in totals.items()}
+
+
+def truth(layers):
+    ue = sum((u * e).sum() for u, e in layers)
+    uu = sum((u**2).sum() for u, _ in layers)
+    lost = sum(((u != 0) & (e == 0)).sum() for u, e in layers)
+    active = sum((u != 0).sum() for u, _ in layers)
+    return {"edq_ratio": ue / uu, "lost_update_ratio": lost / active}
+
+
+@pytest.mark.parametrize("name", ["edq_ratio", "lost_update_ratio"])
+def test_the_true_value_is_inside_about_95_times_of_100(name):
+    generator = np.random.default_rng(11)
+    layers = [layer(generator, blocks) for blocks in (900, 400, 64)]
+    expected = truth(layers)[name]
+    repeats, inside = 800, 0
+    for _ in range(repeats):
+        merged = merge_shards([sampled_totals(generator, u, e, min(64, len(u))) for u, e in layers])
+        low, high = interval(name, merged)
+        inside += bool(low[0] <= expected <= high[0])
+    assert 0.92 <= inside / repeats <= 0.985
+
+
+def test_the_same_sample_over_many_steps_does_not_pretend_to_know_more():
+    generator = np.random.default_rng(5)
+    u, e = layer(generator, 900)
+    one = sampled_totals(generator, u, e, 64)
+    low, high = interval("edq_ratio", merge_shards([one]))
+    merged_low, merged_high = interval("edq_ratio", merge_steps([merge_shards([one])] * 16))
+    np.testing.assert_allclose([merged_low, merged_high], [low, high], rtol=1e-9)
+
+
+def test_measured_whole_means_width_zero_even_of_few_blocks():
+    generator = np.random.default_rng(1)
+    u, e = layer(generator, 5)
+    merged = merge_shards([sampled_totals(generator, u, e, 5)])
+    for name, value in truth([(u, e)]).items():
+        low, high = interval(name, merged)
+        assert low == high == pytest.approx(value)
+
+
+def test_fewer_than_twenty_active_blocks_say_nothing():
+    generator = np.random.default_rng(2)
+    u, e = layer(generator, 100)
+    for count, known in ((19, False), (20, True)):
+        low, high = interval("edq_ratio", merge_shards([sampled_totals(generator, u, e, count)]))
+        assert np.isfinite([low, high]).all() == known
+
+
+def test_zero_losses_do_not_give_zero_width():
+    generator = np.random.default_rng(3)
+    u = generator.normal(size=(500, BLOCK))
+    merged = merge_shards([sampled_totals(generator, u, u, 60)])
+    low, high = interval("lost_update_ratio", merged)
+    assert low == 0.0
+    assert 0.0 < high < 0.1
+    everything_lost = merge_shards([sampled_totals(generator, u, np.zeros_like(u), 60)])
+    low, high = interval("lost_update_ratio", everything_lost)
+    assert 0.9 < low < 1.0
+    assert high == 1.0
+
+
+def test_an_empty_shard_and_an_idle_one_are_undefined_without_a_warning():
+    zero = {
+        key: np.zeros(1) for key in sampled_totals(np.random.default_rng(0), np.ones((2, 2)), np.ones((2, 2)), 2)
+    }
+    for name in ("edq_ratio", "lost_update_ratio"):
+        assert np.isnan(interval(name, zero)).all()
+    idle = sampled_totals(np.random.default_rng(0), np.zeros((40, 2)), np.zeros((40, 2)), 30)
+    for name in ("edq_ratio", "lost_update_ratio"):
+        assert np.isnan(interval(name, idle)).all()
+
+
+def test_shares_stay_between_zero_and_one():
+    generator = np.random.default_rng(9)
+    for share in (0.001, 0.01, 0.5, 0.99, 0.999):
+        u = generator.normal(size=(300, BLOCK))
+        e = np.where(generator.random((300, 1)) < share, 0.0, u)
+        low, high = interval("lost_update_ratio", merge_shards([sampled_totals(generator, u, e, 40)]))
+        assert 0.0 <= low[0] <= high[0] <= 1.0

@@ -1,0 +1,125 @@
+"""Merging: associative, commutative over shards, exact on counts; NaN is "not reported"; root_sum is careful."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collage_monitor.metrics import STATISTICS, statistic
+from collage_monitor.statistics import merge, merge_shards, merge_steps, reduce_shards, reduce_steps
+
+LABELS = {"octave": "-3", "state": "exp_avg_sq", "metric": "edq_ratio"}
+KEYS = [
+    name if entry.label is None else f"{name}/{LABELS[entry.label]}"
+    for name, entry in STATISTICS.items()
+    if name != "variance_product_root"
+]
+numbers = st.one_of(st.just(float("nan")), st.integers(0, 2**20).map(float))
+pairs = st.lists(numbers, min_size=2, max_size=2).map(np.array)
+VARIANCES = ("variance_numerator/edq_ratio", "variance_denominator/edq_ratio", "covariance/edq_ratio")
+
+
+@st.composite
+def parts(draw):
+    """Totals of one step: any keys, but the variances of a metric come together, as a worker sends them."""
+    part = draw(st.dictionaries(st.sampled_from([key for key in KEYS if key not in VARIANCES]), pairs, min_size=1))
+    if draw(st.booleans()):
+        reported = np.where(draw(pairs) > 2**19, np.nan, 1.0)
+        part |= {key: np.nan_to_num(draw(pairs)) * reported for key in VARIANCES}
+    return part
+
+
+def assert_same(left, right):
+    assert set(left) == set(right)
+    for key, values in left.items():
+        np.testing.assert_allclose(values, right[key], rtol=1e-12, err_msg=key)
+
+
+@given(parts(), parts(), parts())
+def test_merging_shards_is_associative_and_commutative(a, b, c):
+    assert_same(merge_shards([merge_shards([a, b]), c]), merge_shards([a, merge_shards([b, c])]))
+    assert_same(merge_shards([a, b]), merge_shards([b, a]))
+
+
+@given(parts(), parts(), parts())
+def test_merging_steps_is_associative(a, b, c):
+    whole = merge_steps([a, b, c])
+    assert_same(merge_steps([merge_steps([a, b]), c]), whole)
+    assert_same(merge_steps([a, merge_steps([b, c])]), whole)
+
+
+@given(parts(), parts())
+def test_merging_steps_is_commutative_but_for_the_last_value(a, b):
+    left, right = merge_steps([a, b]), merge_steps([b, a])
+    ordered = {key for key in left if statistic(key).over_steps == "last"}
+    assert_same(*({k: v for k, v in side.items() if k not in ordered} for side in (left, right)))
+
+
+@given(st.lists(parts(), min_size=1, max_size=6), st.data())
+def test_buckets_are_the_merges_of_their_steps(steps, data):
+    cuts = data.draw(st.sets(st.integers(1, len(steps)), max_size=3))
+    starts = np.array(sorted({0, *cuts} - {len(steps)}), dtype=np.intp)
+    keys = {key for step in steps for key in step}
+    missing = np.full(2, np.nan)
+    stacked = {key: np.stack([step.get(key, missing) for step in steps]) for key in keys}
+    reduced = reduce_steps(stacked, starts=starts)
+    for index, (start, stop) in enumerate(zip(starts, [*starts[1:], len(steps)], strict=True)):
+        complete = [{key: values[row] for key, values in stacked.items()} for row in range(start, stop)]
+        assert_same({key: values[index] for key, values in reduced.items()}, merge_steps(complete))
+
+
+def test_an_axis_in_the_middle():
+    values = np.arange(24.0).reshape(2, 3, 4)
+    np.testing.assert_array_equal(reduce_shards({"lost": values}, axis=1)["lost"], values.sum(axis=1))
+    np.testing.assert_array_equal(
+        reduce_steps({"lost": values}, axis=2, starts=np.array([0, 3]))["lost"],
+        np.stack([values[..., :3].sum(axis=-1), values[..., 3]], axis=-1),
+    )
+
+
+def test_rules_by_hand():
+    first = {"measured_steps": [1.0], "lost": [2.0**53 - 1], "active_blocks": [3.0], "parameter_squared_sum": [5.0]}
+    second = {"measured_steps": [1.0], "lost": [1.0], "active_blocks": [4.0], "parameter_squared_sum": [np.nan]}
+    a, b = ({key: np.array(values) for key, values in part.items()} for part in (first, second))
+    shards, steps = merge([a, b], over="shards"), merge([a, b], over="steps")
+    assert [shards["measured_steps"], steps["measured_steps"]] == [1.0, 2.0]
+    assert shards["lost"] == steps["lost"] == 2.0**53
+    assert [shards["active_blocks"], steps["active_blocks"]] == [7.0, 4.0]
+    assert [shards["parameter_squared_sum"], steps["parameter_squared_sum"]] == [5.0, 5.0]
+
+
+def test_not_reported_stays_so_and_takes_no_part():
+    merged = merge_steps([{"lost": np.array([np.nan, 1.0])}, {}, {"lost": np.array([np.nan, np.nan])}])
+    np.testing.assert_array_equal(merged["lost"], [np.nan, 1.0])
+
+
+def test_a_part_without_anything_may_come_first():
+    np.testing.assert_array_equal(merge_shards([{}, {"lost": np.array([1.0, 2.0])}])["lost"], [1.0, 2.0])
+
+
+def test_nothing_to_merge_is_an_error():
+    with pytest.raises(ValueError, match="at least one part"):
+        merge_shards([])
+
+
+def variances(aa, bb, ab):
+    return {
+        "variance_numerator/edq_ratio": np.array([aa]),
+        "variance_denominator/edq_ratio": np.array([bb]),
+        "covariance/edq_ratio": np.array([ab]),
+    }
+
+
+def test_errors_that_persist_over_steps_add_as_standard_deviations():
+    merged = merge_steps([variances(4.0, 9.0, 5.0)] * 16)
+    assert merged["variance_numerator/edq_ratio"] == 16**2 * 4.0
+    assert merged["variance_denominator/edq_ratio"] == 16**2 * 9.0
+    roots = merged["variance_product_root/edq_ratio"]
+    correlated = np.sqrt(16**2 * 4.0 * 16**2 * 9.0) * merged["covariance/edq_ratio"] / roots
+    np.testing.assert_allclose(correlated, 16**2 * 5.0)
+
+
+def test_over_shards_variances_are_additive_and_the_root_is_made_anew():
+    merged = merge_shards([variances(4.0, 1.0, 2.0), variances(5.0, 3.0, 1.0)])
+    assert merged["variance_numerator/edq_ratio"] == 9.0
+    np.testing.assert_allclose(merged["variance_product_root/edq_ratio"], 6.0)

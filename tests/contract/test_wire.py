@@ -1,0 +1,175 @@
+"""Round trips of every message in both encodings, non-finite values, byte order, refusals that name the field."""
+
+import math
+from typing import get_args, get_type_hints
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collage_monitor import wire
+from collage_monitor.errors import WireError
+
+BOTH = pytest.mark.parametrize("content_type", [wire.MSGPACK, wire.JSON])
+LAYER = wire.Layer(name="h.0.weight", shape=[4, 8], dtype="bfloat16", elements=32, module_type="Linear")
+MESSAGES = [
+    wire.RunCreate(
+        run_id="01J", name="ε", group="g", tags=["a"], notes="n", seed=-1, config={"lr": 1e-3, "b": [1]}
+    ),
+    wire.RunUpdate(state="finished"),
+    wire.AttemptCreate(launch_id="a-1", first_step=7),
+    wire.StreamCreate(
+        stream_id="s",
+        launch_id="a-1",
+        rank=1,
+        world_size=2,
+        process_id=99,
+        layers=[LAYER],
+        statistics=["lost"],
+        watch=wire.WatchInfo(optimizer="AdamW", sample="all", oracle=True),
+    ),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_survive_the_way(message, content_type):
+    data = wire.encode_message(message, content_type)
+    assert wire.decode_message(data, type(message), content_type) == message
+
+
+def reports():
+    values = st.floats(allow_nan=True, allow_infinity=True, width=64)
+    return st.builds(
+        lambda seq, step, scalars, rows, layers, block: wire.Report(
+            seq=seq,
+            step=step,
+            time=1.5e9,
+            scalars=scalars,
+            statistic_count=rows,
+            layer_count=layers,
+            statistics=wire.block_to_bytes(np.resize(np.array(block), (rows, layers))),
+            model=wire.block_to_bytes(np.resize(np.array(block), (rows,))),
+        ),
+        st.integers(0, 2**53),
+        st.integers(0, 2**53),
+        st.dictionaries(st.text(max_size=8), values, max_size=3),
+        st.integers(1, 3),
+        st.integers(0, 3),
+        st.lists(values, min_size=1, max_size=9),
+    )
+
+
+def same_number(left, right):
+    return left == right or (math.isnan(left) and math.isnan(right))
+
+
+@BOTH
+@given(st.lists(reports(), max_size=3))
+def test_batches_keep_every_number(content_type, batch):
+    found = wire.decode_batch(
+        wire.encode_batch(wire.ReportBatch(reports=batch), content_type), content_type
+    ).reports
+    assert len(found) == len(batch)
+    for left, right in zip(found, batch, strict=True):
+        assert (left.seq, left.step, left.statistic_count, left.layer_count) == (
+            right.seq,
+            right.step,
+            right.statistic_count,
+            right.layer_count,
+        )
+        assert left.scalars.keys() == right.scalars.keys()
+        assert all(same_number(left.scalars[name], right.scalars[name]) for name in left.scalars)
+        shape = (right.statistic_count, right.layer_count)
+        for name, size in (("statistics", shape), ("model", shape[:1])):
+            a, b = (wire.block_from_bytes(getattr(side, name), size) for side in (left, right))
+            np.testing.assert_array_equal(a, b)
+
+
+@BOTH
+def test_a_report_of_scalars_alone(content_type):
+    batch = wire.ReportBatch(reports=[wire.Report(seq=0, step=1, time=2.0, scalars={"loss": 1.0})])
+    assert wire.decode_batch(wire.encode_batch(batch, content_type), content_type) == batch
+
+
+def test_blocks_are_little_endian_in_c_order():
+    assert wire.block_to_bytes(np.array([[1.0, 2.0]])) == bytes.fromhex("000000000000f03f0000000000000040")
+    big = np.array([1.0, 2.0], dtype=">f8")
+    assert wire.block_to_bytes(big) == wire.block_to_bytes(big.astype("<f8"))
+    transposed = np.arange(6.0).reshape(2, 3).T
+    np.testing.assert_array_equal(wire.block_from_bytes(wire.block_to_bytes(transposed), (3, 2)), transposed)
+
+
+def test_a_block_of_the_wrong_length_says_what_it_wanted():
+    with pytest.raises(WireError, match="8 bytes, but 2×3 float64 take 48") as caught:
+        wire.block_from_bytes(b"\0" * 8, (2, 3), "model")
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN"), (0.5, 0.5)],
+)
+def test_numbers_that_json_lacks(value, number):
+    assert wire.to_number(value) == number
+    assert same_number(wire.from_number(number), value)
+
+
+def test_undefined_is_null_and_infinite_is_not():
+    found = wire.undefined_to_none(np.array([1.0, np.nan, np.inf]))
+    assert wire.encode_json(found) == b'[1.0,null,"Infinity"]'
+    assert wire.undefined_to_none(np.array([])) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"run_id": ""}, "run_id"),
+        ({"run_id": "a b"}, "run_id"),
+        ({"run_id": "a" * 65}, "run_id"),
+        ({"run_id": "a", "tags": ["t"] * 65}, "tags"),
+        ({"run_id": "a", "resume": "perhaps"}, "resume"),
+        ({"name": "x"}, ""),
+    ],
+)
+@BOTH
+def test_a_wrong_field_is_named(body, field, content_type):
+    data = msgspec.json.encode(body) if content_type == wire.JSON else msgspec.msgpack.encode(body)
+    with pytest.raises(WireError) as caught:
+        wire.decode_message(data, wire.RunCreate, content_type)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b'{"reports":',
+        b'{"reports":[{"seq":-1,"step":0,"time":0}]}',
+        b'{"reports":[{"seq":0,"step":0,"time":NaN}]}',
+        b'{"reports":[{"seq":0,"step":0,"time":1e999}]}',
+        b'{"reports":[{"seq":0,"step":0,"time":0,"statistics":[[1],[1,2]]}]}',
+        b'{"reports":[{"seq":0,"step":0,"time":0,"model":["seven"]}]}',
+        b"[" * 100_000,
+    ],
+)
+def test_garbage_is_a_wire_error(body):
+    for content_type in (wire.JSON, wire.MSGPACK):
+        with pytest.raises(WireError):
+            wire.decode_batch(body, content_type)
+
+
+def test_every_public_message_is_documented_and_typed():
+    for name in wire.__all__:
+        member = getattr(wire, name)
+        if isinstance(member, type) and issubclass(member, msgspec.Struct):
+            assert member.__doc__
+            assert all(hint is not None or get_args(hint) for hint in get_type_hints(member).values())
+
+
+def test_the_limits_cannot_be_changed_in_passing():
+    with pytest.raises(TypeError):
+        wire.LIMITS["body_bytes"] = 1  # type: ignore[index]
