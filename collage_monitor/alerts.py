@@ -1,0 +1,139 @@
+"""The alert catalogue: from it come the Prometheus rules, the runbook and the server's own answers.
+
+Conditions are PromQL over the gauges of `/metrics`, with `$window` for the window and `$warm_up` for the number of
+steps in which a run is left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import Template
+from typing import Final, Literal
+
+from collage_monitor.errors import CatalogueError
+from collage_monitor.strategies import STRATEGIES
+
+__all__ = ["ALERTS", "Alert", "alert", "duration"]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One condition on a run, and what to do about it.
+
+    `expression` must hold for `for_seconds` without a break. `other_causes` are harmless or foreign explanations to
+    rule out; `first_step` is what to look at or do before anything else.
+    """
+
+    name: str
+    expression: str
+    window_seconds: float
+    for_seconds: float
+    warm_up_steps: int
+    severity: Literal["info", "warning", "critical"]
+    summary: str
+    meaning: str
+    other_causes: tuple[str, ...]
+    first_step: str
+
+    def condition(self, time_scale: float = 1.0) -> str:
+        """The PromQL expression; `time_scale` shortens its window (a test or a rehearsal in seconds)."""
+        window = duration(self.window_seconds * time_scale)
+        return Template(self.expression).substitute(window=window, warm_up=self.warm_up_steps)
+
+
+_WARM_UP_STEPS = 500
+_STOCHASTIC = "|".join(name for name, entry in STRATEGIES.items() if entry.stochastic)
+
+_ALERTS = (
+    Alert(
+        name="CollageEdqDrop",
+        expression=(
+            "collage_edq_ratio < 0.9 * quantile_over_time(0.9, collage_edq_ratio[$window])"
+            " and collage_step > $warm_up"
+        ),
+        window_seconds=3600.0,
+        for_seconds=300.0,
+        warm_up_steps=_WARM_UP_STEPS,
+        severity="warning",
+        summary="the effective descent quality fell by more than a tenth within the hour",
+        meaning=(
+            "Less of the intended update reaches the weights than a short while ago: what the optimizer wants to "
+            "do has become smaller than what the weights' format can hold, or a residual that carried it is gone."
+        ),
+        other_causes=(
+            "the learning rate was lowered by its schedule: updates shrink, the gaps between weights do not",
+            "a resume from a checkpoint that did not keep the residuals",
+            "weights that grew past a power of two, where the gap doubles",
+        ),
+        first_step=(
+            "Open the run's layer × step heatmap of edq_ratio, sorted by worst: all layers at once points to the "
+            "schedule or a resume, single layers to their weights' size. Then compare half_ulp_margin before and "
+            "after."
+        ),
+    ),
+    Alert(
+        name="CollageEdqLow",
+        expression="collage_edq_ratio < 0.9 and collage_step > $warm_up",
+        window_seconds=0.0,
+        for_seconds=600.0,
+        warm_up_steps=_WARM_UP_STEPS,
+        severity="warning",
+        summary="less than nine tenths of the intended descent reaches the weights",
+        meaning=(
+            "Rounding takes more than a tenth of every update. The run trains as if with a smaller learning rate, "
+            "and not evenly: small updates are lost, large ones arrive."
+        ),
+        other_causes=(
+            "a learning-rate warm-up longer than the alert's: early updates are small by intent",
+            "few sampled elements: look whether the 95 % interval of edq_ratio reaches above 0.9",
+        ),
+        first_step=(
+            "Look at lost_update_ratio and half_ulp_margin of the worst layers. If the updates stand below half a "
+            "gap, keep the weights in a wider form (light, plus or master-weights) from the next checkpoint on."
+        ),
+    ),
+    Alert(
+        name="CollageUpdatesLost",
+        expression=f'collage_lost_update_ratio{{strategy!~"{_STOCHASTIC}"}} > 0.5 and collage_step > $warm_up',
+        window_seconds=0.0,
+        for_seconds=600.0,
+        warm_up_steps=_WARM_UP_STEPS,
+        severity="warning",
+        summary="more than half of the intended updates are rounded away",
+        meaning=(
+            "For more than half of the weights that should have moved, the stored value did not change in this "
+            "step. Stochastic strategies are left out: their updates arrive in the mean, so one step's share "
+            "misjudges them."
+        ),
+        other_causes=(
+            'an optimizer that rounds stochastically without saying so: pass strategy="stochastic" to watch',
+            "most updates tiny while the few large ones carry the descent: edq_ratio then stays near 1",
+        ),
+        first_step=(
+            "Read edq_ratio beside it. Low as well: the descent itself is lost, change the strategy. Near 1: watch "
+            "state_decrement_ratio and the oracle before deciding."
+        ),
+    ),
+)
+ALERTS: Final = {entry.name: entry for entry in _ALERTS}
+
+
+def duration(seconds: float) -> str:
+    """Seconds as PromQL writes them, in the largest unit that leaves a whole number: "1h", "90s", "1500ms"."""
+    milliseconds = round(seconds * 1000)
+    for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if milliseconds % size == 0 and milliseconds:
+            return f"{milliseconds // size}{unit}"
+    return f"{milliseconds}ms"
+
+
+def alert(name: str) -> Alert:
+    """The catalogue entry called `name`.
+
+    Raises:
+        CatalogueError: no such alert.
+    """
+    try:
+        return ALERTS[name]
+    except KeyError:
+        raise CatalogueError(f"no alert is called {name!r}; choose one of {', '.join(ALERTS)}") from None

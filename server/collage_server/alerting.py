@@ -1,0 +1,85 @@
+"""Alerting papers made from the alert catalogue: the Prometheus rules and the runbook.
+
+`python -m collage_server.alerting rules` (or `runbook`) prints one; the committed files are these outputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import click
+
+from collage_monitor.alerts import ALERTS, Alert, duration
+
+__all__ = ["rules", "runbook"]
+
+_RUN = "run {{ $labels.run }} ({{ $labels.run_id }}) of project {{ $labels.project }}"
+_RUNBOOK = "docs/alerts.md"
+
+
+def rules(time_scale: float = 1.0) -> str:
+    """The Prometheus rule file as YAML. `time_scale` < 1 shortens every window and waiting time alike."""
+    lines = [
+        "# Made from the alert catalogue: `python -m collage_server.alerting rules`. Change the catalogue instead.",
+        "groups:",
+        "  - name: collage",
+        "    rules:",
+    ]
+    for entry in ALERTS.values():
+        lines += _rule(entry, time_scale)
+    return "\n".join(lines) + "\n"
+
+
+def runbook() -> str:
+    """The runbook as Markdown: a section for each alert."""
+    head = [
+        "# Alerts",
+        "",
+        "Made from the alert catalogue: `python -m collage_server.alerting runbook`. Change the catalogue instead.",
+        "The rules for Prometheus are in `server/prometheus/collage.rules.yml`.",
+        "",
+        "No alert means no more than that none of these conditions holds: `edq_ratio` is blind to errors that",
+        "already sit in the optimizer's state. Read it beside `state_decrement_ratio` or the oracle",
+        "([metrics](metrics.md)).",
+    ]
+    for entry in ALERTS.values():
+        head += _section(entry)
+    return "\n".join(head) + "\n"
+
+
+def _rule(entry: Alert, time_scale: float) -> Iterator[str]:
+    summary = f"{_RUN}: {entry.summary}"
+    description = f'{entry.meaning} Now: {{{{ $value | printf "%.3f" }}}}. First: {entry.first_step}'
+    yield f"      - alert: {entry.name}"
+    yield f"        expr: {json.dumps(entry.condition(time_scale), ensure_ascii=False)}"
+    yield f"        for: {duration(entry.for_seconds * time_scale)}"
+    yield "        labels:"
+    yield f"          severity: {entry.severity}"
+    yield "        annotations:"
+    yield f"          summary: {json.dumps(summary, ensure_ascii=False)}"
+    yield f"          description: {json.dumps(description, ensure_ascii=False)}"
+    yield f"          runbook: {_RUNBOOK}#{entry.name.lower()}"
+
+
+def _section(entry: Alert) -> Iterator[str]:
+    yield from ("", f"## {entry.name}", "")
+    yield f"**{entry.summary[0].upper()}{entry.summary[1:]}** (severity {entry.severity})"
+    yield from ("", entry.meaning, "")
+    yield f"- Condition, for {entry.for_seconds / 60:g} minutes: `{entry.condition()}`"
+    yield f"- A run is left alone in its first {entry.warm_up_steps} steps."
+    yield from ("", "What else it may be:", "")
+    yield from (f"- {cause}" for cause in entry.other_causes)
+    yield from ("", f"What to do first: {entry.first_step}")
+
+
+@click.command()
+@click.argument("paper", type=click.Choice(["rules", "runbook"]))
+@click.option("--time-scale", default=1.0, show_default=True, help="Shorten windows and waits by this factor.")
+def main(paper: str, time_scale: float) -> None:
+    """Print the Prometheus rules or the runbook."""
+    click.echo(rules(time_scale) if paper == "rules" else runbook(), nl=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The alert catalogue: complete entries, conditions over gauges and metrics that exist, papers current."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from collage_server.alerting import rules, runbook
+
+from collage_monitor.alerts import ALERTS, alert, duration
+from collage_monitor.errors import CatalogueError
+from collage_monitor.metrics import METRICS, SCALARS
+from collage_monitor.strategies import STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+EXPOSED = {f"collage_{name}" for name, entry in METRICS.items() if entry.exposed} | {"collage_step"}
+EXPOSED |= {f"collage_{name}" for name in ("loss", "validation_loss", "agent_overhead_ratio", "reports_dropped")}
+
+
+def test_the_first_three_alerts():
+    assert list(ALERTS) == ["CollageEdqDrop", "CollageEdqLow", "CollageUpdatesLost"]
+    assert alert("CollageEdqLow") is ALERTS["CollageEdqLow"]
+    with pytest.raises(CatalogueError, match="'CollageEdqHigh'"):
+        alert("CollageEdqHigh")
+
+
+@pytest.mark.parametrize("entry", ALERTS.values(), ids=lambda entry: entry.name)
+def test_every_alert_says_what_it_means_and_what_to_do(entry):
+    assert entry.meaning.endswith(".")
+    assert entry.first_step.endswith(".")
+    assert entry.other_causes
+    assert not entry.summary.endswith(".")
+    assert entry.for_seconds > 0
+    assert set(re.findall(r"collage_\w+", entry.condition())) <= EXPOSED
+    assert "$" not in entry.condition()
+    named = set(re.findall(r"\b[a-z]+_[a-z_]+\b", " ".join([entry.first_step, entry.meaning, *entry.other_causes])))
+    assert named <= {*METRICS, *SCALARS}
+
+
+def test_stochastic_strategies_are_left_out_of_lost_updates():
+    (pattern,) = re.findall(r'strategy!~"([^"]+)"', ALERTS["CollageUpdatesLost"].condition())
+    for name, entry in STRATEGIES.items():
+        assert bool(re.fullmatch(pattern, name)) == entry.stochastic
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3600, "1h"), (5400, "90m"), (90, "90s"), (1.5, "1500ms"), (0, "0ms"), (0.0004, "0ms")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_time_scale_shortens_windows_and_waits():
+    parsed = yaml.safe_load(rules(0.001))["groups"][0]["rules"]
+    assert parsed[0]["for"] == "300ms"
+    assert "[3600ms]" in parsed[0]["expr"]
+
+
+def test_the_committed_papers_are_those_of_the_catalogue():
+    assert (ROOT / "server/prometheus/collage.rules.yml").read_text() == rules()
+    assert (ROOT / "docs/alerts.md").read_text() == runbook()
+
+
+def test_every_rule_points_to_its_section_of_the_runbook():
+    headings = {line.removeprefix("## ").lower() for line in runbook().splitlines() if line.startswith("## ")}
+    for rule in yaml.safe_load(rules())["groups"][0]["rules"]:
+        path, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert (ROOT / path).is_file()
+        assert anchor in headings
