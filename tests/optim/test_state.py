@@ -7,16 +7,40 @@ import pickle
 import pytest
 import torch
 from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_agent.optim.strategies import Kept
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of, train
 
-BYTES = {"plain": 8, "light": 10, "plus": 12, "master-weights": 16}
+BYTES = {
+    "plain": 8,
+    "stochastic": 8,
+    "kahan": 10,
+    "light": 10,
+    "light-stochastic": 10,
+    "plus": 12,
+    "full": 14,
+    "fp32-states": 12,
+    "master-weights": 16,
+}
 
+SINGLE = {"step", "exp_avg", "exp_avg_sq"}
 KEYS = {
-    "plain": {"step", "exp_avg", "exp_avg_sq"},
-    "light": {"step", "exp_avg", "exp_avg_sq", "parameter_low"},
-    "plus": {"step", "exp_avg", "exp_avg_sq", "exp_avg_sq_low", "parameter_low"},
-    "master-weights": {"step", "exp_avg", "exp_avg_sq", "master_parameter"},
+    "plain": SINGLE,
+    "stochastic": SINGLE,
+    "kahan": SINGLE | {"parameter_low"},
+    "light": SINGLE | {"parameter_low"},
+    "light-stochastic": SINGLE | {"parameter_low"},
+    "plus": SINGLE | {"exp_avg_sq_low", "parameter_low"},
+    "full": SINGLE | {"exp_avg_low", "exp_avg_sq_low", "parameter_low"},
+    "fp32-states": SINGLE,
+    "master-weights": SINGLE | {"master_parameter"},
+}
+
+PRECISION = {
+    Kept.SINGLE: 2.0**-8,
+    Kept.COMPENSATED: 2.0**-16,
+    Kept.PAIR: 2.0**-16,
+    Kept.WIDE: 2.0**-24,
 }
 
 
@@ -99,16 +123,17 @@ def test_checkpoints_load_across_strategies(source, target):
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert second.strategy == target
     assert second.param_groups[0]["lr"] == 7e-3
-    wide = {"plain": 2.0**-8, "light": 2.0**-16, "plus": 2.0**-16, "master-weights": 2.0**-24}
     for member in members:
         old, new = first.state[member], second.state[member]
         assert set(new) == KEYS[target]
         torch.testing.assert_close(
-            second.stored_parameter(member), first.stored_parameter(member), rtol=wide[target], atol=0
+            second.stored_parameter(member),
+            first.stored_parameter(member),
+            rtol=PRECISION[STRATEGIES[target].parameter],
+            atol=0,
         )
-        precision = wide[target] if target in ("plus", "master-weights") else 2.0**-8
         for name in ("exp_avg", "exp_avg_sq"):
-            allowed = precision if name == "exp_avg_sq" or target == "master-weights" else 2.0**-8
+            allowed = PRECISION[STRATEGIES[target].kept(name == "exp_avg_sq")]
             torch.testing.assert_close(joined(new, name), joined(old, name), rtol=allowed, atol=1e-30)
         assert new["step"].item() == 20
     train(second, members, 1)

@@ -2,6 +2,7 @@
 
 from collage_agent.numerics.expansions import add_expansions, grow, join, multiply_expansions, split
 from collage_agent.numerics.formats import gap_towards, neighbour, round_to, ulp
+from collage_agent.numerics.stochastic import stochastic_round
 from collage_agent.numerics.transformations import fast_two_sum, two_product, two_sum
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "neighbour",
     "round_to",
     "split",
+    "stochastic_round",
     "two_product",
     "two_sum",
     "ulp",

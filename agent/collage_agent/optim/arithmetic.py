@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.expansions import grow, multiply_expansions, split_scalar
+from collage_agent.numerics.stochastic import stochastic_round
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX
 
 __all__ = ["Arithmetic", "Scalar", "State", "Storage", "Working", "Workspace"]
@@ -128,10 +129,15 @@ def _scalar_pair(value: float, dtype: torch.dtype, device: torch.device) -> tupl
 class Storage:
     """Strict arithmetic: every named operation is rounded to the format in which the values are kept.
 
-    A factor that is a Python number enters a product unrounded (as fp32, the product is rounded once); a summand
-    that is a Python number is rounded to the format first. A state with a low component decays as an expansion
-    times an expansion: the decay's own residual is kept.
+    stochastic: the names of states that are rounded at random, in one rounding of the whole average, with numbers
+    from `generator`. A factor that is a Python number enters a product unrounded (as fp32, the product is rounded
+    once); a summand that is a Python number is rounded to the format first. A state with a low component decays
+    as an expansion times an expansion: the decay's own residual is kept.
     """
+
+    def __init__(self, stochastic: frozenset[str] = frozenset(), generator: torch.Generator | None = None) -> None:
+        self._stochastic = stochastic
+        self._generator = generator
 
     def product(self, a: Tensor, b: Tensor | Scalar) -> Tensor:
         return a * b
@@ -145,7 +151,10 @@ class Storage:
     def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
         value, low_name = state[name], name + LOW_COMPONENT_SUFFIX
         low = state.get(low_name)
-        if low is None:
+        if self._generator is not None and name in self._stochastic:
+            exact = value.to(torch.float32) * decay + increment.to(torch.float32)
+            state[name] = stochastic_round(exact, value.dtype, self._generator)
+        elif low is None:
             state[name] = value * decay + increment
         else:
             pair = _scalar_pair(float(decay), value.dtype, value.device)

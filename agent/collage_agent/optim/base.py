@@ -9,6 +9,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from collage_agent.optim import checkpoints
 from collage_agent.optim.arithmetic import State, Working, Workspace
+from collage_agent.optim.guards import check_moments, check_range
 from collage_agent.optim.rules import Rule
 from collage_agent.optim.stepping import Step, chunk_elements, step_tensor, working_dtype
 from collage_agent.optim.strategies import (
@@ -21,9 +22,20 @@ from collage_agent.optim.strategies import (
     strategy_named,
 )
 
-__all__ = ["ARITHMETICS", "CollageOptimizer"]
+__all__ = ["ARITHMETICS", "CollageOptimizer", "mixed_seed"]
 
 ARITHMETICS = ("fp32", "storage")
+
+
+def mixed_seed(seed: int, position: int, step: int) -> int:
+    """Three counters hashed into a generator's seed (splitmix64, Steele et al. 2014)."""
+    mixed = 0
+    for value in (seed, position, step):
+        mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed
 
 
 class CollageOptimizer(Optimizer):
@@ -38,11 +50,13 @@ class CollageOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._workspaces: dict[tuple[torch.device, torch.dtype], Workspace] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_workspaces", {})
+        self.__dict__.setdefault("_generators", {})
 
     @property
     def strategy(self) -> str:
@@ -67,6 +81,10 @@ class CollageOptimizer(Optimizer):
             if parameter.is_complex():
                 raise ValueError("complex parameters are not supported: pass torch.view_as_real of them")
             check_dtype(strategy, parameter.dtype)
+        moments = self.rule.moments(group)
+        check_moments(strategy, type(self).__name__, moments)
+        for dtype in {parameter.dtype for parameter in group["params"]}:
+            check_range(group, strategy, moments, dtype)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -81,13 +99,15 @@ class CollageOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        position = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_parameter(group, parameter, parameter.grad)
+                    self._step_parameter(group, parameter, parameter.grad, position)
+                position += 1
         return loss
 
-    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, position: int) -> None:
         if gradient.is_sparse:
             raise RuntimeError(
                 f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
@@ -100,19 +120,31 @@ class CollageOptimizer(Optimizer):
         if strict and strategy.name == "plain" and self.rule.torch_step(group, parameter, gradient, state):
             return
         state["step"] += 1
-        step_tensor(
-            Step(
-                rule=self.rule,
-                strategy=strategy,
-                storage_arithmetic=strict,
-                maximize=group["maximize"],
-                scalars=self.rule.scalars(group, int(state["step"].item())),
-                workspace=self._workspace(parameter),
-            ),
-            parameter,
-            gradient,
-            state,
+        number = int(state["step"].item())
+        step = Step(
+            rule=self.rule,
+            strategy=strategy,
+            moments=self.rule.moments(group),
+            storage_arithmetic=strict,
+            maximize=group["maximize"],
+            scalars=self.rule.scalars(group, number),
+            workspace=self._workspace(parameter),
+            generator=self._generator(parameter.device, group["seed"], position, number)
+            if strategy.stochastic
+            else None,
         )
+        step_tensor(step, parameter, gradient, state)
+
+    def _generator(self, device: torch.device, seed: int, position: int, step: int) -> torch.Generator:
+        """The source of stochastic rounding, set anew for each tensor and step from the seed and the two counters.
+
+        So its state is in the state dict (the seed in the group, the counter in `step`), the process-wide
+        generators stay untouched, and replicas that step the same tensors round alike.
+        """
+        found = self._generators.get(device)
+        if found is None:
+            found = self._generators[device] = torch.Generator(device)
+        return found.manual_seed(mixed_seed(seed, position, step))
 
     def _workspace(self, parameter: Tensor) -> Workspace:
         """The scratch for this parameter's device and wide format: made once, shared by all tensors."""

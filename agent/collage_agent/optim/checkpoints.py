@@ -33,7 +33,7 @@ def load(
     torch casts every floating-point state to its parameter's dtype. The pre-hook registered here runs last, so it
     sees the dict as all other hooks left it.
     """
-    built = [{key: group[key] for key in BUILT_IN_OPTIONS} for group in optimizer.param_groups]
+    built = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     seen: dict[str, Any] = {}
     hook = optimizer.register_load_state_dict_pre_hook(lambda _, loaded: seen.update(loaded))
     try:
@@ -42,7 +42,9 @@ def load(
         hook.remove()
     saved = chain.from_iterable(group["params"] for group in seen["param_groups"])
     for group, options in zip(optimizer.param_groups, built, strict=True):
-        group.update(options)
+        for key, value in options.items():
+            if key in BUILT_IN_OPTIONS or key not in group:
+                group[key] = value
         for parameter in group["params"]:
             original = seen["state"].get(next(saved))
             if original:
@@ -58,7 +60,8 @@ def _loaded(
         for key, value in original.items()
     }
     if not isinstance(state.get("step"), Tensor):
-        state["step"] = torch.tensor(float(state.get("step", 0.0)))
+        # torch's SGD keeps no counter; that a state exists says that the first step is over.
+        state["step"] = torch.tensor(float(state.get("step", 1.0)))
     moments = {moment.name: moment.second for moment in optimizer.rule.moments(group)}
     return convert(state, moments, parameter, strategy_named(group["strategy"]))
 

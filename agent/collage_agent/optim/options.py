@@ -5,7 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check_learning_rate", "check_torch_options", "checked_adam_options"]
+__all__ = [
+    "check_learning_rate",
+    "check_not_negative",
+    "check_torch_options",
+    "checked_adam_options",
+    "checked_betas",
+]
 
 _TORCH_FORMS = {
     "foreach": "the step goes tensor by tensor, in chunks",
@@ -35,6 +41,22 @@ def check_learning_rate(lr: float | Tensor) -> None:
         raise ValueError(f"Invalid learning rate: {lr}")
 
 
+def check_not_negative(name: str, value: float) -> None:
+    """Raise ValueError for a negative option, or one that is not a number."""
+    if not value >= 0.0:
+        raise ValueError(f"Invalid {name} value: {value}")
+
+
+def checked_betas(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, ...]:
+    """Return the two decay factors as numbers; raise ValueError as torch.optim.Adam does."""
+    for index, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor betas[{index}] must be 1-element")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    return tuple(float(beta) for beta in betas)
+
+
 def checked_adam_options(
     lr: float | Tensor,
     betas: tuple[float | Tensor, float | Tensor],
@@ -45,13 +67,7 @@ def checked_adam_options(
     """Return Adam's options as a group's entries; raise ValueError as torch.optim.Adam does."""
     check_torch_options(torch_options)
     check_learning_rate(lr)
-    if not eps >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    for index, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise ValueError(f"Tensor betas[{index}] must be 1-element")
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if not weight_decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-    return {"lr": lr, "betas": tuple(float(beta) for beta in betas), "eps": eps, "weight_decay": weight_decay}
+    check_not_negative("epsilon", eps)
+    numbers = checked_betas(betas)
+    check_not_negative("weight_decay", weight_decay)
+    return {"lr": lr, "betas": numbers, "eps": eps, "weight_decay": weight_decay}

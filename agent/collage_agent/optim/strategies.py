@@ -18,6 +18,7 @@ __all__ = [
     "STRATEGIES",
     "Kept",
     "Strategy",
+    "check_dtype",
     "strategy_named",
 ]
 
@@ -58,6 +59,10 @@ class Strategy:
         """How a moving average is kept, by its kind."""
         return self.second_moment if second_moment else self.first_moment
 
+    def stochastic_moment(self, second_moment: bool) -> bool:
+        """Whether a moving average of that kind is rounded at random."""
+        return self.stochastic and second_moment and self.second_moment is Kept.SINGLE
+
     @property
     def parameter_state(self) -> str | None:
         """The state key that the weight needs beside the parameter itself, or None."""
@@ -68,8 +73,13 @@ class Strategy:
 
 _TABLE = (
     Strategy("plain", Kept.SINGLE, Kept.SINGLE, Kept.SINGLE),
+    Strategy("stochastic", Kept.SINGLE, Kept.SINGLE, Kept.SINGLE, stochastic=True),
+    Strategy("kahan", Kept.COMPENSATED, Kept.SINGLE, Kept.SINGLE),
     Strategy("light", Kept.PAIR, Kept.SINGLE, Kept.SINGLE),
+    Strategy("light-stochastic", Kept.PAIR, Kept.SINGLE, Kept.SINGLE, stochastic=True),
     Strategy("plus", Kept.PAIR, Kept.SINGLE, Kept.PAIR),
+    Strategy("full", Kept.PAIR, Kept.PAIR, Kept.PAIR),
+    Strategy("fp32-states", Kept.SINGLE, Kept.WIDE, Kept.WIDE),
     Strategy("master-weights", Kept.WIDE, Kept.WIDE, Kept.WIDE),
 )
 

@@ -1,64 +1,16 @@
-"""Update rules: the displacement of one step from weight, gradient and moving averages, each rule written once.
-
-A rule runs unchanged in fp32 on chunks, in the storage format operation by operation, in fp64 as the exact rule
-that the agent's shadow step calls, and inside a compiled step: the arithmetic decides.
-"""
+"""Adam and AdamW: the direction is a moving average over the root of a moving average of squares."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim.adam import adam
 
 from collage_agent.optim.arithmetic import Arithmetic, Scalar, State
+from collage_agent.optim.rules.rule import Group, Moment
 
-__all__ = ["AdamRule", "Moment", "Rule"]
-
-Group = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A moving average that a rule keeps: its state key, and whether it averages squares."""
-
-    name: str
-    second: bool = False
-
-
-class Rule(Protocol):
-    """What an optimizer needs to know of its rule."""
-
-    def moments(self, group: Group) -> tuple[Moment, ...]:
-        """The moving averages that the rule keeps under these options."""
-
-    def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
-        """The numbers that enter step `step` (1 for the first), computed in double precision.
-
-        A term that is switched off has no entry, so that its operations are left out, not multiplied by zero.
-        """
-
-    def displacement(
-        self,
-        arithmetic: Arithmetic,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        scalars: Mapping[str, Scalar],
-    ) -> Tensor:
-        """The step's displacement, weight decay included; a fresh tensor.
-
-        parameter, gradient: one shape, left unchanged. state: the moving averages by name, advanced in place.
-        """
-
-    def torch_step(self, group: Group, parameter: Tensor, gradient: Tensor, state: State) -> bool:
-        """Let torch's own for-loop optimizer make the step, `step` counter included; False where torch has none."""
-
-
-def as_float(value: float | Tensor) -> float:
-    """A hyper-parameter as a number; a one-element tensor on a device synchronises it."""
-    return float(value)
+__all__ = ["AdamRule"]
 
 
 @dataclass(frozen=True)
@@ -78,8 +30,8 @@ class AdamRule:
         return (*averages, Moment("max_exp_avg_sq", second=True)) if group["amsgrad"] else averages
 
     def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
-        beta1, beta2 = (as_float(beta) for beta in group["betas"])
-        lr, weight_decay = as_float(group["lr"]), as_float(group["weight_decay"])
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
         numbers: dict[str, Scalar] = {
             "beta1": beta1,
             "one_minus_beta1": 1 - beta1,
@@ -128,8 +80,8 @@ class AdamRule:
             [state["step"]],
             foreach=False,
             amsgrad=group["amsgrad"],
-            beta1=as_float(group["betas"][0]),
-            beta2=as_float(group["betas"][1]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
