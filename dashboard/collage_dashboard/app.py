@@ -1,0 +1,123 @@
+"""The dashboard as an object: pages, routing and guards around one way to the server. Importing it does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import dash
+import dash_mantine_components as dmc
+from dash import ALL, Input, Output, State, dcc, html
+
+from collage_dashboard.components import problem_page
+from collage_dashboard.guard import install_guard
+from collage_dashboard.pages import comparison, run, runs
+from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.view import View, read_address
+from collage_monitor.client import Client
+from collage_monitor.errors import CollageError
+
+__all__ = ["create_dashboard"]
+
+_INDEX: Final = """<!DOCTYPE html>
+<html lang="en">
+  <head>
+    {%metas%}
+    <title>{%title%}</title>
+    <link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
+    {%css%}
+  </head>
+  <body>
+    {%app_entry%}
+    <footer>{%config%}{%scripts%}{%renderer%}</footer>
+  </body>
+</html>"""
+_MISSING: Final = Problem("No such page", "This address leads nowhere.")
+
+
+def create_dashboard(
+    client_factory: Callable[[], Client], *, allowed_hosts: frozenset[str] | None = None
+) -> dash.Dash:
+    """A dashboard that reads through the client that `client_factory` makes on first use.
+
+    Every file that the browser loads comes from this process. `allowed_hosts` are the names under which it answers
+    (None: any); a callback must come from a page of its own.
+    """
+    app = dash.Dash(
+        __name__,
+        title="Collage Monitor",
+        update_title="",
+        use_pages=False,
+        pages_folder="",
+        serve_locally=True,
+        suppress_callback_exceptions=True,
+        index_string=_INDEX,
+        health_endpoint="healthz",
+        add_log_handler=False,
+        meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
+    )
+    reader = Reader(client_factory)
+    install_guard(app.server, allowed_hosts)
+    app.layout = _shell()
+    _register_routing(app, reader)
+    for page in (runs, comparison, run):
+        page.register(app, reader)
+    return app
+
+
+def render(view: View, reader: Reader) -> Any:
+    """The page of a view, or what stands in its way in plain words."""
+    try:
+        if view.page == "compare":
+            return comparison.layout(view, reader)
+        if view.page == "run":
+            return run.layout(view, reader)
+        if view.page == "runs":
+            return runs.layout(view, reader)
+    except CollageError as error:
+        problem = explain(error)
+        return problem_page(problem, retry=problem.passing)
+    return problem_page(_MISSING)
+
+
+def _shell() -> dmc.MantineProvider:
+    header = html.Header(
+        html.Div(
+            [
+                dcc.Link(
+                    [html.Img(src="/assets/favicon.svg", alt=""), html.Span("Collage Monitor")],
+                    href="/",
+                    className="wordmark",
+                ),
+                dcc.Link("Runs", href="/", className="nav"),
+                html.Div(className="spring"),
+                dmc.ColorSchemeToggle(
+                    lightIcon="☀", darkIcon="☾", variant="subtle", color="gray", **{"aria-label": "Light or dark"}
+                ),
+            ],
+            className="header",
+        ),
+        className="bar",
+    )
+    return dmc.MantineProvider(
+        [dcc.Location(id="address", refresh=False), header, html.Main(id="page", className="page")],
+        defaultColorScheme="auto",
+        theme={
+            "primaryColor": "blue",
+            "fontFamily": 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif',
+            "defaultRadius": "md",
+        },
+    )
+
+
+def _register_routing(app: dash.Dash, reader: Reader) -> None:
+    @app.callback(
+        Output("page", "children"),
+        Input("address", "pathname"),
+        Input({"type": "retry", "index": ALL}, "n_intervals"),
+        State("address", "search"),
+    )
+    def show(pathname: str | None, retries: list[int | None], search: str | None) -> Any:
+        if dash.ctx.triggered_id not in {None, "address"} and not any(retries):
+            raise dash.exceptions.PreventUpdate
+        return render(read_address(pathname, search), reader)

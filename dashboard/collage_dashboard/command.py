@@ -1,0 +1,71 @@
+"""`collage-monitor dashboard`: serve the dashboard in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import click
+
+from collage_dashboard.app import create_dashboard
+from collage_dashboard.guard import LOOPBACK_HOSTS
+from collage_monitor.client import Client
+from collage_monitor.local import DASHBOARD_PORT, DEFAULT_SERVER_URL, data_folder, read_token
+
+__all__ = ["dashboard"]
+
+_THREADS = 8
+_TIMEOUT_SECONDS = 20.0
+
+
+@click.command("dashboard")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=DASHBOARD_PORT, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--server-url", envvar="COLLAGE_SERVER_URL", default=DEFAULT_SERVER_URL, show_default=True)
+@click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default: the one in the data folder.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token; read when needed.")
+@click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which browsers reach it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
+def dashboard(
+    host: str,
+    port: int,
+    server_url: str,
+    token: str | None,
+    token_file: Path | None,
+    allowed_hosts: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show runs in the browser, read from a server over HTTP.
+
+    Whoever can open the page can read every run that the token can: beyond this machine, put it behind a proxy
+    that asks who is there.
+    """
+    from waitress.server import create_server
+
+    if token_file is not None and not token and _read(token_file) is None:
+        raise click.ClickException(f"cannot read a token from {token_file}; `collage-monitor up` writes one")
+
+    def client() -> Client:
+        known = token or (_read(token_file) if token_file else read_token(data_folder()))
+        return Client(server_url, known, timeout_seconds=_TIMEOUT_SECONDS)
+
+    names = frozenset(allowed_hosts) | LOOPBACK_HOSTS if host in LOOPBACK_HOSTS or allowed_hosts else None
+    app = create_dashboard(client, allowed_hosts=names)
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+    try:
+        server = create_server(app.server, host=host, port=port, threads=_THREADS, ident="collage-monitor")
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); another --port?"
+        ) from error
+    address = f"http://{host}:{server.effective_port}"
+    click.echo(json.dumps({"dashboard_url": address}) if as_json else f"dashboard {address}  (server {server_url})")
+    server.run()
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None

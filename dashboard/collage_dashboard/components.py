@@ -1,0 +1,163 @@
+"""The pieces that pages are made of: number cards, chart cards, notices, badges. They only arrange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import dash_mantine_components as dmc
+from dash import dcc, html
+
+from collage_dashboard.descriptions import Description, describe
+from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
+from collage_dashboard.identities import Identity, is_stochastic
+from collage_dashboard.reader import Problem
+from collage_dashboard.verdict import LIMITS, Verdict
+
+__all__ = [
+    "Entry",
+    "chart_card",
+    "chart_note",
+    "help_text",
+    "limits_note",
+    "notice",
+    "number_card",
+    "problem_page",
+    "run_label",
+    "state_badge",
+    "verdict_line",
+]
+
+RETRY_MILLISECONDS: Final = 3000
+_STATE_COLOURS: Final = {"running": "blue", "finished": "gray", "failed": "red", "stale": "yellow"}
+_VERDICT_MARKS: Final = {"agrees": "✓", "disagrees": "!", "unknown": "?"}
+_ENTRIES_SHOWN: Final = 6
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run's number on a card: the value, and a smaller line that qualifies it (an interval, a step)."""
+
+    value: str
+    detail: str = ""
+    identity: Identity | None = None
+
+
+def number_card(key: str, entries: Sequence[Entry], *, title: str = "", note: str = "") -> dmc.Paper:
+    """A card of the first screen: one metric, one number a run."""
+    description = describe(key)
+    big = len(entries) == 1
+    rows: list[Any] = [_entry(entry, big=big) for entry in entries[:_ENTRIES_SHOWN]]
+    if len(entries) > _ENTRIES_SHOWN:
+        rows.append(dmc.Text(f"and {len(entries) - _ENTRIES_SHOWN} more in the table below", size="xs", c="dimmed"))
+    return dmc.Paper(
+        [
+            help_text(title or description.title, description),
+            html.Div(rows, className="numbers"),
+            *([dmc.Text(note, size="xs", c="dimmed", mt=8)] if note else []),
+        ],
+        className="card number-card",
+        withBorder=True,
+        **{"data-metric": key},
+    )
+
+
+def chart_card(
+    key: str,
+    graph_id: Any,
+    *,
+    note: str = "",
+    header: Any = None,
+    height: int = 300,
+    title: str = "",
+) -> dmc.Paper:
+    """A chart with its title and help; `header` takes the title's place (a select, say)."""
+    description = describe(key)
+    blank = empty_figure("", height=height)
+    return dmc.Paper(
+        [
+            header if header is not None else help_text(title or description.title, description),
+            dcc.Graph(id=graph_id, figure=blank, config=GRAPH_CONFIG),
+            *([dmc.Text(note, size="xs", c="dimmed", px=4)] if note else []),
+        ],
+        className="card chart-card",
+        withBorder=True,
+    )
+
+
+def chart_note(key: str, strategies: Sequence[str | None]) -> str:
+    """What must stand beside a chart so that nobody reads too much into it; nothing for most."""
+    if key.startswith("lost_") and any(is_stochastic(name) for name in strategies):
+        return "Stochastic rounding delivers updates in the mean: one step's lost share misjudges it."
+    if key == "edq_ratio":
+        return "Blind to errors already in the optimizer state: read it beside the state decrement or the oracle."
+    if key == "oracle_displacement_ratio":
+        return "Compare runs at equal oracle steps only."
+    return ""
+
+
+def help_text(title: str, description: Description) -> dmc.Tooltip:
+    """A title that explains itself when pointed at."""
+    lines = [description.help] + ([f"{description.formula}"] if description.formula else [])
+    return dmc.Tooltip(
+        html.H3(title, className="card-title"),
+        label=html.Div([html.Div(line) for line in lines]),
+        multiline=True,
+        w=340,
+        position="top-start",
+        openDelay=250,
+    )
+
+
+def verdict_line(verdict: Verdict, identity: Identity | None = None) -> html.Div:
+    """A verdict in one line; its mark is no traffic light."""
+    label = [run_label(identity), " "] if identity else []
+    return html.Div(
+        [html.Span(_VERDICT_MARKS[verdict.level], className=f"mark mark-{verdict.level}"), *label, verdict.text],
+        className="verdict",
+    )
+
+
+def run_label(identity: Identity, href: str | None = None) -> Any:
+    """A run's name behind its colour."""
+    dot = html.Span(className=f"dot dot-{identity.dash}", style={"--run-colour": identity.colour})
+    name = dcc.Link(identity.label, href=href) if href else html.Span(identity.label)
+    return html.Span([dot, name], className="run-label", title=identity.label)
+
+
+def state_badge(state: str) -> dmc.Badge:
+    """The run's state."""
+    return dmc.Badge(state, color=_STATE_COLOURS.get(state, "gray"), variant="light", radius="sm")
+
+
+def notice(problem: Problem | None) -> Any:
+    """A problem above what was last read; nothing when all is well."""
+    if problem is None:
+        return None
+    return dmc.Alert(f"{problem.text} What is shown was read before.", title=problem.title, color="orange", mb="md")
+
+
+def problem_page(problem: Problem, *, retry: bool = False) -> html.Div:
+    """A page that cannot show what was asked, and says what to do. With `retry` it asks again by itself."""
+    lines: list[Any] = [dmc.Title(problem.title, order=2), dmc.Text(problem.text, c="dimmed", maw=620, ta="center")]
+    lines += [dmc.Code(line, block=True, className="command") for line in problem.command.splitlines()]
+    if retry:
+        lines.append(dmc.Text("This page tries again every three seconds.", size="sm", c="dimmed"))
+        lines.append(dcc.Interval(id={"type": "retry", "index": 0}, interval=RETRY_MILLISECONDS))
+    lines.append(dcc.Link("All runs", href="/"))
+    return html.Div(dmc.Stack(lines, align="center", gap="md"), className="problem")
+
+
+def limits_note() -> dmc.Text:
+    """What no number here can show."""
+    return dmc.Text(LIMITS, size="xs", c="dimmed", mt="lg", className="limits")
+
+
+def _entry(entry: Entry, *, big: bool) -> html.Div:
+    value = html.Span(entry.value, className="value big" if big else "value")
+    detail = html.Span(entry.detail, className="detail")
+    if big:
+        return html.Div([value, detail], className="entry single")
+    label = run_label(entry.identity) if entry.identity else None
+    return html.Div([label, value, detail], className="entry")

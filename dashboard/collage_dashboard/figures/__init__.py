@@ -1,0 +1,8 @@
+"""Figures: pure functions from answers of the server to Plotly figures. No query, application or state."""
+
+from collage_dashboard.figures.classes import class_shares
+from collage_dashboard.figures.heatmap import heatmap
+from collage_dashboard.figures.histogram import update_histogram
+from collage_dashboard.figures.series import Curve, curves
+
+__all__ = ["Curve", "class_shares", "curves", "heatmap", "update_histogram"]

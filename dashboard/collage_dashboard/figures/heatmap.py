@@ -1,0 +1,118 @@
+"""Layers over steps, one colour a cell: neutral at the metric's ideal, stronger the further away from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import plotly.graph_objects as go
+
+from collage_dashboard.descriptions import Description, describe
+from collage_dashboard.figures.palette import DIVERGING, SEQUENTIAL
+from collage_dashboard.figures.style import add_note, axis, base_figure, empty_figure
+from collage_dashboard.formatting import finite, number
+from collage_monitor import wire
+
+__all__ = ["heatmap", "short_layer"]
+
+ROW_PIXELS: Final = 18
+SMALLEST_HEIGHT: Final = 240
+LARGEST_HEIGHT: Final = 760
+_LABEL_CHARACTERS = 34
+_SMALLEST_SCALE = 0.02
+_SMALLEST_NORM = 1e-300
+
+
+def heatmap(answer: wire.Heatmap, *, selected: str | None = None) -> go.Figure:
+    """The heatmap of one metric; its height follows the number of layers up to a screen, then rows get thinner.
+
+    A metric without an ideal is coloured by its logarithm. Undefined cells stay empty.
+    """
+    description = describe(answer.metric)
+    height = min(max(SMALLEST_HEIGHT, ROW_PIXELS * len(answer.layers) + 90), LARGEST_HEIGHT)
+    cells = [[finite(value) for value in row] for row in answer.values]
+    known = [value for row in cells for value in row if value is not None]
+    if not known:
+        return empty_figure("no layer has a value yet", height=SMALLEST_HEIGHT)
+    trace = go.Heatmap(
+        x=answer.steps,
+        y=list(range(len(answer.layers))),
+        z=[[_height_of(value, description) for value in row] for row in cells],
+        customdata=_hover(answer, cells),
+        hovertemplate="%{customdata}<extra></extra>",
+        colorbar=_colour_bar(description),
+        xgap=0 if len(answer.steps) > 80 else 1,
+        ygap=0 if len(answer.layers) > 60 else 1,
+        hoverongaps=False,
+        **_colours(known, description),
+    )
+    figure = base_figure(
+        [trace],
+        revision=f"{answer.metric} {len(answer.layers)}",
+        height=height,
+        xaxis=axis("step", showgrid=False),
+        yaxis=_layer_axis(answer.layers, height, selected),
+    )
+    beyond = sum(value is not None and finite(value) is None for row in answer.values for value in row)
+    return add_note(figure, f"{beyond} cells are not finite") if beyond else figure
+
+
+def short_layer(name: str) -> str:
+    """A layer's name cut from the left, where names resemble each other."""
+    return name if len(name) <= _LABEL_CHARACTERS else "…" + name[-_LABEL_CHARACTERS + 1 :]
+
+
+def _height_of(value: float | None, description: Description) -> float | None:
+    if value is None or description.ideal is not None or description.unit == "octaves":
+        return value
+    return math.log10(max(abs(value), _SMALLEST_NORM))
+
+
+def _colours(known: list[float], description: Description) -> dict[str, Any]:
+    if description.ideal is None:
+        return {"colorscale": "Cividis"}
+    reach = max(max(abs(value - description.ideal) for value in known), _SMALLEST_SCALE)
+    if description.ideal == 0.0 and min(known) >= 0:
+        return {"colorscale": [list(stop) for stop in SEQUENTIAL], "zmin": 0.0, "zmax": reach}
+    reach = min(reach, 1.0)
+    return {
+        "colorscale": [list(stop) for stop in DIVERGING],
+        "zmin": description.ideal - reach,
+        "zmax": description.ideal + reach,
+    }
+
+
+def _colour_bar(description: Description) -> dict[str, Any]:
+    logarithmic = description.ideal is None and description.unit != "octaves"
+    title = f"log₁₀ {description.title}" if logarithmic else description.title
+    return {"title": {"text": title, "side": "right"}, "thickness": 10, "outlinewidth": 0, "tickfont": {"size": 11}}
+
+
+def _layer_axis(layers: list[str], height: int, selected: str | None) -> dict[str, Any]:
+    every = max(1, math.ceil(len(layers) * 13 / max(height - 90, 1)))
+    shown = list(range(0, len(layers), every))
+    texts = [short_layer(layers[place]) for place in shown]
+    if selected in layers:
+        place = layers.index(selected)
+        kept = [(at, text) for at, text in zip(shown, texts, strict=True) if abs(at - place) >= every]
+        kept.append((place, f"<b>▸ {short_layer(selected)}</b>"))
+        shown, texts = [at for at, _ in kept], [text for _, text in kept]
+    return axis(
+        "",
+        tickmode="array",
+        tickvals=shown,
+        ticktext=texts,
+        range=[len(layers) - 0.5, -0.5],
+        showgrid=False,
+    )
+
+
+def _hover(answer: wire.Heatmap, cells: list[list[float | None]]) -> list[list[str]]:
+    spans = [
+        f"step {last}" if first == last else f"steps {first}–{last}"
+        for first, last in zip(answer.first_steps, answer.steps, strict=True)
+    ]
+    return [
+        [f"{layer}<br>{span}<br>{number(value)}" for span, value in zip(spans, row, strict=True)]
+        for layer, row in zip(answer.layers, cells, strict=True)
+    ]

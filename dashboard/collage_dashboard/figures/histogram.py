@@ -1,0 +1,70 @@
+"""Where the updates stand against the grid: |u| over the gap in octaves, with the half gap marked."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+from collage_dashboard.figures.palette import ACCENT, BELOW
+from collage_dashboard.figures.style import INK, axis, base_figure, empty_figure
+from collage_dashboard.formatting import count, finite, number
+from collage_monitor import wire
+from collage_monitor.metrics import HISTOGRAM_OCTAVES
+
+__all__ = ["PREDICTS", "update_histogram"]
+
+PREDICTS = (
+    "What stands left of half a gap is what plain storage in the parameter's dtype would round away. "
+    "It predicts nothing for pairs or master weights."
+)
+_HALF_GAP = -1.0
+_FIRST, _LAST = HISTOGRAM_OCTAVES[0], HISTOGRAM_OCTAVES[-1]
+
+
+def update_histogram(answer: wire.Histogram, *, height: int = 300) -> go.Figure:
+    """Shares of the non-idle elements in octaves of |u| / gap; under- and overflow stand at the edges."""
+    counts = [finite(value) or 0.0 for value in answer.counts]
+    total = sum(counts)
+    if total <= 0:
+        return empty_figure("no update measured", height=height)
+    lefts = [_left(label) for label in answer.labels]
+    bars = go.Bar(
+        x=[left + 0.5 for left in lefts],
+        y=[value / total for value in counts],
+        width=0.92,
+        marker={"color": [BELOW if left < _HALF_GAP else ACCENT for left in lefts], "line": {"width": 0}},
+        customdata=[
+            f"{_octave(label)}<br>{number(value / total)} of the updates<br>{count(value)} elements"
+            for label, value in zip(answer.labels, counts, strict=True)
+        ],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+    figure = base_figure(
+        [bars],
+        revision=answer.name,
+        height=height,
+        xaxis=axis(
+            "|u| / gap, octaves",
+            tickvals=list(range(_FIRST, _LAST + 2, 4)),
+            ticktext=[f"2<sup>{octave}</sup>".replace("-", "−") for octave in range(_FIRST, _LAST + 2, 4)],
+            range=[_FIRST - 1.2, _LAST + 2.2],
+        ),
+        yaxis=axis("share of the updates", rangemode="tozero"),
+    )
+    figure.add_vline(x=_HALF_GAP, line={"color": INK, "width": 1.5, "dash": "dash"})
+    return figure.add_annotation(
+        x=_HALF_GAP, y=1, yref="paper", text="half a gap", showarrow=False, xanchor="left", yanchor="top", xshift=4
+    )
+
+
+def _left(label: str) -> int:
+    edges = {"underflow": _FIRST - 1, "overflow": _LAST + 1}
+    return edges[label] if label in edges else int(label)
+
+
+def _octave(label: str) -> str:
+    if label == "underflow":
+        return f"below 2<sup>{_FIRST}</sup> gaps".replace("-", "−")
+    if label == "overflow":
+        return f"2<sup>{_LAST + 1}</sup> gaps and above"
+    low = int(label)
+    return f"2<sup>{low}</sup> to 2<sup>{low + 1}</sup> gaps".replace("-", "−")

@@ -1,0 +1,215 @@
+"""Curves of one metric: intervals as bands, undefined as gaps, partial points as open circles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import plotly.graph_objects as go
+
+from collage_dashboard.descriptions import AXIS_TITLES, Description, describe
+from collage_dashboard.figures.palette import translucent
+from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure
+from collage_dashboard.formatting import finite, number
+from collage_monitor import wire
+
+__all__ = ["Curve", "curves", "smooth"]
+
+SMALLEST_SPAN: Final = 0.01
+"""A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
+_FEW_POINTS = 40
+Values = list[float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: a series with the name, colour and dash under which its run appears everywhere."""
+
+    name: str
+    colour: str
+    series: wire.Series
+    dash: str = "solid"
+
+
+def curves(
+    metric: str, lines: Sequence[Curve], *, smoothing: float = 0.0, logarithmic: bool = False, height: int = 300
+) -> go.Figure:
+    """The curves of `metric`; `smoothing` in [0, 1) applies to logged scalars only, raw values behind."""
+    description = describe(metric)
+    drawable = [line for line in lines if any(finite(value) is not None for value in line.series.values)]
+    if not drawable:
+        return empty_figure(_why_empty(metric, lines), height=height)
+    weight = smoothing if description.scalar else 0.0
+    traces = [trace for line in drawable for trace in _traces(line, description, weight, len(lines) > 1)]
+    first = drawable[0].series
+    vertical = axis(description.axis_title, type="log") if logarithmic else axis(description.axis_title)
+    span = _least_span(drawable, description)
+    if span is not None and not logarithmic:
+        vertical["range"] = span
+    figure = base_figure(
+        traces,
+        revision=f"{metric} {first.axis} {first.layer} {logarithmic}",
+        height=height,
+        hovermode="x unified" if len(lines) > 1 else "x",
+        xaxis=axis(AXIS_TITLES[first.axis]),
+        yaxis=vertical,
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
+        showlegend=len(lines) > 1,
+    )
+    if description.ideal is not None and not logarithmic:
+        figure.add_hline(y=description.ideal, line={"color": INK, "width": 1, "dash": "dot"})
+    beyond = sum(_not_finite(line.series) for line in lines)
+    return add_note(figure, f"{beyond} points are not finite and cannot be drawn") if beyond else figure
+
+
+def smooth(values: Values, weight: float) -> Values:
+    """Exponential moving average with the start corrected for its missing past; a gap stays a gap."""
+    mean, mass = 0.0, 0.0
+    smoothed: Values = []
+    for value in values:
+        if value is None:
+            smoothed.append(None)
+            continue
+        mean, mass = weight * mean + (1 - weight) * value, weight * mass + (1 - weight)
+        smoothed.append(mean / mass)
+    return smoothed
+
+
+def _traces(line: Curve, description: Description, smoothing: float, several: bool) -> Iterator[go.Scatter]:
+    series = line.series
+    positions = [finite(position) for position in series.positions]
+    values = [finite(value) for value in series.values]
+    partial = _partial(series)
+    whole = [None if torn else value for value, torn in zip(values, partial, strict=True)]
+    yield from _band(line, positions, partial)
+    if smoothing:
+        yield _line(line, positions, whole, several, faint=True, hover=None)
+        whole = smooth(whole, smoothing)
+    yield _line(line, positions, whole, several, faint=False, hover=_hover(series, description))
+    if any(partial):
+        torn_values = [value if torn else None for value, torn in zip(values, partial, strict=True)]
+        yield _partial_points(line, positions, torn_values)
+
+
+def _line(
+    line: Curve, positions: Values, values: Values, several: bool, *, faint: bool, hover: list[str] | None
+) -> go.Scatter:
+    shown = sum(value is not None for value in values)
+    return go.Scatter(
+        x=positions,
+        y=values,
+        name=line.name,
+        legendgroup=line.name,
+        mode="lines+markers" if shown <= _FEW_POINTS and not faint else "lines",
+        line={"color": line.colour, "width": 1 if faint else 2, "dash": "solid" if faint else line.dash},
+        marker={"size": 5},
+        opacity=0.3 if faint else 1.0,
+        connectgaps=False,
+        showlegend=not faint,
+        hoverinfo="skip" if faint else None,
+        customdata=hover,
+        hovertemplate=None if faint else ("%{customdata}" if several else "%{customdata}<extra></extra>"),
+    )
+
+
+def _partial_points(line: Curve, positions: Values, values: Values) -> go.Scatter:
+    return go.Scatter(
+        x=positions,
+        y=values,
+        name=f"{line.name} (partial)",
+        legendgroup=line.name,
+        mode="markers",
+        marker={"symbol": "circle-open", "color": line.colour, "size": 7},
+        showlegend=False,
+        hovertemplate="%{y:.4g}, not all ranks reported",
+    )
+
+
+def _band(line: Curve, positions: Values, partial: Sequence[bool]) -> Iterator[go.Scatter]:
+    series = line.series
+    if series.low is None or series.high is None:
+        return
+    x: Values = []
+    y: Values = []
+    lows, highs = [finite(value) for value in series.low], [finite(value) for value in series.high]
+    for start, stop in _stretches(positions, lows, highs, partial):
+        around = [*range(start, stop), *reversed(range(start, stop))]
+        edge = [*lows[start:stop], *reversed(highs[start:stop])]
+        x += [*(positions[place] for place in around), positions[start], None]
+        y += [*edge, lows[start], None]
+    if x:
+        yield go.Scatter(
+            x=x,
+            y=y,
+            name=f"{line.name}, 95 % interval",
+            legendgroup=line.name,
+            mode="lines",
+            line={"width": 0},
+            fill="toself",
+            fillcolor=translucent(line.colour, 0.16),
+            hoverinfo="skip",
+            showlegend=False,
+        )
+
+
+def _stretches(
+    positions: Values, lows: Values, highs: Values, partial: Sequence[bool]
+) -> Iterator[tuple[int, int]]:
+    start: int | None = None
+    for place, (x, low, high, torn) in enumerate(zip(positions, lows, highs, partial, strict=True)):
+        defined = x is not None and low is not None and high is not None and not torn
+        if defined and start is None:
+            start = place
+        elif not defined and start is not None:
+            yield start, place
+            start = None
+    if start is not None:
+        yield start, len(positions)
+
+
+def _hover(series: wire.Series, description: Description) -> list[str]:
+    texts = []
+    for place, value in enumerate(series.values):
+        text = f"{number(value)}"
+        if series.low is not None and series.high is not None and series.low[place] is not None:
+            text += f" (95 %: {number(series.low[place])} … {number(series.high[place])})"
+        first, last = series.first_steps[place], series.steps[place]
+        text += f", step {last}" if first == last else f", steps {first}–{last}"
+        if first != last and series.minimum[place] is not None:
+            text += f", single steps {number(series.minimum[place])} … {number(series.maximum[place])}"
+        texts.append(text if description.unit != "elements" else f"{text} elements")
+    return texts
+
+
+def _partial(series: wire.Series) -> list[bool]:
+    if series.ranks is None or series.world_size is None:
+        return [False] * len(series.values)
+    return [ranks < series.world_size for ranks in series.ranks]
+
+
+def _not_finite(series: wire.Series) -> int:
+    return sum(value is not None and finite(value) is None for value in series.values)
+
+
+def _least_span(lines: Sequence[Curve], description: Description) -> list[float] | None:
+    if description.unit != "ratio":
+        return None
+    values = [value for line in lines for value in map(finite, line.series.values) if value is not None]
+    if description.ideal is not None:
+        values.append(description.ideal)
+    lowest, highest = min(values), max(values)
+    if highest - lowest >= SMALLEST_SPAN:
+        return None
+    start = -SMALLEST_SPAN / 20 if lowest == 0 else (lowest + highest - SMALLEST_SPAN) / 2
+    return [start, start + SMALLEST_SPAN]
+
+
+def _why_empty(metric: str, lines: Sequence[Curve]) -> str:
+    if any(line.series.values for line in lines):
+        return "undefined at every measured step"
+    if metric.startswith(("edq_oracle", "oracle_")):
+        return "no oracle ran: watch(…, oracle=True) attaches one"
+    if describe(metric).scalar:
+        return f"nothing logged yet: collage_agent.log({{“{metric}”: …}})"
+    return "no measured step yet"

@@ -1,0 +1,76 @@
+"""How runs are told apart on a page: a label unique among those shown, a colour by strategy, a dash."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from collage_dashboard.figures.palette import DASHES, strategy_colour
+from collage_monitor.strategies import STRATEGIES
+
+__all__ = ["Identity", "identify", "is_stochastic", "strategy_title"]
+
+
+class Named(Protocol):
+    """Anything with the four fields that name a run (`wire.ComparedRun` has them)."""
+
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def strategy(self) -> str | None: ...
+    @property
+    def dtype(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A run on a page: the same label and line in every chart, card and table."""
+
+    run_id: str
+    label: str
+    colour: str
+    dash: str
+
+
+def identify(runs: Sequence[Named]) -> list[Identity]:
+    """An identity for each run, in the order given.
+
+    The label is the run's name; where two runs share it, strategy and dtype are added, then the end of the id.
+    Runs of one strategy and dtype share a colour and differ in their dash.
+    """
+    labels = [run.name for run in runs]
+    for extend in (_with_strategy, _with_id):
+        seen = Counter(labels)
+        labels = [extend(label, run) if seen[label] > 1 else label for label, run in zip(labels, runs, strict=True)]
+    used: Counter[str] = Counter()
+    identities = []
+    for run, label in zip(runs, labels, strict=True):
+        colour = strategy_colour(run.strategy, run.dtype)
+        identities.append(Identity(run.run_id, label, colour, DASHES[used[colour] % len(DASHES)]))
+        used[colour] += 1
+    return identities
+
+
+def strategy_title(name: str | None, dtype: str | None = None) -> str:
+    """'Collage plus · bfloat16'."""
+    entry = STRATEGIES.get(name or "unknown")
+    title = entry.title if entry else str(name)
+    return f"{title} · {dtype}" if dtype and dtype != "unknown" else title
+
+
+def is_stochastic(name: str | None) -> bool:
+    """Whether the strategy's updates arrive in the mean only, so that one step's lost share misjudges it."""
+    entry = STRATEGIES.get(name or "unknown")
+    return entry is not None and entry.stochastic
+
+
+def _with_strategy(label: str, run: Named) -> str:
+    return f"{label} · {strategy_title(run.strategy, run.dtype)}"
+
+
+def _with_id(label: str, run: Named) -> str:
+    return f"{label} · {run.run_id[-6:]}"

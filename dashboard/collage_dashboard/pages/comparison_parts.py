@@ -1,0 +1,149 @@
+"""The comparison in numbers: three cards, one sentence a run, and the table, all from the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import dash_mantine_components as dmc
+from dash import html
+
+from collage_dashboard.components import Entry, number_card, run_label, verdict_line
+from collage_dashboard.descriptions import describe, state_key
+from collage_dashboard.formatting import interval, number
+from collage_dashboard.identities import Identity, identify, is_stochastic, strategy_title
+from collage_dashboard.verdict import judge
+from collage_dashboard.view import View, write_address
+from collage_monitor import wire
+
+__all__ = ["COLUMNS", "Column", "numbers", "table", "verdicts"]
+
+_MEAN_LOSS = "loss, mean of the last 20"
+Cell = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its title, its help, and (value, smaller line) of a run."""
+
+    title: str
+    help: str
+    cell: Callable[[wire.ComparedRun], Cell]
+
+
+def numbers(runs: Sequence[wire.ComparedRun]) -> html.Div:
+    """The first screen: EDQ, the second moment's decrement, and the loss on held-out data, for each run."""
+    identities = identify(runs)
+    state = state_key(key for run in runs for key in run.merged)
+    validated = any("validation_loss" in run.scalars for run in runs)
+    loss = "validation_loss" if validated else "loss"
+    return html.Div(
+        [
+            number_card("edq_ratio", _entries(runs, identities, _merged("edq_ratio"))),
+            number_card(state, _entries(runs, identities, _merged(state))),
+            number_card(loss, _entries(runs, identities, _scalar(loss))),
+        ],
+        className="three",
+    )
+
+
+def verdicts(runs: Sequence[wire.ComparedRun]) -> html.Div:
+    """A sentence about each run; a good one needs two witnesses."""
+    lines = [verdict_line(judge(run.merged), identity) for run, identity in zip(runs, identify(runs), strict=True)]
+    return html.Div(lines, style={"marginTop": "16px"})
+
+
+def table(runs: Sequence[wire.ComparedRun]) -> dmc.Paper:
+    """Everything that the runs are compared by, merged over all their measured steps."""
+    head = [dmc.TableTh("Run"), dmc.TableTh("Strategy", className="text")]
+    head += [dmc.TableTh(html.Span(column.title, title=column.help)) for column in COLUMNS]
+    body = [
+        dmc.TableTr(
+            [
+                dmc.TableTd(run_label(identity, write_address(View(page="run", runs=(run.run_id,)))[0])),
+                dmc.TableTd(strategy_title(run.strategy, run.dtype), className="text"),
+                *(dmc.TableTd(_cell(column.cell(run))) for column in COLUMNS),
+            ]
+        )
+        for run, identity in zip(runs, identify(runs), strict=True)
+    ]
+    content: list[Any] = [
+        dmc.Table(
+            [dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(body)],
+            highlightOnHover=True,
+            verticalSpacing="xs",
+        ),
+        dmc.Text(_notes(runs), size="xs", c="dimmed", px=10, pt=8),
+    ]
+    return dmc.Paper(content, className="card comparison-table", withBorder=True, mt=14)
+
+
+def _merged(key: str) -> Callable[[wire.ComparedRun], Cell]:
+    def cell(run: wire.ComparedRun) -> Cell:
+        bounds = interval(run.merged.get(f"{key}_low"), run.merged.get(f"{key}_high"))
+        return number(run.merged.get(key)), bounds
+
+    return cell
+
+
+def _scalar(name: str) -> Callable[[wire.ComparedRun], Cell]:
+    def cell(run: wire.ComparedRun) -> Cell:
+        logged = run.scalars.get(name)
+        return (number(logged.value), f"step {logged.step}") if logged else (number(None), "")
+
+    return cell
+
+
+def _mean(name: str) -> Callable[[wire.ComparedRun], Cell]:
+    return lambda run: (number(run.mean_scalars.get(name)), "")
+
+
+def _state(run: wire.ComparedRun) -> Cell:
+    key = state_key(run.merged)
+    return number(run.merged.get(key)), key.partition("/")[2] if run.merged.get(key) is not None else ""
+
+
+def _steps(run: wire.ComparedRun) -> Cell:
+    return number(run.last_step), "" if run.state == "finished" else run.state
+
+
+def _entries(
+    runs: Sequence[wire.ComparedRun], identities: Sequence[Identity], cell: Callable[[wire.ComparedRun], Cell]
+) -> list[Entry]:
+    return [
+        Entry(*cell(run), identity if len(runs) > 1 else None)
+        for run, identity in zip(runs, identities, strict=True)
+    ]
+
+
+def _cell(cell: Cell) -> list[Any]:
+    value, detail = cell
+    return [value, html.Span(detail, className="detail")] if detail else [value]
+
+
+def _notes(runs: Sequence[wire.ComparedRun]) -> str:
+    notes = ["Ratios are merged over all measured steps; small print is the 95 % interval."]
+    if any(is_stochastic(run.strategy) for run in runs):
+        notes.append("One step's lost share misjudges stochastic rounding, whose updates arrive in the mean.")
+    if len({run.merged.get("oracle_steps") for run in runs if run.merged.get("oracle_steps") is not None}) > 1:
+        notes.append("Oracle displacements were read after different numbers of steps and do not compare.")
+    return " ".join(notes)
+
+
+def _column(title: str, key: str, cell: Callable[[wire.ComparedRun], Cell]) -> Column:
+    return Column(title, describe(key).help, cell)
+
+
+COLUMNS: Final = (
+    Column("Steps", "Newest step that was reported.", _steps),
+    _column("Validation loss", "validation_loss", _scalar("validation_loss")),
+    Column("Training loss", f"Training {_MEAN_LOSS} logged values.", _mean("loss")),
+    _column("EDQ", "edq_ratio", _merged("edq_ratio")),
+    _column("Oracle EDQ", "edq_oracle_ratio", _merged("edq_oracle_ratio")),
+    _column("Oracle displacement", "oracle_displacement_ratio", _merged("oracle_displacement_ratio")),
+    _column("State decrement", "state_decrement_ratio/exp_avg_sq", _state),
+    _column("Updates lost", "lost_update_ratio", _merged("lost_update_ratio")),
+    _column("Bytes per parameter", "bytes_per_parameter", lambda run: (_scalar("bytes_per_parameter")(run)[0], "")),
+    _column("Tokens/s", "tokens_per_second", _mean("tokens_per_second")),
+)

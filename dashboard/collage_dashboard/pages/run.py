@@ -1,0 +1,212 @@
+"""One run: three numbers and a verdict first; layers, curves, norms, states, classes and the oracle behind tabs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import dash
+import dash_mantine_components as dmc
+from dash import ALL, Input, Output, State, dcc, html, no_update
+
+from collage_dashboard.components import limits_note, notice
+from collage_dashboard.descriptions import metric_choices
+from collage_dashboard.figures.heatmap import short_layer
+from collage_dashboard.pages.controls import LIVE_MILLISECONDS, axis_control, labelled, smoothing_control
+from collage_dashboard.pages.run_figures import draw
+from collage_dashboard.pages.run_parts import head, summary
+from collage_dashboard.pages.run_tabs import DEFAULT_METRIC, TABS, layer_metrics, panel
+from collage_dashboard.reader import Reader, explain
+from collage_dashboard.view import View, read_address, write_address
+from collage_monitor import wire
+from collage_monitor.errors import CollageError
+
+__all__ = ["layout", "register"]
+
+WHOLE_MODEL: Final = "whole model"
+_FIGURES: Final = {"type": "run-figure", "kind": ALL, "metric": ALL}
+_CONTROLS: Final = ("run-tab", "run-metric", "run-order", "run-layer", "run-axis", "run-smoothing")
+
+
+def layout(view: View, reader: Reader) -> html.Div:
+    """The page's frame, with the tab of the view; figures come with the first refresh.
+
+    Raises:
+        CollageError: the server does not answer, or there is no such run.
+    """
+    run_id = view.runs[0]
+    run = reader.ask(lambda client: client.run(run_id))
+    layers = reader.ask(lambda client: client.layers(run_id)).layers
+    pathname, search = write_address(view)
+    tabs = dmc.Tabs(
+        dmc.TabsList([dmc.TabsTab(title, value=name) for name, title in TABS.items()]),
+        id="run-tab",
+        value=view.tab,
+        mt="lg",
+    )
+    return html.Div(
+        [
+            dcc.Location(id="run-address", refresh=False),
+            dcc.Store(id="run-shown", data={"pathname": pathname, "search": search}),
+            dcc.Interval(id="run-tick", interval=LIVE_MILLISECONDS),
+            html.Div([dcc.Link("Runs", href="/"), " / ", run.project], className="crumbs"),
+            html.Div(head(run), id="run-head"),
+            html.Div(id="run-alert"),
+            html.Div(id="run-summary"),
+            tabs,
+            _controls(view, run, list(dict.fromkeys(layer.name for layer in layers))),
+            html.Div(panel(view, run), id="run-panel"),
+            limits_note(),
+        ]
+    )
+
+
+def register(app: dash.Dash, reader: Reader) -> None:
+    """Bind address, controls and refresh to the application."""
+    _register_navigation(app, reader)
+
+    @app.callback(
+        Output("run-alert", "children"),
+        Output("run-head", "children"),
+        Output("run-summary", "children"),
+        Output("run-tick", "disabled"),
+        Input("run-shown", "data"),
+        Input("run-tick", "n_intervals"),
+    )
+    def refresh(shown: dict[str, str], _ticks: int | None) -> tuple[Any, ...]:
+        run_id = read_address(shown["pathname"], "").runs[0]
+        try:
+            run = reader.ask(lambda client: client.run(run_id))
+            compared = reader.ask(lambda client: client.compare([run_id], "edq_ratio", points=2)).runs[0]
+        except CollageError as error:
+            return notice(explain(error)), no_update, no_update, False
+        return None, head(run), summary(run, compared), run.state != "running"
+
+    @app.callback(
+        Output(_FIGURES, "figure"),
+        Input("run-shown", "data"),
+        Input("run-tick", "n_intervals"),
+        State(_FIGURES, "id"),
+    )
+    def redraw(shown: dict[str, str], _ticks: int | None, wanted: list[dict[str, str]]) -> list[Any]:
+        view = read_address(shown["pathname"], shown["search"])
+        try:
+            return [draw(entry["kind"], entry["metric"], view, reader) for entry in wanted]
+        except CollageError:
+            return [no_update] * len(wanted)
+
+
+def _register_navigation(app: dash.Dash, reader: Reader) -> None:
+    @app.callback(
+        Output("run-address", "search"),
+        Output("run-shown", "data"),
+        Output("run-panel", "children"),
+        Output("run-layer-controls", "style"),
+        *(Output(name, "value") for name in _CONTROLS),
+        Input("run-address", "search"),
+        *(Input(name, "value") for name in _CONTROLS),
+        Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "clickData"),
+        State("run-address", "pathname"),
+        State("run-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def navigate(search: str | None, *rest: Any) -> tuple[Any, ...]:
+        *controls, clicks, pathname, shown = rest
+        before = read_address(shown["pathname"], shown["search"])
+        if pathname != shown["pathname"]:
+            raise dash.exceptions.PreventUpdate
+        trigger = dash.ctx.triggered_id
+        if trigger == "run-address":
+            view = read_address(pathname, search)
+        elif isinstance(trigger, str):
+            view = _chosen(before, *controls)
+        else:
+            view = _clicked(before, clicks)
+        wanted = write_address(view)[1]
+        if view == before:
+            raise dash.exceptions.PreventUpdate
+        children = no_update if (view.tab, view.metric) == (before.tab, before.metric) else _panel(view, reader)
+        return (
+            wanted,
+            {"pathname": pathname, "search": wanted},
+            children,
+            _layer_controls_style(view),
+            view.tab,
+            view.metric or DEFAULT_METRIC,
+            view.order,
+            view.layer or WHOLE_MODEL,
+            view.axis,
+            view.smoothing,
+        )
+
+
+def _chosen(before: View, tab: str, metric: str, order: str, layer: str, axis: str, smoothing: float) -> View:
+    """The view after a control was moved; choices pass through the address so that only valid ones survive."""
+    picked = read_address("/", f"?tab={tab}&order={order}&axis={axis}&smoothing={smoothing or 0}")
+    named = None if layer in {None, WHOLE_MODEL} else layer
+    return replace(
+        before,
+        tab=picked.tab,
+        order=picked.order,
+        axis=picked.axis,
+        smoothing=picked.smoothing,
+        metric=None if metric in {None, DEFAULT_METRIC} else metric,
+        layer=named,
+        step=before.step if named == before.layer else None,
+    )
+
+
+def _clicked(before: View, clicks: list[dict[str, Any] | None]) -> View:
+    """The view of the layer and step behind a clicked cell, whose row carries the layer's name."""
+    point = next((click["points"][0] for click in clicks if click and click.get("points")), None)
+    if point is None:
+        return before
+    layer, _, _rest = str(point["customdata"]).partition("<br>")
+    return replace(before, layer=layer, step=int(point["x"]))
+
+
+def _panel(view: View, reader: Reader) -> Any:
+    try:
+        return panel(view, reader.ask(lambda client: client.run(view.runs[0])))
+    except CollageError as error:
+        return notice(explain(error))
+
+
+def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
+    layer = dmc.Select(
+        id="run-layer",
+        data=[{"value": WHOLE_MODEL, "label": "Whole model"}]
+        + [{"value": name, "label": short_layer(name)} for name in layers],
+        value=view.layer if view.layer in layers else WHOLE_MODEL,
+        searchable=True,
+        allowDeselect=False,
+        limit=200,
+        size="xs",
+        w=300,
+    )
+    metric = dmc.Select(
+        id="run-metric",
+        data=metric_choices(layer_metrics(run)),
+        value=view.metric or DEFAULT_METRIC,
+        searchable=True,
+        allowDeselect=False,
+        size="xs",
+        w=260,
+    )
+    order = dmc.SegmentedControl(
+        id="run-order",
+        data=[{"value": "depth", "label": "By depth"}, {"value": "worst", "label": "Worst first"}],
+        value=view.order,
+        size="xs",
+    )
+    maps = html.Div(
+        [labelled("Heatmap of", metric), labelled("Layers", order)],
+        id="run-layer-controls",
+        style=_layer_controls_style(view),
+    )
+    common = [labelled("Curves of", layer), axis_control("run-axis", view)]
+    return html.Div([maps, *common, smoothing_control("run-smoothing", view)], className="controls")
+
+
+def _layer_controls_style(view: View) -> dict[str, str]:
+    return {"display": "flex", "gap": "16px"} if view.tab == "layers" else {"display": "none"}

@@ -1,0 +1,114 @@
+"""The state of a view and its address: all that a reader can choose stands in the URL and comes back from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeVar, get_args
+from urllib.parse import parse_qsl, quote, unquote, urlencode
+
+from collage_monitor.client import Axis
+
+__all__ = ["MAXIMUM_RUNS", "Order", "Page", "Tab", "View", "read_address", "write_address"]
+
+Page = Literal["runs", "compare", "run", "missing"]
+Order = Literal["depth", "worst"]
+Tab = Literal["layers", "curves", "norms", "states", "classes", "oracle", "about"]
+MAXIMUM_RUNS: Final = 20
+"""Runs that one comparison shows; more curves than this cannot be told apart."""
+_Choice = TypeVar("_Choice", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is looked at. None: `metric` the page's own choice, `layer` the whole model, `step` all steps.
+
+    `smoothing` in [0, 0.99] weighs the past in logged scalars only; measured metrics are never smoothed.
+    """
+
+    page: Page = "runs"
+    runs: tuple[str, ...] = field(default=())
+    metric: str | None = None
+    axis: Axis = "step"
+    layer: str | None = None
+    step: int | None = None
+    smoothing: float = 0.0
+    order: Order = "depth"
+    tab: Tab = "layers"
+    query: str = ""
+
+
+def read_address(pathname: str | None, search: str | None) -> View:
+    """The view behind an address; what it cannot read keeps its default, so an old link still opens."""
+    given = parse_qsl((search or "").removeprefix("?"))
+    values = dict(given)
+    page, runs = _place(pathname or "/", [value for name, value in given if name == "run"])
+    return View(
+        page=page,
+        runs=runs,
+        metric=values.get("metric"),
+        axis=_choice(values.get("axis"), get_args(Axis), "step"),
+        layer=values.get("layer"),
+        step=_whole(values.get("step")),
+        smoothing=_share(values.get("smoothing")),
+        order=_choice(values.get("order"), get_args(Order), "depth"),
+        tab=_choice(values.get("tab"), get_args(Tab), "layers"),
+        query=values.get("q", ""),
+    )
+
+
+def write_address(view: View) -> tuple[str, str]:
+    """(pathname, search) of a view; only what differs from the default is written."""
+    pairs: list[tuple[str, str]] = []
+    pathname = "/"
+    if view.page == "run":
+        pathname = f"/run/{quote(view.runs[0], safe='')}"
+    elif view.page == "compare":
+        pathname = "/compare"
+        pairs += [("run", run) for run in view.runs]
+    defaults = View()
+    for name, attribute in _QUERY:
+        value = getattr(view, attribute)
+        if value != getattr(defaults, attribute):
+            pairs.append((name, f"{value:g}" if isinstance(value, float) else str(value)))
+    return pathname, f"?{urlencode(pairs)}" if pairs else ""
+
+
+_QUERY: Final = (
+    ("metric", "metric"),
+    ("axis", "axis"),
+    ("layer", "layer"),
+    ("step", "step"),
+    ("smoothing", "smoothing"),
+    ("order", "order"),
+    ("tab", "tab"),
+    ("q", "query"),
+)
+
+
+def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...]]:
+    parts = [unquote(part) for part in pathname.split("/") if part]
+    if not parts:
+        return "runs", ()
+    if parts == ["compare"]:
+        return "compare", tuple(dict.fromkeys(runs))[:MAXIMUM_RUNS]
+    if len(parts) == 2 and parts[0] == "run":
+        return "run", (parts[1],)
+    return "missing", ()
+
+
+def _choice(value: str | None, choices: tuple[_Choice, ...], default: _Choice) -> _Choice:
+    return next((choice for choice in choices if choice == value), default)
+
+
+def _whole(value: str | None) -> int | None:
+    return int(value) if value is not None and value.isascii() and value.isdigit() and len(value) < 16 else None
+
+
+def _share(value: str | None) -> float:
+    try:
+        number = float(value or 0.0)
+    except ValueError:
+        return 0.0
+    return min(max(number, 0.0), 0.99) if math.isfinite(number) else 0.0
