@@ -1,0 +1,20 @@
+# Server and dashboard in one image; the agent runs where the training runs. BASE_IMAGE: any Debian with Python 3.11+.
+ARG BASE_IMAGE=python:3.12-slim
+FROM ${BASE_IMAGE}
+
+WORKDIR /opt/collage-monitor
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY collage_monitor collage_monitor
+COPY agent agent
+COPY server server
+COPY dashboard dashboard
+COPY studies studies
+RUN python3 -m pip install --no-cache-dir --constraint constraints.txt ".[server,dashboard]" \
+    && useradd --create-home --uid 10001 collage \
+    && install --directory --owner collage /data
+
+USER collage
+VOLUME /data
+EXPOSE 7420 7421
+ENTRYPOINT ["collage-monitor"]
+CMD ["serve", "--host", "0.0.0.0", "--dir", "/data"]
