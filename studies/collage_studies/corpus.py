@@ -1,0 +1,52 @@
+"""Text that is on every machine: the interpreter's own standard-library sources, as bytes, without a download."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Corpus", "batch", "standard_library"]
+
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_HELD_OUT_EVERY = 16
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two texts that share no file, as uint8 tensors [bytes]."""
+
+    training: torch.Tensor
+    validation: torch.Tensor
+
+
+def standard_library(folder: Path | None = None) -> Corpus:
+    """The `.py` files of the standard library (or of `folder`) in the order of their names; every 16th is held out.
+
+    Raises:
+        FileNotFoundError: the folder holds no sources.
+    """
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        (path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts)),
+        key=lambda path: path.relative_to(root).as_posix(),
+    )
+    if len(files) < _HELD_OUT_EVERY:
+        raise FileNotFoundError(f"{root} holds {len(files)} Python sources; at least {_HELD_OUT_EVERY} are needed")
+    held_out = files[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
+    training = [path for index, path in enumerate(files, 1) if index % _HELD_OUT_EVERY]
+    return Corpus(_read(training), _read(held_out))
+
+
+def batch(text: torch.Tensor, size: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets), each int64 [size, length]: passages at places that only `seed` decides."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(text.numel() - length, (size, 1), generator=generator)
+    passages = text[starts + torch.arange(length + 1)].long()
+    return passages[:, :-1], passages[:, 1:]
+
+
+def _read(files: list[Path]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)

@@ -1,0 +1,59 @@
+"""What the demo trains: one recipe for all, and the five plans that differ in nothing but how numbers are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["PLANS", "Plan", "Recipe"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a training but its storage.
+
+    At this size, learning rate and β₂ bf16 rounding shows in the loss after 400 steps. There are settings in which
+    it does not: larger learning rates, fewer steps, a smaller β₂.
+    """
+
+    steps: int = 400
+    batch_size: int = 16
+    length: int = 128
+    layers: int = 4
+    width: int = 128
+    learning_rate: float = 2e-4
+    warm_up_steps: int = 50
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.999)
+    seed: int = 1
+    measure_every: int = 10
+    validate_every: int = 50
+    validation_batches: int = 8
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step trains on."""
+        return self.batch_size * self.length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one of the trainings keeps its numbers: the strategy, and the dtype of weights and arithmetic."""
+
+    strategy: str
+    dtype: Literal["bfloat16", "float32"]
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return f"{self.strategy} {self.dtype}"
+
+
+PLANS: Final = (
+    Plan("plain", "float32"),
+    Plan("plain", "bfloat16"),
+    Plan("light", "bfloat16"),
+    Plan("plus", "bfloat16"),
+    Plan("master-weights", "bfloat16"),
+)
+"""The reference in float32 comes first: the others are read against it."""
