@@ -1,0 +1,1 @@
+"""The server: takes reports in, keeps them durably, answers questions about them."""

@@ -1,0 +1,45 @@
+"""HTTP under /api/v1, a resource a file."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from collage_server.api import (
+    attempts,
+    catalogue,
+    compare,
+    heatmap,
+    histogram,
+    latest,
+    layers,
+    reports,
+    runs,
+    series,
+    streams,
+    worst,
+)
+
+__all__ = ["PREFIX", "api_router"]
+
+PREFIX = "/api/v1"
+
+
+def api_router() -> APIRouter:
+    """All resources under the version's prefix."""
+    router = APIRouter(prefix=PREFIX)
+    for module in (
+        runs,
+        attempts,
+        streams,
+        reports,
+        series,
+        heatmap,
+        histogram,
+        latest,
+        layers,
+        worst,
+        compare,
+        catalogue,
+    ):
+        router.include_router(module.router)
+    return router

@@ -1,0 +1,99 @@
+"""Request bodies: read with a limit, decoded by content type, errors in the one shape."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from collage_monitor import wire
+from collage_monitor.errors import WireError
+from collage_server.components import components_of
+from collage_server.errors import BadRequest, TooLarge, Unprocessable, UnsupportedMediaType
+
+__all__ = ["content_type_of", "declared_size", "message", "read_body", "unreadable"]
+
+_Message = TypeVar("_Message")
+
+
+def content_type_of(request: Request) -> str:
+    """The content type: msgpack or JSON, JSON when none is given.
+
+    Raises:
+        UnsupportedMediaType: another type, or an encoded body.
+    """
+    given = request.headers.get("content-type", wire.JSON).partition(";")[0].strip().lower()
+    if given not in {wire.JSON, wire.MSGPACK}:
+        raise UnsupportedMediaType(
+            f"content type {given!r} is not spoken here; send {wire.MSGPACK} or {wire.JSON}", field="Content-Type"
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise UnsupportedMediaType(
+            f"content encoding {encoding!r} is not spoken here; send the body plain", field="Content-Encoding"
+        )
+    return given
+
+
+def declared_size(request: Request, limit: int) -> int:
+    """The body's size as its header says it, the limit where it does not.
+
+    Raises:
+        TooLarge: it says more than the limit.
+        BadRequest: it says nonsense.
+    """
+    text = request.headers.get("content-length")
+    if text is None:
+        return limit
+    if not text.isdecimal():
+        raise BadRequest(f"Content-Length {text!r} is not a number", field="Content-Length")
+    if int(text) > limit:
+        raise _too_large(limit)
+    return int(text)
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body, refused as soon as it grows beyond the limit.
+
+    Raises:
+        TooLarge: more bytes than `body_bytes`.
+    """
+    limit = components_of(request).settings.body_bytes
+    declared_size(request, limit)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {limit} bytes; send it in smaller batches", field="body", limit=limit)
+
+
+async def message(request: Request, kind: type[_Message]) -> _Message:
+    """The message in the body.
+
+    Raises:
+        BadRequest: not decodable at all.
+        Unprocessable: decodable, but a field is of a wrong type or beyond its bound.
+    """
+    content_type = content_type_of(request)
+    data = await read_body(request)
+    limit = wire.LIMITS["config_bytes"]
+    if len(data) > limit and kind is wire.RunCreate:
+        raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
+    try:
+        return wire.decode_message(data, kind, content_type)
+    except WireError as error:
+        raise unreadable(error) from error
+
+
+def unreadable(error: WireError) -> BadRequest | Unprocessable:
+    """The answer to a body that the wire refuses: 422 when a field can be named, else 400."""
+    if error.field:
+        return Unprocessable(str(error), field=error.field, limit=error.limit)
+    return BadRequest(str(error), field="body", limit=error.limit)

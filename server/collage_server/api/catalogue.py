@@ -1,0 +1,44 @@
+"""Catalogues: everything that has a name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_monitor.metrics import METRICS, SCALARS, STATISTICS
+from collage_monitor.strategies import STRATEGIES
+from collage_server.api.answers import answer, describes
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["catalogues"])
+
+
+@router.get("/metrics-catalogue", **describes(wire.Catalogue))
+def metrics_catalogue() -> Response:
+    """Metrics, statistics with their merge rules, reserved scalars, strategies."""
+    return answer(
+        wire.Catalogue(
+            metrics=_plain(METRICS),
+            statistics=_plain(STATISTICS),
+            scalars=_plain(SCALARS),
+            strategies=_plain(STRATEGIES),
+        )
+    )
+
+
+@router.get("/alerts-catalogue", **describes(None))
+def alerts_catalogue() -> Response:
+    """The alerts: name, condition, window, severity, meaning, first step."""
+    alerts = importlib.import_module("collage_monitor.alerts")
+    return answer({"alerts": _plain(alerts.ALERTS)})
+
+
+def _plain(catalogue: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(entry) for entry in catalogue.values()]

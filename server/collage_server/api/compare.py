@@ -1,0 +1,55 @@
+"""Compare: several runs side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server import queries
+from collage_server.api import parameters
+from collage_server.api.answers import answer, describes
+from collage_server.components import Components, components_of
+from collage_server.store import RunRecord, ScalarPoints, Selection
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["reading"])
+_NOTHING = ScalarPoints.empty()
+
+
+@router.get("/compare", **describes(wire.Comparison))
+def compare(
+    request: Request,
+    run: Annotated[list[str], Query(min_length=1, max_length=100, description="A run_id; repeat it.")],
+    metric: parameters.MetricKey,
+    points: parameters.PointCount = 500,
+    axis: parameters.AxisName = "step",
+) -> Response:
+    """Each run's curve of one metric or scalar, its metrics merged over everything, its last scalars."""
+    components = components_of(request)
+    records = [components.store.run(run_id) for run_id in dict.fromkeys(run)]
+    if parameters.is_metric(metric):
+        parameters.checked_metric(metric)
+    else:
+        parameters.known_scalars(metric, records)
+    compared = [_compared(components, record, metric, points, axis) for record in records]
+    return answer(wire.Comparison(metric=metric, axis=axis, runs=compared))
+
+
+def _compared(
+    components: Components, record: RunRecord, metric: str, points: int, axis: parameters.AxisName
+) -> wire.ComparedRun:
+    measured = components.store.model_points(record.run_id, None, Selection())
+    scalars = components.store.scalar_points(record.run_id, None, Selection())
+    positions = parameters.positions_of(components, record, axis, scalars)
+    if parameters.is_metric(metric):
+        series = queries.metric_series(record.run_id, metric, measured, points, positions)
+    else:
+        logged = scalars.get(metric, _NOTHING)
+        series = queries.scalar_series(record.run_id, metric, logged, points, positions)
+    state = queries.state_of(record, components.clock(), components.settings.stale_after_seconds)
+    return queries.compared_run(record, state, series, measured, scalars)

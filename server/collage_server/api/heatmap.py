@@ -1,0 +1,34 @@
+"""Heatmap: one metric over layers and steps."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server import queries
+from collage_server.api import parameters
+from collage_server.api.answers import answer, describes
+from collage_server.components import components_of
+from collage_server.store import Selection
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["reading"])
+
+
+@router.get("/runs/{run_id}/heatmap", **describes(wire.Heatmap))
+def get_heatmap(
+    request: Request,
+    run_id: parameters.RunId,
+    metric: parameters.MetricKey,
+    points: parameters.PointCount = 200,
+    order: Literal["depth", "worst"] = "depth",
+) -> Response:
+    """values[layer][point]; layers in the order first seen, or worst first over the whole run."""
+    keys = queries.statistics_for(parameters.checked_metric(metric), intervals=False)
+    measured = components_of(request).store.layer_points(run_id, keys, Selection())
+    return answer(queries.heatmap(run_id, metric, measured, points, order))

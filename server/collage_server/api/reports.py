@@ -1,0 +1,54 @@
+"""Reports: the way in for numbers. Answered after the commit that makes them durable."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_monitor.errors import WireError
+from collage_server.api.answers import answer, describes
+from collage_server.api.bodies import content_type_of, declared_size, read_body, unreadable
+from collage_server.components import Components, components_of
+from collage_server.errors import Gone
+from collage_server.ingest import check_batch
+from collage_server.store import ReportGroup
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["reports"])
+
+
+@router.post("/streams/{stream_id}/reports", **describes(wire.BatchAnswer, bytes))
+async def add_reports(request: Request, stream_id: Annotated[str, Path(max_length=64)]) -> Response:
+    """Store a batch of reports exactly once; a bad report is named in `rejected`, its neighbours are kept."""
+    components = components_of(request)
+    content_type = content_type_of(request)
+    with components.in_flight.hold(declared_size(request, components.settings.body_bytes)):
+        body = await read_body(request)
+        try:
+            batch = wire.decode_batch(body, content_type)
+        except WireError as error:
+            raise unreadable(error) from error
+        return answer(await _store(components, stream_id, batch, len(body)))
+
+
+async def _store(components: Components, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
+    known = components.registry.known(stream_id)
+    fresh = known is None
+    stream = known if known is not None else await run_in_threadpool(components.registry.load, stream_id)
+    kept, rejected = check_batch(batch, stream)
+    if not fresh and any(entry.code == "undeclared" for entry in rejected):
+        kept, rejected = check_batch(batch, await run_in_threadpool(components.registry.load, stream_id))
+    components.counters.count(rejected=len(rejected))
+    if not kept:
+        return wire.BatchAnswer(accepted=0, duplicates=0, rejected=rejected)
+    outcome = await components.writer.submit(ReportGroup(stream, kept, size))
+    if outcome.gone:
+        components.registry.forget_run(stream.run_id)
+        raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
+    return wire.BatchAnswer(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=rejected)

@@ -1,0 +1,92 @@
+"""Runs: create or resume, list, change, delete."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server.api.answers import answer, describes
+from collage_server.api.bodies import message
+from collage_server.api.parameters import RunId
+from collage_server.components import Components, components_of
+from collage_server.queries import run_answer
+from collage_server.store import RunQuery, RunRecord
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["runs"])
+Filter = Annotated[str | None, Query(max_length=512)]
+
+
+def _answer(components: Components, record: RunRecord) -> wire.Run:
+    point = components.store.latest(record.run_id)
+    return run_answer(record, point, components.clock(), components.settings.stale_after_seconds)
+
+
+@router.post("/projects/{project}/runs", **describes(wire.Run, wire.RunCreate))
+async def create_run(request: Request, project: Annotated[str, Path(min_length=1, max_length=512)]) -> Response:
+    """Create a run (201), or resume the one with this run_id (200)."""
+    components = components_of(request)
+    create = await message(request, wire.RunCreate)
+
+    def work() -> tuple[wire.Run, bool]:
+        record, is_new = components.store.create_run(project, create, components.clock())
+        return _answer(components, record), is_new
+
+    run, is_new = await run_in_threadpool(work)
+    return answer(run, 201 if is_new else 200)
+
+
+@router.get("/runs", **describes(wire.RunPage))
+def list_runs(
+    request: Request,
+    project: Filter = None,
+    strategy: Filter = None,
+    group: Filter = None,
+    tag: Filter = None,
+    state: Literal["running", "finished", "failed", "stale"] | None = None,
+    q: Filter = None,
+    cursor: Filter = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """A page of runs, newest first; `q` searches names, ids and notes."""
+    components = components_of(request)
+    query = RunQuery(
+        project=project, strategy=strategy, group=group, tag=tag, state=state, q=q, cursor=cursor, limit=limit
+    )
+    page = components.store.runs(query, components.clock(), components.settings.stale_after_seconds)
+    runs = [_answer(components, record) for record in page.runs]
+    return answer(wire.RunPage(runs=runs, cursor=page.cursor))
+
+
+@router.get("/runs/{run_id}", **describes(wire.Run))
+def get_run(request: Request, run_id: RunId) -> Response:
+    """One run."""
+    components = components_of(request)
+    return answer(_answer(components, components.store.run(run_id)))
+
+
+@router.patch("/runs/{run_id}", **describes(wire.Run, wire.RunUpdate))
+async def update_run(request: Request, run_id: RunId) -> Response:
+    """Change state, name, group, tags or notes."""
+    components = components_of(request)
+    change = await message(request, wire.RunUpdate)
+
+    def work() -> wire.Run:
+        return _answer(components, components.store.update_run(run_id, change, components.clock()))
+
+    return answer(await run_in_threadpool(work))
+
+
+@router.delete("/runs/{run_id}", **describes(wire.Deleted))
+def delete_run(request: Request, run_id: RunId) -> Response:
+    """Delete a run for good; its id answers 410 from now on."""
+    components = components_of(request)
+    components.store.delete_run(run_id, components.clock())
+    components.registry.forget_run(run_id)
+    return answer(wire.Deleted(run_id=run_id))

@@ -1,0 +1,63 @@
+"""Series: one metric or logged scalar over a run."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server.api import parameters
+from collage_server.api.answers import answer, describes
+from collage_server.components import Components, components_of
+from collage_server.errors import Unprocessable
+from collage_server.queries import metric_series, scalar_series, statistics_for
+from collage_server.store import RunRecord, ScalarPoints, Selection
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["reading"])
+_NOTHING = ScalarPoints.empty()
+
+
+@router.get("/runs/{run_id}/series", **describes(wire.Series))
+def get_series(
+    request: Request,
+    run_id: parameters.RunId,
+    metric: parameters.MetricKey,
+    layer: parameters.LayerName = None,
+    pattern: parameters.Pattern = None,
+    rank: parameters.Rank = None,
+    first_step: parameters.FirstStep = None,
+    last_step: parameters.LastStep = None,
+    points: parameters.PointCount = 1000,
+    axis: parameters.AxisName = "step",
+) -> Response:
+    """A metric of the model, of one layer, or of layers matching a glob; or a logged scalar."""
+    components = components_of(request)
+    record = components.store.run(run_id)
+    selection = Selection(rank=rank, first_step=first_step, last_step=last_step)
+    if not parameters.is_metric(metric):
+        if layer is not None or pattern is not None:
+            raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
+        return answer(_scalar(components, record, metric, selection, points, axis))
+    keys = statistics_for(parameters.checked_metric(metric))
+    positions = parameters.positions_of(components, record, axis)
+    if layer is None and pattern is None:
+        measured = components.store.model_points(run_id, keys, selection)
+    else:
+        measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern)
+    return answer(metric_series(run_id, metric, measured, points, positions, layer or pattern))
+
+
+def _scalar(
+    components: Components,
+    record: RunRecord,
+    name: str,
+    selection: Selection,
+    points: int,
+    axis: parameters.AxisName,
+) -> wire.Series:
+    parameters.known_scalars(name, [record])
+    logged = components.store.scalar_points(record.run_id, (name,), selection).get(name, _NOTHING)
+    return scalar_series(record.run_id, name, logged, points, parameters.positions_of(components, record, axis))

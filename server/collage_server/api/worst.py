@@ -1,0 +1,31 @@
+"""Worst: the layers that stand out at the newest measured step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server.api import parameters
+from collage_server.api.answers import answer, describes
+from collage_server.components import components_of
+from collage_server.queries.latest import worst
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["reading"])
+
+
+@router.get("/runs/{run_id}/worst", **describes(wire.WorstLayer, many=True))
+def get_worst(
+    request: Request,
+    run_id: parameters.RunId,
+    metric: parameters.MetricKey = "edq_ratio",
+    k: Annotated[int, Query(ge=1, le=1000)] = 10,
+) -> Response:
+    """The k layers worst in a metric: lowest where 1 is ideal, |1 − x| against the oracle, else highest."""
+    point = components_of(request).store.latest(run_id)
+    return answer(worst(point, parameters.checked_metric(metric), k))

@@ -1,0 +1,84 @@
+"""The application: `create_app(settings)`. Importing this module opens, starts and configures nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from collage_monitor import __version__
+from collage_server import health
+from collage_server.api import api_router
+from collage_server.auth import Access
+from collage_server.components import Components
+from collage_server.description import add_description
+from collage_server.failures import add_error_handlers
+from collage_server.ingest import InFlight, IngestCounters, StreamRegistry, Writer
+from collage_server.middleware import AccessControl, RequestIdentity
+from collage_server.settings import Settings
+from collage_server.store import SqliteStore, Store
+
+__all__ = ["create_app"]
+
+
+def create_app(
+    settings: Settings, *, store: Store | None = None, clock: Callable[[], float] = time.time
+) -> FastAPI:
+    """The server on `settings`. `store` replaces the database, `clock` (Unix seconds) the time.
+
+    The store is opened and the writer started when the application starts, and both are closed when it stops:
+    what waits is committed first.
+    """
+    components = _components(settings, store or _sqlite(settings), clock)
+    app = FastAPI(
+        title="Collage Monitor",
+        version=__version__,
+        description="What low precision does to an optimizer's updates.",
+        lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.components = components
+    app.include_router(api_router())
+    app.include_router(health.router)
+    add_description(app)
+    add_error_handlers(app)
+    app.add_middleware(AccessControl, access=Access(settings))
+    app.add_middleware(RequestIdentity)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    components: Components = app.state.components
+    await asyncio.to_thread(components.store.open)
+    components.writer.start(asyncio.get_running_loop())
+    try:
+        yield
+    finally:
+        await components.writer.stop(components.settings.shutdown_seconds)
+        await asyncio.to_thread(components.store.close)
+
+
+def _components(settings: Settings, store: Store, clock: Callable[[], float]) -> Components:
+    counters = IngestCounters()
+    return Components(
+        settings=settings,
+        store=store,
+        writer=Writer(store, counters, clock=clock, commit_bytes=settings.commit_bytes),
+        registry=StreamRegistry(store.stream_record),
+        counters=counters,
+        in_flight=InFlight(settings.in_flight_bytes),
+        clock=clock,
+    )
+
+
+def _sqlite(settings: Settings) -> Store:
+    return SqliteStore(
+        settings.folder / "collage.sqlite",
+        stale_after_seconds=settings.stale_after_seconds,
+        busy_timeout_seconds=settings.busy_timeout_seconds,
+    )

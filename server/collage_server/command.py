@@ -1,0 +1,98 @@
+"""`collage-monitor serve`: the server in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import uvicorn
+
+from collage_monitor.local import data_folder, ensure_token
+from collage_server.app import create_app
+from collage_server.settings import Settings, settings_from_environment
+
+__all__ = ["serve"]
+
+
+@click.command("serve")
+@click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on. Default: 7420.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="File that holds the token. Default: `token` in the folder.",
+)
+@click.option("--no-auth", is_flag=True, help="Ask for no token; on loopback only.")
+@click.option("--print-settings", is_flag=True, help="Print the settings, secrets masked, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
+def serve(
+    host: str | None,
+    port: int | None,
+    folder: Path | None,
+    token_file: Path | None,
+    no_auth: bool,
+    print_settings: bool,
+    as_json: bool,
+) -> None:
+    """Take in reports, keep them, answer questions about them. Ctrl-C stops, after the last commit."""
+    settings = _settings(host, port, folder, token_file, no_auth)
+    if print_settings:
+        click.echo(json.dumps(settings.masked(), indent=2))
+        return
+    _Server(settings, as_json).run()
+
+
+def _settings(
+    host: str | None, port: int | None, folder: Path | None, token_file: Path | None, no_auth: bool
+) -> Settings:
+    where = data_folder(folder)
+    flags: dict[str, Any] = {"host": host, "port": port, "folder": where, "no_auth": no_auth or None}
+    if token_file is not None:
+        flags["token"] = _read_token(token_file)
+    elif not no_auth:
+        stated = any(os.environ.get(f"COLLAGE_SERVER_{name}") for name in ("TOKEN", "NO_AUTH"))
+        flags["token"] = None if stated else ensure_token(where)
+    return settings_from_environment(**flags)
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.ClickException(f"--token-file {path} cannot be read: {error}") from error
+    if not token:
+        raise click.ClickException(f"--token-file {path} is empty; write a token into it, or leave the flag out")
+    return token
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says where it listens once it does."""
+
+    def __init__(self, settings: Settings, as_json: bool) -> None:
+        self.settings = settings
+        self._as_json = as_json
+        config = uvicorn.Config(
+            create_app(settings),
+            host=settings.host,
+            port=settings.port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(settings.shutdown_seconds),
+        )
+        super().__init__(config)
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if not self.started:
+            return
+        port = self.servers[0].sockets[0].getsockname()[1]
+        url = f"http://{self.settings.host}:{port}"
+        if self._as_json:
+            click.echo(json.dumps({"server_url": url, "dir": str(self.settings.folder)}))
+        else:
+            click.echo(f"server     {url}\ndata       {self.settings.folder}")

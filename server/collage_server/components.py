@@ -1,0 +1,35 @@
+"""What the routes share: settings, store, writer, clock. One object an application, made by `create_app`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.requests import HTTPConnection
+
+from collage_server.ingest import InFlight, IngestCounters, StreamRegistry, Writer
+from collage_server.settings import Settings
+from collage_server.store import Store
+
+__all__ = ["Components", "components_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """Everything that a request may need."""
+
+    settings: Settings
+    store: Store
+    writer: Writer
+    registry: StreamRegistry
+    counters: IngestCounters
+    in_flight: InFlight
+    clock: Callable[[], float]
+
+
+def components_of(connection: HTTPConnection) -> Components:
+    """The components of the application that serves this request."""
+    components = connection.app.state.components
+    if not isinstance(components, Components):
+        raise TypeError("the application was not made by create_app")
+    return components

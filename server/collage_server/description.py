@@ -1,0 +1,52 @@
+"""/openapi.json and a small /docs page that loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import html
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from collage_server.api.answers import schemas
+
+__all__ = ["add_description"]
+
+_PAGE: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Collage Monitor API</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
+td{{padding:.2rem .8rem .2rem 0;vertical-align:top}}code{{white-space:nowrap}}</style></head><body>
+<h1>Collage Monitor API</h1>
+<p>The full description for tools: <a href="/openapi.json">/openapi.json</a>. Errors have one shape:
+<code>{{"error": {{"code", "message", "field", "limit", "request_id"}}}}</code>. Non-finite numbers are the strings
+"NaN", "Infinity", "-Infinity"; undefined is null.</p>
+<table>{rows}</table></body></html>"""
+
+
+def add_description(app: FastAPI) -> None:
+    """Describe messages and answers by the wire's own schemas, and serve the page of routes."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            described = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
+            described.setdefault("components", {}).setdefault("schemas", {}).update(schemas())
+            app.openapi_schema = described
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+    @app.get("/docs", include_in_schema=False)
+    def docs(request: Request) -> HTMLResponse:
+        return HTMLResponse(_PAGE.format(rows="".join(_rows(openapi()))))
+
+
+def _rows(described: dict[str, Any]) -> list[str]:
+    return [
+        f"<tr><td><code>{method.upper()} {html.escape(path)}</code></td>"
+        f"<td>{html.escape(operation.get('description', ''))}</td></tr>"
+        for path, operations in described["paths"].items()
+        for method, operation in operations.items()
+    ]

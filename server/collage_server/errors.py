@@ -1,0 +1,133 @@
+"""Errors of the server, each with the status and code that the JSON error shape carries.
+
+ServerError
+├── BadRequest            400  the body cannot be decoded
+├── Unauthorised          401  no token, or an unknown one
+├── Forbidden             403  this host or origin may not ask
+├── NotFound              404  no such run, stream, layer or route
+├── Conflict              409  it exists already, and differs
+├── Gone                  410  the run was deleted
+├── TooLarge              413  a body beyond its limit
+├── UnsupportedMediaType  415  a content type or encoding that is not spoken here
+├── Unprocessable         422  well-formed, but a value is not acceptable
+├── Busy                  503  too much in flight: the same request may succeed later
+└── StoreUnusable         500  the database cannot be opened; the server does not start
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from collage_monitor.errors import CollageError
+
+__all__ = [
+    "BadRequest",
+    "Busy",
+    "Conflict",
+    "Forbidden",
+    "Gone",
+    "NotFound",
+    "ServerError",
+    "StoreUnusable",
+    "TooLarge",
+    "Unauthorised",
+    "Unprocessable",
+    "UnsupportedMediaType",
+]
+
+
+class ServerError(CollageError):
+    """An answer that is an error: `field` names the offending field, `limit` the bound that it broke."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        limit: float | None = None,
+        retry_after_seconds: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.limit = limit
+        self.retry_after_seconds = retry_after_seconds
+
+
+class BadRequest(ServerError):
+    """The body cannot be decoded."""
+
+    status = 400
+    code = "bad_request"
+
+
+class Unauthorised(ServerError):
+    """No token, or an unknown one."""
+
+    status = 401
+    code = "unauthorised"
+
+
+class Forbidden(ServerError):
+    """This host or origin may not ask."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(ServerError):
+    """No such run, stream, layer or route."""
+
+    status = 404
+    code = "not_found"
+
+
+class Conflict(ServerError):
+    """It exists already, and differs."""
+
+    status = 409
+    code = "conflict"
+
+
+class Gone(ServerError):
+    """The run was deleted; its id is never used again."""
+
+    status = 410
+    code = "gone"
+
+
+class TooLarge(ServerError):
+    """A body beyond its limit."""
+
+    status = 413
+    code = "too_large"
+
+
+class UnsupportedMediaType(ServerError):
+    """A content type or encoding that is not spoken here."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class Unprocessable(ServerError):
+    """Well-formed, but a value is not acceptable."""
+
+    status = 422
+    code = "unprocessable"
+
+
+class Busy(ServerError):
+    """Too much is in flight; the same request may succeed after Retry-After."""
+
+    status = 503
+    code = "busy"
+
+
+class StoreUnusable(ServerError):
+    """The database cannot be opened or is newer than this server."""
+
+    code = "store_unusable"

@@ -1,0 +1,159 @@
+"""/metrics: running runs in the Prometheus text format, at most fifteen series each, and the server about itself.
+
+Values are those of the newest measured step, read from the store, so that every process answers the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from collage_monitor import __version__
+from collage_monitor.wire import Number
+from collage_server.components import Components
+from collage_server.ingest.counters import COMMIT_BUCKETS
+from collage_server.queries import latest_answer
+from collage_server.store import RunQuery, RunRecord
+
+__all__ = ["MODEL_GAUGES", "SCALAR_GAUGES", "exposition"]
+
+_LABELS: Final = ("project", "run_id", "run", "strategy")
+_PAGE: Final = 500
+_DECREMENT: Final = "state_decrement_ratio/"
+_PREFERRED_STATE: Final = "exp_avg_sq"
+
+MODEL_GAUGES: Final = {
+    "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
+    "edq_visible_ratio": "The same for the registered parameter.",
+    "edq_oracle_ratio": "This step against an fp64 oracle.",
+    "lost_update_ratio": "Share of the intended updates that were rounded away.",
+    "update_to_weight_ratio": "Size of an intended step beside the weights.",
+}
+SCALAR_GAUGES: Final = {
+    "loss": "Newest training loss.",
+    "validation_loss": "Newest loss on held-out data.",
+    "agent_overhead_ratio": "CPU of the agent over the rest of the training process's CPU.",
+}
+
+
+def exposition(components: Components) -> bytes:
+    """The whole page, in a registry of its own."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Runs(components))
+    registry.register(_Server(components))
+    return generate_latest(registry)
+
+
+class _Runs(Collector):
+    """Runs that are running and not stale."""
+
+    def __init__(self, components: Components) -> None:
+        self._components = components
+
+    def collect(self) -> Iterable[Metric]:
+        families = _Families()
+        for record in self._running():
+            families.add(record, self._components)
+        return families.all()
+
+    def _running(self) -> Iterator[RunRecord]:
+        cursor: str | None = None
+        while True:
+            query = RunQuery(state="running", cursor=cursor, limit=_PAGE)
+            stale_after = self._components.settings.stale_after_seconds
+            page = self._components.store.runs(query, self._components.clock(), stale_after)
+            yield from page.runs
+            cursor = page.cursor
+            if cursor is None:
+                return
+
+
+class _Families:
+    """The gauge families of runs, being filled."""
+
+    def __init__(self) -> None:
+        self._gauges = {
+            name: GaugeMetricFamily(f"collage_{name}", text, labels=_LABELS)
+            for name, text in {
+                **MODEL_GAUGES,
+                **SCALAR_GAUGES,
+                "step": "Newest step reported.",
+                "last_report_timestamp_seconds": "When the newest report was stored, in Unix time.",
+                "reports_dropped": "Reports that the agents gave up, over all ranks.",
+            }.items()
+        }
+        self._decrement = GaugeMetricFamily(
+            "collage_state_decrement_ratio",
+            "Decay of the optimizer state as stored over the decay intended: 1 as it should, 0 it can only grow.",
+            labels=(*_LABELS, "state"),
+        )
+        self._worst = GaugeMetricFamily(
+            "collage_worst_layer_edq_ratio",
+            "EDQ of the three worst layers; GET /api/v1/runs/RUN/worst names them.",
+            labels=(*_LABELS, "worst"),
+        )
+
+    def add(self, record: RunRecord, components: Components) -> None:
+        """One run's series."""
+        labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
+        latest = latest_answer(record, components.store.latest(record.run_id))
+        for name in MODEL_GAUGES:
+            self._set(name, labels, latest.model.get(name))
+        for name in SCALAR_GAUGES:
+            if name in latest.scalars:
+                self._set(name, labels, latest.scalars[name].value)
+        self._set("step", labels, record.last_step)
+        self._set("last_report_timestamp_seconds", labels, record.last_report_at)
+        if record.reports_dropped is not None:
+            self._set("reports_dropped", labels, record.reports_dropped)
+        states = [key for key in latest.model if key.startswith(_DECREMENT)]
+        if states:
+            preferred = _DECREMENT + _PREFERRED_STATE
+            state = preferred if preferred in states else states[0]
+            _add(self._decrement, [*labels, state.removeprefix(_DECREMENT)], latest.model[state])
+        for place, layer in enumerate(latest.worst, start=1):
+            _add(self._worst, [*labels, str(place)], layer.value)
+
+    def all(self) -> list[Metric]:
+        """Every family, in a fixed order."""
+        return [*self._gauges.values(), self._decrement, self._worst]
+
+    def _set(self, name: str, labels: list[str], value: Number | None) -> None:
+        _add(self._gauges[name], labels, value)
+
+
+def _add(family: GaugeMetricFamily, labels: list[str], value: Number | None) -> None:
+    """An undefined value has no sample: a gap, never 0."""
+    if value is not None:
+        family.add_metric(labels, float(value))
+
+
+class _Server(Collector):
+    """The server about itself."""
+
+    def __init__(self, components: Components) -> None:
+        self._counters = components.counters
+
+    def collect(self) -> Iterable[Metric]:
+        counters = self._counters
+        reports = CounterMetricFamily(
+            "collage_server_reports", "Reports received, by outcome.", labels=("outcome",)
+        )
+        for outcome, count in counters.reports.items():
+            reports.add_metric([outcome], count)
+        bounds = [*map(str, COMMIT_BUCKETS), "+Inf"]
+        counts = [sum(counters.commits[: index + 1]) for index in range(len(bounds))]
+        commits = HistogramMetricFamily(
+            "collage_server_commit_seconds",
+            "Duration of the commits that make reports durable.",
+            buckets=list(zip(bounds, counts, strict=True)),
+            sum_value=counters.commit_seconds,
+        )
+        build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
+        build.add_metric([__version__], 1)
+        return [reports, commits, build]

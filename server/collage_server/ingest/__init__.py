@@ -1,0 +1,9 @@
+"""The way in: check, queue, one writer, acknowledge after the commit."""
+
+from collage_server.ingest.check import check_batch
+from collage_server.ingest.counters import IngestCounters
+from collage_server.ingest.in_flight import InFlight
+from collage_server.ingest.registry import StreamRegistry
+from collage_server.ingest.writer import Writer
+
+__all__ = ["InFlight", "IngestCounters", "StreamRegistry", "Writer", "check_batch"]

@@ -1,0 +1,96 @@
+"""Checking reports against what their stream declared: a bad report is named, its neighbours are kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from collage_monitor import wire
+from collage_server.errors import TooLarge
+from collage_server.store.contract import StreamRecord
+
+__all__ = ["check_batch"]
+
+_SCALARS: Final = wire.LIMITS["scalars_per_report"]
+_NAME: Final = wire.LIMITS["name_characters"]
+
+
+class _Refusal(Exception):
+    """Why one report is refused."""
+
+    def __init__(self, code: str, message: str, field: str, limit: float | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.field, self.limit = code, message, field, limit
+
+
+def check_batch(
+    batch: wire.ReportBatch, stream: StreamRecord
+) -> tuple[list[wire.Report], list[wire.RejectedReport]]:
+    """The acceptable reports, and the others with their reasons.
+
+    Raises:
+        TooLarge: more reports than one batch may hold.
+    """
+    limit = wire.LIMITS["reports_per_batch"]
+    if len(batch.reports) > limit:
+        raise TooLarge(f"{len(batch.reports)} reports in one batch, at most {limit}", field="reports", limit=limit)
+    kept, rejected = [], []
+    for index, report in enumerate(batch.reports):
+        try:
+            _check(report, stream)
+            kept.append(report)
+        except _Refusal as refusal:
+            rejected.append(
+                wire.RejectedReport(
+                    index=index,
+                    seq=report.seq,
+                    code=refusal.code,
+                    message=refusal.message,
+                    field=refusal.field,
+                    limit=refusal.limit,
+                )
+            )
+    return kept, rejected
+
+
+def _check(report: wire.Report, stream: StreamRecord) -> None:
+    if not math.isfinite(report.time):
+        raise _Refusal("bad_value", f"time {report.time} is not a Unix time in seconds", "time")
+    if len(report.scalars) > _SCALARS:
+        raise _Refusal("too_many", f"{len(report.scalars)} scalars, at most {_SCALARS}", "scalars", _SCALARS)
+    for name in report.scalars:
+        if not 0 < len(name) <= _NAME:
+            raise _Refusal(
+                "bad_name", f"scalar names have 1 to {_NAME} characters: {name[:40]!r}", "scalars", _NAME
+            )
+    if report.statistics is not None or report.model is not None:
+        _check_blocks(report, stream)
+
+
+def _check_blocks(report: wire.Report, stream: StreamRecord) -> None:
+    declared = (("statistic_count", len(stream.statistics)), ("layer_count", len(stream.layers)))
+    for field, most in declared:
+        count = getattr(report, field)
+        if count > most:
+            raise _Refusal(
+                "undeclared",
+                f"{field} is {count}, but the stream declares {most}; "
+                f"POST /api/v1/runs/{stream.run_id}/streams again with all of them first",
+                field,
+                most,
+            )
+    if report.model is None:
+        raise _Refusal("missing", "statistics without model: send the model's vector beside them", "model")
+    _check_size("model", report.model, report.statistic_count)
+    if report.statistics is not None:
+        _check_size("statistics", report.statistics, report.statistic_count * report.layer_count)
+
+
+def _check_size(field: str, block: bytes, numbers: int) -> None:
+    if len(block) != 8 * numbers:
+        raise _Refusal(
+            "bad_size",
+            f"{field} has {len(block)} bytes, but {numbers} float64 take {8 * numbers}",
+            field,
+            8 * numbers,
+        )

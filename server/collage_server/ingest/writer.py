@@ -1,0 +1,146 @@
+"""The one writer: commits all that arrived while the previous commit ran, then acknowledges.
+
+A dedicated thread, without lingering: an idle writer commits a lone report at once, a busy one groups what waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Final
+
+from collage_server.errors import Busy, ServerError
+from collage_server.ingest.counters import IngestCounters
+from collage_server.store.contract import GroupOutcome, ReportGroup, Store
+
+__all__ = ["Writer"]
+
+_LOG: Final = logging.getLogger(__name__)
+_REPORTS_A_COMMIT: Final = 5_000
+
+
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    group: ReportGroup
+    answer: asyncio.Future[GroupOutcome]
+
+
+class Writer:
+    """Owns the only thread that appends reports. `submit` belongs to the event loop."""
+
+    def __init__(
+        self, store: Store, counters: IngestCounters, *, clock: Callable[[], float], commit_bytes: int
+    ) -> None:
+        self._store = store
+        self._counters = counters
+        self._clock = clock
+        self._commit_bytes = commit_bytes
+        self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether submissions are committed."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the thread; answers are delivered on `loop`."""
+        self._loop = loop
+        self._thread = Thread(target=self._run, name="collage-writer", daemon=True)
+        self._thread.start()
+
+    async def stop(self, deadline_seconds: float) -> None:
+        """Commit what waits, then end the thread; later submissions are refused."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            await asyncio.to_thread(thread.join, deadline_seconds)
+
+    def submit(self, group: ReportGroup) -> asyncio.Future[GroupOutcome]:
+        """Queue a group; the future is done after the commit that holds it.
+
+        Raises:
+            Busy: the writer is not running (the server is going down).
+        """
+        if self._loop is None or not self.running:
+            raise Busy("the server is going down; send this batch again later", retry_after_seconds=1)
+        answer: asyncio.Future[GroupOutcome] = self._loop.create_future()
+        self._queue.put(_Pending(group, answer))
+        return answer
+
+    def _run(self) -> None:
+        going_on = True
+        while going_on:
+            batch, going_on = self._take()
+            if batch:
+                self._commit(batch)
+
+    def _take(self) -> tuple[list[_Pending], bool]:
+        """All that waits, up to one commit's size; False when the end is reached."""
+        first = self._queue.get()
+        batch: list[_Pending] = []
+        size = reports = 0
+        entry = first
+        while entry is not None:
+            batch.append(entry)
+            size += entry.group.bytes
+            reports += len(entry.group.reports)
+            if size >= self._commit_bytes or reports >= _REPORTS_A_COMMIT:
+                return batch, True
+            try:
+                entry = self._queue.get_nowait()
+            except Empty:
+                return batch, True
+        return batch, False
+
+    def _commit(self, batch: list[_Pending]) -> None:
+        started = time.perf_counter()
+        try:
+            outcomes: list[GroupOutcome | BaseException] = list(self._append(batch))
+        except Exception as error:
+            _LOG.warning("a commit of %d groups failed: %s; trying them one by one", len(batch), error)
+            outcomes = [self._alone(entry) for entry in batch]
+        self._counters.committed(time.perf_counter() - started)
+        for outcome in outcomes:
+            if isinstance(outcome, GroupOutcome):
+                self._counters.count(accepted=outcome.accepted, duplicates=outcome.duplicates)
+        self._deliver(batch, outcomes)
+
+    def _append(self, batch: list[_Pending]) -> list[GroupOutcome]:
+        return self._store.append([entry.group for entry in batch], self._clock())
+
+    def _alone(self, entry: _Pending) -> GroupOutcome | BaseException:
+        """A bad group must not fail its neighbours."""
+        try:
+            return self._append([entry])[0]
+        except ServerError as error:
+            return error
+        except Exception as error:
+            _LOG.exception("reports of stream %s cannot be stored", entry.group.stream.stream_id)
+            busy = Busy(
+                f"the reports cannot be stored now ({type(error).__name__}); send them again later",
+                retry_after_seconds=5,
+            )
+            busy.__cause__ = error
+            return busy
+
+    def _deliver(self, batch: list[_Pending], outcomes: list[GroupOutcome | BaseException]) -> None:
+        """One wake-up of the event loop for the whole commit."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_settle, batch, outcomes)
+
+
+def _settle(batch: list[_Pending], outcomes: list[GroupOutcome | BaseException]) -> None:
+    for entry, outcome in zip(batch, outcomes, strict=True):
+        if entry.answer.done():
+            continue
+        if isinstance(outcome, GroupOutcome):
+            entry.answer.set_result(outcome)
+        else:
+            entry.answer.set_exception(outcome)

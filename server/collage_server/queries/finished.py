@@ -1,0 +1,52 @@
+"""Finished values as the wire carries them, and steps put into buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor.statistics import INTERVAL_PAIRS, finish, interval
+from collage_monitor.wire import Number, to_number, undefined_to_none
+
+__all__ = ["bucket_starts", "finished", "finished_interval", "number", "numbers", "values"]
+
+FloatArray = NDArray[np.float64]
+Totals = Mapping[str, FloatArray]
+
+
+def finished(key: str, totals: Totals, shape: tuple[int, ...]) -> FloatArray:
+    """`finish`, also where the totals are empty: the run then cannot make the metric, and it is undefined."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.array(np.broadcast_to(finish(key, totals), shape))
+
+
+def finished_interval(key: str, totals: Totals) -> tuple[FloatArray, FloatArray] | None:
+    """(low, high) of a metric that has an interval and whose variances were reported, else None."""
+    if key not in INTERVAL_PAIRS or f"variance_numerator/{key}" not in totals:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return interval(key, totals)
+
+
+def bucket_starts(count: int, points: int) -> NDArray[np.intp]:
+    """First indices of at most `points` buckets of equally many measured points each; the last may be shorter."""
+    size = max(-(-count // points), 1)
+    return np.arange(0, count, size, dtype=np.intp)
+
+
+def values(array: FloatArray) -> list[Number | None]:
+    """A one-dimensional array for JSON: undefined is null."""
+    return list(undefined_to_none(array))
+
+
+def number(value: float) -> Number | None:
+    """One finished value for JSON: undefined is null."""
+    return None if math.isnan(value) else to_number(value)
+
+
+def numbers(table: Mapping[str, FloatArray]) -> dict[str, Number | None]:
+    """Finished 0-dimensional values by key."""
+    return {key: number(float(value)) for key, value in table.items()}

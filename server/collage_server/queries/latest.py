@@ -1,0 +1,78 @@
+"""A run and its newest measured step."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import numpy as np
+
+from collage_monitor import wire
+from collage_monitor.statistics import finish_all
+from collage_monitor.wire import Number
+from collage_server.queries.finished import finished, numbers
+from collage_server.queries.worst import worst_layers
+from collage_server.store.contract import LatestPoint, RunRecord
+
+__all__ = ["WORST_LAYERS", "latest_answer", "model_metrics", "run_answer", "state_of", "worst"]
+
+WORST_LAYERS: Final = 3
+State = Literal["running", "finished", "failed", "stale"]
+
+
+def state_of(record: RunRecord, now: float, stale_after_seconds: float) -> State:
+    """The stored state; a running run without a sign of life for too long is stale."""
+    if record.state == "finished":
+        return "finished"
+    if record.state == "failed":
+        return "failed"
+    return "running" if record.updated_at >= now - stale_after_seconds else "stale"
+
+
+def model_metrics(point: LatestPoint | None) -> dict[str, Number | None]:
+    """Every metric that the model's totals can make, with intervals."""
+    if point is None:
+        return {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return numbers(finish_all(point.model))
+
+
+def worst(point: LatestPoint | None, key: str, k: int) -> list[wire.WorstLayer]:
+    """The k worst layers of the newest measured step."""
+    if point is None or not point.layer_totals:
+        return []
+    return worst_layers(key, point.layers, finished(key, point.layer_totals, (len(point.layers),)), k)
+
+
+def latest_answer(record: RunRecord, point: LatestPoint | None) -> wire.Latest:
+    """The newest measured step and the newest scalars."""
+    return wire.Latest(
+        run_id=record.run_id,
+        step=None if point is None else point.step,
+        time=None if point is None else point.time,
+        model=model_metrics(point),
+        scalars=record.scalars,
+        worst=worst(point, "edq_ratio", WORST_LAYERS),
+    )
+
+
+def run_answer(record: RunRecord, point: LatestPoint | None, now: float, stale_after_seconds: float) -> wire.Run:
+    """The run with the metrics of its newest measured step."""
+    return wire.Run(
+        run_id=record.run_id,
+        project=record.project,
+        name=record.name,
+        group=record.group,
+        tags=record.tags,
+        notes=record.notes,
+        seed=record.seed,
+        config=record.config,
+        state=state_of(record, now, stale_after_seconds),
+        created_at=record.created_at,
+        updated_at=record.updated_at,
+        first_step=record.first_step,
+        last_step=record.last_step,
+        attempts=record.attempts,
+        watch=record.watch,
+        latest=model_metrics(point),
+        scalars=record.scalars,
+    )

@@ -1,0 +1,106 @@
+"""A metric or a logged scalar over a run, merged into buckets of measured points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor import wire
+from collage_monitor.statistics import reduce_steps
+from collage_monitor.wire import Number
+from collage_server.queries.finished import bucket_starts, finished, finished_interval, values
+from collage_server.store.contract import FloatArray, IntArray, Points, ScalarPoints
+
+__all__ = ["Axis", "Positions", "metric_series", "scalar_series"]
+
+Axis = Literal["step", "tokens", "time"]
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Where steps stand on the asked axis: on themselves, on seconds since `first_time`, or on logged tokens."""
+
+    axis: Axis
+    first_time: float = 0.0
+    tokens: ScalarPoints | None = None
+
+    def of(self, steps: IntArray, times: FloatArray) -> FloatArray:
+        """Places of points; NaN where no tokens were logged at or before the step."""
+        if self.axis == "step":
+            return steps.astype(np.float64)
+        if self.axis == "time":
+            return times - self.first_time
+        if self.tokens is None or not len(self.tokens.steps):
+            return np.full(len(steps), np.nan)
+        index = np.searchsorted(self.tokens.steps, steps, side="right") - 1
+        return np.where(index >= 0, self.tokens.values[np.maximum(index, 0)], np.nan)
+
+
+def metric_series(
+    run_id: str, metric: str, points: Points, count: int, positions: Positions, layer: str | None = None
+) -> wire.Series:
+    """The metric of points whose totals are one-dimensional; minimum and maximum are those of single steps."""
+    size = len(points.steps)
+    starts = bucket_starts(size, count)
+    single = finished(metric, points.totals, (size,))
+    merged = reduce_steps(points.totals, axis=0, starts=starts) if size else dict(points.totals)
+    bounds = finished_interval(metric, merged)
+    ends = _ends(starts, size)
+    return wire.Series(
+        run_id=run_id,
+        metric=metric,
+        layer=layer,
+        axis=positions.axis,
+        first_steps=points.steps[starts].tolist(),
+        steps=points.steps[ends].tolist(),
+        positions=values(positions.of(points.steps[ends], points.times[ends])),
+        values=values(finished(metric, merged, (len(starts),))),
+        minimum=values(_reduce(np.fmin, single, starts)),
+        maximum=values(_reduce(np.fmax, single, starts)),
+        low=None if bounds is None else values(bounds[0]),
+        high=None if bounds is None else values(bounds[1]),
+        ranks=_fewest(points.ranks, starts),
+        world_size=points.world_size,
+    )
+
+
+def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, positions: Positions) -> wire.Series:
+    """A logged scalar: mean, minimum and maximum in each bucket. A logged NaN stays NaN, it is not undefined."""
+    starts = bucket_starts(len(points.steps), count)
+    ends = _ends(starts, len(points.steps))
+    sizes = np.diff(np.append(starts, len(points.steps)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        means = _reduce(np.add, points.values, starts) / sizes
+    return wire.Series(
+        run_id=run_id,
+        metric=name,
+        layer=None,
+        axis=positions.axis,
+        first_steps=points.steps[starts].tolist(),
+        steps=points.steps[ends].tolist(),
+        positions=values(positions.of(points.steps[ends], points.times[ends])),
+        values=_logged(means),
+        minimum=_logged(_reduce(np.fmin, points.values, starts)),
+        maximum=_logged(_reduce(np.fmax, points.values, starts)),
+    )
+
+
+def _logged(array: FloatArray) -> list[Number | None]:
+    return [wire.to_number(value) for value in array.tolist()]
+
+
+def _ends(starts: NDArray[np.intp], size: int) -> NDArray[np.intp]:
+    return np.append(starts[1:], size)[: len(starts)] - 1
+
+
+def _reduce(ufunc: np.ufunc, array: FloatArray, starts: NDArray[np.intp]) -> FloatArray:
+    reduced: FloatArray = ufunc.reduceat(array, starts) if len(starts) else array[:0]
+    return reduced
+
+
+def _fewest(ranks: IntArray, starts: NDArray[np.intp]) -> list[int]:
+    """The fewest ranks that reported any step of the bucket: a bucket with a partial step is partial."""
+    return list(np.minimum.reduceat(ranks, starts).tolist()) if len(starts) else []

@@ -1,0 +1,31 @@
+"""Storage: the only room that knows a database. Everything outside goes through the contract."""
+
+from collage_server.store.contract import (
+    GroupOutcome,
+    LatestPoint,
+    Points,
+    ReportGroup,
+    RunPageRecord,
+    RunQuery,
+    RunRecord,
+    ScalarPoints,
+    Selection,
+    Store,
+    StreamRecord,
+)
+from collage_server.store.sqlite import SqliteStore
+
+__all__ = [
+    "GroupOutcome",
+    "LatestPoint",
+    "Points",
+    "ReportGroup",
+    "RunPageRecord",
+    "RunQuery",
+    "RunRecord",
+    "ScalarPoints",
+    "Selection",
+    "SqliteStore",
+    "Store",
+    "StreamRecord",
+]

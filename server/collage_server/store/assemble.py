@@ -1,0 +1,124 @@
+"""From journal rows to points: which rows are visible, and their ranks merged as shards, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor.statistics import reduce_shards
+from collage_server.store.contract import FloatArray, IntArray, StreamRecord
+
+__all__ = ["Places", "Steps", "group_steps", "merge_rows", "visible"]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where rows stand: one entry a row in each array; `streams` holds the run's stream numbers."""
+
+    streams: IntArray
+    attempts: IntArray
+    ranks: IntArray
+    steps: IntArray
+    times: FloatArray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[StreamRecord, int, float]]) -> Places:
+        """Places of rows given as (stream, step, time)."""
+        return cls(
+            streams=np.array([stream.stream for stream, _, _ in rows], dtype=np.int64),
+            attempts=np.array([stream.attempt for stream, _, _ in rows], dtype=np.int64),
+            ranks=np.array([stream.rank for stream, _, _ in rows], dtype=np.int64),
+            steps=np.array([step for _, step, _ in rows], dtype=np.int64),
+            times=np.array([time for _, _, time in rows], dtype=np.float64),
+        )
+
+    def __getitem__(self, chosen: NDArray[np.bool_] | IntArray) -> Places:
+        return Places(
+            self.streams[chosen], self.attempts[chosen], self.ranks[chosen], self.steps[chosen], self.times[chosen]
+        )
+
+
+def visible(places: Places, bounds: Mapping[int, int]) -> NDArray[np.bool_]:
+    """Which rows are seen.
+
+    An attempt hides older ones at and after its first step (`bounds`: attempt → that step), and wherever both
+    have points. Of two processes on one rank of one attempt only the older one is seen: they are never merged.
+    """
+    if not len(places.steps):
+        return np.zeros(0, dtype=bool)
+    numbers, which = np.unique(places.attempts, return_inverse=True)
+    limits = np.array([bounds.get(int(number), np.iinfo(np.int64).max) for number in numbers], dtype=np.int64)
+    seen: NDArray[np.bool_] = places.steps < limits[which]
+    _, step = np.unique(places.steps, return_inverse=True)
+    newest = np.full(step.max() + 1, -1, dtype=np.int64)
+    np.maximum.at(newest, step[seen], places.attempts[seen])
+    seen &= places.attempts == newest[step]
+    ranks, rank = np.unique(places.ranks, return_inverse=True)
+    cell = step * len(ranks) + rank
+    oldest = np.full((step.max() + 1) * len(ranks), np.iinfo(np.int64).max, dtype=np.int64)
+    np.minimum.at(oldest, cell[seen], places.streams[seen])
+    seen &= places.streams == oldest[cell]
+    return seen
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Rows grouped by step: row i is shard `slots[i]` of point `points[i]`."""
+
+    steps: IntArray
+    times: FloatArray
+    ranks: IntArray
+    points: IntArray
+    slots: IntArray
+
+    @property
+    def shards(self) -> int:
+        """The most rows that one step has."""
+        return int(self.slots.max(initial=-1)) + 1
+
+
+def group_steps(places: Places) -> Steps:
+    """Group visible rows by step, oldest step first; a point's time is the latest of its rows."""
+    steps, points = np.unique(places.steps, return_inverse=True)
+    order = np.argsort(points, kind="stable")
+    starts = np.searchsorted(points[order], np.arange(len(steps)))
+    slots = np.empty(len(points), dtype=np.int64)
+    slots[order] = np.arange(len(points)) - starts[points[order]]
+    times = np.full(len(steps), -np.inf)
+    np.maximum.at(times, points, places.times)
+    reported = np.unique(np.stack([points, places.ranks]), axis=1)[0]
+    return Steps(steps, times, np.bincount(reported, minlength=len(steps)).astype(np.int64), points, slots)
+
+
+def merge_rows(
+    grouped: Steps, totals: Mapping[str, FloatArray], replicas: FloatArray | None
+) -> dict[str, FloatArray]:
+    """Totals by point from totals by row [rows, …], rows of one step merged as shards.
+
+    `replicas` ([rows, …], NaN: this row does not hold the layer) leaves, of replicated tensors, only the lowest
+    replica that reported; None when every row is a shard of its own.
+    """
+    if not grouped.shards:
+        return {key: values[:0] for key, values in totals.items()}
+    padded = {key: _pad(grouped, values) for key, values in totals.items()}
+    if replicas is not None and grouped.shards > 1:
+        numbers = _pad(grouped, np.where(_reported(totals), replicas, np.nan))
+        lowest = np.fmin.reduce(numbers, axis=0)
+        foreign = ~(numbers == lowest)
+        for values in padded.values():
+            values[foreign] = np.nan
+    return reduce_shards(padded, axis=0)
+
+
+def _pad(grouped: Steps, values: FloatArray) -> FloatArray:
+    padded = np.full((grouped.shards, len(grouped.steps), *values.shape[1:]), np.nan)
+    padded[grouped.slots, grouped.points] = values
+    return padded
+
+
+def _reported(totals: Mapping[str, FloatArray]) -> NDArray[np.bool_]:
+    any_reported: NDArray[np.bool_] = np.logical_or.reduce([~np.isnan(values) for values in totals.values()])
+    return any_reported

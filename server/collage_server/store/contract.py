@@ -1,0 +1,229 @@
+"""What a store offers, whatever database is behind it; one test suite runs unchanged over every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor import wire
+
+__all__ = [
+    "GroupOutcome",
+    "LatestPoint",
+    "Points",
+    "ReportGroup",
+    "RunPageRecord",
+    "RunQuery",
+    "RunRecord",
+    "ScalarPoints",
+    "Selection",
+    "Store",
+    "StreamRecord",
+]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class StreamRecord:
+    """A registered stream. `layers` are positions in the run's dictionary, `replicas` stand beside them."""
+
+    run_id: str
+    stream_id: str
+    stream: int
+    attempt: int
+    rank: int
+    world_size: int
+    process_id: int
+    statistics: tuple[str, ...]
+    layers: IntArray
+    replicas: IntArray
+    watch: wire.WatchInfo | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ReportGroup:
+    """The acceptable reports of one request, all of one stream."""
+
+    stream: StreamRecord
+    reports: Sequence[wire.Report]
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """What became of a group, known after the commit. `gone`: the run was deleted, nothing was stored."""
+
+    accepted: int
+    duplicates: int
+    gone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunQuery:
+    """Filters of the run list; None does not filter."""
+
+    project: str | None = None
+    strategy: str | None = None
+    group: str | None = None
+    tag: str | None = None
+    state: str | None = None
+    q: str | None = None
+    cursor: str | None = None
+    limit: int = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run as it is stored. `updated_at` is the later of its last change and its last report (server's clock)."""
+
+    run_id: str
+    project: str
+    name: str
+    group: str | None
+    tags: list[str]
+    notes: str
+    seed: int | None
+    config: dict[str, object]
+    state: str
+    strategy: str | None
+    dtype: str | None
+    created_at: float
+    updated_at: float
+    first_step: int | None
+    last_step: int | None
+    first_time: float | None
+    last_report_at: float | None
+    reports: int
+    reports_dropped: float | None
+    attempts: list[wire.Attempt]
+    watch: wire.WatchInfo | None
+    scalars: dict[str, wire.LoggedScalar]
+
+
+@dataclass(frozen=True)
+class RunPageRecord:
+    """A page of runs, newest first, and the cursor of the next page."""
+
+    runs: list[RunRecord]
+    cursor: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which points of a run are read; both ends inclusive, None is open. `rank` None merges all ranks."""
+
+    rank: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Points:
+    """Measured points of a run, oldest first, ranks merged.
+
+    `steps`, `times` (Unix seconds) and `ranks` (ranks that reported) have shape [points]; each total has
+    [points] for the model, [points, layers] where `layers` names them. NaN is "not reported".
+    """
+
+    steps: IntArray
+    times: FloatArray
+    ranks: IntArray
+    world_size: int
+    totals: dict[str, FloatArray]
+    layers: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarPoints:
+    """One logged name over a run, oldest first: one value a step, the mean where several ranks logged it."""
+
+    steps: IntArray
+    times: FloatArray
+    values: FloatArray
+
+    @classmethod
+    def empty(cls) -> ScalarPoints:
+        """A name that was never logged."""
+        return cls(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LatestPoint:
+    """The newest measured step of a run: model totals (0-dimensional) and layer totals [layers]."""
+
+    step: int
+    time: float
+    model: dict[str, FloatArray]
+    layer_totals: dict[str, FloatArray]
+    layers: list[str]
+
+
+class Store(Protocol):
+    """Keeps runs and reports. Every method may be called from any thread; `append` from one at a time.
+
+    Unknown ids raise NotFound, deleted runs Gone, contradictions Conflict. Times are Unix seconds.
+    """
+
+    def open(self) -> None:
+        """Open the database and bring its schema up to date."""
+
+    def close(self) -> None:
+        """Give everything back; nothing acknowledged is pending by then."""
+
+    def check(self) -> None:
+        """Raise if the database does not answer."""
+
+    def create_run(self, project: str, create: wire.RunCreate, now: float) -> tuple[RunRecord, bool]:
+        """Create a run or resume it; says whether it is new."""
+
+    def runs(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
+        """A page of runs, newest first."""
+
+    def run(self, run_id: str) -> RunRecord:
+        """One run."""
+
+    def update_run(self, run_id: str, update: wire.RunUpdate, now: float) -> RunRecord:
+        """Change a run."""
+
+    def delete_run(self, run_id: str, now: float) -> None:
+        """Delete a run and leave a tombstone."""
+
+    def create_attempt(self, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
+        """Register a launch; the same launch_id is the same attempt."""
+
+    def create_stream(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
+        """Register a stream, or extend it."""
+
+    def streams(self, run_id: str) -> list[wire.Stream]:
+        """The run's streams, by attempt and rank."""
+
+    def stream_record(self, stream_id: str) -> StreamRecord:
+        """What ingest has to know of a stream."""
+
+    def layers(self, run_id: str) -> list[wire.Layer]:
+        """The run's layers in the order in which they were first seen; `elements` counts the whole tensor."""
+
+    def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
+        """Store all groups in one transaction; durable when it returns."""
+
+    def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
+        """The whole model's totals, only those of `keys` (None: all)."""
+
+    def layer_points(
+        self, run_id: str, keys: Collection[str], selection: Selection, layers: Sequence[str] | None = None
+    ) -> Points:
+        """Totals by layer, only those of `keys`, only these layers (None: all)."""
+
+    def scalar_points(
+        self, run_id: str, names: Collection[str] | None, selection: Selection
+    ) -> dict[str, ScalarPoints]:
+        """Logged values by name, only `names` (None: all)."""
+
+    def latest(self, run_id: str) -> LatestPoint | None:
+        """The newest measured step, None before the first."""

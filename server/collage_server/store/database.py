@@ -1,0 +1,180 @@
+"""A store on an SQL database: transactions around the functions of this package. A backend adds its dialect."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
+from typing import Final
+
+from sqlalchemy import Connection, Engine, text
+
+from collage_monitor import wire
+from collage_server.errors import StoreUnusable
+from collage_server.store import journal, latest, reading, runs, streams
+from collage_server.store.contract import (
+    GroupOutcome,
+    LatestPoint,
+    Points,
+    ReportGroup,
+    RunPageRecord,
+    RunQuery,
+    RunRecord,
+    ScalarPoints,
+    Selection,
+    StreamRecord,
+)
+from collage_server.store.migrate import migrate
+
+__all__ = ["SqlStore"]
+
+_CACHED_RUNS: Final = 1000
+
+
+class SqlStore(ABC):
+    """Implements `Store`; reads see one snapshot each, writes are one transaction each."""
+
+    def __init__(self, stale_after_seconds: float) -> None:
+        self._stale_after_seconds = stale_after_seconds
+        self._engine: Engine | None = None
+        self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
+        self._newest_lock = Lock()
+
+    @abstractmethod
+    def _connect(self) -> Engine:
+        """An engine on the database, its file or cluster made ready."""
+
+    @abstractmethod
+    def _writing(self) -> AbstractContextManager[Connection]:
+        """A write transaction, committed durably on leaving."""
+
+    @abstractmethod
+    def _insert_reports(self, connection: Connection, rows: Sequence[journal.ReportRow]) -> list[bool]:
+        """Insert rows where their key is new; says which were."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; the store must be open."""
+        if self._engine is None:
+            raise StoreUnusable("the store is not open")
+        return self._engine
+
+    def open(self) -> None:
+        """Open the database and bring its schema up to date."""
+        self._engine = self._connect()
+        with self._writing() as connection:
+            migrate(connection)
+
+    def close(self) -> None:
+        """Close every connection."""
+        if self._engine is not None:
+            self._engine.dispose()
+            self._engine = None
+
+    def check(self) -> None:
+        """Raise if the database does not answer."""
+        with self._reading() as connection:
+            connection.execute(text("SELECT 1"))
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self.engine.connect() as connection, connection.begin():
+            yield connection
+
+    def create_run(self, project: str, create: wire.RunCreate, now: float) -> tuple[RunRecord, bool]:
+        """Create a run or resume it; says whether it is new."""
+        with self._writing() as connection:
+            is_new = runs.create_run(connection, project, create, now)
+            return runs.read_run(connection, create.run_id), is_new
+
+    def runs(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
+        """A page of runs, newest first."""
+        with self._reading() as connection:
+            return runs.read_runs(connection, query, now, stale_after_seconds)
+
+    def run(self, run_id: str) -> RunRecord:
+        """One run."""
+        with self._reading() as connection:
+            return runs.read_run(connection, run_id)
+
+    def update_run(self, run_id: str, update: wire.RunUpdate, now: float) -> RunRecord:
+        """Change a run."""
+        with self._writing() as connection:
+            runs.update_run(connection, run_id, update, now)
+            return runs.read_run(connection, run_id)
+
+    def delete_run(self, run_id: str, now: float) -> None:
+        """Delete a run and leave a tombstone."""
+        with self._writing() as connection:
+            runs.delete_run(connection, run_id, now)
+        with self._newest_lock:
+            self._newest.pop(run_id, None)
+
+    def create_attempt(self, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
+        """Register a launch; the same launch_id is the same attempt."""
+        with self._writing() as connection:
+            return streams.create_attempt(connection, run_id, create, now)
+
+    def create_stream(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
+        """Register a stream, or extend it."""
+        with self._writing() as connection:
+            streams.create_stream(connection, run_id, create, now)
+            known = streams.read_streams(connection, run_id)
+        return next(stream for stream in known if stream.stream_id == create.stream_id)
+
+    def streams(self, run_id: str) -> list[wire.Stream]:
+        """The run's streams, by attempt and rank."""
+        with self._reading() as connection:
+            return streams.read_streams(connection, run_id)
+
+    def stream_record(self, stream_id: str) -> StreamRecord:
+        """What ingest has to know of a stream."""
+        with self._reading() as connection:
+            return streams.read_stream_record(connection, stream_id)
+
+    def layers(self, run_id: str) -> list[wire.Layer]:
+        """The run's layers in the order in which they were first seen."""
+        with self._reading() as connection:
+            return streams.read_layers(connection, run_id)
+
+    def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
+        """Store all groups in one transaction; durable when it returns."""
+        with self._writing() as connection:
+            return journal.append(connection, groups, now, self._insert_reports)
+
+    def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
+        """The whole model's totals, only those of `keys` (None: all)."""
+        with self._reading() as connection:
+            return reading.read_model_points(connection, run_id, keys, selection)
+
+    def layer_points(
+        self, run_id: str, keys: Collection[str], selection: Selection, layers: Sequence[str] | None = None
+    ) -> Points:
+        """Totals by layer, only those of `keys`, only these layers (None: all)."""
+        with self._reading() as connection:
+            return reading.read_layer_points(connection, run_id, keys, selection, layers)
+
+    def scalar_points(
+        self, run_id: str, names: Collection[str] | None, selection: Selection
+    ) -> dict[str, ScalarPoints]:
+        """Logged values by name, only `names` (None: all)."""
+        with self._reading() as connection:
+            return reading.read_scalar_points(connection, run_id, names, selection)
+
+    def latest(self, run_id: str) -> LatestPoint | None:
+        """The newest measured step; read again only when `run_latest` has moved since the last call."""
+        with self._reading() as connection:
+            state = latest.measured_state(connection, run_id)
+            with self._newest_lock:
+                known = self._newest.get(run_id)
+            if known is not None and known[0] == state:
+                return known[1]
+            point = reading.read_latest(connection, run_id, self._stale_after_seconds)
+        with self._newest_lock:
+            self._newest[run_id] = (state, point)
+            self._newest.move_to_end(run_id)
+            if len(self._newest) > _CACHED_RUNS:
+                self._newest.popitem(last=False)
+        return point

@@ -1,0 +1,140 @@
+"""The journal: one packed row a report, inserted exactly once, read back as vectors and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import Connection, Row, bindparam, select, update
+
+from collage_monitor import wire
+from collage_server.store import schema
+from collage_server.store.contract import GroupOutcome, ReportGroup, Selection, StreamRecord
+from collage_server.store.rows import scalars_to_json, to_json
+
+__all__ = ["REPORT_COLUMNS", "InsertReports", "ReportRow", "append", "read_reports"]
+
+ReportRow = tuple[str, str, int, int, float, str | None, int, int, bytes | None, bytes | None]
+"""One row in the order of REPORT_COLUMNS."""
+REPORT_COLUMNS: Final = tuple(column.name for column in schema.report.columns)
+InsertReports = Callable[[Connection, Sequence[ReportRow]], list[bool]]
+"""Inserts rows where their key is new and says which were."""
+
+_LATEST: Final = schema.run_latest
+_SLAB: Final = 256
+_DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
+_OWN: Final = (_LATEST.c.run_id == bindparam("own_run"), _LATEST.c.stream_id == bindparam("own_stream"))
+_READ_LATEST: Final = select(_LATEST).where(*_OWN)
+_MOVING: Final = (
+    "reports",
+    "last_seq",
+    "first_step",
+    "last_step",
+    "first_time",
+    "last_report_at",
+    "measured_seq",
+    "measured_step",
+    "scalars",
+)
+_WRITE_LATEST: Final = update(_LATEST).where(*_OWN).values({name: bindparam(name) for name in _MOVING})
+
+
+class _Latest:
+    """A stream's row of `run_latest`, being brought forward."""
+
+    def __init__(self, row: Row[Any]) -> None:
+        self.values: dict[str, Any] = {name: getattr(row, name) for name in _MOVING}
+        self.scalars = _DECODE(row.scalars)
+        self.own = {"own_run": row.run_id, "own_stream": row.stream_id}
+        self.moved = False
+
+    def absorb(self, report: wire.Report) -> None:
+        """Count one newly stored report and keep what is newest of it."""
+        values = self.values
+        self.moved = True
+        values["reports"] += 1
+        values["last_seq"] = _highest(values["last_seq"], report.seq)
+        values["last_step"] = _highest(values["last_step"], report.step)
+        if values["first_step"] is None or report.step < values["first_step"]:
+            values["first_step"] = report.step
+        if values["first_time"] is None or report.time < values["first_time"]:
+            values["first_time"] = report.time
+        if report.model is not None:
+            place = (report.step, report.seq)
+            if values["measured_step"] is None or place > (values["measured_step"], values["measured_seq"]):
+                values["measured_step"], values["measured_seq"] = place
+        for name, value in report.scalars.items():
+            if name not in self.scalars or report.step >= self.scalars[name][0]:
+                self.scalars[name] = (report.step, wire.to_number(value))
+
+    def parameters(self, now: float) -> dict[str, Any]:
+        """What the update statement binds."""
+        self.values.update(last_report_at=now, scalars=to_json(self.scalars))
+        return {**self.values, **self.own}
+
+
+def append(
+    connection: Connection, groups: Sequence[ReportGroup], now: float, insert_reports: InsertReports
+) -> list[GroupOutcome]:
+    """Insert the groups' reports and bring `run_latest` forward, in the caller's transaction."""
+    latest: dict[str, _Latest | None] = {}
+    for group in groups:
+        stream = group.stream
+        if stream.stream_id not in latest:
+            own = {"own_run": stream.run_id, "own_stream": stream.stream_id}
+            row = connection.execute(_READ_LATEST, own).first()
+            latest[stream.stream_id] = None if row is None else _Latest(row)
+    alive = [group for group in groups if latest[group.stream.stream_id] is not None]
+    flags = iter(insert_reports(connection, [_row(group.stream, r) for group in alive for r in group.reports]))
+    outcomes = [_count(group, latest[group.stream.stream_id], flags) for group in groups]
+    moved = [entry.parameters(now) for entry in latest.values() if entry is not None and entry.moved]
+    if moved:
+        connection.execute(_WRITE_LATEST, moved)
+    return outcomes
+
+
+def _count(group: ReportGroup, latest: _Latest | None, flags: Iterator[bool]) -> GroupOutcome:
+    if latest is None:
+        return GroupOutcome(0, 0, gone=True)
+    accepted = 0
+    for report in group.reports:
+        if next(flags):
+            accepted += 1
+            latest.absorb(report)
+    return GroupOutcome(accepted, len(group.reports) - accepted)
+
+
+def _row(stream: StreamRecord, report: wire.Report) -> ReportRow:
+    return (
+        stream.run_id,
+        stream.stream_id,
+        report.seq,
+        report.step,
+        report.time,
+        scalars_to_json(report.scalars) if report.scalars else None,
+        report.statistic_count,
+        report.layer_count,
+        report.model,
+        report.statistics,
+    )
+
+
+def _highest(known: int | None, value: int) -> int:
+    return value if known is None or value > known else known
+
+
+def read_reports(
+    connection: Connection, run_id: str, columns: Sequence[str], present: str, selection: Selection
+) -> Iterator[Sequence[Row[Any]]]:
+    """The journal's rows of a run in which column `present` is not null, in slabs, in no particular order."""
+    table = schema.report
+    statement = select(*(table.c[name] for name in columns)).where(
+        table.c.run_id == run_id, table.c[present].is_not(None)
+    )
+    if selection.first_step is not None:
+        statement = statement.where(table.c.step >= selection.first_step)
+    if selection.last_step is not None:
+        statement = statement.where(table.c.step <= selection.last_step)
+    result = connection.execution_options(yield_per=_SLAB).execute(statement)
+    yield from result.partitions()

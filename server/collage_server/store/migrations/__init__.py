@@ -1,0 +1,1 @@
+"""Forward migrations, run by `collage_server.store.migrate`."""

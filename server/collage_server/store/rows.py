@@ -1,0 +1,76 @@
+"""Small conversions between rows and records."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import Connection, select
+
+from collage_monitor.wire import Number, to_number
+from collage_server.errors import Gone, NotFound
+from collage_server.store import schema
+
+__all__ = [
+    "from_json",
+    "int_array",
+    "int_bytes",
+    "missing_run",
+    "require_run",
+    "scalars_from_json",
+    "scalars_to_json",
+    "to_json",
+]
+
+_LITTLE = np.dtype("<i8")
+_ENCODE = msgspec.json.Encoder().encode
+_DECODE_SCALARS = msgspec.json.Decoder(dict[str, Number]).decode
+
+
+def to_json(value: Any) -> str:
+    """Any plain value or message as JSON text."""
+    return _ENCODE(value).decode()
+
+
+def from_json(text: str) -> Any:
+    """The plain value behind JSON text."""
+    return msgspec.json.decode(text)
+
+
+def scalars_to_json(scalars: dict[str, float]) -> str:
+    """Logged values as JSON text; non-finite ones as the strings of the wire."""
+    if not all(map(math.isfinite, scalars.values())):
+        return to_json({name: to_number(value) for name, value in scalars.items()})
+    return to_json(scalars)
+
+
+def scalars_from_json(text: str) -> dict[str, float]:
+    """Logged values behind their JSON text."""
+    return {name: float(value) for name, value in _DECODE_SCALARS(text).items()}
+
+
+def int_bytes(values: NDArray[np.int64]) -> bytes:
+    """Integers as little-endian int64."""
+    return np.ascontiguousarray(values, dtype=_LITTLE).tobytes()
+
+
+def int_array(data: bytes) -> NDArray[np.int64]:
+    """Integers behind little-endian int64."""
+    return np.frombuffer(data, dtype=_LITTLE).astype(np.int64, copy=False)
+
+
+def missing_run(connection: Connection, run_id: str) -> NotFound | Gone:
+    """The error for a run that is not there: deleted, or never seen."""
+    tomb = schema.deleted_run
+    if connection.execute(select(tomb.c.run_id).where(tomb.c.run_id == run_id)).first():
+        return Gone(f"run {run_id!r} was deleted; start a new run with a new run_id", field="run_id")
+    return NotFound(f"no run {run_id!r}; GET /api/v1/runs lists them", field="run_id")
+
+
+def require_run(connection: Connection, run_id: str) -> None:
+    """Raise NotFound or Gone unless the run exists."""
+    if connection.execute(select(schema.run.c.run_id).where(schema.run.c.run_id == run_id)).first() is None:
+        raise missing_run(connection, run_id)

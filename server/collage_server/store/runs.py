@@ -1,0 +1,252 @@
+"""Runs: create, resume, list, change, delete."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, or_, select, update
+
+from collage_monitor import wire
+from collage_server.errors import Conflict, NotFound, Unprocessable
+from collage_server.store import schema
+from collage_server.store.contract import RunPageRecord, RunQuery, RunRecord
+from collage_server.store.latest import hidden_from, newest_scalars, sum_of_newest
+from collage_server.store.rows import from_json, missing_run, require_run, to_json
+
+__all__ = ["create_run", "delete_run", "read_run", "read_runs", "update_run"]
+
+_RUN: Final = schema.run
+_OWNED: Final = (
+    schema.report,
+    schema.run_latest,
+    schema.stream,
+    schema.layer,
+    schema.attempt,
+    schema.run_tag,
+    schema.run,
+)
+
+
+def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:
+    """Insert the run, or resume the one with this id; True when it is new."""
+    known = connection.execute(select(_RUN).where(_RUN.c.run_id == create.run_id)).mappings().first()
+    if known is not None:
+        _resume(connection, dict(known), project, create, now)
+        return False
+    missing = missing_run(connection, create.run_id)
+    if not isinstance(missing, NotFound):
+        raise missing
+    if create.resume == "must":
+        raise missing
+    connection.execute(
+        insert(_RUN).values(
+            run_id=create.run_id,
+            project=project,
+            name=create.name or create.run_id,
+            group=create.group,
+            notes=create.notes,
+            seed=create.seed,
+            config=to_json(create.config),
+            state="running",
+            created_at=now,
+            updated_at=now,
+        )
+    )
+    _set_tags(connection, create.run_id, create.tags)
+    return True
+
+
+def _resume(
+    connection: Connection, known: dict[str, Any], project: str, create: wire.RunCreate, now: float
+) -> None:
+    """Set the run running again; what the request states replaces what is stored."""
+    if known["project"] != project:
+        raise Conflict(
+            f"run_id {create.run_id!r} is taken by another project; leave run_id out to get a new one",
+            field="run_id",
+        )
+    launched = select(schema.attempt.c.attempt).where(schema.attempt.c.run_id == create.run_id)
+    if create.resume == "never" and connection.execute(launched.limit(1)).first():
+        raise Conflict(
+            f"run {create.run_id!r} exists and resume is 'never'; choose another run_id or resume='allow'",
+            field="resume",
+        )
+    stated: dict[str, Any] = {
+        name: value
+        for name, value in (
+            ("name", create.name),
+            ("group", create.group),
+            ("notes", create.notes or None),
+            ("seed", create.seed),
+            ("config", to_json(create.config) if create.config else None),
+        )
+        if value is not None
+    }
+    connection.execute(
+        update(_RUN).where(_RUN.c.run_id == create.run_id).values(state="running", updated_at=now, **stated)
+    )
+    if create.tags:
+        _set_tags(connection, create.run_id, create.tags)
+
+
+def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
+    """Change the stated fields."""
+    require_run(connection, run_id)
+    stated = {
+        name: getattr(change, name)
+        for name in ("state", "name", "group", "notes")
+        if getattr(change, name) is not None
+    }
+    connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(updated_at=now, **stated))
+    if change.tags is not None:
+        _set_tags(connection, run_id, change.tags)
+
+
+def delete_run(connection: Connection, run_id: str, now: float) -> None:
+    """Remove every row of the run; a tombstone stays."""
+    project = connection.execute(select(_RUN.c.project).where(_RUN.c.run_id == run_id)).scalar()
+    if project is None:
+        raise missing_run(connection, run_id)
+    for table in _OWNED:
+        connection.execute(delete(table).where(table.c.run_id == run_id))
+    connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
+
+
+def read_run(connection: Connection, run_id: str) -> RunRecord:
+    """One run with what stands around it."""
+    row = connection.execute(select(_RUN).where(_RUN.c.run_id == run_id)).first()
+    if row is None:
+        raise missing_run(connection, run_id)
+    return _records(connection, [row])[0]
+
+
+def read_runs(connection: Connection, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
+    """A page of runs, newest first."""
+    statement = select(_RUN).where(*_filters(query, now - stale_after_seconds))
+    statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
+    if query.cursor is not None:
+        statement = _after(statement, query.cursor)
+    rows = connection.execute(statement).all()
+    page, more = rows[: query.limit], len(rows) > query.limit
+    cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
+    return RunPageRecord(_records(connection, page), cursor)
+
+
+def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
+    equal = [
+        (_RUN.c.project, query.project),
+        (_RUN.c.strategy, query.strategy),
+        (_RUN.c.group, query.group),
+    ]
+    filters: list[ColumnElement[bool]] = [column == value for column, value in equal if value is not None]
+    if query.tag is not None:
+        tagged = select(schema.run_tag.c.run_id).where(schema.run_tag.c.tag == query.tag)
+        filters.append(_RUN.c.run_id.in_(tagged))
+    if query.q:
+        searched = (_RUN.c.name, _RUN.c.run_id, _RUN.c.notes)
+        filters.append(or_(*(column.icontains(query.q, autoescape=True) for column in searched)))
+    if query.state in {"running", "stale"}:
+        fresh = _last_sign_of_life() >= stale_before
+        filters += [_RUN.c.state == "running", fresh if query.state == "running" else ~fresh]
+    elif query.state is not None:
+        filters.append(_RUN.c.state == query.state)
+    return filters
+
+
+def _last_sign_of_life() -> ColumnElement[float]:
+    latest = schema.run_latest
+    reported = select(func.max(latest.c.last_report_at)).where(latest.c.run_id == _RUN.c.run_id).scalar_subquery()
+    return case((reported > _RUN.c.updated_at, reported), else_=_RUN.c.updated_at)
+
+
+def _after(statement: Select[Any], cursor: str) -> Select[Any]:
+    try:
+        created_text, _, run_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
+        created_at = float.fromhex(created_text)
+    except (ValueError, binascii.Error) as error:
+        raise Unprocessable(
+            f"cursor {cursor!r} is not one of this server's; start again without it", field="cursor"
+        ) from error
+    older = (_RUN.c.created_at < created_at) | ((_RUN.c.created_at == created_at) & (_RUN.c.run_id < run_id))
+    return statement.where(older)
+
+
+def _cursor(created_at: float, run_id: str) -> str:
+    return base64.urlsafe_b64encode(f"{created_at.hex()} {run_id}".encode()).decode()
+
+
+def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:
+    connection.execute(delete(schema.run_tag).where(schema.run_tag.c.run_id == run_id))
+    rows = [{"run_id": run_id, "tag": tag, "position": i} for i, tag in enumerate(dict.fromkeys(tags))]
+    if rows:
+        connection.execute(insert(schema.run_tag), rows)
+
+
+def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord]:
+    ids = [row.run_id for row in rows]
+    tags = _by_run(connection, select(schema.run_tag).order_by(schema.run_tag.c.position), schema.run_tag, ids)
+    attempts = _by_run(connection, select(schema.attempt).order_by(schema.attempt.c.attempt), schema.attempt, ids)
+    latest = _by_run(connection, select(schema.run_latest), schema.run_latest, ids)
+    columns = [schema.stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
+    watches = _by_run(connection, select(*columns).where(schema.stream.c.watch.is_not(None)), schema.stream, ids)
+    return [
+        _record(row, tags[row.run_id], attempts[row.run_id], latest[row.run_id], watches[row.run_id])
+        for row in rows
+    ]
+
+
+def _by_run(
+    connection: Connection, statement: Select[Any], table: Any, ids: Sequence[str]
+) -> dict[str, list[Row[Any]]]:
+    grouped: dict[str, list[Row[Any]]] = defaultdict(list)
+    for row in connection.execute(statement.where(table.c.run_id.in_(ids))):
+        grouped[row.run_id].append(row)
+    return grouped
+
+
+def _record(
+    row: Row[Any], tags: list[Row[Any]], attempts: list[Row[Any]], latest: list[Row[Any]], watches: list[Row[Any]]
+) -> RunRecord:
+    bounds = hidden_from([(entry.attempt, entry.first_step) for entry in attempts])
+    watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
+    reported = [entry for entry in latest if entry.last_report_at is not None]
+    newest = max((entry.attempt for entry in reported), default=0)
+    last_report_at = max((entry.last_report_at for entry in reported), default=None)
+    return RunRecord(
+        run_id=row.run_id,
+        project=row.project,
+        name=row.name,
+        group=row.group,
+        tags=[entry.tag for entry in tags],
+        notes=row.notes,
+        seed=row.seed,
+        config=from_json(row.config),
+        state=row.state,
+        strategy=row.strategy,
+        dtype=row.dtype,
+        created_at=row.created_at,
+        updated_at=max(row.updated_at, last_report_at or 0.0),
+        first_step=min((entry.first_step for entry in reported), default=None),
+        last_step=max((entry.last_step for entry in reported if entry.attempt == newest), default=None),
+        first_time=min((entry.first_time for entry in reported), default=None),
+        last_report_at=last_report_at,
+        reports=sum(entry.reports for entry in latest),
+        reports_dropped=sum_of_newest("reports_dropped", latest, newest),
+        attempts=[
+            wire.Attempt(
+                run_id=entry.run_id,
+                attempt=entry.attempt,
+                launch_id=entry.launch_id,
+                first_step=entry.first_step,
+                created_at=entry.created_at,
+            )
+            for entry in attempts
+        ],
+        watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
+        scalars=newest_scalars(latest, bounds),
+    )

@@ -1,0 +1,151 @@
+"""The tables. Every unique key begins with run_id; every column is called as its field is on the wire."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+__all__ = [
+    "attempt",
+    "deleted_run",
+    "layer",
+    "metadata",
+    "report",
+    "run",
+    "run_latest",
+    "run_tag",
+    "stream",
+]
+
+metadata: Final = MetaData()
+
+_ID = String(64)
+_NAME = String(512)
+
+run: Final = Table(
+    "run",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("project", _NAME, nullable=False),
+    Column("name", _NAME, nullable=False),
+    Column("group", _NAME),
+    Column("notes", Text, nullable=False),
+    Column("seed", BigInteger),
+    Column("config", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("strategy", _NAME),
+    Column("dtype", _NAME),
+    Column("created_at", Double, nullable=False),
+    Column("updated_at", Double, nullable=False),
+)
+Index("run_by_age", run.c.created_at, run.c.run_id)
+
+run_tag: Final = Table(
+    "run_tag",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("tag", _NAME, primary_key=True),
+    Column("position", Integer, nullable=False),
+)
+
+attempt: Final = Table(
+    "attempt",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("launch_id", _ID, nullable=False),
+    Column("first_step", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    UniqueConstraint("run_id", "launch_id"),
+)
+
+layer: Final = Table(
+    "layer",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("layer", Integer, primary_key=True, autoincrement=False),
+    Column("name", _NAME, nullable=False),
+    Column("shape", Text, nullable=False),
+    Column("dtype", _NAME, nullable=False),
+    Column("module_type", _NAME, nullable=False),
+    UniqueConstraint("run_id", "name"),
+)
+"""The run's layers, append-only, numbered from 0 in the order in which they were first seen."""
+
+stream: Final = Table(
+    "stream",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("stream_id", _ID, primary_key=True),
+    Column("stream", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("rank", BigInteger, nullable=False),
+    Column("world_size", BigInteger, nullable=False),
+    Column("process_id", BigInteger, nullable=False),
+    Column("statistics", Text, nullable=False),
+    Column("layers", LargeBinary, nullable=False),
+    Column("elements", LargeBinary, nullable=False),
+    Column("replicas", LargeBinary, nullable=False),
+    Column("watch", Text),
+    Column("created_at", Double, nullable=False),
+    UniqueConstraint("run_id", "stream"),
+)
+"""`layers` (positions in the run's dictionary), `elements` and `replicas`: little-endian int64, one per layer."""
+Index("stream_by_id", stream.c.stream_id)
+
+report: Final = Table(
+    "report",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("stream_id", _ID, primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("step", BigInteger, nullable=False),
+    Column("time", Double, nullable=False),
+    Column("scalars", Text),
+    Column("statistic_count", Integer, nullable=False),
+    Column("layer_count", Integer, nullable=False),
+    Column("model", LargeBinary),
+    Column("statistics", LargeBinary),
+)
+"""The journal. `statistics` stands last: SQLite then skips its pages when only the model is asked."""
+
+run_latest: Final = Table(
+    "run_latest",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("stream_id", _ID, primary_key=True),
+    Column("attempt", Integer, nullable=False),
+    Column("rank", BigInteger, nullable=False),
+    Column("reports", BigInteger, nullable=False),
+    Column("last_seq", BigInteger),
+    Column("first_step", BigInteger),
+    Column("last_step", BigInteger),
+    Column("first_time", Double),
+    Column("last_report_at", Double),
+    Column("measured_seq", BigInteger),
+    Column("measured_step", BigInteger),
+    Column("scalars", Text, nullable=False),
+)
+"""Per stream, written with its reports: counts, newest places, and `scalars` {name: [step, value]}."""
+
+deleted_run: Final = Table(
+    "deleted_run",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("project", _NAME, nullable=False),
+    Column("deleted_at", Double, nullable=False),
+)
+"""Tombstones: a deleted run's id answers 410 for good."""

@@ -1,0 +1,87 @@
+"""SQLite: one file, one writer, durable commits."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects.sqlite import insert
+
+from collage_server.errors import StoreUnusable
+from collage_server.store import schema
+from collage_server.store.database import SqlStore
+from collage_server.store.journal import ReportRow
+
+__all__ = ["SqliteStore"]
+
+_PAGE_BYTES: Final = 16384
+_INCREMENTAL: Final = 2
+_INSERT: Final = str(insert(schema.report).on_conflict_do_nothing().compile(dialect=sqlite.dialect()))
+
+
+class SqliteStore(SqlStore):
+    """A store in `path`; several reader connections, and one writer at a time."""
+
+    def __init__(self, path: Path, *, stale_after_seconds: float, busy_timeout_seconds: float = 30.0) -> None:
+        super().__init__(stale_after_seconds)
+        self.path = path
+        self._busy_timeout_seconds = busy_timeout_seconds
+        self._write_lock = Lock()
+
+    def _connect(self) -> Engine:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _prepare(self.path, self._busy_timeout_seconds)
+        except (sqlite3.Error, OSError) as error:
+            raise StoreUnusable(f"{self.path} cannot be opened as a database: {error}") from error
+        engine = create_engine(
+            f"sqlite:///{self.path}",
+            connect_args={"timeout": self._busy_timeout_seconds, "check_same_thread": False},
+        )
+        event.listen(engine, "connect", _on_connect)
+        event.listen(engine, "begin", _on_begin)
+        return engine
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        """The lock keeps this process's writers from polling for the file's own lock."""
+        with self._write_lock, self.engine.connect() as plain:
+            connection = plain.execution_options(begin="IMMEDIATE")
+            with connection.begin():
+                yield connection
+
+    def _insert_reports(self, connection: Connection, rows: Sequence[ReportRow]) -> list[bool]:
+        cursor = connection.connection.cursor()
+        try:
+            return [cursor.execute(_INSERT, row).rowcount == 1 for row in rows]
+        finally:
+            cursor.close()
+
+
+def _prepare(path: Path, timeout_seconds: float) -> None:
+    """Set what can only be set before the first table: page size and vacuum mode, then the write-ahead log."""
+    with closing(sqlite3.connect(path, timeout=timeout_seconds, isolation_level=None)) as connection:
+        if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
+            connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+            connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise StoreUnusable(
+                f"{path} cannot use a write-ahead log (journal mode {mode!r}); put the folder on a local disk"
+            )
+
+
+def _on_connect(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None
+    for pragma in ("synchronous = FULL", "foreign_keys = ON", "temp_store = MEMORY"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _on_begin(connection: Connection) -> None:
+    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('begin', 'DEFERRED')}")

@@ -1,0 +1,91 @@
+"""An application on a fresh folder, a clock that stands still, and a client that speaks the wire."""
+
+from __future__ import annotations
+
+import pytest
+from collage_server.app import create_app
+from collage_server.settings import Settings
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from tests.server.samples import report, stream_create
+
+NOW = 1_700_000_000.0
+
+
+class Clock:
+    """Unix seconds that move only when told."""
+
+    def __init__(self, now=NOW):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Server:
+    """A running application behind a client: messages in, decoded answers out."""
+
+    def __init__(self, client, clock, app):
+        self.client = client
+        self.clock = clock
+        self.app = app
+
+    def send(self, method, path, message=None, kind=None, status=200, encode=wire.encode_message, headers=None):
+        content = b"" if message is None else message if isinstance(message, bytes) else encode(message)
+        given = {"Content-Type": wire.MSGPACK} | (headers or {})
+        prefix = "" if path.startswith(("/metrics", "/healthz", "/readyz")) else "/api/v1"
+        response = self.client.request(method, prefix + path, content=content, headers=given)
+        assert response.status_code == status, response.text
+        if status >= 400:
+            return wire.decode_message(response.content, wire.ErrorAnswer, wire.JSON).error
+        return response.text if kind is None else wire.decode_message(response.content, kind, wire.JSON)
+
+    def post(self, path, message, kind=None, status=200, **more):
+        return self.send("POST", path, message, kind, status, **more)
+
+    def get(self, path, kind=None, status=200):
+        return self.send("GET", path, None, kind, status)
+
+    def run(self, run_id="r1", project="p", **more):
+        return self.post(f"/projects/{project}/runs", wire.RunCreate(run_id=run_id, **more), wire.Run, status=201)
+
+    def attempt(self, run_id="r1", launch_id="launch-1", first_step=1):
+        create = wire.AttemptCreate(launch_id=launch_id, first_step=first_step)
+        return self.post(f"/runs/{run_id}/attempts", create, wire.Attempt)
+
+    def stream(self, run_id="r1", **more):
+        return self.post(f"/runs/{run_id}/streams", stream_create(**more), wire.Stream)
+
+    def reports(self, reports, stream_id="s0", status=200):
+        batch = wire.ReportBatch(reports=list(reports))
+        path = f"/streams/{stream_id}/reports"
+        return self.post(path, batch, wire.BatchAnswer, status, encode=wire.encode_batch)
+
+    def series(self, metric, run_id="r1", **query):
+        asked = "&".join(f"{name}={value}" for name, value in {"metric": metric, **query}.items())
+        return self.get(f"/runs/{run_id}/series?{asked}", wire.Series)
+
+    def filled(self, run_id="r1", stream_id="s0", steps=range(10, 60, 10), **more):
+        """A run with one attempt, one stream, and a report a step."""
+        self.run(run_id, **more)
+        self.attempt(run_id)
+        self.stream(run_id, stream_id=stream_id)
+        return self.reports([report(i, step) for i, step in enumerate(steps)], stream_id)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings(folder=tmp_path, no_auth=True)
+
+
+@pytest.fixture
+def server(settings, clock):
+    app = create_app(settings, clock=clock)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        yield Server(client, clock, app)

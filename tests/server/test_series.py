@@ -1,0 +1,247 @@
+"""Series, heatmap, histogram, compare, latest: against totals merged here, independently."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from collage_monitor import wire
+from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create
+
+STEPS = range(10, 60, 10)
+
+
+def total(name, steps=STEPS, ranks=(0,), layers=slice(None)):
+    """Exact sum of a statistic over steps, ranks and layers."""
+    row = STATISTICS.index(name)
+    numbers = [block(step, rank)[row][layers] for step in steps for rank in ranks]
+    return float(sum(Fraction(float(value)) for part in numbers for value in np.atleast_1d(part)))
+
+
+def edq_ratio(**more):
+    return total("intended_effective_sum", **more) / total("intended_squared_sum", **more)
+
+
+def test_a_point_a_step(server):
+    server.filled()
+    series = server.series("edq_ratio")
+    assert series.steps == series.first_steps == list(STEPS)
+    assert series.values == pytest.approx([edq_ratio(steps=[step]) for step in STEPS])
+    assert series.ranks == [1] * 5
+    assert all(low < value < high for low, value, high in zip(series.low, series.values, series.high, strict=True))
+
+
+def test_one_point_merges_the_whole_run(server):
+    server.filled()
+    series = server.series("edq_ratio", points=1)
+    assert (series.first_steps, series.steps) == ([10], [50])
+    assert series.values == pytest.approx([edq_ratio()])
+    single = [edq_ratio(steps=[step]) for step in STEPS]
+    assert series.minimum == pytest.approx([min(single)])
+    assert series.maximum == pytest.approx([max(single)])
+
+
+def test_norms_are_root_mean_squares_over_steps(server):
+    server.filled()
+    series = server.series("intended_norm", points=1)
+    assert series.values == pytest.approx([math.sqrt(total("intended_squared_sum") / len(STEPS))])
+
+
+def test_a_layer_and_a_pattern(server):
+    server.filled()
+    one = server.series("edq_ratio", layer=LAYERS[1], points=1)
+    assert one.values == pytest.approx([edq_ratio(layers=1)])
+    both = server.series("edq_ratio", pattern="blocks.*", points=1)
+    assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
+
+
+def test_from_and_to_are_inclusive(server):
+    server.filled()
+    series = server.send("GET", "/runs/r1/series?metric=edq_ratio&from=20&to=40", kind=wire.Series)
+    assert series.steps == [20, 30, 40]
+
+
+def test_axes(server):
+    server.filled()
+    assert server.series("edq_ratio", axis="time").positions == [0.0, 10.0, 20.0, 30.0, 40.0]
+    assert server.series("edq_ratio", axis="tokens").positions == [1000.0, 2000.0, 3000.0, 4000.0, 5000.0]
+
+
+def test_tokens_are_the_newest_logged_at_or_before_the_step(server):
+    server.run()
+    server.attempt()
+    server.stream()
+    logged = {20: {"tokens": 64.0}, 40: {"tokens": 128.0}}
+    server.reports([report(i, step, scalars=logged.get(step, {})) for i, step in enumerate(STEPS)])
+    assert server.series("edq_ratio", axis="tokens").positions == [None, 64.0, 64.0, 128.0, 128.0]
+
+
+def test_undefined_is_null(server):
+    server.filled()
+    assert server.series("edq_oracle_ratio").values == [None] * 5
+    assert server.series("edq_oracle_ratio").low is None
+
+
+def test_zero_denominator_is_null(server):
+    server.run()
+    server.attempt()
+    server.stream()
+    values = block(10)
+    values[STATISTICS.index("intended_squared_sum")] = 0.0
+    server.reports([report(0, 10, values=values)])
+    assert server.series("edq_ratio").values == [None]
+
+
+def test_logged_scalars_keep_non_finite_values(server):
+    server.run()
+    server.attempt()
+    server.stream()
+    values = [1.0, float("nan"), float("inf"), float("-inf")]
+    server.reports([report(i, i + 1, scalars={"loss": value}, measured=False) for i, value in enumerate(values)])
+    assert server.series("loss").values == [1.0, "NaN", "Infinity", "-Infinity"]
+    assert server.get("/runs/r1", wire.Run).scalars["loss"].value == "-Infinity"
+
+
+def test_scalar_buckets_are_means_with_extremes(server):
+    server.filled()
+    series = server.series("loss", points=2)
+    logged = [4.0 - 0.01 * step for step in STEPS]
+    assert series.values == pytest.approx([sum(logged[:3]) / 3, sum(logged[3:]) / 2])
+    assert series.minimum == pytest.approx([logged[2], logged[4]])
+    assert series.maximum == pytest.approx([logged[0], logged[3]])
+
+
+def test_heatmap(server):
+    server.filled()
+    answer = server.get("/runs/r1/heatmap?metric=edq_ratio&points=2", wire.Heatmap)
+    assert answer.layers == LAYERS
+    assert answer.steps == [30, 50]
+    for index, row in enumerate(answer.values):
+        expected = [edq_ratio(steps=steps, layers=index) for steps in ([10, 20, 30], [40, 50])]
+        assert row == pytest.approx(expected)
+    worst = server.get("/runs/r1/heatmap?metric=edq_ratio&order=worst", wire.Heatmap)
+    assert worst.layers == LAYERS[::-1]
+
+
+def test_histogram(server):
+    server.filled()
+    whole = server.get("/runs/r1/histogram", wire.Histogram)
+    counts = dict(zip(whole.labels, whole.counts, strict=True))
+    assert (counts["-3"], counts["0"], counts["overflow"]) == (10.0 * 3 * 5, 110.0 * 3 * 5, 0.0)
+    at = server.get(f"/runs/r1/histogram?step=35&layer={LAYERS[0]}", wire.Histogram)
+    assert (at.first_step, at.step, sum(at.counts)) == (30, 30, 120.0)
+
+
+def test_compare_merges_over_everything(server):
+    server.filled()
+    server.filled("r2", "s1", steps=range(10, 30, 10))
+    answer = server.get("/compare?run=r1&run=r2&metric=edq_ratio", wire.Comparison)
+    first, second = answer.runs
+    assert first.merged["edq_ratio"] == pytest.approx(edq_ratio())
+    assert first.merged["edq_ratio_low"] < first.merged["edq_ratio"] < first.merged["edq_ratio_high"]
+    assert second.merged["edq_ratio"] == pytest.approx(edq_ratio(steps=[10, 20]))
+    assert (first.reports, second.reports) == (5, 2)
+    assert first.mean_scalars["loss"] == pytest.approx(4.0 - 0.01 * 30)
+    assert first.strategy == "plain"
+    assert second.series.steps == [10, 20]
+
+
+def test_mean_scalars_are_of_the_last_twenty(server):
+    server.run()
+    server.attempt()
+    server.stream()
+    server.reports([report(i, i + 1, measured=False, scalars={"loss": float(i)}) for i in range(50)])
+    answer = server.get("/compare?run=r1&metric=loss", wire.Comparison)
+    assert answer.runs[0].mean_scalars["loss"] == sum(range(30, 50)) / 20
+
+
+def test_latest_names_the_worst_layers(server):
+    server.filled()
+    answer = server.get("/runs/r1/latest", wire.Latest)
+    assert answer.step == 50
+    assert answer.model["edq_ratio"] == pytest.approx(edq_ratio(steps=[50]))
+    assert [entry.layer for entry in answer.worst] == LAYERS[::-1]
+    assert answer.scalars["loss"].step == 50
+    top = server.get("/runs/r1/worst?metric=lost_update_ratio&k=1", list[wire.WorstLayer])
+    assert [entry.layer for entry in top] == [LAYERS[2]]
+
+
+def test_two_ranks_are_one_process(server):
+    server.run()
+    server.attempt()
+    for rank in range(2):
+        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
+        server.reports([report(i, step, rank=rank) for i, step in enumerate(STEPS)], f"s{rank}")
+    merged = server.series("edq_ratio", points=1)
+    assert merged.values == pytest.approx([edq_ratio(ranks=(0, 1))])
+    assert (merged.ranks, merged.world_size) == ([2], 2)
+    assert server.series("elements").values == [2.0 * 3 * 128] * 5
+    alone = server.series("edq_ratio", points=1, rank=1)
+    assert alone.values == pytest.approx([edq_ratio(ranks=(1,))])
+    layer = server.series("grad_norm", layer=LAYERS[1], points=1)
+    squares = total("gradient_squared_sum", ranks=(0, 1), layers=1)
+    assert layer.values == pytest.approx([math.sqrt(squares / len(STEPS))])
+
+
+def test_a_partial_step_says_so_and_is_not_the_latest(server):
+    server.run()
+    server.attempt()
+    for rank in range(2):
+        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
+    server.reports([report(i, step) for i, step in enumerate(STEPS)], "s0")
+    server.reports([report(i, step, rank=1) for i, step in enumerate([10, 20])], "s1")
+    assert server.series("edq_ratio").ranks == [2, 2, 1, 1, 1]
+    assert server.get("/runs/r1/latest", wire.Latest).step == 20
+
+
+def test_replicas_are_taken_once(server):
+    server.run()
+    server.attempt()
+    for rank in range(2):
+        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2, replica=rank)
+        server.reports([report(0, 10)], f"s{rank}")
+    server.reports([report(1, 20)], "s1")
+    assert server.series("elements").values == [3.0 * 128] * 2
+    assert server.series("elements", layer=LAYERS[0]).values == [128.0] * 2
+
+
+def test_replicas_beside_shards_of_one_rank(server):
+    server.run()
+    server.attempt()
+    for rank in range(2):
+        layers = list(stream_create(replica=0).layers)
+        layers[0] = stream_create(replica=rank).layers[0]
+        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2, layers=layers)
+        server.reports([report(0, 10)], f"s{rank}")
+    assert server.series("elements").values == [128.0 + 2 * 2 * 128]
+    assert server.get("/runs/r1/latest", wire.Latest).model["elements"] == 128.0 + 2 * 2 * 128
+
+
+def test_reports_of_one_step_merge(server):
+    """Two watched optimizers in one process, each with its own layers."""
+    server.run()
+    server.attempt()
+    server.stream()
+    first, second = block(10), block(10)
+    first[:, 1:] = np.nan
+    second[:, :1] = np.nan
+    server.reports([report(0, 10, values=first), report(1, 10, values=second, scalars={})])
+    assert server.series("elements").values == [3.0 * 128]
+    assert server.series("edq_ratio").values == pytest.approx([edq_ratio(steps=[10])])
+    assert server.series("edq_ratio").ranks == [1]
+    assert server.get("/runs/r1/latest", wire.Latest).model["elements"] == 3.0 * 128
+
+
+def test_nan_is_not_reported(server):
+    server.run()
+    server.attempt()
+    server.stream()
+    values = block(10)
+    values[STATISTICS.index("lost"), 0] = np.nan
+    server.reports([report(0, 10, values=values)])
+    expected = total("lost", steps=[10], layers=slice(1, 3))
+    assert server.series("lost").values == [expected]
+    assert server.series("lost", layer=LAYERS[0]).values == [None]
