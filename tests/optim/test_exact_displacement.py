@@ -5,7 +5,8 @@ import torch
 from collage_agent.optim import CollageAdamW
 
 from tests.optim.models import parameters
-from tests.reference.adamw import ReferenceAdamW, noisy_gradients
+from tests.reference.adamw import ReferenceAdamW
+from tests.reference.streams import noisy_gradients
 
 OPTIONS = [
     {},

@@ -8,8 +8,8 @@ import torch
 from collage_agent.optim import CollageAdam, CollageLion, CollageSGD
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
-from tests.reference.adamw import noisy_gradients
 from tests.reference.rules import lion_weights, sgd_weights
+from tests.reference.streams import noisy_gradients
 
 SGD_OPTIONS: list[dict[str, Any]] = [
     {"lr": 1e-2},

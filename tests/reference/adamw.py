@@ -1,4 +1,4 @@
-"""AdamW in fp64 from the textbook, with its bias-corrected averages spelt out; and streams of gradients for it."""
+"""AdamW in fp64 from the textbook, with its bias-corrected averages spelt out."""
 
 import torch
 
@@ -6,7 +6,16 @@ import torch
 class ReferenceAdamW:
     """Keeps its own fp64 weight and averages; fed the same gradients as the optimizer under test."""
 
-    def __init__(self, parameter, lr, betas, eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False):
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        maximize: bool = False,
+    ) -> None:
         self.parameter = parameter.detach().double().clone()
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.amsgrad, self.maximize = amsgrad, maximize
@@ -15,7 +24,7 @@ class ReferenceAdamW:
         self.largest = torch.zeros_like(self.parameter)
         self.steps = 0
 
-    def step(self, gradient):
+    def step(self, gradient: torch.Tensor) -> torch.Tensor:
         """Advance by one step and return the displacement."""
         self.steps += 1
         gradient = -gradient.double() if self.maximize else gradient.double()
@@ -28,17 +37,3 @@ class ReferenceAdamW:
         displacement = -self.lr * direction
         self.parameter = self.parameter + displacement
         return displacement
-
-
-def noisy_gradients(elements, steps, dtype=torch.bfloat16, seed=3):
-    """Gradients with noise three times as large as their mean, both of the size that small models see."""
-    generator = torch.Generator().manual_seed(seed)
-    mean = torch.randn(elements, generator=generator) * 3e-4
-    for _ in range(steps):
-        yield (mean + torch.randn(elements, generator=generator) * 1e-3).to(dtype)
-
-
-def falling_gradients(elements, steps, dtype=torch.bfloat16, seed=3):
-    """The same, falling by a factor of ten over the steps."""
-    for index, gradient in enumerate(noisy_gradients(elements, steps, torch.float32, seed)):
-        yield (gradient * 10 ** (-index / steps)).to(dtype)

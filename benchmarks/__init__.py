@@ -1,0 +1,1 @@
+"""Benchmarks: one module for each question, run as `python -m benchmarks.NAME`."""
