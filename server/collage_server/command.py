@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -43,7 +44,8 @@ def serve(
     if print_settings:
         click.echo(json.dumps(settings.masked(), indent=2))
         return
-    _Server(settings, as_json).run()
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(settings, as_json).run()
 
 
 def _settings(

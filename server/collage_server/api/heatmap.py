@@ -13,11 +13,13 @@ from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import answer, describes
 from collage_server.components import components_of
+from collage_server.errors import Unprocessable
 from collage_server.store import Selection
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["reading"])
+_MOST_CELLS = 5_000_000
 
 
 @router.get("/runs/{run_id}/heatmap", **describes(wire.Heatmap))
@@ -29,6 +31,12 @@ def get_heatmap(
     order: Literal["depth", "worst"] = "depth",
 ) -> Response:
     """values[layer][point]; layers in the order first seen, or worst first over the whole run."""
+    store = components_of(request).store
     keys = queries.statistics_for(parameters.checked_metric(metric), intervals=False)
-    measured = components_of(request).store.layer_points(run_id, keys, Selection())
+    most = _MOST_CELLS // max(len(store.layers(run_id)), 1)
+    if points > most:
+        raise Unprocessable(
+            f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
+        )
+    measured = store.layer_points(run_id, keys, Selection())
     return answer(queries.heatmap(run_id, metric, measured, points, order))

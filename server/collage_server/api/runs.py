@@ -14,6 +14,7 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import RunId
 from collage_server.components import Components, components_of
+from collage_server.errors import Unprocessable
 from collage_server.queries import run_answer
 from collage_server.store import RunQuery, RunRecord
 
@@ -28,11 +29,22 @@ def _answer(components: Components, record: RunRecord) -> wire.Run:
     return run_answer(record, point, components.clock(), components.settings.stale_after_seconds)
 
 
+def _check(create: wire.RunCreate) -> None:
+    """What the message's types leave open: a seed of 64 bits, a config that JSON can hold."""
+    if create.seed is not None and not -(2**63) <= create.seed < 2**63:
+        raise Unprocessable(f"seed {create.seed} does not fit into 64 bits", field="seed", limit=2**63)
+    try:
+        wire.encode_json(create.config)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise Unprocessable(f"config cannot be kept as JSON: {error}; send plain values", field="config") from error
+
+
 @router.post("/projects/{project}/runs", **describes(wire.Run, wire.RunCreate))
 async def create_run(request: Request, project: Annotated[str, Path(min_length=1, max_length=512)]) -> Response:
     """Create a run (201), or resume the one with this run_id (200)."""
     components = components_of(request)
     create = await message(request, wire.RunCreate)
+    _check(create)
 
     def work() -> tuple[wire.Run, bool]:
         record, is_new = components.store.create_run(project, create, components.clock())

@@ -79,6 +79,8 @@ def _check_blocks(report: wire.Report, stream: StreamRecord) -> None:
                 field,
                 most,
             )
+    if report.statistic_count == 0:
+        raise _Refusal("missing", "statistic_count is 0: leave statistics and model out", "statistic_count")
     if report.model is None:
         raise _Refusal("missing", "statistics without model: send the model's vector beside them", "model")
     _check_size("model", report.model, report.statistic_count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,7 @@ __all__ = [
 
 _STREAM: Final = schema.stream
 _LAYER: Final = schema.layer
+_MOST_ELEMENTS: Final = 2**53
 
 
 def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
@@ -90,8 +92,15 @@ def _check_names(create: wire.StreamCreate) -> None:
         if len(names) > limit:
             raise Unprocessable(f"{field}: {len(names)} entries, at most {limit}", field=field, limit=limit)
         if len(set(names)) != len(names):
-            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            twice = Counter(names).most_common(1)[0][0]
             raise Unprocessable(f"{field}: {twice!r} stands twice; name each once", field=field)
+    for layer in create.layers:
+        if math.prod(layer.shape) > _MOST_ELEMENTS:
+            raise Unprocessable(
+                f"layers: {layer.name!r} of shape {layer.shape} has more than {_MOST_ELEMENTS} elements",
+                field="layers",
+                limit=_MOST_ELEMENTS,
+            )
     for key in create.statistics:
         try:
             statistic(key)

@@ -1,0 +1,277 @@
+"""What every backend must do: a backend's test file only names the backend."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
+from collage_server.store import ReportGroup, RunQuery, Selection
+
+from collage_monitor import wire
+from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create
+
+NOW = 1_700_000_000.0
+ALL = Selection()
+
+
+class StoreContract:
+    """Subclasses give the fixtures `store` (open, empty) and `reopen` (closes it and opens the same data anew)."""
+
+    @staticmethod
+    def fill(store, run_id="r1", stream_id="s0", project="p"):
+        store.create_run(project, wire.RunCreate(run_id=run_id), NOW)
+        store.create_attempt(run_id, wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+        store.create_stream(run_id, stream_create(stream_id), NOW)
+        return store.stream_record(stream_id)
+
+    @staticmethod
+    def append(store, stream, *reports, now=NOW):
+        return store.append([ReportGroup(stream, list(reports))], now)[0]
+
+    def test_a_fresh_store_is_empty(self, store):
+        store.check()
+        page = store.runs(RunQuery(), NOW, 600.0)
+        assert (page.runs, page.cursor) == ([], None)
+
+    def test_a_report_is_stored_once(self, store):
+        stream = self.fill(store)
+        first = self.append(store, stream, report(0, 10), report(1, 20))
+        again = self.append(store, stream, report(1, 20), report(2, 30))
+        assert (first.accepted, first.duplicates) == (2, 0)
+        assert (again.accepted, again.duplicates) == (1, 1)
+        assert store.streams("r1")[0].reports == 3
+        assert store.model_points("r1", None, ALL).steps.tolist() == [10, 20, 30]
+
+    def test_duplicates_within_one_commit_are_counted(self, store):
+        stream = self.fill(store)
+        groups = [ReportGroup(stream, [report(0, 10), report(0, 10)]), ReportGroup(stream, [report(0, 10)])]
+        outcomes = store.append(groups, NOW)
+        assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
+
+    def test_the_first_of_two_different_reports_with_one_seq_stays(self, store):
+        stream = self.fill(store)
+        self.append(store, stream, report(0, 10, scalars={"loss": 1.0}))
+        self.append(store, stream, report(0, 10, scalars={"loss": 2.0}))
+        assert store.scalar_points("r1", None, ALL)["loss"].values.tolist() == [1.0]
+        assert store.run("r1").scalars["loss"].value == 1.0
+
+    def test_reports_out_of_order_are_kept_and_the_newest_stays_newest(self, store):
+        stream = self.fill(store)
+        for seq in (3, 0, 2, 1):
+            self.append(store, stream, report(seq, 10 * (seq + 1)))
+        [known] = store.streams("r1")
+        assert (known.reports, known.last_seq, known.last_step) == (4, 3, 40)
+        assert store.latest("r1").step == 40
+        assert store.run("r1").scalars["loss"].step == 40
+        assert (store.run("r1").first_step, store.run("r1").first_time) == (10, NOW + 10)
+
+    def test_the_same_seq_on_two_streams_are_two_reports(self, store):
+        first, second = self.fill(store), self.fill(store, "r2", "s1")
+        outcomes = store.append([ReportGroup(first, [report(0, 10)]), ReportGroup(second, [report(0, 10)])], NOW)
+        assert [outcome.accepted for outcome in outcomes] == [1, 1]
+
+    def test_what_was_acknowledged_is_there_after_reopening(self, store, reopen):
+        stream = self.fill(store)
+        self.append(store, stream, report(0, 10))
+        again = reopen()
+        assert again.streams("r1")[0].reports == 1
+        assert self.append(again, stream, report(0, 10)).duplicates == 1
+
+    def test_a_late_scalar_does_not_replace_a_newer_one(self, store):
+        stream = self.fill(store)
+        self.append(store, stream, report(1, 20, scalars={"loss": 2.0}), report(0, 10, scalars={"loss": 1.0}))
+        assert store.run("r1").scalars["loss"] == wire.LoggedScalar(step=20, value=2.0)
+
+    def test_selection_by_step(self, store):
+        stream = self.fill(store)
+        self.append(store, stream, *(report(i, 10 * i) for i in range(1, 6)))
+        chosen = Selection(first_step=20, last_step=40)
+        assert store.model_points("r1", ("lost",), chosen).steps.tolist() == [20, 30, 40]
+        assert list(store.model_points("r1", ("lost",), chosen).totals) == ["lost"]
+        assert store.layer_points("r1", ("lost",), chosen, [LAYERS[1]]).totals["lost"].tolist() == [[20.0]] * 3
+        assert store.scalar_points("r1", ("loss",), chosen)["loss"].steps.tolist() == [20, 30, 40]
+
+    def test_unknown_ids(self, store):
+        self.fill(store)
+        for call in (
+            lambda: store.run("zz"),
+            lambda: store.streams("zz"),
+            lambda: store.layers("zz"),
+            lambda: store.stream_record("zz"),
+            lambda: store.model_points("zz", None, ALL),
+            lambda: store.scalar_points("zz", None, ALL),
+            lambda: store.latest("zz"),
+            lambda: store.delete_run("zz", NOW),
+            lambda: store.update_run("zz", wire.RunUpdate(), NOW),
+            lambda: store.create_attempt("zz", wire.AttemptCreate(launch_id="l", first_step=0), NOW),
+            lambda: store.create_stream("zz", stream_create(), NOW),
+            lambda: store.layer_points("r1", ("lost",), ALL, ["zz"]),
+            lambda: store.model_points("r1", None, Selection(rank=7)),
+        ):
+            with pytest.raises(NotFound):
+                call()
+
+    def test_a_run_is_resumed(self, store):
+        first, is_new = store.create_run("p", wire.RunCreate(run_id="r1", name="a", tags=["x"], seed=7), NOW)
+        assert is_new
+        assert (first.name, first.tags, first.seed, first.state) == ("a", ["x"], 7, "running")
+        store.update_run("r1", wire.RunUpdate(state="failed"), NOW)
+        again, is_new = store.create_run("p", wire.RunCreate(run_id="r1", config={"lr": 0.1}), NOW + 5)
+        assert not is_new
+        assert (again.name, again.tags, again.seed, again.state) == ("a", ["x"], 7, "running")
+        assert (again.config, again.created_at, again.updated_at) == ({"lr": 0.1}, NOW, NOW + 5)
+
+    def test_resume_must_and_never(self, store):
+        with pytest.raises(NotFound):
+            store.create_run("p", wire.RunCreate(run_id="r1", resume="must"), NOW)
+        store.create_run("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
+        _, is_new = store.create_run("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
+        assert not is_new, "the same message sent twice, before any launch, is no harm"
+        store.create_attempt("r1", wire.AttemptCreate(launch_id="l", first_step=0), NOW)
+        with pytest.raises(Conflict):
+            store.create_run("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
+
+    def test_a_run_belongs_to_one_project(self, store):
+        store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
+        with pytest.raises(Conflict):
+            store.create_run("q", wire.RunCreate(run_id="r1"), NOW)
+
+    def test_a_deleted_run_is_gone_for_good(self, store):
+        stream = self.fill(store)
+        self.fill(store, "r2", "s1")
+        self.append(store, stream, report(0, 10))
+        assert store.latest("r1").step == 10
+        store.delete_run("r1", NOW)
+        for call in (
+            lambda: store.run("r1"),
+            lambda: store.latest("r1"),
+            lambda: store.model_points("r1", None, ALL),
+            lambda: store.delete_run("r1", NOW),
+            lambda: store.create_run("p", wire.RunCreate(run_id="r1"), NOW),
+        ):
+            with pytest.raises(Gone):
+                call()
+        outcome = self.append(store, stream, report(1, 20))
+        assert (outcome.gone, outcome.accepted, outcome.duplicates) == (True, 0, 0)
+        assert [run.run_id for run in store.runs(RunQuery(), NOW, 600.0).runs] == ["r2"]
+
+    def test_a_gone_group_does_not_fail_its_neighbours(self, store):
+        gone, kept = self.fill(store), self.fill(store, "r2", "s1")
+        store.delete_run("r1", NOW)
+        outcomes = store.append([ReportGroup(gone, [report(0, 10)]), ReportGroup(kept, [report(0, 10)])], NOW)
+        assert [(outcome.gone, outcome.accepted) for outcome in outcomes] == [(True, 0), (False, 1)]
+
+    def test_pages_skip_nothing_and_repeat_nothing(self, store):
+        for i in range(7):
+            store.create_run("p", wire.RunCreate(run_id=f"r{i}"), NOW + i // 2)
+        seen, cursor = [], None
+        while True:
+            page = store.runs(RunQuery(cursor=cursor, limit=2), NOW, 600.0)
+            seen += [run.run_id for run in page.runs]
+            cursor = page.cursor
+            if cursor is None:
+                break
+        assert seen == ["r6", "r5", "r4", "r3", "r2", "r1", "r0"]
+
+    def test_a_foreign_cursor_is_refused(self, store):
+        for cursor in ("zz", "!!", "AAAA", "ÿ"):
+            with pytest.raises(Unprocessable):
+                store.runs(RunQuery(cursor=cursor), NOW, 600.0)
+
+    def test_filters(self, store):
+        self.fill(store, "r1", "s1")
+        store.update_run("r1", wire.RunUpdate(name="100% Alpha", group="g", tags=["t", "u"]), NOW)
+        self.fill(store, "r2", "s2", project="q")
+        store.update_run("r2", wire.RunUpdate(state="finished"), NOW)
+        for query, expected in (
+            (RunQuery(project="p"), ["r1"]),
+            (RunQuery(group="g"), ["r1"]),
+            (RunQuery(tag="u"), ["r1"]),
+            (RunQuery(tag="T"), []),
+            (RunQuery(q="0% alp"), ["r1"]),
+            (RunQuery(q="r%"), []),
+            (RunQuery(strategy="plain"), ["r2", "r1"]),
+            (RunQuery(strategy="plus"), []),
+            (RunQuery(state="finished"), ["r2"]),
+            (RunQuery(state="running"), ["r1"]),
+            (RunQuery(state="stale"), []),
+        ):
+            assert [run.run_id for run in store.runs(query, NOW, 600.0).runs] == expected, query
+
+    def test_stale_is_running_without_a_sign_of_life(self, store):
+        stream = self.fill(store)
+        later = NOW + 601
+        assert [run.run_id for run in store.runs(RunQuery(state="stale"), later, 600.0).runs] == ["r1"]
+        self.append(store, stream, report(0, 10), now=later)
+        assert store.runs(RunQuery(state="stale"), later, 600.0).runs == []
+        assert store.run("r1").updated_at == later
+
+    def test_streams_grow_at_the_end_only(self, store):
+        self.fill(store)
+        more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")], statistics=[*STATISTICS, "stray"])
+        assert (store.create_stream("r1", more, NOW).layers, store.stream_record("s0").statistics[-1]) == (
+            4,
+            "stray",
+        )
+        assert store.create_stream("r1", stream_create(), NOW).layers == 4, "a late repetition changes nothing"
+        with pytest.raises(Conflict):
+            store.create_stream("r1", stream_create(statistics=STATISTICS[::-1]), NOW)
+        with pytest.raises(Conflict):
+            store.create_stream("r1", stream_create(layers=[layer(LAYERS[1])]), NOW)
+        with pytest.raises(Conflict):
+            store.create_stream("r1", stream_create(rank=1), NOW)
+        assert [entry.name for entry in store.layers("r1")] == [*LAYERS, "head.weight"]
+
+    def test_a_refused_stream_leaves_nothing_behind(self, store):
+        self.fill(store)
+        with pytest.raises(Conflict):
+            store.create_stream("r1", stream_create(layers=[layer("new.weight")]), NOW)
+        assert [entry.name for entry in store.layers("r1")] == LAYERS
+
+    def test_streams_say_what_they_lack(self, store):
+        store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
+        with pytest.raises(NotFound, match="launch_id"):
+            store.create_stream("r1", stream_create(), NOW)
+        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), NOW)
+        for wrong, field in (
+            ({"statistics": ["lost", "lost"]}, "statistics"),
+            ({"statistics": ["nonsense"]}, "statistics"),
+            ({"statistics": ["update_ulp_histogram"]}, "statistics"),
+            ({"layers": [layer("a"), layer("a")]}, "layers"),
+        ):
+            with pytest.raises(Unprocessable) as caught:
+                store.create_stream("r1", stream_create(**wrong), NOW)
+            assert caught.value.field == field
+
+    def test_a_layer_added_during_the_run(self, store):
+        stream = self.fill(store)
+        self.append(store, stream, report(0, 10))
+        store.create_stream("r1", stream_create(layers=[*map(layer, LAYERS), layer("head.weight")]), NOW)
+        stream = store.stream_record("s0")
+        from tests.server.samples import block
+
+        self.append(store, stream, report(1, 20, values=block(20, layers=4)))
+        points = store.layer_points("r1", ("lost",), ALL)
+        assert points.layers == [*LAYERS, "head.weight"]
+        assert points.totals["lost"][1].tolist() == [10.0, 20.0, 30.0, 40.0]
+        assert str(points.totals["lost"][0].tolist()) == "[10.0, 20.0, 30.0, nan]"
+
+    def test_readers_see_whole_commits_while_a_writer_commits(self, store):
+        stream = self.fill(store)
+        torn, done = [], threading.Event()
+
+        def read():
+            while not done.is_set():
+                points = store.model_points("r1", ("lost",), ALL)
+                if len(points.steps) % 5:
+                    torn.append(len(points.steps))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        for batch in range(20):
+            self.append(store, stream, *(report(5 * batch + i, 5 * batch + i + 1) for i in range(5)))
+        done.set()
+        reader.join()
+        assert torn == []
+        assert store.streams("r1")[0].reports == 100

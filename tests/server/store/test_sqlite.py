@@ -1,0 +1,72 @@
+"""SQLite under the contract, and what only SQLite has."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+
+import pytest
+from collage_server.errors import StoreUnusable
+from collage_server.store import SqliteStore
+
+from tests.server.store.contract import StoreContract
+
+
+def opened(path):
+    store = SqliteStore(path, stale_after_seconds=600.0)
+    store.open()
+    return store
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = opened(tmp_path / "collage.sqlite")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def reopen(store):
+    again = []
+
+    def reopened():
+        store.close()
+        again.append(opened(store.path))
+        return again[0]
+
+    yield reopened
+    for entry in again:
+        entry.close()
+
+
+class TestSqlite(StoreContract):
+    """The contract on SQLite."""
+
+
+def test_page_settings_are_in_force(store):
+    with closing(sqlite3.connect(store.path)) as connection:
+        found = {
+            name: connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_size", "auto_vacuum", "journal_mode")
+        }
+    assert found == {"page_size": 16384, "auto_vacuum": 2, "journal_mode": "wal"}
+
+
+def test_every_connection_commits_durably(store):
+    with store.engine.connect() as first, store.engine.connect() as second:
+        for connection in (first, second):
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
+            assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
+
+
+def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path):
+    path = tmp_path / "collage.sqlite"
+    path.write_bytes(b"not a database, and long enough to be looked at" * 100)
+    with pytest.raises(StoreUnusable, match="cannot be opened as a database"):
+        opened(path)
+    assert path.read_bytes().startswith(b"not a database")
+
+
+def test_the_file_survives_a_second_opening(store):
+    store.close()
+    opened(store.path).close()
