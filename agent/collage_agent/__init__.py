@@ -1,0 +1,16 @@
+"""What a training loop imports: measure what low precision does to the optimizer's updates, and report it.
+
+import collage_agent as collage
+
+collage.init(project="my-project")
+handle = collage.watch(model, optimizer)
+...                                   # the training loop, as it was
+collage.log({"loss": loss})
+collage.finish()
+"""
+
+from collage_agent.options import Exclude
+from collage_agent.run import Run
+from collage_agent.session import current_run, finish, init, log, watch
+
+__all__ = ["Exclude", "Run", "current_run", "finish", "init", "log", "watch"]

@@ -1,0 +1,244 @@
+"""A run: what the training loop holds on to. It takes measurements and scalars and never gets in the way."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Protocol, TextIO
+
+import torch
+
+from collage_agent.guard import Guard
+from collage_agent.identity import Identity
+from collage_agent.measurement import Measurement
+from collage_agent.settings import Settings
+from collage_agent.transport import Transport
+from collage_agent.transport.outlet import Outlet
+from collage_agent.transport.reports import Item, Logged, Measured, Started
+from collage_monitor.errors import CollageError
+from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL
+from collage_monitor.wire import LIMITS
+
+__all__ = ["Run", "Watched"]
+
+_LOG = logging.getLogger("collage_agent")
+
+
+class Watched(Protocol):
+    """What a run needs of a watch: the last completed step."""
+
+    @property
+    def step(self) -> int | None:
+        """Number of the last completed optimizer step; None before the first."""
+
+
+class Run:
+    """One run of this process; made by `collage_agent.init`. A Reporter for a single watch.
+
+    No call blocks, synchronises a device or raises, but for `finish`, which blocks until its deadline.
+    """
+
+    def __init__(self, settings: Settings, identity: Identity, transport: Transport | None = None) -> None:
+        self.settings = settings
+        self._identity = identity
+        self._given_transport = transport
+        self._guard = Guard()
+        self._handles: list[Watched] = []
+        self._first_step: int | None = None
+        self._counted_step = 0
+        self._log_cpu_seconds = 0.0
+        self._finished = False
+        self._speaks_for_the_run = identity.is_first_rank
+        self._outlet: Outlet | None = None
+        if settings.mode != "disabled":
+            # Ranks register the run in any order, so only a single process can ask for a new one.
+            resume = "allow" if settings.resume == "never" and identity.world_size > 1 else settings.resume
+            self._outlet = Outlet(settings, identity, transport, resume=resume, on_away=self._say_away)
+            self._outlet.begin()
+        if settings.mode == "offline" and self._speaks_for_the_run:
+            _say(f"offline: reports are kept in {self._spool_folder}. {_HOW_TO_VIEW}")
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, shared by all ranks."""
+        return self._identity.run_id
+
+    @property
+    def project(self) -> str:
+        """The project that the run belongs to."""
+        return self.settings.project
+
+    @property
+    def name(self) -> str:
+        """The run's label; its id when none was given."""
+        return self.settings.name or self.run_id
+
+    @property
+    def address(self) -> str:
+        """Where the run can be looked at: the dashboard of this machine, else the server's API."""
+        if self.settings.address == DEFAULT_SERVER_URL:
+            return f"{DEFAULT_DASHBOARD_URL}/run/{self.run_id}"
+        return f"{self.settings.address}/api/v1/runs/{self.run_id}"
+
+    @property
+    def reports_sent(self) -> int:
+        """Reports of this process that the server has acknowledged."""
+        return self._outlet.reports_sent if self._outlet else 0
+
+    @property
+    def reports_spooled(self) -> int:
+        """Reports of this process that wait on disk for the server."""
+        return self._outlet.reports_spooled if self._outlet else 0
+
+    @property
+    def reports_dropped(self) -> dict[str, int]:
+        """Reports of this process that were given up, by reason."""
+        return self._outlet.reports_dropped if self._outlet else {}
+
+    def worker_cpu_seconds(self) -> float:
+        """CPU spent on delivering so far: the worker thread's, and that of `log` on the training thread."""
+        return self._log_cpu_seconds + (self._outlet.cpu_seconds if self._outlet else 0.0)
+
+    def attach(self, handle: Watched) -> int:
+        """Take the step of `log` from this watch, too. Returns its number, free again once it is removed."""
+        for index, known in enumerate(self._handles):
+            if getattr(known, "removed", False):
+                self._handles[index] = handle
+                return index
+        self._handles.append(handle)
+        return len(self._handles) - 1
+
+    def started(self, first_step: int) -> None:
+        """The watched optimizer is about to take its first step."""
+        if self._first_step is None:
+            self._first_step = first_step
+            self._put(Started(first_step))
+
+    def measured(self, measurement: Measurement, watch_index: int = 0) -> None:
+        """Leave a measurement for the worker."""
+        self._put(Measured(measurement, watch_index))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Record scalars at a step; see `collage_agent.log`."""
+        if self._outlet is None or self._finished:
+            return
+        began = time.thread_time()
+        try:
+            self._log(values, step)
+        except Exception as error:
+            self._guard.caught("log", error)
+        finally:
+            self._log_cpu_seconds += time.thread_time() - began
+
+    def finish(self, state: Literal["finished", "failed"] = "finished", *, seconds: float | None = None) -> None:
+        """Flush within a deadline, mark the run, print the verdict and the run's address; once."""
+        if self._finished:
+            return
+        self._finished = True
+        settled = True
+        try:
+            if self._outlet is not None:
+                settled = self._outlet.finish(state if self._speaks_for_the_run else None, seconds)
+            if self._speaks_for_the_run:
+                self._say_goodbye(settled)
+        except Exception as error:
+            self._guard.caught("finish", error)
+
+    def begin_in_child_process(self) -> None:
+        """After a fork: a stream of its own, made when the child reports something; the parent keeps the run."""
+        outlet, self._outlet = self._outlet, None
+        self._speaks_for_the_run = False
+        if outlet is None or self._finished:
+            return
+        outlet.forget()
+        self._identity = self._identity.in_child_process()
+        self._outlet = Outlet(
+            self.settings, self._identity, self._given_transport, resume="allow", on_away=self._say_away
+        )
+        if self._first_step is not None:
+            self._outlet.prepare(Started(self._first_step))
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self.finish("finished" if clean else "failed")
+
+    def __repr__(self) -> str:
+        return f"<Run {self.run_id} of project {self.project!r}, {self.settings.mode}>"
+
+    def _put(self, item: Item) -> None:
+        if self._outlet is not None and not self._finished:
+            self._outlet.put(item)
+
+    def _log(self, values: Mapping[str, Any], step: int | None) -> None:
+        if isinstance(step, torch.Tensor):
+            # Reading a number from a tensor would wait for the device.
+            raise TypeError("step: pass a number, not a tensor")
+        counted = step is None and not self._handles
+        if step is not None:
+            place: int | None = operator.index(step)
+            if place is not None and place < 0:
+                raise ValueError(f"step={step}: steps are counted from 0")
+        elif counted:
+            place = self._counted_step + 1
+        else:
+            place = max((step for handle in self._handles if (step := handle.step) is not None), default=None)
+        self._counted_step = max(self._counted_step, place or 0)
+        now = time.time()
+        kept = ((str(name), _kept(value)) for name, value in values.items())
+        while part := dict(itertools.islice(kept, LIMITS["scalars_per_report"])):
+            self._put(Logged(place, now, part, counted))
+
+    @property
+    def _spool_folder(self) -> str:
+        return str(self.settings.folder / "spool" / self.run_id)
+
+    def _say_away(self, error: CollageError) -> None:
+        if self._speaks_for_the_run:
+            _say(f"{error}. Reports are kept in {self._spool_folder} until it takes them. {_HOW_TO_VIEW}")
+        else:
+            _LOG.warning("%s; reports are kept in %s", error, self._spool_folder)
+
+    def _say_goodbye(self, settled: bool) -> None:
+        for handle in self._handles:
+            _say(f"\n{handle}", sys.stdout)
+        if self._outlet is None:
+            return
+        waiting = self._outlet.reports_spooled
+        if waiting:
+            _say(f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_HOW_TO_VIEW}", sys.stdout)
+        else:
+            _say(f"run {self.name}: {self.address}", sys.stdout)
+        if not settled:
+            _say("the deadline passed before every report was sent or kept; the rest is lost")
+        if dropped := self._outlet.reports_dropped:
+            _say("reports given up: " + ", ".join(f"{count} ({reason})" for reason, count in dropped.items()))
+
+
+_HOW_TO_VIEW = "`collage-monitor up` starts a server; the next run in online mode sends what is left there."
+
+
+def _kept(value: Any) -> Any:
+    """A value that nobody can change any more. A tensor is cloned on its device, which does not wait for it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
+    return value
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    """One notice for the person at the terminal; a closed terminal is no reason to fail."""
+    target = stream or sys.stderr
+    try:
+        target.write(f"collage: {text}\n")
+        target.flush()
+    except (OSError, ValueError, AttributeError):
+        _LOG.info("%s", text)

@@ -1,0 +1,228 @@
+"""Send now, or keep on disk until the server answers: order, acknowledgement and the meaning of refusals."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from collage_agent.settings import DeliveryLimits
+from collage_agent.transport.envelope import Envelope, Transport
+from collage_agent.transport.spool import SpoolFile
+from collage_monitor.errors import (
+    CollageError,
+    NotAuthorised,
+    NotFound,
+    ServerRefusal,
+    ServerUnreachable,
+    Unavailable,
+)
+from collage_monitor.wire import BatchAnswer, ReportBatch, RunCreate
+
+__all__ = ["Delivery"]
+
+_LOG = logging.getLogger("collage_agent")
+_LATER: Final = (ServerUnreachable, Unavailable, NotAuthorised)
+_REGISTRATIONS: Final = ("run", "attempt", "stream")
+_LONGEST_RETRY_AFTER_SECONDS: Final = 300.0
+
+
+class Delivery:
+    """Takes envelopes in order and never raises.
+
+    While anything waits in the spool, newer envelopes queue up behind it, so the server sees one order. A report
+    leaves this object's care only when the server has answered for it, or when it is counted in `dropped`.
+    Without a transport everything stays in the spool.
+    """
+
+    def __init__(
+        self,
+        transport: Transport | None,
+        spool: SpoolFile,
+        limits: DeliveryLimits,
+        *,
+        wait: Callable[[float], bool] = lambda seconds: True,
+        on_away: Callable[[CollageError], None] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spool = spool
+        self.sent = 0
+        self.dropped: Counter[str] = Counter()
+        self.stopped: str | None = None
+        """Why nothing is sent any more, as a reason of `dropped`."""
+        self.last_error: CollageError | None = None
+        """Why the server did not take the last message for now; None when it did."""
+        self._transport = transport
+        self._limits = limits
+        self._wait = wait
+        self._on_away = on_away
+        self._clock = clock
+        self._next_try = 0.0
+        self._pause_seconds = limits.first_pause_seconds
+        self._registrations: dict[str, Envelope] = {}
+        self._named: set[str] = set()
+
+    def send(self, envelope: Envelope) -> None:
+        """Deliver an envelope, or keep it behind those that wait."""
+        if self._discard(envelope):
+            return
+        if envelope.kind in _REGISTRATIONS:
+            self._registrations[envelope.kind] = envelope
+        must_wait = self._transport is None or not self.spool.is_empty or self.is_waiting
+        if must_wait or not self._deliver(envelope):
+            self._keep(envelope)
+
+    def drain(self, envelopes: int, *, now: bool = False) -> bool:
+        """Send up to `envelopes` of the spool, unless a pause is on (`now` ends it); True if some went."""
+        if self._transport is None or (self.is_waiting and not now):
+            return False
+        some = False
+        for _ in range(envelopes):
+            envelope = self.spool.peek()
+            if envelope is None or not (self._discard(envelope) or self._deliver(envelope)):
+                break
+            self.spool.advance(envelope)
+            some = True
+        return some
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the server is taken to be away, so that nothing is sent before the pause is over."""
+        return self.pause_seconds > 0.0
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long nothing will be sent, 0 outside a pause."""
+        return max(0.0, self._next_try - self._clock())
+
+    def _deliver(self, envelope: Envelope) -> bool:
+        """True when the matter is settled: acknowledged, or refused for good and counted."""
+        assert self._transport is not None
+        try:
+            answer = self._transport.send(envelope, self._wait)
+        except _LATER as error:
+            self._pause(error)
+            return False
+        except ServerRefusal as error:
+            self._refused(envelope, error)
+        except Exception as error:
+            # A transport that breaks in its own way must not take the worker with it.
+            _LOG.exception("the transport failed")
+            self._pause(ServerUnreachable(f"{type(error).__name__}: {error}"))
+            return False
+        else:
+            self._count(answer)
+        self._resume()
+        return True
+
+    def _refused(self, envelope: Envelope, error: ServerRefusal) -> None:
+        body = envelope.body
+        if isinstance(error, NotFound) and error.status == 410:
+            self._stop(envelope, "run_deleted", f"run {envelope.run_id} was deleted on the server: sending stops")
+        elif envelope.kind == "run":
+            self._stop(envelope, "run_refused", f"the server refuses run {envelope.run_id}: {_in_words(error)}")
+        elif error.status == 413 and isinstance(body, ReportBatch) and len(body.reports) > 1:
+            self._deliver_halves(envelope, body)
+        elif error.status == 404 and envelope.kind == "reports" and self._register_again():
+            self._deliver_once_more(envelope)
+        else:
+            self._drop(envelope, f"refused_{error.status}", f"the server refuses a message: {_in_words(error)}")
+
+    def _deliver_halves(self, envelope: Envelope, body: ReportBatch) -> None:
+        middle = len(body.reports) // 2
+        for part in (body.reports[:middle], body.reports[middle:]):
+            half = msgspec.structs.replace(body, reports=part)
+            half_envelope = Envelope(envelope.project, envelope.run_id, envelope.stream_id, half)
+            if not self._deliver(half_envelope):
+                self._keep(half_envelope)
+
+    def _register_again(self) -> bool:
+        """Introduce run, attempt and stream to a server that has lost them; False when it does not take them."""
+        if self._transport is None or not self._registrations:
+            return False
+        try:
+            for known in self._registrations.values():
+                self._transport.send(_allowing_resume(known), self._wait)
+        except CollageError:
+            return False
+        return True
+
+    def _deliver_once_more(self, envelope: Envelope) -> None:
+        assert self._transport is not None
+        try:
+            self._count(self._transport.send(envelope, self._wait))
+        except CollageError as error:
+            self._drop(envelope, "refused_404", f"the server refuses a message: {_in_words(error)}")
+
+    def _count(self, answer: BatchAnswer) -> None:
+        self.sent += answer.accepted + answer.duplicates
+        if answer.rejected:
+            self.dropped["rejected"] += len(answer.rejected)
+            self._say("rejected", f"the server rejects a report: {answer.rejected[0].message}")
+
+    def _keep(self, envelope: Envelope) -> None:
+        try:
+            begins = self.spool.is_empty
+            if begins:
+                # Each file can be understood alone, whatever the server knew when it was written.
+                for known in self._registrations.values():
+                    self.spool.append(_allowing_resume(known))
+            if not (begins and envelope.kind in self._registrations):
+                self.spool.append(envelope)
+        except OSError as error:
+            self._drop(envelope, "spool_full", f"reports cannot be kept in {self.spool.path}: {error}")
+
+    def _pause(self, error: CollageError) -> None:
+        if self.last_error is None:
+            self._on_away(error)
+        self.last_error = error
+        asked = error.retry_after_seconds if isinstance(error, ServerRefusal) else None
+        if isinstance(error, NotAuthorised):
+            # Another token will not appear within seconds.
+            self._pause_seconds = self._limits.longest_pause_seconds
+        pause = max(self._pause_seconds * random.uniform(0.5, 1.0), min(asked or 0.0, _LONGEST_RETRY_AFTER_SECONDS))
+        self._next_try = self._clock() + pause
+        self._pause_seconds = min(2 * self._pause_seconds, self._limits.longest_pause_seconds)
+
+    def _resume(self) -> None:
+        self.last_error = None
+        self._next_try = 0.0
+        self._pause_seconds = self._limits.first_pause_seconds
+
+    def _discard(self, envelope: Envelope) -> bool:
+        """Count an envelope as dropped when sending has stopped for good."""
+        if self.stopped:
+            self._drop(envelope, self.stopped)
+        return self.stopped is not None
+
+    def _stop(self, envelope: Envelope, reason: str, text: str) -> None:
+        self.stopped = reason
+        self._drop(envelope, reason, text)
+
+    def _drop(self, envelope: Envelope, reason: str, text: str = "") -> None:
+        if envelope.report_count:
+            self.dropped[reason] += envelope.report_count
+        if text:
+            self._say(reason, text)
+
+    def _say(self, reason: str, text: str) -> None:
+        if reason not in self._named:
+            self._named.add(reason)
+            _LOG.warning("%s (said once; see run.reports_dropped)", text)
+
+
+def _in_words(error: CollageError) -> str:
+    return f"{error.status} {error.code}, {error}" if isinstance(error, ServerRefusal) else str(error)
+
+
+def _allowing_resume(envelope: Envelope) -> Envelope:
+    """A registration that may be repeated: the question whether the run may exist was for the first time only."""
+    if not isinstance(envelope.body, RunCreate) or envelope.body.resume == "allow":
+        return envelope
+    body = msgspec.structs.replace(envelope.body, resume="allow")
+    return Envelope(envelope.project, envelope.run_id, envelope.stream_id, body)

@@ -1,0 +1,110 @@
+"""What the delivering side sends, and the one seam through which it leaves: Envelope and Transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, cast
+
+import msgspec
+
+from collage_monitor.errors import WireError
+from collage_monitor.wire import (
+    AttemptCreate,
+    BatchAnswer,
+    ReportBatch,
+    RunCreate,
+    RunUpdate,
+    StreamCreate,
+    decode_batch,
+    decode_message,
+    encode_batch,
+    encode_message,
+)
+
+__all__ = ["Body", "Envelope", "Kind", "Transport"]
+
+Body = RunCreate | AttemptCreate | StreamCreate | ReportBatch | RunUpdate
+Kind = Literal["run", "attempt", "stream", "reports", "update"]
+
+_KINDS: Final[dict[type, Kind]] = {
+    RunCreate: "run",
+    AttemptCreate: "attempt",
+    StreamCreate: "stream",
+    ReportBatch: "reports",
+    RunUpdate: "update",
+}
+_MESSAGES: Final = {kind: message for message, kind in _KINDS.items()}
+
+
+class _Record(msgspec.Struct, frozen=True):
+    kind: Kind
+    project: str
+    run_id: str
+    stream_id: str
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A message and where it belongs. `stream_id` names the sending stream, also for messages about the run."""
+
+    project: str
+    run_id: str
+    stream_id: str
+    body: Body
+
+    @property
+    def kind(self) -> Kind:
+        """Which of the five messages this is."""
+        return _KINDS[type(self.body)]
+
+    @property
+    def report_count(self) -> int:
+        """How many reports are inside."""
+        return len(self.body.reports) if isinstance(self.body, ReportBatch) else 0
+
+    def encoded_body(self) -> bytes:
+        """The message as it goes over the wire, msgpack."""
+        return encode_batch(self.body) if isinstance(self.body, ReportBatch) else encode_message(self.body)
+
+    def to_bytes(self) -> bytes:
+        """The whole envelope, for the spool."""
+        return msgspec.msgpack.encode(
+            _Record(self.kind, self.project, self.run_id, self.stream_id, self.encoded_body())
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Envelope:
+        """The envelope behind `to_bytes`.
+
+        Raises:
+            WireError: not an envelope, or its message cannot be decoded.
+        """
+        try:
+            record = msgspec.msgpack.decode(data, type=_Record)
+        except msgspec.MsgspecError as error:
+            raise WireError(f"not a spooled message: {error}") from error
+        if record.kind == "reports":
+            body: Body = decode_batch(record.body)
+        else:
+            body = cast(Body, decode_message(record.body, _MESSAGES[record.kind]))
+        return cls(record.project, record.run_id, record.stream_id, body)
+
+
+class Transport(Protocol):
+    """The way out of the process. Used by one worker thread at a time, so every call may block."""
+
+    def send(self, envelope: Envelope, wait: Callable[[float], bool]) -> BatchAnswer:
+        """Deliver one message and return the server's answer (an empty one for anything but reports).
+
+        The message is acknowledged when this returns, and only then. Waiting between tries goes through `wait`,
+        which returns True when the run is ending and no more waiting is wanted.
+
+        Raises:
+            ServerUnreachable, Unavailable: the same message may be taken later.
+            NotAuthorised, NotFound, ServerRefusal: the server's final word on this message.
+        """
+
+    def close(self) -> None:
+        """Let go of sockets and other resources; a later send opens them again."""

@@ -1,0 +1,277 @@
+"""Delivery over real HTTP to a server that answers, refuses, stalls, lies or is not there."""
+
+import socket
+
+import pytest
+
+from tests.agent_delivery.doubles import ServerDouble, eventually, make_run, measurement
+
+
+def spools(folder):
+    return sorted(folder.glob("spool/*/*.spool"))
+
+
+def log_steps(run, first, last):
+    for step in range(first, last + 1):
+        run.log({"loss": 1.0 / step}, step=step)
+
+
+def test_messages_take_their_routes_with_the_token(tmp_path, server):
+    run = make_run(tmp_path, server_url=server.url, token="secret-token", project="my project")
+    run.measured(measurement(1))
+    run.finish()
+    methods_and_paths = [(method, path) for method, path, _, _ in server.requests]
+    stream = methods_and_paths[4][1].split("/")[4]
+    assert methods_and_paths == [
+        ("POST", "/api/v1/projects/my%20project/runs"),
+        ("POST", f"/api/v1/runs/{run.run_id}/attempts"),
+        ("POST", f"/api/v1/runs/{run.run_id}/streams"),
+        ("POST", f"/api/v1/runs/{run.run_id}/streams"),
+        ("POST", f"/api/v1/streams/{stream}/reports"),
+        ("PATCH", f"/api/v1/runs/{run.run_id}"),
+    ]
+    headers = [{name.lower(): value for name, value in headers.items()} for _, _, headers, _ in server.requests]
+    assert {entry["authorization"] for entry in headers} == {"Bearer secret-token"}
+    assert {entry["content-type"] for entry in headers} == {"application/msgpack"}
+    assert run.reports_sent == 1
+    assert spools(tmp_path) == []
+
+
+def test_the_local_token_goes_to_a_local_server_only(tmp_path, server):
+    (tmp_path / "token").write_text("from-the-folder\n")
+    make_run(tmp_path, server_url=server.url).finish()
+    assert server.requests[0][2]["authorization"] == "Bearer from-the-folder"
+    remote = make_run(tmp_path, server_url="http://collage.invalid:7420", mode="disabled")
+    assert remote.settings.token is None
+
+
+def test_the_token_shows_nowhere(tmp_path, server, caplog, capsys):
+    server.always = 401
+    run = make_run(tmp_path, server_url=server.url, token="secret-token")
+    log_steps(run, 1, 3)
+    run.finish()
+    texts = [repr(run), repr(run.settings), caplog.text, *capsys.readouterr()]
+    assert not any("secret-token" in text for text in texts)
+    assert not any(b"secret-token" in path.read_bytes() for path in spools(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "trouble", [500, 503, (429, (("Retry-After", "0.02"),)), "garbage", "hang", "cut", 302, 408]
+)
+def test_passing_trouble_loses_and_doubles_nothing(tmp_path, server, trouble):
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    run.log({"loss": 1.0}, step=1)
+    eventually(lambda: len(server.steps()) == 1)
+    server.script = [trouble, None, trouble]
+    log_steps(run, 2, 4)
+    eventually(lambda: len(server.steps()) == 4)
+    log_steps(run, 5, 6)
+    run.finish()
+    assert sorted(server.steps()) == [1, 2, 3, 4, 5, 6]
+    assert (run.reports_sent, run.reports_dropped, run.reports_spooled) == (6, {}, 0)
+    assert spools(tmp_path) == []
+
+
+def test_retry_after_is_respected(tmp_path, server):
+    server.script = [(503, (("Retry-After", "1.2"),))]
+    run = make_run(tmp_path, server_url=server.url)
+    eventually(lambda: len(server.requests) == 1)
+    with pytest.raises(AssertionError, match="in time"):
+        eventually(lambda: len(server.requests) > 1, seconds=0.6)
+    eventually(lambda: len(server.requests) > 1)
+    run.finish()
+
+
+@pytest.mark.parametrize("status", [400, 409, 413, 422])
+def test_a_refused_report_is_dropped_and_counted(tmp_path, server, status, caplog):
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    run.log({"loss": 1.0}, step=1)
+    eventually(lambda: run.reports_sent == 1)
+    server.script = [status]
+    run.log({"loss": 1.0}, step=2)
+    eventually(lambda: run.reports_dropped == {f"refused_{status}": 1})
+    run.log({"loss": 1.0}, step=3)
+    run.finish()
+    assert sorted(set(server.steps())) == [1, 3]
+    assert caplog.text.count("as the script says") == 1
+
+
+def test_a_batch_that_is_too_large_goes_in_halves(tmp_path, server):
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    eventually(lambda: len(server.requests) == 3)
+    server.script = [413, 413]
+    log_steps(run, 1, 8)
+    run.finish()
+    assert sorted(server.steps()) == list(range(1, 9))
+    assert run.reports_dropped == {}
+
+
+def test_a_server_that_lost_the_stream_is_told_again(tmp_path, server):
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    run.log({"loss": 1.0}, step=1)
+    eventually(lambda: run.reports_sent == 1)
+    asked = len(server.requests)
+    server.script = [404]
+    run.log({"loss": 1.0}, step=2)
+    eventually(lambda: run.reports_sent == 2)
+    run.finish()
+    assert [path.rsplit("/", 1)[1] for path in server.paths[asked : asked + 5]] == [
+        "reports",
+        "runs",
+        "attempts",
+        "streams",
+        "reports",
+    ]
+
+
+def test_a_deleted_run_stops_sending(tmp_path, server, caplog):
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    run.log({"loss": 1.0}, step=1)
+    eventually(lambda: run.reports_sent == 1)
+    server.script = [410]
+    run.log({"loss": 1.0}, step=2)
+    eventually(lambda: run.reports_dropped == {"run_deleted": 1})
+    asked = len(server.requests)
+    run.log({"loss": 1.0}, step=3)
+    run.finish()
+    assert len(server.requests) == asked
+    assert run.reports_dropped["run_deleted"] >= 2
+    assert "was deleted" in caplog.text
+    assert spools(tmp_path) == []
+
+
+def test_a_refused_run_stops_sending(tmp_path, server, caplog):
+    server.script = [409]
+    run = make_run(tmp_path, server_url=server.url, run_id="taken", resume="never")
+    log_steps(run, 1, 2)
+    run.finish()
+    assert len(server.requests) == 1
+    assert run.reports_dropped == {"run_refused": 2}
+    assert "refuses run taken" in caplog.text
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_without_a_valid_token_reports_wait_on_disk(tmp_path, server, status, capsys):
+    server.always = status
+    run = make_run(tmp_path, server_url=server.url)
+    log_steps(run, 1, 3)
+    run.finish()
+    assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 3, {})
+    assert "as the script says" in capsys.readouterr().err
+    server.always = None
+    later = make_run(tmp_path, server_url=server.url, token="right")
+    later.finish()
+    assert sorted(server.steps()) == [1, 2, 3]
+
+
+def test_rejected_reports_are_counted_and_their_neighbours_kept(tmp_path, server, monkeypatch, caplog):
+    def reject_odd(path, body):
+        answer = plain(path, body)
+        if not answer or not answer["accepted"]:
+            return answer
+        entry = {"index": 0, "seq": 0, "code": "bad_value", "message": "the first one is bad"}
+        return answer | {"accepted": answer["accepted"] - 1, "rejected": [entry]}
+
+    plain = server.store
+    monkeypatch.setattr(server, "store", reject_odd)
+    run = make_run(tmp_path, server_url=server.url)
+    log_steps(run, 1, 3)
+    run.finish()
+    total = run.reports_sent + run.reports_dropped["rejected"]
+    assert total == len(server.steps())
+    assert "the first one is bad" in caplog.text
+
+
+def test_an_absent_server_costs_nothing_and_the_next_run_delivers_once(tmp_path, server, capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        absent = f"http://127.0.0.1:{free.getsockname()[1]}"
+    run = make_run(tmp_path, server_url=absent, name="first")
+    run.measured(measurement(1))
+    log_steps(run, 2, 20)
+    run.finish()
+    printed = capsys.readouterr()
+    assert "collage-monitor up" in printed.err
+    assert f"20 reports of run first wait in {tmp_path}/spool/{run.run_id}" in printed.out
+    assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 20, {})
+    later = make_run(tmp_path, server_url=server.url)
+    later.finish()
+    assert sorted(server.steps()) == list(range(1, 21))
+    first = [path for path in server.paths if run.run_id in path or path.endswith(("/runs", "/reports"))]
+    assert [path.rsplit("/", 1)[1] for path in first][1:] == [
+        "runs",
+        "attempts",
+        "streams",
+        "streams",
+        *["reports"] * (len(first) - 6),
+        run.run_id,
+    ]
+    assert spools(tmp_path) == []
+    assert later.reports_sent == 0
+
+
+def test_a_server_that_comes_back_gets_everything_once_and_in_order(tmp_path):
+    server = ServerDouble()
+    port = server.http.server_port
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    log_steps(run, 1, 5)
+    eventually(lambda: run.reports_sent == 5)
+    server.close()
+    log_steps(run, 6, 10)
+    eventually(lambda: run.reports_spooled > 0)
+    log_steps(run, 11, 15)
+    back = ServerDouble(port)
+    back.stored = server.stored
+    try:
+        eventually(lambda: run.reports_sent == 15)
+        log_steps(run, 16, 20)
+        run.finish()
+        (reports,) = back.stored.values()
+        assert [report.step for report in reports.values()] == list(range(1, 21))
+        assert list(reports) == list(range(20))
+        assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (20, 0, {})
+    finally:
+        back.close()
+    assert spools(tmp_path) == []
+
+
+def test_finish_keeps_its_deadline_when_the_server_hangs(tmp_path, server):
+    server.always = "hang"
+    run = make_run(tmp_path, server_url=server.url)
+    log_steps(run, 1, 5)
+    run.finish()
+    assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 5, {})
+
+
+def test_nothing_is_sent_to_a_stranger_at_the_default_address(tmp_path, server, monkeypatch, capsys):
+    monkeypatch.setattr("collage_agent.settings.DEFAULT_SERVER_URL", server.url)
+    monkeypatch.setattr(server, "always", 404)
+    original = server.http.RequestHandlerClass.do_GET
+    monkeypatch.setattr(server.http.RequestHandlerClass, "do_GET", lambda self: self.reply(200, b"hello"))
+    run = make_run(tmp_path)
+    log_steps(run, 1, 2)
+    run.finish()
+    assert server.requests == []
+    assert run.reports_spooled == 2
+    assert "no server answers" in capsys.readouterr().err
+    monkeypatch.setattr(server.http.RequestHandlerClass, "do_GET", original)
+    monkeypatch.setattr(server, "always", None)
+    make_run(tmp_path).finish()
+    assert sorted(server.steps()) == [1, 2]
+
+
+def test_offline_mode_keeps_everything_for_the_next_run(tmp_path, server, capsys):
+    run = make_run(tmp_path, server_url=server.url, mode="offline")
+    log_steps(run, 1, 4)
+    run.finish()
+    assert server.requests == []
+    assert run.reports_spooled == 4
+    assert "offline: reports are kept in" in capsys.readouterr().err
+    make_run(tmp_path, server_url=server.url).finish()
+    assert sorted(server.steps()) == [1, 2, 3, 4]

@@ -1,0 +1,332 @@
+"""A run into memory: what is sent, in which order, and what a report holds."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from collage_agent.transport import MemoryTransport
+
+from collage_monitor.wire import (
+    AttemptCreate,
+    ReportBatch,
+    RunCreate,
+    RunUpdate,
+    StreamCreate,
+    block_from_bytes,
+)
+from tests.agent_delivery.doubles import QUICK, eventually, layout, make_run, measurement
+
+
+class Handle:
+    def __init__(self, step=None):
+        self.step = step
+
+    def __str__(self):
+        return "the verdict"
+
+
+def kinds(transport):
+    return [type(message) for message in transport.messages]
+
+
+def reports_of(transport):
+    return transport.reports
+
+
+def messages_of(transport):
+    return transport.messages
+
+
+def block(report):
+    return block_from_bytes(report.statistics, (report.statistic_count, report.layer_count))
+
+
+def test_registrations_precede_reports_and_the_end_is_marked(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport, project="p", name="n", tags=("t",), config={"lr": 0.1}, seed=3)
+    run.started(5)
+    run.measured(measurement(5))
+    run.finish()
+    assert kinds(transport) == [RunCreate, AttemptCreate, StreamCreate, StreamCreate, ReportBatch, RunUpdate]
+    created, attempt, _, stream, _, update = messages_of(transport)
+    assert (created.run_id, created.name, created.tags, created.config, created.seed) == (
+        run.run_id,
+        "n",
+        ["t"],
+        {"lr": 0.1},
+        3,
+    )
+    assert {envelope.project for envelope in transport.envelopes} == {"p"}
+    assert attempt.first_step == 5
+    assert [layer.name for layer in stream.layers] == ["a", "b"]
+    assert stream.statistics == ["elements", "sampled", "intended_squared_sum"]
+    assert stream.watch.optimizer == "SGD"
+    assert update.state == "finished"
+    assert run.reports_sent == 1
+    assert run.reports_dropped == {}
+
+
+def test_a_report_holds_block_and_model(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    totals = np.array([[1.0, 2.0], [3.0, math.nan], [math.nan, math.nan]])
+    run.measured(measurement(7, totals=totals))
+    run.finish()
+    (report,) = reports_of(transport)
+    assert (report.seq, report.step, report.time) == (0, 7, 1007.0)
+    assert report.scalars == {"agent_cpu_seconds": 0.5}
+    np.testing.assert_array_equal(block(report), totals)
+    np.testing.assert_array_equal(block_from_bytes(report.model, (3,)), [3.0, 3.0, math.nan])
+
+
+def test_scalars_of_a_measured_step_share_its_report(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    handle = Handle()
+    run.attach(handle)
+    run.started(1)
+    for step in (1, 2):
+        run.measured(measurement(step))
+        handle.step = step
+        run.log({"loss": 1.0 / step})
+    run.finish()
+    assert [(report.seq, report.step) for report in transport.reports] == [(0, 1), (1, 2)]
+    assert [report.scalars["loss"] for report in transport.reports] == [1.0, 0.5]
+    assert all(report.statistics is not None for report in transport.reports)
+
+
+def test_tensors_are_kept_as_they_were_when_logged(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    loss = torch.tensor(2.0, requires_grad=True)
+    run.log({"loss": loss, "half": torch.tensor([0.5], dtype=torch.bfloat16)}, step=3)
+    with torch.no_grad():
+        loss.fill_(9.0)
+    run.finish()
+    assert [(report.step, report.scalars) for report in transport.reports] == [(3, {"loss": 2.0, "half": 0.5})]
+
+
+def test_log_reads_no_tensor_on_the_calling_thread(tmp_path, monkeypatch):
+    readers = set()
+    plain_item = torch.Tensor.item
+
+    def watched_item(tensor):
+        readers.add(threading.current_thread().name)
+        return plain_item(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "item", watched_item)
+    run = make_run(tmp_path, MemoryTransport())
+    run.log({"loss": torch.tensor(1.0)}, step=1)
+    run.finish()
+    assert readers == {"collage-agent"}
+
+
+def test_what_is_no_number_is_left_out(tmp_path, caplog):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    run.log({"loss": 1.0, "note": "text", "many": torch.zeros(3), "huge": 10**400, "nan": math.nan}, step=1)
+    run.finish()
+    (report,) = transport.reports
+    assert report.scalars.keys() == {"loss", "nan"}
+    assert math.isnan(report.scalars["nan"])
+    assert {record.args[0] for record in caplog.records} == {"note", "many", "huge"}
+
+
+def test_steps_are_counted_without_a_watch(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    for loss in (3.0, 2.0, 1.0):
+        run.log({"loss": loss})
+    eventually(lambda: len(transport.reports) == 3)
+    run.finish()
+    assert [report.step for report in transport.reports] == [1, 2, 3]
+    assert next(m for m in transport.messages if isinstance(m, AttemptCreate)).first_step == 1
+
+
+def test_what_is_logged_before_the_first_step_stands_just_before_it(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    run.log({"validation_loss": 4.0})
+    handle = Handle()
+    run.attach(handle)
+    run.log({"validation_loss": 5.0})
+    run.started(101)
+    handle.step = 101
+    run.log({"loss": 3.0})
+    run.finish()
+    attempts = [message for message in transport.messages if isinstance(message, AttemptCreate)]
+    assert [attempt.first_step for attempt in attempts] == [101]
+    merged = {report.step: report.scalars for report in transport.reports}
+    assert merged == {100: {"validation_loss": 5.0}, 101: {"loss": 3.0}}
+
+
+def test_a_growing_layout_extends_the_stream(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    run.measured(measurement(1, layout(("a",), STATISTICS_BEFORE)))
+    eventually(lambda: len(transport.reports) == 1)
+    run.measured(measurement(2, layout(("a", "b"), (*STATISTICS_BEFORE, "lost"))))
+    run.finish()
+    streams = [message for message in transport.messages if isinstance(message, StreamCreate)]
+    assert [layer.name for layer in streams[-1].layers] == ["a", "b"]
+    assert streams[-1].statistics == [*STATISTICS_BEFORE, "lost"]
+    assert [(report.statistic_count, report.layer_count) for report in transport.reports] == [(1, 1), (2, 2)]
+
+
+STATISTICS_BEFORE = ("elements",)
+
+
+def test_two_watches_fill_their_own_columns_even_under_one_name(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    run.measured(measurement(1, layout(("weight",), ("elements",)), np.array([[4.0]])), 0)
+    run.measured(measurement(1, layout(("weight",), ("elements", "lost")), np.array([[8.0], [2.0]])), 1)
+    run.finish()
+    stream = [message for message in transport.messages if isinstance(message, StreamCreate)][-1]
+    assert [layer.name for layer in stream.layers] == ["weight", "weight (2)"]
+    first, second = reports_of(transport)
+    np.testing.assert_array_equal(block(first), [[4.0]])
+    np.testing.assert_array_equal(block(second), [[math.nan, 8.0], [math.nan, 2.0]])
+    np.testing.assert_array_equal(block_from_bytes(second.model, (2,)), [8.0, 2.0])
+
+
+def test_an_overfull_queue_drops_the_oldest_and_says_so(tmp_path):
+    release = threading.Event()
+
+    class Stuck(MemoryTransport):
+        def send(self, envelope, wait):
+            release.wait(10)
+            return super().send(envelope, wait)
+
+    transport = Stuck()
+    limits = type(QUICK)(**{**QUICK.__dict__, "queue_items": 10})
+    run = make_run(tmp_path, transport, limits=limits)
+    run.started(1)
+    for step in range(1, 51):
+        run.log({"loss": 1.0}, step=step)
+    release.set()
+    run.finish()
+    steps = [report.step for report in transport.reports if "loss" in report.scalars]
+    assert steps == list(range(51 - len(steps), 51))
+    assert run.reports_dropped == {"queue_full": 50 - len(steps)}
+    assert len(steps) >= 10
+    assert transport.reports[-1].scalars["reports_dropped"] == 50 - len(steps)
+
+
+def test_a_hanging_transport_does_not_hold_up_the_training_thread(tmp_path):
+    release = threading.Event()
+    entered = threading.Event()
+
+    class Hanging(MemoryTransport):
+        def send(self, envelope, wait):
+            entered.set()
+            release.wait(30)
+            return super().send(envelope, wait)
+
+    transport = Hanging()
+    run = make_run(tmp_path, transport)
+    run.started(1)
+    assert entered.wait(5)
+    for step in range(1, 101):
+        run.measured(measurement(step))
+        run.log({"loss": torch.tensor(1.0)}, step=step)
+    assert transport.envelopes == []
+    release.set()
+    run.finish()
+    assert len(transport.reports) == 100
+
+
+def test_a_large_batch_is_cut(tmp_path):
+    transport = MemoryTransport()
+    limits = type(QUICK)(**{**QUICK.__dict__, "batch_reports": 8})
+    run = make_run(tmp_path, transport, limits=limits)
+    for step in range(1, 31):
+        run.log({"loss": 1.0}, step=step)
+    run.finish()
+    sizes = [len(message.reports) for message in transport.messages if isinstance(message, ReportBatch)]
+    assert sum(sizes) == 30
+    assert max(sizes) <= 8
+    assert [report.seq for report in transport.reports] == list(range(30))
+
+
+def test_many_scalars_go_into_several_reports(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    run.log({f"s{index}": index for index in range(450)}, step=1)
+    run.finish()
+    assert [len(report.scalars) for report in transport.reports] == [200, 200, 50]
+
+
+def test_leaving_the_context_by_an_error_marks_the_run_failed(tmp_path):
+    transport = MemoryTransport()
+
+    def train():
+        with make_run(tmp_path, transport) as run:
+            run.log({"loss": 1.0}, step=1)
+            raise RuntimeError("diverged")
+
+    with pytest.raises(RuntimeError, match="diverged"):
+        train()
+    assert transport.messages[-1] == RunUpdate(state="failed")
+    assert [report.scalars for report in transport.reports] == [{"loss": 1.0}]
+
+
+def test_finish_prints_verdict_and_address(tmp_path, capsys):
+    run = make_run(tmp_path, MemoryTransport(), name="baseline", server_url="http://example.org:1/")
+    run.attach(Handle(3))
+    run.finish()
+    printed = capsys.readouterr().out
+    assert "the verdict" in printed
+    assert f"run baseline: http://example.org:1/api/v1/runs/{run.run_id}" in printed
+    run.finish()
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_reported_after_the_end(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    run.finish()
+    run.log({"loss": 1.0})
+    run.measured(measurement(1))
+    assert transport.reports == []
+
+
+def test_a_disabled_run_has_no_thread_and_no_file(tmp_path):
+    before = threading.active_count()
+    run = make_run(tmp_path, mode="disabled")
+    run.started(1)
+    run.measured(measurement(1))
+    run.log({"loss": 1.0})
+    assert threading.active_count() == before
+    run.finish()
+    assert list(tmp_path.iterdir()) == []
+    assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 0, {})
+
+
+@pytest.mark.parametrize("step", [-1, torch.tensor(3)])
+def test_a_step_that_makes_no_sense_reaches_the_guard(tmp_path, step):
+    run = make_run(tmp_path, MemoryTransport())
+    with pytest.raises((TypeError, ValueError), match="step"):
+        run.log({"loss": 1.0}, step=step)
+    run.finish()
+
+
+def test_delivering_counts_its_own_time(tmp_path):
+    run = make_run(tmp_path, MemoryTransport())
+    for step in range(200):
+        run.log({"loss": 1.0}, step=step)
+    run.finish()
+    assert run.worker_cpu_seconds() > 0.0
+
+
+def test_a_worker_error_is_counted_and_the_rest_goes_on(tmp_path, caplog):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    run.measured(measurement(1, totals=np.zeros((1, 1))))
+    eventually(lambda: run.reports_dropped == {"worker_error": 1})
+    run.measured(measurement(2))
+    run.finish()
+    assert [report.step for report in transport.reports if report.statistics] == [2]
+    assert "training goes on" in caplog.text

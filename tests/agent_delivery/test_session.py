@@ -1,0 +1,363 @@
+"""The public face with a real training: init, watch, log, finish, and what a process does around them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import collage_agent as collage
+import numpy as np
+import pytest
+import torch
+from collage_agent.session import _SESSION
+from collage_agent.transport import MemoryTransport
+from torch import nn
+
+from collage_monitor.statistics import finish_all
+from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, block_from_bytes, decode_batch
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("COLLAGE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
+    yield
+    if _SESSION.run is not None:
+        _SESSION.run.finish(seconds=1.0)
+    _SESSION.run = None
+    _SESSION.waiting.clear()
+
+
+def small_training():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model, optimizer, steps, log=lambda loss: None):
+    for _ in range(steps):
+        loss = model(torch.randn(32, 8, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log(loss)
+
+
+def run_python(code, **environment):
+    values = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, env=values, timeout=120, check=False)
+
+
+def reports_of(transport):
+    return transport.reports
+
+
+def of_kind(transport, kind):
+    return [message for message in transport.messages if isinstance(message, kind)]
+
+
+def test_a_training_from_init_to_finish(capsys):
+    transport = MemoryTransport()
+    model, optimizer = small_training()
+    run = collage.init("project", "name", transport=transport)
+    handle = collage.watch(model, optimizer, every=2, budget=None)
+    train(model, optimizer, 6, lambda loss: collage.log({"loss": loss}))
+    summary = handle.summary()
+    collage.finish()
+    assert collage.current_run() is None
+    assert of_kind(transport, AttemptCreate)[0].first_step == 1
+    stream = of_kind(transport, StreamCreate)[-1]
+    assert [layer.name for layer in stream.layers] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    measured = [report for report in reports_of(transport) if report.statistics is not None]
+    assert [report.step for report in measured] == [2, 4, 6]
+    logged = {report.step: report.scalars["loss"] for report in transport.reports if "loss" in report.scalars}
+    assert sorted(logged) == [1, 2, 3, 4, 5, 6]
+    totals = block_from_bytes(measured[-1].model, (measured[-1].statistic_count,))
+    finished = finish_all(dict(zip(stream.statistics, totals, strict=True)))
+    assert summary["step"] == 6
+    assert float(finished["edq_ratio"]) == pytest.approx(summary["model"]["edq_ratio"])
+    block = block_from_bytes(measured[-1].statistics, (measured[-1].statistic_count, measured[-1].layer_count))
+    elements = block[stream.statistics.index("elements")]
+    np.testing.assert_array_equal(elements, [128, 16, 64, 4])
+    assert run.reports_sent == len(transport.reports)
+    printed = capsys.readouterr().out
+    assert str(handle) in printed
+    assert run.run_id in printed
+
+
+def test_a_watch_works_without_a_run():
+    model, optimizer = small_training()
+    handle = collage.watch(model, optimizer, every=1, budget=None)
+    train(model, optimizer, 2, lambda loss: collage.log({"loss": loss}))
+    assert handle.summary()["step"] == 2
+    assert collage.current_run() is None
+    collage.finish()
+
+
+def test_a_watch_made_before_the_run_joins_it():
+    transport = MemoryTransport()
+    model, optimizer = small_training()
+    handle = collage.watch(model, optimizer, every=1, budget=None)
+    train(model, optimizer, 2)
+    collage.init(transport=transport)
+    train(model, optimizer, 2, lambda loss: collage.log({"loss": loss}))
+    collage.finish()
+    assert of_kind(transport, AttemptCreate)[0].first_step == 3
+    assert [report.step for report in transport.reports] == [3, 4]
+    assert all("loss" in report.scalars and report.statistics for report in transport.reports)
+    assert handle.step == 4
+
+
+def test_a_watch_stays_with_its_own_run():
+    first, second = MemoryTransport(), MemoryTransport()
+    collage.init(transport=first)
+    old = small_training()
+    collage.watch(*old, every=1, budget=None)
+    train(*old, steps=5)
+    collage.init(transport=second)
+    new = small_training()
+    collage.watch(*new, every=1, budget=None)
+    train(*old, steps=1)
+    train(*new, steps=2, log=lambda loss: collage.log({"loss": loss}))
+    collage.finish()
+    assert [report.step for report in first.reports if report.statistics] == [1, 2, 3, 4, 5]
+    assert first.messages[-1] == RunUpdate(state="finished")
+    assert [report.step for report in second.reports] == [1, 2]
+
+
+def test_the_environment_replaces_defaults(monkeypatch):
+    values = {
+        "PROJECT": "from-outside",
+        "RUN_NAME": "the name",
+        "RUN_ID": "run-7",
+        "RUN_GROUP": "group",
+        "TAGS": "a, b",
+        "EVERY": "3",
+        "SAMPLE": "all",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(f"COLLAGE_{name}", value)
+    transport = MemoryTransport()
+    run = collage.init(transport=transport)
+    handle = collage.watch(*small_training())
+    assert (handle.options.every, handle.options.sample) == (3, "all")
+    collage.finish()
+    created = of_kind(transport, RunCreate)[0]
+    assert (run.project, created.run_id, created.name) == ("from-outside", "run-7", "the name")
+    assert (created.group, created.tags) == ("group", ["a", "b"])
+
+
+def test_arguments_win_over_the_environment(monkeypatch):
+    monkeypatch.setenv("COLLAGE_PROJECT", "outside")
+    monkeypatch.setenv("COLLAGE_EVERY", "3")
+    run = collage.init("inside", mode="disabled")
+    assert run.project == "inside"
+    assert collage.watch(*small_training(), every=7).options.every == 7
+
+
+def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):
+    nonsense = {
+        "MODE": "sideways",
+        "EVERY": "often",
+        "SAMPLE": "3",
+        "BUDGET": "-1",
+        "RUN_ID": "a b",
+        "SERVER_URL": "x",
+    }
+    for name, value in nonsense.items():
+        monkeypatch.setenv(f"COLLAGE_{name}", value)
+    run = collage.init(transport=MemoryTransport())
+    options = collage.watch(*small_training()).options
+    assert run.settings.mode == "online"
+    assert (options.every, options.sample, options.budget) == (10, 4096, 0.01)
+    assert {record.args[0] for record in caplog.records if record.args} >= set(nonsense)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "sideways"}, "mode='sideways': choose one of"),
+        ({"resume": "maybe"}, "resume='maybe'"),
+        ({"run_id": "with space"}, "run_id='with space'"),
+        ({"run_id": "x" * 65}, "run_id="),
+        ({"project": ""}, "project=''"),
+        ({"name": "x" * 513}, "name="),
+        ({"tags": "one"}, "pass a list"),
+        ({"tags": ["t"] * 65}, "65 of them"),
+        ({"notes": 3}, "notes"),
+        ({"seed": "seven"}, "seed='seven'"),
+        ({"config": 3}, "config=3"),
+        ({"config": {"x": "y" * 2**21}}, "config takes"),
+        ({"server_url": "localhost:7420"}, "server_url='localhost:7420'"),
+        ({"token": "two words"}, "token: pass"),
+    ],
+)
+def test_bad_arguments_raise_and_name_the_value(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        collage.init(**arguments)
+    assert collage.current_run() is None
+
+
+def test_configurations_of_all_sorts_are_kept():
+    class Namespace:
+        def __init__(self):
+            self.lr = 0.1
+            self.dtype = torch.bfloat16
+
+    transport = MemoryTransport()
+    with collage.init(config=Namespace(), transport=transport):
+        pass
+    with collage.init(config={"betas": (0.9, 0.99), 3: {"x": float("inf"), "big": 2**70}}, transport=transport):
+        pass
+    first, second = of_kind(transport, RunCreate)
+    assert first.config == {"lr": 0.1, "dtype": "torch.bfloat16"}
+    assert second.config == {"betas": [0.9, 0.99], "3": {"x": "inf", "big": str(2**70)}}
+
+
+def test_training_is_bit_identical_with_everything_on():
+    def trained(watched):
+        model, optimizer = small_training()
+        if watched:
+            collage.init(transport=MemoryTransport())
+            collage.watch(model, optimizer, every=1, oracle=True, budget=None)
+        train(model, optimizer, 20, lambda loss: collage.log({"loss": loss}))
+        if watched:
+            collage.finish()
+        return [parameter.detach().clone() for parameter in model.parameters()], torch.get_rng_state()
+
+    plain, watched = trained(False), trained(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], watched[0], strict=True))
+    assert torch.equal(plain[1], watched[1])
+
+
+def test_importing_starts_nothing():
+    code = """
+        import socket, sys, threading
+        def refuse(*arguments, **options):
+            raise AssertionError("importing opened a socket")
+        socket.socket.connect = refuse
+        before = threading.active_count()
+        import collage_agent, collage_agent.transport
+        assert threading.active_count() == before, threading.enumerate()
+        assert collage_agent.current_run() is None
+    """
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_script_that_forgets_finish_loses_nothing(tmp_path):
+    code = """
+        import collage_agent as collage
+        collage.init(mode="offline", run_id="forgetful")
+        for step in range(1, 101):
+            collage.log({"loss": 1.0}, step=step)
+    """
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    assert "100 reports of run forgetful wait in" in result.stdout
+    transport = replayed(tmp_path)
+    assert [report.step for report in transport.reports] == list(range(1, 101))
+    assert transport.messages[-1] == RunUpdate(state="finished")
+
+
+def test_a_script_that_fails_marks_the_run_failed(tmp_path):
+    code = """
+        import collage_agent as collage
+        collage.init(mode="offline")
+        collage.log({"loss": 1.0})
+        raise RuntimeError("diverged")
+    """
+    assert run_python(code).returncode == 1
+    assert replayed(tmp_path).messages[-1] == RunUpdate(state="failed")
+
+
+def test_a_forked_child_reports_under_a_stream_of_its_own(tmp_path):
+    code = """
+        import os, time
+        import collage_agent as collage
+        run = collage.init(mode="offline", run_id="family")
+        run.started(1)
+        collage.log({"loss": 1.0}, step=1)
+        while not run.reports_spooled:
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            collage.log({"loss": 2.0}, step=2)
+            collage.finish()
+            os._exit(0 if run.reports_spooled == 1 else 3)
+        assert os.waitpid(child, 0)[1] == 0
+        collage.log({"loss": 3.0}, step=3)
+        collage.finish()
+        assert run.reports_spooled == 2
+    """
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    transport = replayed(tmp_path)
+    streams = of_kind(transport, StreamCreate)
+    assert len({stream.stream_id for stream in streams}) == 2
+    assert len({stream.process_id for stream in streams}) == 2
+    assert {attempt.launch_id for attempt in of_kind(transport, AttemptCreate)} == {streams[0].launch_id}
+    assert sorted(report.scalars["loss"] for report in transport.reports) == [1.0, 2.0, 3.0]
+    assert len(of_kind(transport, RunUpdate)) == 1
+
+
+def test_a_forked_child_that_reports_nothing_leaves_nothing(tmp_path):
+    code = """
+        import os, threading
+        import collage_agent as collage
+        collage.init(mode="offline", run_id="family")
+        child = os.fork()
+        if child == 0:
+            os._exit(threading.active_count() - 1)
+        assert os.waitpid(child, 0)[1] == 0
+        collage.log({"loss": 1.0})
+    """
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    assert len(list(tmp_path.glob("spool/*/*.spool"))) == 1
+
+
+def replayed(folder):
+    """What an online run would send of the spools in a folder."""
+    from collage_agent.transport.replay import Replay
+
+    from tests.agent_delivery.doubles import QUICK
+
+    transport = MemoryTransport()
+    replay = Replay(folder, folder / "none", transport, QUICK, lambda seconds: True)
+    while replay.step(100):
+        pass
+    return transport
+
+
+def test_init_and_log_do_not_wait_for_a_server_that_hangs(server):
+    server.always = "hang"
+    collage.init(server_url=server.url)
+    model, optimizer = small_training()
+    collage.watch(model, optimizer, every=1, budget=None)
+    train(model, optimizer, 10, lambda loss: collage.log({"loss": loss}))
+    assert server.requests[1:] == []
+    assert "collage-agent" in {thread.name for thread in threading.enumerate()}
+    server.always = None
+    server.released.set()
+    run = collage.current_run()
+    assert run is not None
+    run.finish(seconds=1.0)
+
+
+def test_reports_travel_over_http(server):
+    collage.init(server_url=server.url)
+    model, optimizer = small_training()
+    collage.watch(model, optimizer, every=1, budget=None)
+    train(model, optimizer, 5, lambda loss: collage.log({"loss": loss}))
+    run = collage.current_run()
+    assert run is not None
+    collage.finish()
+    bodies = [body for _, path, _, body in server.requests if path.endswith("/reports")]
+    reports = [report for body in bodies for report in decode_batch(body).reports]
+    assert sorted({report.step for report in reports}) == [1, 2, 3, 4, 5]
+    assert run.reports_sent == len(reports)
