@@ -72,7 +72,7 @@ def test_split_beyond_the_largest_joins_to_nan():
 
 def test_split_again_keeps_the_value_and_may_change_the_bits():
     hi, lo = numerics.split(from_bits(["42ce802c"], torch.float32), torch.bfloat16)
-    joined = numerics.join(hi, lo, torch.float32)
+    joined = numerics.join(hi, lo, dtype=torch.float32)
     again = numerics.split(joined, torch.bfloat16)
     assert to_hexadecimal(*again) == ["42ce", "3e80"]
     assert torch.equal(numerics.join(*again), numerics.join(hi, lo))

@@ -1,4 +1,4 @@
-"""Numbers kept as an unevaluated sum of two: the high part is the rounded value, the low part what it lacks.
+"""Numbers kept as an unevaluated sum: the high part is the rounded value, each further part what is lacking.
 
 An expansion (hi, lo) is *normal* when hi = RN(hi + lo). Operands and results are tensors of one format and of
 shapes that broadcast; nothing synchronises the device. A normal expansion of bfloat16 holds 17 significant
@@ -10,10 +10,20 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.formats import round_to
-from collage_agent.numerics.operations import add, multiply, same_format
+from collage_agent.numerics.operations import add, multiply, negate, same_format
 from collage_agent.numerics.transformations import fast_two_sum, two_product, two_sum
 
-__all__ = ["add_expansions", "grow", "join", "multiply_expansions", "split", "split_scalar"]
+__all__ = [
+    "add_expansions",
+    "compare_expansions",
+    "grow",
+    "join",
+    "multiply_expansions",
+    "renormalise",
+    "scale_expansion",
+    "split",
+    "split_scalar",
+]
 
 
 def grow(x: Tensor, y: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,24 +64,69 @@ def multiply_expansions(a_hi: Tensor, a_lo: Tensor, b_hi: Tensor, b_lo: Tensor) 
     return fast_two_sum(p, add(error, cross))
 
 
-def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split fp32 or fp64 into the normal expansion (RN(x), RN(x - RN(x))) of `dtype`.
+def split(x: Tensor, dtype: torch.dtype, length: int = 2) -> tuple[Tensor, ...]:
+    """Split fp32 or fp64 into the normal expansion (RN(x), RN(x - RN(x)), …) of `dtype`, `length` parts in all.
 
-    From fp32 to bfloat16 the difference is exact before its own rounding. Where RN(x) overflows, the low part
-    is the opposite infinity and the sum NaN. A compiler that folds the round trip through `dtype` makes the
-    low part zero: see the compiled step's self-test.
+    From fp32 to bfloat16 the difference is exact before its own rounding. Where RN(x) overflows, the low part is
+    the opposite infinity and the sum NaN. A compiler that folds the round trip through `dtype` makes the low part
+    zero: see the compiled step's self-test.
     """
-    hi = round_to(x, dtype)
-    return hi, round_to(x - hi.to(x.dtype), dtype)
+    parts = [round_to(x, dtype)]
+    rest = x
+    for _ in range(length - 1):
+        rest = rest - parts[-1].to(x.dtype)
+        parts.append(round_to(rest, dtype))
+    return tuple(parts)
 
 
-def join(hi: Tensor, lo: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The value hi + lo in `dtype`: exact in fp64, and in fp32 for an expansion that `split` made.
+def join(*parts: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The sum of the parts in `dtype`, smallest first.
 
-    A pair grown in bfloat16 may hold 1 + 2**-40, which fp32 does not: the relative loss is at most 2**-24.
+    Exact in fp64 for a pair, in fp32 for a pair that `split` made from fp32. A pair grown in bfloat16 may hold
+    1 + 2**-40, which fp32 does not: the relative loss is at most 2**-24.
     """
-    same_format(hi, lo)
-    return hi.to(dtype) + lo.to(dtype)
+    same_format(*parts)
+    total = parts[-1].to(dtype)
+    for part in reversed(parts[:-1]):
+        total = part.to(dtype) + total
+    return total
+
+
+def renormalise(*parts: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
+    """The same sum as parts that don't overlap, largest first, zeros last; cut to `length` parts when that is less.
+
+    Sweeps of `two_sum` from the last part to the first, as many as there are parts: each is error free (VecSum of
+    Ogita, Rump and Oishi 2005; Priest 1991), so only the cut rounds, by at most half an ulp of the last part
+    kept. The parts may come in any order. Domain: that of `two_sum`.
+    """
+    found = list(parts)
+    for _ in range(len(found)):
+        for index in range(len(found) - 1, 0, -1):
+            found[index - 1], found[index] = two_sum(found[index - 1], found[index])
+    return tuple(found[:length])
+
+
+def scale_expansion(parts: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
+    """An expansion of any length times one number, renormalised to the same length.
+
+    Each part's product is error free, then all are distilled (Shewchuk 1997, Scale-Expansion). Domain: that of
+    `two_product` for every part that matters.
+    """
+    products = [half for part in parts for half in two_product(part, factor)]
+    return renormalise(*products, length=len(parts))
+
+
+def compare_expansions(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
+    """-1, 0 or 1 (int8) as the value of a is below, equal to or above that of b, exactly.
+
+    Two expansions of one value may differ in bits: pairs are compared by value. Domain: that of `two_sum`.
+    """
+    difference = renormalise(*a, *(negate(part) for part in b))
+    sign = torch.zeros_like(difference[0], dtype=torch.int8)
+    for part in difference:
+        own = torch.sign(part.to(torch.float32)).to(torch.int8)
+        sign = torch.where(sign == 0, own, sign)
+    return sign
 
 
 def split_scalar(value: float, dtype: torch.dtype) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["add", "multiply", "same_format", "subtract", "wider"]
+__all__ = ["add", "multiply", "negate", "same_format", "subtract", "wider"]
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -52,6 +52,13 @@ def subtract(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype in _WITHOUT_ARITHMETIC:
         return (a.to(torch.float32) - b.to(torch.float32)).to(a.dtype)
     return a - b
+
+
+def negate(a: Tensor) -> Tensor:
+    """-a, exactly."""
+    if a.dtype in _WITHOUT_ARITHMETIC:
+        return (-a.to(torch.float32)).to(a.dtype)
+    return -a
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
