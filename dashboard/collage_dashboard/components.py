@@ -128,7 +128,7 @@ def run_label(identity: Identity, href: str | None = None) -> Any:
 
 def state_badge(state: str) -> dmc.Badge:
     """The run's state."""
-    return dmc.Badge(state, color=_STATE_COLOURS.get(state, "gray"), variant="light", radius="sm")
+    return dmc.Badge(state, color=_STATE_COLOURS.get(state, "gray"), variant="light", radius="sm", tt="none")
 
 
 def notice(problem: Problem | None) -> Any:

@@ -44,7 +44,8 @@ def judge(metrics: Mapping[str, Number | None]) -> Verdict:
         return Verdict("disagrees", f"{'; '.join(complaints)}.")
     if edq is None:
         return Verdict("unknown", "No intended update was measured yet.")
-    witnesses = [f"the state {name} decays as it should" for name in states]
+    named = " and ".join(states)
+    witnesses = [f"{named} {'decays as it' if len(states) == 1 else 'decay as they'} should"] if states else []
     witnesses += ["the oracle agrees"] if oracle is not None else []
     if not witnesses:
         return Verdict(

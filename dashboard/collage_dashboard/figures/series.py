@@ -18,7 +18,8 @@ __all__ = ["Curve", "curves", "smooth"]
 
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
-_FEW_POINTS = 40
+_FEW_POINTS = 25
+_THINNEST, _WIDER, _WIDEST = 1.8, 0.55, 5.0
 Values = list[float | None]
 
 
@@ -32,32 +33,35 @@ class Curve:
     dash: str = "solid"
 
 
-def curves(
-    metric: str, lines: Sequence[Curve], *, smoothing: float = 0.0, logarithmic: bool = False, height: int = 300
-) -> go.Figure:
-    """The curves of `metric`; `smoothing` in [0, 1) applies to logged scalars only, raw values behind."""
+def curves(metric: str, lines: Sequence[Curve], *, smoothing: float = 0.0, height: int = 300) -> go.Figure:
+    """The curves of `metric`; `smoothing` in [0, 1) applies to logged scalars only, raw values behind.
+
+    Earlier lines are drawn wider, so that they stay visible where a later one covers them.
+    """
     description = describe(metric)
     drawable = [line for line in lines if any(finite(value) is not None for value in line.series.values)]
     if not drawable:
         return empty_figure(_why_empty(metric, lines), height=height)
     weight = smoothing if description.scalar else 0.0
-    traces = [trace for line in drawable for trace in _traces(line, description, weight, len(lines) > 1)]
+    widths = [_THINNEST + _WIDER * (len(drawable) - 1 - place) for place in range(len(drawable))]
+    traces = [
+        trace
+        for line, width in zip(drawable, widths, strict=True)
+        for trace in _traces(line, description, weight, min(width, _WIDEST))
+    ]
     first = drawable[0].series
-    vertical = axis(description.axis_title, type="log") if logarithmic else axis(description.axis_title)
     span = _least_span(drawable, description)
-    if span is not None and not logarithmic:
-        vertical["range"] = span
     figure = base_figure(
         traces,
-        revision=f"{metric} {first.axis} {first.layer} {logarithmic}",
+        revision=f"{metric} {first.axis} {first.layer}",
         height=height,
         hovermode="x unified" if len(lines) > 1 else "x",
         xaxis=axis(AXIS_TITLES[first.axis]),
-        yaxis=vertical,
+        yaxis=axis(description.axis_title, **({"range": span} if span else {})),
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
         showlegend=len(lines) > 1,
     )
-    if description.ideal is not None and not logarithmic:
+    if description.ideal is not None:
         figure.add_hline(y=description.ideal, line={"color": INK, "width": 1, "dash": "dot"})
     beyond = sum(_not_finite(line.series) for line in lines)
     return add_note(figure, f"{beyond} points are not finite and cannot be drawn") if beyond else figure
@@ -76,7 +80,7 @@ def smooth(values: Values, weight: float) -> Values:
     return smoothed
 
 
-def _traces(line: Curve, description: Description, smoothing: float, several: bool) -> Iterator[go.Scatter]:
+def _traces(line: Curve, description: Description, smoothing: float, width: float) -> Iterator[go.Scatter]:
     series = line.series
     positions = [finite(position) for position in series.positions]
     values = [finite(value) for value in series.values]
@@ -84,33 +88,50 @@ def _traces(line: Curve, description: Description, smoothing: float, several: bo
     whole = [None if torn else value for value, torn in zip(values, partial, strict=True)]
     yield from _band(line, positions, partial)
     if smoothing:
-        yield _line(line, positions, whole, several, faint=True, hover=None)
+        yield _faint(line, positions, whole)
         whole = smooth(whole, smoothing)
-    yield _line(line, positions, whole, several, faint=False, hover=_hover(series, description))
+    yield go.Scatter(
+        x=positions,
+        y=whole,
+        name=line.name,
+        legendgroup=line.name,
+        mode="lines+markers",
+        line={"color": line.colour, "width": width, "dash": line.dash},
+        marker={"size": _marker_sizes(whole)},
+        connectgaps=False,
+        customdata=_hover(series, description),
+        hovertemplate="%{customdata}",
+    )
     if any(partial):
-        torn_values = [value if torn else None for value, torn in zip(values, partial, strict=True)]
-        yield _partial_points(line, positions, torn_values)
+        yield _partial_points(
+            line, positions, [v if torn else None for v, torn in zip(values, partial, strict=True)]
+        )
 
 
-def _line(
-    line: Curve, positions: Values, values: Values, several: bool, *, faint: bool, hover: list[str] | None
-) -> go.Scatter:
-    shown = sum(value is not None for value in values)
+def _faint(line: Curve, positions: Values, values: Values) -> go.Scatter:
     return go.Scatter(
         x=positions,
         y=values,
-        name=line.name,
+        name=f"{line.name}, not smoothed",
         legendgroup=line.name,
-        mode="lines+markers" if shown <= _FEW_POINTS and not faint else "lines",
-        line={"color": line.colour, "width": 1 if faint else 2, "dash": "solid" if faint else line.dash},
-        marker={"size": 5},
-        opacity=0.3 if faint else 1.0,
+        mode="lines",
+        line={"color": line.colour, "width": 1},
+        opacity=0.3,
         connectgaps=False,
-        showlegend=not faint,
-        hoverinfo="skip" if faint else None,
-        customdata=hover,
-        hovertemplate=None if faint else ("%{customdata}" if several else "%{customdata}<extra></extra>"),
+        showlegend=False,
+        hoverinfo="skip",
     )
+
+
+def _marker_sizes(values: Values) -> float | list[float]:
+    """Markers for a short curve; in a long one only for points without a neighbour, which no line would show."""
+    if sum(value is not None for value in values) <= _FEW_POINTS:
+        return 5.0
+    padded = [None, *values, None]
+    return [
+        5.0 if before is None and after is None else 0.0
+        for before, after in zip(padded[:-2], padded[2:], strict=True)
+    ]
 
 
 def _partial_points(line: Curve, positions: Values, values: Values) -> go.Scatter:
@@ -122,7 +143,7 @@ def _partial_points(line: Curve, positions: Values, values: Values) -> go.Scatte
         mode="markers",
         marker={"symbol": "circle-open", "color": line.colour, "size": 7},
         showlegend=False,
-        hovertemplate="%{y:.4g}, not all ranks reported",
+        hovertemplate="%{y:.4g}, not all ranks reported<extra></extra>",
     )
 
 

@@ -15,7 +15,6 @@ GRID: Final = "rgba(128,136,144,0.18)"
 GRAPH_CONFIG: Final[Any] = {
     "displaylogo": False,
     "displayModeBar": "hover",
-    "responsive": True,
     "showSendToCloud": False,
     "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
     "toImageButtonOptions": {"format": "svg"},

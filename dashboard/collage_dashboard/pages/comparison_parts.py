@@ -11,7 +11,7 @@ from dash import html
 
 from collage_dashboard.components import Entry, number_card, run_label, verdict_line
 from collage_dashboard.descriptions import describe, state_key
-from collage_dashboard.formatting import interval, number
+from collage_dashboard.formatting import count, interval, number
 from collage_dashboard.identities import Identity, identify, is_stochastic, strategy_title
 from collage_dashboard.verdict import judge
 from collage_dashboard.view import View, write_address
@@ -105,7 +105,7 @@ def _state(run: wire.ComparedRun) -> Cell:
 
 
 def _steps(run: wire.ComparedRun) -> Cell:
-    return number(run.last_step), "" if run.state == "finished" else run.state
+    return count(run.last_step), "" if run.state == "finished" else run.state
 
 
 def _entries(

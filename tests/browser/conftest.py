@@ -1,0 +1,136 @@
+"""A real server and a real dashboard, each in a process of its own, and a real Chromium to look at them."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from tests.dashboard.generated import GeneratedRun, demo_runs
+from tests.dashboard.posting import post_run
+from tests.system import require
+
+START_SECONDS = 60.0
+CHROMIUM_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+@dataclass
+class Watched:
+    """A page with everything that the browser complained about and every host it asked."""
+
+    page: object
+    url: str
+    complaints: list = field(default_factory=list)
+    foreign: list = field(default_factory=list)
+
+
+@pytest.fixture(scope="session")
+def runs():
+    """The demo's five runs, and one that still runs."""
+    return [*demo_runs(), GeneratedRun("stochastic, live", "stochastic", state="running", run_id="run-live")]
+
+
+@pytest.fixture(scope="session")
+def server_url(tmp_path_factory, runs):
+    """The address of a server that holds the runs; it asks for the token in its folder."""
+    require("chromium")
+    folder = tmp_path_factory.mktemp("server")
+    port = _free_port()
+    with _process("serve", "--dir", str(folder), "--port", str(port)) as address:
+        _wait(f"http://127.0.0.1:{port}", address)
+        for run in runs:
+            post_run(f"http://127.0.0.1:{port}", run, (folder / "token").read_text().strip())
+        yield f"http://127.0.0.1:{port}", folder / "token"
+
+
+@pytest.fixture(scope="session")
+def dashboard_url(server_url):
+    """The address of a dashboard that reads from the server."""
+    address, token_file = server_url
+    port = _free_port()
+    arguments = ("--port", str(port), "--server-url", address, "--token-file", str(token_file))
+    with _process("dashboard", *arguments) as process:
+        _wait(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Debian's Chromium, without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=require("chromium"), args=list(CHROMIUM_FLAGS))
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def watched(browser, dashboard_url):
+    """A fresh page; at the end nothing may have been complained about and nobody else asked."""
+    context = browser.new_context(viewport={"width": 1440, "height": 1000}, color_scheme="light")
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    watched = Watched(page, dashboard_url)
+    page.on("console", lambda message: message.type == "error" and watched.complaints.append(message.text))
+    page.on("pageerror", lambda error: watched.complaints.append(str(error)))
+    context.on("request", lambda request: _foreign(request.url) and watched.foreign.append(request.url))
+    yield watched
+    context.close()
+    assert watched.complaints == []
+    assert watched.foreign == []
+
+
+def _foreign(url):
+    return not url.startswith(("http://127.0.0.1:", "data:", "blob:"))
+
+
+class _process:  # noqa: N801 - reads as a statement
+    """A verb of `collage-monitor` in a process that ends with the block."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __enter__(self):
+        code = "from collage_monitor.command import main; main()"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([sys.executable, "-c", code, *self.arguments], env=environment)
+        return self.process
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _wait(url, process):
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"{process.args[-1]} ended with {process.returncode}"
+        try:
+            if httpx.get(f"{url}/healthz", trust_env=False).is_success:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    pytest.fail(f"nothing answered at {url} within {START_SECONDS:.0f} seconds")
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

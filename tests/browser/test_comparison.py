@@ -1,0 +1,117 @@
+"""What a reader does: picks runs in the table, compares them, changes the metric, keeps the address."""
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+LEGEND = "#compare-chart-0 .legendtext"
+PICKED = ("plain", "light", "plus", "master-weights", "fp32 reference")
+
+
+def tick(page, name):
+    """Tick the run's row in the table."""
+    row = page.locator(".ag-center-cols-container .ag-row", has=page.get_by_text(name, exact=True))
+    row_id = row.get_attribute("row-id")
+    page.locator(f'.ag-row[row-id="{row_id}"] .ag-checkbox-input').first.check()
+
+
+def compare(page, url, names=PICKED):
+    """From the table of runs to the comparison of the named ones."""
+    page.goto(url)
+    for name in names:
+        tick(page, name)
+    page.get_by_role("link", name=f"Compare {len(names)} runs").click()
+    page.wait_for_selector(LEGEND)
+
+
+def legend(page, chart):
+    """The names in a chart's legend."""
+    page.wait_for_selector(f"#compare-chart-{chart} .legendtext")
+    return page.locator(f"#compare-chart-{chart} .legendtext").all_text_contents()
+
+
+def test_the_runs_table_leads_to_curves_with_the_right_names(watched):
+    page = watched.page
+    compare(page, watched.url)
+    assert "/compare?run=run-plain" in page.url
+    for chart in range(4):
+        assert sorted(legend(page, chart)) == sorted(PICKED)
+    curves = page.evaluate(
+        """() => Object.fromEntries(document.querySelector('#compare-chart-0 .js-plotly-plot').data
+            .filter(trace => trace.showlegend !== false)
+            .map(trace => [trace.name, trace.y[trace.y.length - 1]]))"""
+    )
+    assert curves["plain"] == pytest.approx(0.84, abs=0.02)
+    assert curves["plus"] == pytest.approx(1.0, abs=1e-9)
+
+
+def test_numbers_and_table_say_the_same_and_nothing_is_healthy_by_edq_alone(watched):
+    page = watched.page
+    compare(page, watched.url)
+    assert page.locator(".number-card").count() == 3
+    row = page.locator("#compare-table tr", has_text="Collage light")
+    assert row.get_by_text("0.03000").count() == 1
+    light = page.locator(".verdict", has_text="light")
+    assert "does not decay" in light.inner_text()
+    assert page.locator(".verdict", has_text="plus").get_by_text("Updates arrive").count() == 1
+
+
+def test_another_metric_stands_in_the_address_and_comes_back_from_it(watched):
+    page = watched.page
+    compare(page, watched.url)
+    page.locator("#compare-metric").click()
+    page.get_by_role("option", name="Weight norm").click()
+    page.locator("#compare-axis").get_by_text("Tokens").click()
+    page.wait_for_function("location.search.includes('metric=param_norm')")
+    page.wait_for_function("location.search.includes('axis=tokens')")
+    page.wait_for_function(
+        "document.querySelector('#compare-chart-3 .ytitle')?.textContent.startsWith('Weight norm')"
+    )
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    assert sorted(legend(page, 3)) == sorted(PICKED)
+    assert page.locator("#compare-metric").input_value() == "Weight norm"
+    assert page.locator("#compare-chart-3 .ytitle").text_content() == "Weight norm (weight)"
+    assert page.locator("#compare-chart-3 .xtitle").text_content() == "tokens"
+    page.go_back()
+
+
+def test_the_back_button_restores_the_view_before(watched):
+    page = watched.page
+    compare(page, watched.url, PICKED[:2])
+    page.locator("#compare-axis").get_by_text("Tokens").click()
+    page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'tokens'")
+    page.go_back()
+    page.wait_for_function("document.querySelector('#compare-chart-0 .xtitle')?.textContent === 'step'")
+    page.go_back()
+    page.wait_for_selector("#runs-grid")
+
+
+def test_a_cell_of_the_heatmap_leads_to_its_layer(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain")
+    page.wait_for_selector("#run-panel .hm image")
+    page.wait_for_function("document.querySelectorAll('#run-panel .barlayer .point').length > 0")
+    box = page.locator("#run-panel .hm image").first.bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.99)
+    page.wait_for_function("location.search.includes('layer=head.weight')")
+    assert "step=" in page.url
+    page.wait_for_function("document.querySelector('#run-layer').value === 'head.weight'")
+    page.wait_for_function("document.querySelector('#run-panel').textContent.includes('▸ head.weight')")
+
+
+def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-live")
+    for tab, figures in (("Curves", 6), ("Norms", 5), ("States", 2), ("Elements", 1), ("Oracle", 4)):
+        page.get_by_role("tab", name=tab).click()
+        drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length"
+        page.wait_for_function(f"{drawn} === {figures}")
+    page.wait_for_timeout(4000)
+    assert page.evaluate(drawn) == 4
+
+
+def test_an_unknown_run_says_so(watched):
+    watched.page.goto(f"{watched.url}/run/never-existed")
+    watched.page.get_by_text("Nothing is stored under this address").wait_for()

@@ -1,0 +1,203 @@
+"""A server in memory: the read routes answered from generated runs, through the real client and codec."""
+
+import json
+
+import httpx
+import numpy as np
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.metrics import HISTOGRAM_LABELS, METRICS, split_key
+from collage_monitor.statistics import finish_all, histogram_counts, merge_steps
+
+
+class FakeServer:
+    """Answers for `runs`; `refuse_with` (status, code) makes every answer an error, `down` makes none come."""
+
+    def __init__(self, runs=()):
+        self.runs = {run.run_id: run for run in runs}
+        self.refuse_with = None
+        self.down = False
+        self.asked = []
+        self._points = {}
+
+    def client(self):
+        """A read client whose network is this object."""
+        return Client("http://127.0.0.1:7420", transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request):
+        self.asked.append(str(request.url))
+        if self.down:
+            raise httpx.ConnectError("connection refused", request=request)
+        if self.refuse_with:
+            return _error(*self.refuse_with)
+        parts = request.url.path.removeprefix("/api/v1/").split("/")
+        query = request.url.params
+        if parts == ["runs"]:
+            asked = query.get("q", "")
+            found = [self._run(run) for run in self.runs.values() if asked in run.name]
+            return _json(wire.RunPage(runs=found, cursor=None))
+        if parts == ["compare"]:
+            return self._compare(query)
+        run = self.runs.get(parts[1])
+        if run is None:
+            return _error(404, "run_not_found")
+        return self._run_route(run, parts[2] if len(parts) > 2 else "", query)
+
+    def _run_route(self, run, route, query):
+        if route == "":
+            return _json(self._run(run))
+        if route == "layers":
+            return _json(wire.LayerList(run_id=run.run_id, layers=run.layers))
+        if route == "streams":
+            return _json(wire.StreamList(run_id=run.run_id, streams=[]))
+        if route == "series":
+            return _json(self._series(run, query["metric"], query.get("layer"), query.get("axis", "step")))
+        if route == "heatmap":
+            return _json(self._heatmap(run, query["metric"], query.get("order")))
+        if route == "histogram":
+            return _json(self._histogram(run, query.get("layer"), query.get("step")))
+        return _error(404, "no_such_route")
+
+    def _totals(self, run, step, layer):
+        if layer is None:
+            return run.model_totals(step)
+        place = [entry.name for entry in run.layers].index(layer)
+        return {key: values[place] for key, values in run.totals(step).items()}
+
+    def _finished(self, run, step, layer):
+        key = (run.run_id, step, layer)
+        if key not in self._points:
+            self._points[key] = finish_all(self._totals(run, step, layer))
+        return self._points[key]
+
+    def _merged(self, run):
+        key = (run.run_id, "merged")
+        if key not in self._points:
+            self._points[key] = finish_all(merge_steps([run.model_totals(step) for step in run.measured]))
+        return self._points[key]
+
+    def _series(self, run, metric, layer, axis):
+        if split_key(metric)[0] in METRICS:
+            steps = run.measured
+            points = [self._finished(run, step, layer) for step in steps]
+            values = [_number(point.get(metric, np.nan)) for point in points]
+            bounds = {
+                name: [_number(point[f"{metric}_{name}"]) for point in points]
+                for name in ("low", "high")
+                if f"{metric}_{name}" in points[0]
+            }
+        else:
+            steps = [step for step in run.measured if metric in run.scalars(step)]
+            values, bounds = [run.scalars(step)[metric] for step in steps], {}
+        scale = {"step": 1.0, "tokens": 2048.0, "time": 0.5}[axis]
+        return wire.Series(
+            run_id=run.run_id,
+            metric=metric,
+            layer=layer,
+            axis=axis,
+            first_steps=steps,
+            steps=steps,
+            positions=[step * scale for step in steps],
+            values=values,
+            minimum=values,
+            maximum=values,
+            ranks=[1] * len(steps),
+            world_size=1,
+            **bounds,
+        )
+
+    def _heatmap(self, run, metric, order):
+        columns = [finish_all(run.totals(step))[metric] for step in run.measured]
+        rows = np.stack(columns, axis=1)
+        places = np.argsort(rows[:, -1]) if order == "worst" else np.arange(len(rows))
+        return wire.Heatmap(
+            run_id=run.run_id,
+            metric=metric,
+            layers=[run.layers[place].name for place in places],
+            first_steps=run.measured,
+            steps=run.measured,
+            values=[[_number(value) for value in rows[place]] for place in places],
+        )
+
+    def _histogram(self, run, layer, step):
+        steps = [int(step)] if step else run.measured
+        counts = sum(np.nan_to_num(histogram_counts(self._totals(run, at, layer))) for at in steps)
+        return wire.Histogram(
+            run_id=run.run_id,
+            name="update_ulp_histogram",
+            layer=layer,
+            first_step=steps[0],
+            step=steps[-1],
+            labels=list(HISTOGRAM_LABELS),
+            counts=[float(count) for count in counts],
+        )
+
+    def _compare(self, query):
+        metric, axis = query["metric"], query.get("axis", "step")
+        compared = []
+        for run_id in query.get_list("run"):
+            if run_id not in self.runs:
+                return _error(404, "run_not_found")
+            run = self.runs[run_id]
+            merged = self._merged(run)
+            compared.append(
+                wire.ComparedRun(
+                    run_id=run.run_id,
+                    name=run.name,
+                    strategy=run.strategy,
+                    dtype=run.dtype,
+                    state=run.state,
+                    last_step=run.steps,
+                    reports=len(run.measured),
+                    series=self._series(run, metric, None, axis),
+                    merged={key: _number(value) for key, value in merged.items()},
+                    scalars=_last_scalars(run),
+                    mean_scalars={name: entry.value for name, entry in _last_scalars(run).items()},
+                )
+            )
+        return _json(wire.Comparison(metric=metric, axis=axis, runs=compared))
+
+    def _run(self, run):
+        newest = self._finished(run, run.measured[-1], None) if run.measured else {}
+        return wire.Run(
+            run_id=run.run_id,
+            project="demo",
+            name=run.name,
+            group=None,
+            tags=["test"],
+            notes="",
+            seed=1,
+            config={"learning_rate": 2e-4},
+            state=run.state,
+            created_at=1.7e9,
+            updated_at=1.7e9 + run.steps,
+            first_step=1,
+            last_step=run.steps,
+            attempts=[
+                wire.Attempt(run_id=run.run_id, attempt=1, launch_id="launch-1", first_step=1, created_at=1.7e9)
+            ],
+            watch=run.watch(),
+            latest={key: _number(value) for key, value in newest.items()},
+            scalars=_last_scalars(run),
+        )
+
+
+def _last_scalars(run):
+    scalars = {}
+    for step in run.measured:
+        scalars |= {name: wire.LoggedScalar(step=step, value=value) for name, value in run.scalars(step).items()}
+    return scalars
+
+
+def _number(value):
+    return None if np.isnan(value) else wire.to_number(float(value))
+
+
+def _json(answer):
+    return httpx.Response(200, content=wire.encode_json(answer))
+
+
+def _error(status, code):
+    body = {"error": {"code": code, "message": f"{code} in a test", "field": "run", "limit": None}}
+    return httpx.Response(status, content=json.dumps(body))

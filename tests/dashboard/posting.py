@@ -1,0 +1,60 @@
+"""Sends a generated run to a real server through the wire, message by message, as an agent does."""
+
+import httpx
+import numpy as np
+
+from collage_monitor import wire
+
+START = 1.7e9
+SECONDS_PER_STEP = 0.5
+
+
+def post_run(server_url, run, token=None):
+    """Create the run, its attempt and stream, send all reports, and give it its state."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    with httpx.Client(base_url=f"{server_url}/api/v1", headers=headers, trust_env=False, timeout=60) as http:
+        _post(http, "/projects/demo/runs", wire.RunCreate(run_id=run.run_id, name=run.name, tags=["test"]))
+        launch = f"launch-{run.run_id}"[:64]
+        _post(http, f"/runs/{run.run_id}/attempts", wire.AttemptCreate(launch_id=launch, first_step=1))
+        stream_id = f"stream-{run.run_id}"[:64]
+        statistics = list(run.totals(run.measured[0]))
+        stream = wire.StreamCreate(
+            stream_id=stream_id,
+            launch_id=launch,
+            layers=run.layers,
+            statistics=statistics,
+            watch=run.watch(),
+        )
+        _post(http, f"/runs/{run.run_id}/streams", stream)
+        reports = [_report(run, seq, step) for seq, step in enumerate(run.measured)]
+        body = wire.encode_batch(wire.ReportBatch(reports=reports))
+        answer = wire.decode_message(
+            _send(http, "POST", f"/streams/{stream_id}/reports", body), wire.BatchAnswer, wire.JSON
+        )
+        assert answer.accepted == len(reports), answer
+        _send(http, "PATCH", f"/runs/{run.run_id}", wire.encode_message(wire.RunUpdate(state=run.state)))
+
+
+def _report(run, seq, step):
+    totals = run.totals(step)
+    merged = run.model_totals(step)
+    return wire.Report(
+        seq=seq,
+        step=step,
+        time=START + SECONDS_PER_STEP * step,
+        scalars=run.scalars(step),
+        statistic_count=len(totals),
+        layer_count=len(run.layers),
+        statistics=wire.block_to_bytes(np.stack(list(totals.values()))),
+        model=wire.block_to_bytes(np.array([float(merged[key]) for key in totals])),
+    )
+
+
+def _post(http, path, message):
+    _send(http, "POST", path, wire.encode_message(message))
+
+
+def _send(http, method, path, body):
+    response = http.request(method, path, content=body, headers={"Content-Type": wire.MSGPACK})
+    assert response.is_success, response.text
+    return response.content
