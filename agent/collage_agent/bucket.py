@@ -1,0 +1,157 @@
+"""A bucket: watched tensors that are stepped in lock-step, gathered and measured as one flat sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from collage_agent import stored
+from collage_agent.chunk import BlockTotals, Chunk, Observation
+from collage_agent.gather import BlockLayout, Staging
+from collage_agent.intent.choose import Intent
+from collage_agent.intent.clone import clone_value
+from collage_agent.intent.oracle import Oracle
+from collage_agent.sampling import TensorSample
+from collage_agent.stats.histogram import BINS
+
+__all__ = ["Bucket", "Followed"]
+
+CHUNK_SLOTS: Final = 32_768
+
+
+class Followed:
+    """The blocks of a bucket that an oracle follows, and u, e and θ after the step at its elements."""
+
+    def __init__(self, oracle: Oracle, bucket: Bucket) -> None:
+        self.oracle = oracle
+        tensors = [bucket.members.index(member) for member in oracle.members]
+        positions = torch.from_numpy(bucket.layout.positions_of(oracle.layout, tensors))
+        blocks = CHUNK_SLOTS // bucket.layout.block
+        self.columns = torch.tensor(tensors)[oracle.layout.columns.cpu()].to(oracle.layout.device)
+        self._where = []
+        for start in range(0, bucket.layout.blocks, blocks):
+            target = torch.nonzero((positions >= start) & (positions < start + blocks)).view(-1)
+            source = positions[target] - start
+            self._where.append((source.to(oracle.layout.device), target.to(oracle.layout.device)))
+        self.padding = torch.tensor(oracle.layout.padding, dtype=torch.int64).to(oracle.layout.device)
+        self.rows = torch.zeros(3, oracle.layout.slots, dtype=torch.float64, device=oracle.layout.device)
+        self.left_out = torch.zeros(oracle.layout.slots, dtype=torch.bool, device=oracle.layout.device)
+
+    def take(self, chunk: int, rows: Sequence[Tensor], left_out: Tensor) -> None:
+        """Copy the followed elements of a chunk's rows (u, e, θ after)."""
+        source, target = self._where[chunk]
+        block = self.oracle.layout.block
+        for row, values in zip(self.rows, rows, strict=True):
+            row.view(-1, block).index_copy_(0, target, values.view(-1, block).index_select(0, source))
+        self.left_out.view(-1, block).index_copy_(0, target, left_out.view(-1, block).index_select(0, source))
+
+
+class Bucket:
+    """Gathers before and after a step and reduces the sample to block totals.
+
+    `members` are indices of watched parameters. Buffers are made once: live values in their own dtype, the fp64
+    work in chunks that stay in the cache. Nothing here synchronises a device.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        parameters: Sequence[Tensor],
+        samples: Sequence[TensorSample],
+        intent: Intent,
+        *,
+        knows_gradient: bool = True,
+    ) -> None:
+        self.members = tuple(members)
+        self.parameters = tuple(parameters)
+        self.samples = tuple(samples)
+        self.intent = intent
+        self.knows_gradient = knows_gradient
+        self.layout = BlockLayout(samples, parameters)
+        self._before: dict[str, Staging] = {}
+        self._after: dict[str, Staging] = {}
+        self._group: dict[str, Any] = {}
+        self._scalars: dict[str, Any] = {}
+        self._keys_before: tuple[str, ...] = ()
+        self._padding = [
+            torch.tensor([slot - start for slot in self.layout.padding if start <= slot < start + CHUNK_SLOTS])
+            .to(torch.int64)
+            .to(self.layout.device)
+            for start in range(0, self.layout.slots, CHUNK_SLOTS)
+        ]
+
+    def gather_before(self, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+        """Copy the sampled weights, gradients and states, and the group's numbers, before the step."""
+        self._group = {key: clone_value(value) for key, value in group.items() if key != "params"}
+        first = states[0] if states else {}
+        self._scalars = clone_value(stored.scalar_state(self.parameters[0], first))
+        keys = tuple(stored.elementwise_state(self.parameters[0], first))
+        self._gather(self._before, stored.PARAMETER, self.parameters)
+        for key in keys:
+            self._gather(self._before, key, [state[key] for state in states])
+        self._keys_before = (stored.PARAMETER, *keys)
+        if self.knows_gradient:
+            self._gather(self._before, stored.GRADIENT, [parameter.grad for parameter in self.parameters])
+            self._keys_before += (stored.GRADIENT,)
+
+    def measure(
+        self, states: Sequence[Mapping[str, Any]], scale: Tensor | None, followed: Sequence[Followed]
+    ) -> BlockTotals:
+        """Gather again after the step, work out u and e, and reduce them to block totals.
+
+        `scale`: what the gathered gradients are to be divided by. Runs inside `isolated`.
+        """
+        keys_after = (stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0]))
+        self._gather(self._after, stored.PARAMETER, self.parameters)
+        for key in keys_after[1:]:
+            self._gather(self._after, key, [state[key] for state in states])
+        pieces = []
+        octaves = torch.zeros(BINS, len(self.members), dtype=torch.float64, device=self.layout.device)
+        for index, start in enumerate(range(0, self.layout.slots, CHUNK_SLOTS)):
+            chunk = Chunk(self._observation(index, slice(start, start + CHUNK_SLOTS), keys_after, scale))
+            pieces.append(chunk.totals(octaves))
+            for oracle in followed:
+                oracle.take(index, (chunk.intended, chunk.effective, chunk.parameter_after), chunk.left_out)
+        return _put_together(pieces)
+
+    def _observation(
+        self, chunk: int, slots: slice, keys_after: Sequence[str], scale: Tensor | None
+    ) -> Observation:
+        before = {key: self._before[key].values[slots] for key in self._keys_before}
+        after = {key: self._after[key].values[slots] for key in keys_after}
+        block = self.layout.block
+        return Observation(
+            before=before,
+            after=after,
+            group=self._group,
+            scalars=self._scalars,
+            intent=self.intent,
+            block=block,
+            columns=self.layout.columns[slots.start // block : slots.stop // block],
+            tensors=len(self.members),
+            padding=self._padding[chunk],
+            scale=scale,
+        )
+
+    def _gather(self, into: dict[str, Staging], key: str, tensors: Sequence[Any]) -> None:
+        staging = into.get(key)
+        if staging is None or staging.values.dtype != tensors[0].dtype:
+            staging = into[key] = Staging(self.layout, tensors[0].dtype)
+        self.layout.gather(tensors, staging)
+
+
+def _put_together(pieces: Sequence[BlockTotals]) -> BlockTotals:
+    if len(pieces) == 1:
+        return pieces[0]
+    return BlockTotals(
+        squares=torch.cat([piece.squares for piece in pieces], 1),
+        products=torch.cat([piece.products for piece in pieces], 1),
+        classes=torch.cat([piece.classes for piece in pieces], 1),
+        decrements={
+            name: torch.cat([piece.decrements[name] for piece in pieces], 1) for name in pieces[0].decrements
+        },
+        octaves=pieces[0].octaves,
+    )

@@ -1,0 +1,187 @@
+"""One chunk of a bucket's sample: from gathered values before and after the step to block totals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_agent import stored
+from collage_agent.intent.choose import Intent
+from collage_agent.intent.clone import clone_value
+from collage_agent.stats import (
+    class_codes,
+    count_classes,
+    edq_block_sums,
+    leave_out,
+    nonfinite,
+    squared_block_sums,
+    state_decrement_block_sums,
+    ulp_octave_counts,
+)
+
+__all__ = ["BlockTotals", "Chunk", "Observation"]
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass
+class BlockTotals:
+    """What blocks add up to, before tensors are told apart.
+
+    squares: Σ θ², g², e², eᵛ², u²; products: Σ u·e, u·eᵛ; classes: rows of CLASS_COUNTS; fp64 [rows, blocks].
+    decrements: name of the average → observed and intended, fp64 [2, blocks]. octaves: fp64 [BINS, tensors].
+    """
+
+    squares: Tensor
+    products: Tensor
+    classes: Tensor
+    decrements: dict[str, Tensor]
+    octaves: Tensor
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A run of gathered slots: values by key, in their stored dtypes, before and after the live step.
+
+    `group` and `scalars` are what the optimizer held before the step; `columns` [blocks] int64 names each block's
+    tensor of `tensors`; `padding` lists slots that hold nothing; `scale` is what gradients are to be divided by.
+    """
+
+    before: Values
+    after: Values
+    group: dict[str, Any]
+    scalars: dict[str, Any]
+    intent: Intent
+    block: int
+    columns: Tensor
+    tensors: int
+    padding: Tensor
+    scale: Tensor | None
+
+
+class Chunk:
+    """u, e and eᵛ of an observation, with what is not finite left out. Synchronises nothing.
+
+    `rows` fp64 [5 or 4, slots]: θ before, g, e, eᵛ, u; e and eᵛ share a row where the registered parameter is all
+    that is stored. `left_out` bool [slots].
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._seen = observation
+        joined = observation.intent.kind == "rule"
+        self._joined = joined
+        before, after = observation.before, observation.after
+        stored_after = stored.stored_parameter(after, joined=joined)
+        self._apart = stored_after != [stored.PARAMETER]
+        parameter = before[stored.PARAMETER]
+        slots = parameter.numel()
+        self.rows = torch.empty(4 + self._apart, slots, dtype=torch.float64, device=parameter.device)
+        self.parameter, self.gradient, self.effective = self.rows[0], self.rows[1], self.rows[2]
+        self.visible, self.intended = self.rows[-2], self.rows[-1]
+        _add_up(before, stored.stored_parameter(before, joined=joined), self.parameter)
+        self.visible_parameter = parameter.to(torch.float64) if self._apart else self.parameter
+        self._fill_gradient()
+        self._after_step = self._intend()
+        self.visible.copy_(after[stored.PARAMETER]).sub_(self.visible_parameter)
+        if self._apart:
+            self._fill_effective(stored_after)
+        self.left_out = leave_out(self.rows, observation.padding)
+
+    @property
+    def parameter_after(self) -> Tensor:
+        """θ after the step, fp64 [slots]."""
+        return self.parameter + self.effective
+
+    def totals(self, octaves: Tensor) -> BlockTotals:
+        """The chunk's block totals; its histogram is added to `octaves`."""
+        seen, block = self._seen, self._seen.block
+        squares = squared_block_sums(self.rows, block)
+        products = edq_block_sums(self.intended, self.rows[2:-1], block)
+        if not self._apart:
+            squares = squares[[0, 1, 2, 2, 3]]
+            products = products.expand(2, -1)
+        codes = class_codes(
+            self.intended,
+            self.effective,
+            self.visible,
+            self.left_out,
+            nonfinite(seen.before.get(stored.GRADIENT, self.gradient)),
+            nonfinite(seen.after[stored.PARAMETER]),
+        )
+        if self._after_step is not None:
+            octaves += ulp_octave_counts(
+                self.intended,
+                self.visible_parameter,
+                seen.before[stored.PARAMETER].dtype,
+                seen.columns,
+                seen.tensors,
+                block,
+            )
+        return BlockTotals(squares, products, count_classes(codes, block), self._decrements(), octaves)
+
+    def _intend(self) -> dict[str, Any] | None:
+        """Fill u and give the state as it would be after the step; None where there is no intended update."""
+        seen = self._seen
+        state: dict[str, Any] = clone_value(seen.scalars)
+        for name in stored.average_names(seen.before, joined=self._joined):
+            values = seen.before[name]
+            if values.is_floating_point():
+                state[name] = self._stored(seen.before, name)
+            else:
+                state[name] = values.clone()
+        displacement = seen.intent.displacement(seen.group, state, self.parameter, self.gradient)
+        if displacement is None:
+            self.intended.zero_()
+            return None
+        self.intended.copy_(displacement)
+        return state
+
+    def _fill_gradient(self) -> None:
+        gradient = self._seen.before.get(stored.GRADIENT)
+        if gradient is None:
+            self.gradient.zero_()
+            return
+        self.gradient.copy_(gradient)
+        if self._seen.scale is not None:
+            self.gradient.div_(self._seen.scale)
+
+    def _fill_effective(self, stored_after: list[str]) -> None:
+        before, after = self._seen.before, self._seen.after
+        if stored.PARAMETER not in stored_after:
+            self.effective.copy_(after[stored_after[0]]).sub_(self.parameter)
+            return
+        self.effective.copy_(self.visible)
+        for key in stored_after[1:]:
+            change = after[key].to(torch.float64)
+            self.effective.add_(change.sub_(before[key]) if key in before else change)
+
+    def _decrements(self) -> dict[str, Tensor]:
+        seen = self._seen
+        found: dict[str, Tensor] = {}
+        if self._after_step is None:
+            return found
+        for name in stored.average_names(seen.after, joined=self._joined):
+            intended = self._after_step.get(name)
+            if not isinstance(intended, Tensor) or not stored.decaying(name, seen.after[name].dtype):
+                continue
+            if name in seen.before:
+                before, observed = self._stored(seen.before, name), self._stored(seen.after, name)
+                found[name] = state_decrement_block_sums(before, intended, observed, self.left_out, seen.block)
+            else:
+                found[name] = torch.zeros(2, len(seen.columns), dtype=torch.float64, device=self.rows.device)
+        return found
+
+    def _stored(self, values: Values, name: str) -> Tensor:
+        target = torch.empty_like(values[name], dtype=torch.float64)
+        return _add_up(values, stored.components(name, values, joined=self._joined), target)
+
+
+def _add_up(values: Values, keys: list[str], target: Tensor) -> Tensor:
+    target.copy_(values[keys[0]])
+    for key in keys[1:]:
+        target.add_(values[key])
+    return target

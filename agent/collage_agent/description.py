@@ -1,0 +1,90 @@
+"""What the run is told about a watch: optimizer, strategy, where u comes from, bytes for each parameter."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+import collage_monitor
+from collage_agent.gather import local
+from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.choose import Intent
+from collage_agent.options import WatchOptions
+from collage_agent.parameters import WatchedParameter
+from collage_agent.stored import observed_strategy
+from collage_monitor import wire
+
+__all__ = ["bytes_per_parameter", "describe"]
+
+_CLOSURE_NOTE = "steps take a closure: the gradient is not known before them, only what changed is measured"
+
+
+def describe(
+    optimizer: Optimizer,
+    options: WatchOptions,
+    watched: Sequence[WatchedParameter],
+    intents: Sequence[Intent],
+    *,
+    notes: Sequence[str],
+    closure: bool,
+) -> wire.WatchInfo:
+    """The watch as it travels; where groups differ, the larger part speaks and the reason names the rest."""
+    dtypes: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    reasons: dict[str, None] = {}
+    for entry in watched:
+        elements = local(entry.parameter).numel()
+        dtypes[str(entry.parameter.dtype).removeprefix("torch.")] += elements
+        intent = intents[entry.group]
+        kinds[intent.kind] += elements
+        if isinstance(intent, BeforeAfter):
+            reasons[f"only what changed is known of group {entry.group}: {intent.reason}"] = None
+    intent_kind: Any = "before-after" if closure else kinds.most_common(1)[0][0]
+    return wire.WatchInfo(
+        optimizer=type(optimizer).__name__,
+        strategy=options.strategy,
+        observed_strategy=observed_strategy(optimizer),
+        dtype=dtypes.most_common(1)[0][0],
+        intent=intent_kind,
+        intent_reason="; ".join([*reasons, *([_CLOSURE_NOTE] if closure else []), *notes]),
+        parameters=sum(dtypes.values()),
+        every=options.every,
+        sample=options.sample,
+        oracle=options.oracle,
+        agent_version=collage_monitor.__version__,
+        host=socket.gethostname(),
+    )
+
+
+def bytes_per_parameter(optimizer: Optimizer) -> float | None:
+    """Bytes of weights, optimizer states and gradients over the number of weights; None while there is no state.
+
+    From the storages, each counted once. Numbers kept once for a tensor, such as step counters, are left out.
+    No synchronisation.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(optimizer.state.get(parameter) for parameter in parameters):
+        return None
+    storages: dict[tuple[torch.device, int], int] = {}
+    for parameter in parameters:
+        for tensor in _tensors_of(parameter, optimizer.state.get(parameter, {})):
+            if tensor.numel():
+                storage = local(tensor.detach()).untyped_storage()
+                storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+    elements = sum(local(parameter).numel() for parameter in parameters)
+    return sum(storages.values()) / elements if elements else None
+
+
+def _tensors_of(parameter: Tensor, state: dict[str, Any]) -> Iterator[Tensor]:
+    yield parameter
+    if parameter.grad is not None and not parameter.grad.is_sparse:
+        yield parameter.grad
+    for value in state.values():
+        if isinstance(value, Tensor) and (value.numel() > 1 or value.shape == parameter.shape != torch.Size([])):
+            yield value

@@ -1,0 +1,123 @@
+"""Gathering the sampled blocks of many tensors into one flat buffer, a few calls for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from collage_agent.sampling import TensorSample
+
+__all__ = ["BlockLayout", "Staging", "local"]
+
+_EMPTY: Final = np.empty(0, dtype=np.int64)
+_MOST_BLOCKS: Final = 2**40
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard of a distributed tensor that lives on this rank; any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+class BlockLayout:
+    """Where the sampled blocks of several tensors lie in a flat buffer of `slots` = blocks · block elements.
+
+    First the full blocks of the sampled tensors, by `index_select`; behind them the tensors measured whole and
+    the ragged tails, by one `cat`, each padded to whole blocks with zeros.
+    `columns` [blocks] int64 names the tensor that each block belongs to, `padding` lists the padded slots.
+    """
+
+    def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
+        self.block = samples[0].block
+        self.device = local(parameters[0]).device
+        self._orders = [_memory_order(local(parameter)) for parameter in parameters]
+        self._sampled: list[tuple[int, Tensor, slice]] = []
+        self._pieces: list[tuple[int, int, int]] = []
+        columns, numbers = [_EMPTY], [_EMPTY]
+        padding: list[int] = []
+        count = 0
+        for tensor, sample in enumerate(samples):
+            if not sample.whole and len(sample.rows):
+                rows = torch.from_numpy(sample.rows.astype(np.int32)).to(self.device)
+                self._sampled.append((tensor, rows, slice(count, count + len(rows))))
+                columns.append(np.full(len(rows), tensor))
+                numbers.append(sample.rows)
+                count += len(rows)
+        self._boundary = count * self.block
+        for tensor, sample in enumerate(samples):
+            length = sample.elements if sample.whole else sample.tail * sample.tail_elements
+            if length:
+                blocks = -(-length // self.block)
+                missing = blocks * self.block - length
+                self._pieces.append((tensor, length, missing))
+                columns.append(np.full(blocks, tensor))
+                numbers.append(np.arange(sample.population_blocks - blocks, sample.population_blocks))
+                count += blocks
+                padding += range(count * self.block - missing, count * self.block)
+        self.blocks = count
+        self.slots = count * self.block
+        self.columns = torch.from_numpy(np.concatenate(columns)).to(self.device)
+        self.padding = padding
+        self._keys = np.concatenate(columns) * _MOST_BLOCKS + np.concatenate(numbers)
+
+    def positions_of(self, smaller: BlockLayout, tensors: Sequence[int] | None = None) -> NDArray[np.int64]:
+        """Position in this layout of each block of a layout over a smaller sample of the same tensors.
+
+        `tensors` names, for each tensor of `smaller`, its index here; None: they are the same, in the same order.
+
+        Raises:
+            ValueError: a block of `smaller` is not among these.
+        """
+        order = np.argsort(self._keys)
+        wanted = smaller._keys
+        if tensors is not None:
+            wanted = np.asarray(tensors)[wanted // _MOST_BLOCKS] * _MOST_BLOCKS + wanted % _MOST_BLOCKS
+        found = np.searchsorted(self._keys, wanted, sorter=order)
+        positions = order[np.minimum(found, len(order) - 1)]
+        if not np.array_equal(self._keys[positions], wanted):
+            raise ValueError("the smaller sample is no part of this one; draw both with the same seed and names")
+        return positions
+
+    def gather(self, tensors: Sequence[Tensor], staging: Staging) -> None:
+        """Copy the sampled blocks of `tensors` (one each, in the layout's order) into `staging`."""
+        for (tensor, rows, _), target in zip(self._sampled, staging.targets, strict=True):
+            flat = self._flat(tensor, tensors[tensor])
+            whole_blocks = flat.numel() // self.block * self.block
+            torch.index_select(flat[:whole_blocks].view(-1, self.block), 0, rows, out=target)
+        if self._pieces:
+            pieces = []
+            for tensor, length, missing in self._pieces:
+                flat = self._flat(tensor, tensors[tensor])
+                pieces.append(flat if flat.numel() == length else flat[-length:])
+                if missing:
+                    pieces.append(staging.zeros[:missing])
+            torch.cat(pieces, out=staging.tail)
+
+    def _flat(self, index: int, tensor: Tensor) -> Tensor:
+        tensor = local(tensor)
+        order = self._orders[index]
+        return (tensor if order is None else tensor.permute(order)).reshape(-1)
+
+
+class Staging:
+    """A flat buffer in the dtype of what it holds, with the views that a layout fills."""
+
+    def __init__(self, layout: BlockLayout, dtype: torch.dtype) -> None:
+        self.values = torch.zeros(layout.slots, dtype=dtype, device=layout.device)
+        self.zeros = torch.zeros(layout.block, dtype=dtype, device=layout.device)
+        rows = self.values.view(-1, layout.block)
+        self.targets = [rows[where] for _, _, where in layout._sampled]
+        self.tail = self.values[layout._boundary :]
+
+
+def _memory_order(parameter: Tensor) -> tuple[int, ...] | None:
+    """Axes from the slowest to the fastest, None for row-major: blocks then lie together in memory."""
+    if parameter.is_contiguous():
+        return None
+    strides = parameter.stride()
+    return tuple(sorted(range(parameter.dim()), key=lambda axis: -strides[axis]))

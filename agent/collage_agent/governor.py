@@ -1,0 +1,90 @@
+"""The governor: keeps the agent's CPU within its budget, first by measuring less often, then by looking at less."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, Literal
+
+__all__ = ["Governor"]
+
+_STEPS_BEFORE_JUDGING: Final = 4
+_WARM_UP_STEPS: Final = 2
+_MAXIMUM_DOUBLINGS: Final = 6
+_SMALLEST_SAMPLE: Final = 1024
+_ROOM_TO_SPARE: Final = 0.25
+
+
+class Governor:
+    """Counts the CPU of the hooks' thread and of the worker against the rest of the process.
+
+    `interval` = every · 2^doublings: steps divisible by it are measured. With budget None nothing is changed.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        sample: int | Literal["all"],
+        budget: float | None,
+        worker_cpu_seconds: Callable[[], float] | None = None,
+    ) -> None:
+        self.doublings = 0
+        self.sample = sample
+        self._every = every
+        self._budget = budget
+        self._worker_cpu_seconds = worker_cpu_seconds
+        self._hook_seconds = 0.0
+        self._attached_at = time.process_time()
+        self._measured = 0
+        self._window = (0, 0.0, self._attached_at)
+
+    @property
+    def interval(self) -> int:
+        """Steps from one measured step to the next."""
+        return self._every << self.doublings
+
+    @property
+    def agent_cpu_seconds(self) -> float:
+        """CPU that the agent has used since attach: its hooks and its worker thread."""
+        worker = self._worker_cpu_seconds
+        return self._hook_seconds + (0.0 if worker is None else worker())
+
+    @property
+    def overhead_ratio(self) -> float:
+        """CPU of the agent over the rest of the process's CPU, since attach."""
+        return _over_rest(self.agent_cpu_seconds, time.process_time() - self._attached_at)
+
+    def spent(self, seconds: float) -> None:
+        """Add CPU seconds of the training thread."""
+        self._hook_seconds += seconds
+
+    def judge(self) -> bool:
+        """Look at the cost after a measured step; True if `sample` has just become smaller."""
+        self._measured += 1
+        count, agent_then, process_then = self._window
+        agent, process = self.agent_cpu_seconds, time.process_time()
+        if self._measured == _WARM_UP_STEPS:
+            self._window = (self._measured, agent, process)
+        if self._budget is None or self._measured < max(count, _WARM_UP_STEPS) + _STEPS_BEFORE_JUDGING:
+            return False
+        self._window = (self._measured, agent, process)
+        ratio = _over_rest(agent - agent_then, process - process_then)
+        if ratio > self._budget:
+            return self._do_less()
+        if ratio < self._budget * _ROOM_TO_SPARE and self.doublings:
+            self.doublings -= 1
+        return False
+
+    def _do_less(self) -> bool:
+        if self.doublings < _MAXIMUM_DOUBLINGS:
+            self.doublings += 1
+            return False
+        if self.sample == "all" or self.sample <= _SMALLEST_SAMPLE:
+            return False
+        self.sample = max(self.sample // 2, _SMALLEST_SAMPLE)
+        return True
+
+
+def _over_rest(agent: float, process: float) -> float:
+    rest = process - agent
+    return agent / rest if rest > 0 else 0.0

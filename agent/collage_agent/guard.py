@@ -1,0 +1,44 @@
+"""The one place where the agent's own errors end: logged once per kind, counted, never raised into training."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Final
+
+import torch
+
+__all__ = ["Guard", "raise_in_tests"]
+
+FAILURES_ALLOWED: Final = 3
+_LOGGER = logging.getLogger("collage_agent")
+_raising = False
+
+
+def raise_in_tests(on: bool) -> None:
+    """Let every guarded error through (True), as the test suite does, or swallow it again (False)."""
+    global _raising
+    _raising = on
+
+
+class Guard:
+    """Swallows errors of one watch. After FAILURES_ALLOWED of them, or when memory ran out, `disabled` is True."""
+
+    def __init__(self) -> None:
+        self.failures: Counter[str] = Counter()
+        self.disabled = False
+        self.reason = ""
+
+    def caught(self, doing: str, error: Exception) -> None:
+        """Take an error that happened while `doing` something; re-raises it only in tests."""
+        if _raising:
+            raise error
+        kind = f"{doing}: {type(error).__name__}"
+        self.failures[kind] += 1
+        if self.failures[kind] == 1:
+            _LOGGER.warning("%s failed (%s); training is not affected", doing, error, exc_info=error)
+        out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if (out_of_memory or self.failures.total() >= FAILURES_ALLOWED) and not self.disabled:
+            self.disabled = True
+            self.reason = f"switched off after {self.failures.total()} failures, last {kind}: {error}"
+            _LOGGER.error("measuring is %s", self.reason)

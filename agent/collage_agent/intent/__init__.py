@@ -1,0 +1,9 @@
+"""The intended update u: what a step would do in exact arithmetic, from the user's own optimizer or its rule."""
+
+from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.choose import Intent, choose_intent
+from collage_agent.intent.oracle import Oracle
+from collage_agent.intent.rule import Rule
+from collage_agent.intent.shadow import Shadow
+
+__all__ = ["BeforeAfter", "Intent", "Oracle", "Rule", "Shadow", "choose_intent"]

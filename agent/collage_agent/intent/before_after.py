@@ -1,0 +1,28 @@
+"""No u: for optimizers whose elements act on each other, only what changed is known."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["BeforeAfter"]
+
+
+class BeforeAfter:
+    """Stands where u would come from and gives none; `reason` says why, in words for the run's page."""
+
+    kind: Final = "before-after"
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Nothing is kept from one step to the next."""
+
+    def displacement(
+        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor
+    ) -> Tensor | None:
+        """None: there is no intended update to compare with."""
+        return None

@@ -1,0 +1,65 @@
+"""Where u comes from, group by group: our own rule, a shadow that passed its self-test, or nowhere."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.rule import Rule
+from collage_agent.intent.selftest import failure_of
+from collage_agent.intent.shadow import Shadow
+from collage_agent.optim import CollageOptimizer
+
+__all__ = ["Intent", "choose_intent"]
+
+
+class Intent(Protocol):
+    """Whoever can say what a step would do in exact arithmetic."""
+
+    @property
+    def kind(self) -> Literal["shadow", "rule", "before-after"]:
+        """The name that travels with the run."""
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Look at the live instance once before each step that will be asked about."""
+
+    def displacement(
+        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor
+    ) -> Tensor | None:
+        """u [n] fp64, or None; `state` is advanced in place to what it would be after the step."""
+
+
+def choose_intent(optimizer: Optimizer) -> list[Intent]:
+    """One Intent per parameter group; groups with the same settings, learning rate and decay aside, share one.
+
+    Runs the self-test, 5 to 35 ms a kind of group, on the host: synchronises no device.
+    """
+    if isinstance(optimizer, CollageOptimizer):
+        return [Rule(optimizer)] * len(optimizer.param_groups)
+    chosen: dict[object, Intent] = {}
+    for group in optimizer.param_groups:
+        kind = _kind_of(group)
+        if kind not in chosen:
+            chosen[kind] = _for_group(optimizer, group)
+    return [chosen[_kind_of(group)] for group in optimizer.param_groups]
+
+
+def _for_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
+    reason = failure_of(optimizer, group)
+    return Shadow(optimizer) if reason is None else BeforeAfter(reason)
+
+
+def _kind_of(group: dict[str, Any]) -> object:
+    """What can change the form of a step: which settings there are, and those that are no plain number."""
+    switches = []
+    for key, value in sorted(group.items()):
+        if key == "params" or isinstance(value, Tensor):
+            continue
+        plain_number = isinstance(value, int | float) and not isinstance(value, bool)
+        switches.append((key, value != 0 if plain_number else repr(value)))
+    tensors = sorted(key for key, value in group.items() if isinstance(value, Tensor) and key != "params")
+    return (tuple(switches), tuple(tensors), torch.get_default_dtype())

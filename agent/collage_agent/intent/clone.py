@@ -1,0 +1,102 @@
+"""A second instance of the user's optimizer that steps other tensors and leaves no trace in the first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["clone_group", "clone_optimizer", "clone_value", "isolated", "undecorated_step"]
+
+_LOSS_SCALING: Final = ("grad_scale", "found_inf")
+_NOT_COPIED: Final = ("state", "param_groups", *_LOSS_SCALING)
+_FUSED_ON_CPU: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def clone_value(value: Any) -> Any:
+    """A copy that shares no tensor and no container with `value`; other objects are shared."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, {key: clone_value(entry) for key, entry in value.items()})
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, clone_value(entry)) for key, entry in value.items())
+    if isinstance(value, deque):
+        return deque((clone_value(entry) for entry in value), value.maxlen)
+    if type(value) in (list, tuple, set):
+        return type(value)(clone_value(entry) for entry in value)
+    return value
+
+
+def clone_group(group: dict[str, Any], kind: type[Optimizer], device: torch.device) -> dict[str, Any]:
+    """The hyper-parameters and run state of a group without its parameters; tensors are copied.
+
+    Torch's own optimizers take their fused kernel on the CPU, which is the fastest on one flat tensor; options
+    that need an accelerator are cleared there.
+    """
+    cloned = {key: clone_value(value) for key, value in group.items() if key != "params"}
+    if device.type == "cpu":
+        if cloned.get("capturable"):
+            cloned["capturable"] = False
+        if "fused" in cloned and kind in _FUSED_ON_CPU and not cloned.get("differentiable"):
+            cloned["fused"], cloned["foreach"] = True, False
+        if isinstance(cloned.get("lr"), Tensor):
+            # Arithmetic among fp32 scalars would round the step size.
+            cloned["lr"] = cloned["lr"].to(torch.float64)
+    cloned["params"] = []
+    return cloned
+
+
+def clone_optimizer(optimizer: Optimizer) -> Optimizer:
+    """An instance of the same class with copied attributes, no parameters, no state and no hooks.
+
+    Neither the constructor nor `__getstate__` is called: the first may want arguments or recurse through global
+    hooks, the second drops settings kept on the instance. Callables patched over methods (a scheduler's `step`)
+    are dropped: they are bound to the live optimizer.
+    """
+    kind = type(optimizer)
+    clone: Optimizer = object.__new__(kind)
+    for name, value in vars(optimizer).items():
+        if name in _NOT_COPIED or (callable(value) and hasattr(kind, name)):
+            continue
+        clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else clone_value(value)
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    return clone
+
+
+def undecorated_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """The class's `step` below torch's hook wrapper: calling it fires no hook and no profiler range."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+@contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Nothing outside notices what runs inside: no process-wide optimizer hook fires, random states are restored.
+
+    Does not synchronise: the states of random generators live on the host.
+    """
+    before, after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    kept_before, kept_after = dict(before), dict(after)
+    host_state = torch.get_rng_state()
+    device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    before.clear()
+    after.clear()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        before.update(kept_before)
+        after.update(kept_after)
+        torch.set_rng_state(host_state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, device)

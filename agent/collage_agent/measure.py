@@ -1,0 +1,287 @@
+"""One measured step: gather before it, and after it turn u and e of every layer into estimated totals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_agent import stored
+from collage_agent.bucket import Bucket, Followed
+from collage_agent.gather import BlockLayout, Staging, local
+from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.choose import Intent
+from collage_agent.intent.clone import clone_value
+from collage_agent.intent.oracle import Oracle
+from collage_agent.parameters import WatchedParameter
+from collage_agent.sampling import TensorSample, draw
+from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
+
+__all__ = ["Meter"]
+
+ORACLE_SAMPLE: Final = 1024
+_Entry = tuple[int, int, int, float, torch.dtype | None]
+_Signature = tuple[bool, int, tuple[_Entry, ...]]
+_CLOSURE: Final = BeforeAfter("the step takes a closure, so its gradient is not known before it")
+
+
+@dataclass
+class _Planned:
+    """A bucket with what is fixed until the next plan."""
+
+    bucket: Bucket
+    sizes: SampleSizes
+    columns: Tensor
+    followed: list[tuple[Followed, SampleSizes, Tensor]]
+
+
+class Meter:
+    """Measures steps of one optimizer, and keeps its oracle running.
+
+    Calls come in pairs around a step: `before`, `after`. `statistics` are the rows, `watched` the columns of what
+    `after` returns; both are only ever appended to. Tensors stepped alike are measured as one bucket; when
+    gradients come or go, or states appear, the buckets are planned anew.
+    """
+
+    def __init__(
+        self,
+        watched: Sequence[WatchedParameter],
+        intents: Sequence[Intent],
+        sample: int | Literal["all"],
+        *,
+        oracle: bool,
+        seed: int,
+        shard: int = 0,
+    ) -> None:
+        self.watched = list(watched)
+        self.statistics = list(BASE_STATISTICS)
+        self._intents = list(intents)
+        self._sample: int | Literal["all"] = sample
+        self._wants_oracle = oracle
+        self._seed, self._shard = seed, shard
+        self._oracles: list[Oracle] | None = None
+        self._signature: _Signature | None = None
+        self._plan: list[_Planned] = []
+        self._rows: dict[str, int] = {key: row for row, key in enumerate(self.statistics)}
+
+    @property
+    def sample(self) -> int | Literal["all"]:
+        """Elements looked at in each tensor, at most."""
+        return self._sample
+
+    def shrink_sample(self, sample: int) -> None:
+        """Look at a smaller sample, a prefix of the present one, from the next measured step on."""
+        self._sample, self._signature = sample, None
+
+    def extend(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
+        """Watch further parameters too; `intents` is the whole list, one a parameter group."""
+        self.watched += watched
+        self._intents = list(intents)
+        self._signature = None
+
+    def restart_oracle(self) -> None:
+        """Let the oracle attach anew before the next step: the live weights and states were replaced."""
+        self._oracles = None
+        self._signature = None
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let the oracle take the step that the optimizer is about to take. Inside `isolated`."""
+        if not self._wants_oracle:
+            return
+        if self._oracles is None:
+            self._oracles = self._attach_oracles(optimizer)
+        scale, skipped = _loss_scaling(optimizer)
+        for oracle in self._in_lock_step():
+            watched = self.watched[oracle.members[0]]
+            intent = self._intents[watched.group]
+            intent.refresh(optimizer)
+            gradients = [_gradient(self.watched[member]) for member in oracle.members]
+            oracle.step(intent, optimizer.param_groups[watched.group], gradients, scale, skipped)
+
+    def before(self, optimizer: Optimizer, *, closure: bool) -> None:
+        """Gather what the step is about to change. Inside `isolated`."""
+        signature = self._signature_of(optimizer, closure)
+        if signature != self._signature:
+            self._plan = self._planned(optimizer, signature)
+            self._signature = signature
+        for planned in self._plan:
+            bucket = planned.bucket
+            group = self.watched[bucket.members[0]].group
+            bucket.intent.refresh(optimizer)
+            bucket.gather_before(optimizer.param_groups[group], _states(optimizer, bucket))
+
+    def after(self, optimizer: Optimizer) -> Tensor:
+        """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`."""
+        scale, skipped = _loss_scaling(optimizer)
+        found: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
+        for planned in self._plan:
+            followed = [follower for follower, _, _ in planned.followed]
+            blocks = planned.bucket.measure(_states(optimizer, planned.bucket), scale, followed)
+            found.append((*bucket_totals(planned.bucket, planned.sizes, blocks), planned.columns))
+            for follower, sizes, columns in planned.followed:
+                found.append((ORACLE_STATISTICS, oracle_totals(follower, sizes), columns))
+        return self._assembled(found, skipped)
+
+    def _assembled(self, found: list[tuple[tuple[str, ...], Tensor, Tensor]], skipped: Tensor | None) -> Tensor:
+        for keys, _, _ in found:
+            for key in keys:
+                if key not in self._rows:
+                    self._rows[key] = len(self.statistics)
+                    self.statistics.append(key)
+        device = found[0][1].device if found else torch.device("cpu")
+        shape = (len(self.statistics), len(self.watched))
+        totals = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
+        for keys, values, columns in found:
+            rows = torch.tensor([self._rows[key] for key in keys]).to(device)
+            totals[rows.unsqueeze(1), columns.to(device).unsqueeze(0)] = values.to(device)
+        if skipped is not None:
+            totals = torch.where(skipped.to(device).reshape(()).ne(0), torch.nan, totals)
+        return totals
+
+    def _signature_of(self, optimizer: Optimizer, closure: bool) -> _Signature:
+        """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
+        entries: list[_Entry] = []
+        first: float | None = None
+        state = optimizer.state
+        for index, watched in enumerate(self.watched):
+            gradient = watched.parameter.grad
+            if gradient is None and not closure:
+                continue
+            own = state.get(watched.parameter, {})
+            step = _step_count(own)
+            first = step if first is None else first
+            dtype = None if gradient is None else gradient.dtype
+            entries.append((index, watched.group, len(own), step - first, dtype))
+        return closure, 0 if self._oracles is None else len(self._oracles), tuple(entries)
+
+    def _planned(self, optimizer: Optimizer, signature: _Signature) -> list[_Planned]:
+        kinds: dict[object, list[int]] = {}
+        closure, _, entries = signature
+        for index, *rest in entries:
+            parameter = self.watched[index].parameter
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                continue
+            shapes = tuple(
+                (key, value.dtype)
+                for key, value in stored.elementwise_state(parameter, optimizer.state.get(parameter, {})).items()
+            )
+            kinds.setdefault((*rest, local(parameter).device, parameter.dtype, shapes), []).append(index)
+        return [self._plan_bucket(members, closure) for members in kinds.values()]
+
+    def _plan_bucket(self, members: list[int], closure: bool) -> _Planned:
+        parameters = [self.watched[member].parameter for member in members]
+        samples = [self._draw(member, self._sample) for member in members]
+        intent = _CLOSURE if closure else self._intents[self.watched[members[0]].group]
+        bucket = Bucket(members, parameters, samples, intent, knows_gradient=not closure)
+        device = bucket.layout.device
+        followed = []
+        for oracle in [] if intent.kind == "before-after" else self._oracles or []:
+            if set(oracle.members) <= set(members):
+                sizes = SampleSizes(oracle.samples, device)
+                columns = torch.tensor(oracle.members).to(device)
+                followed.append((Followed(oracle, bucket), sizes, columns))
+        return _Planned(bucket, SampleSizes(samples, device), torch.tensor(members).to(device), followed)
+
+    def _draw(self, index: int, cap: int | Literal["all"]) -> TensorSample:
+        watched = self.watched[index]
+        shard = local(watched.parameter)
+        return draw(watched.name, shard.numel(), shard.element_size(), cap, seed=self._seed, shard=self._shard)
+
+    def _attach_oracles(self, optimizer: Optimizer) -> list[Oracle]:
+        cap = ORACLE_SAMPLE if self._sample == "all" else min(self._sample, ORACLE_SAMPLE)
+        oracles = []
+        kinds: dict[object, list[int]] = {}
+        for index, watched in enumerate(self.watched):
+            if self._intents[watched.group].kind == "before-after" or watched.parameter.grad is None:
+                continue
+            own = optimizer.state.get(watched.parameter, {})
+            key = (
+                watched.group,
+                _step_count(own),
+                len(own),
+                local(watched.parameter).device,
+                watched.parameter.dtype,
+            )
+            kinds.setdefault(key, []).append(index)
+        for members in kinds.values():
+            parameters = [self.watched[member].parameter for member in members]
+            samples = [self._draw(member, cap) for member in members]
+            layout = BlockLayout(samples, parameters)
+            state = self._attached_state(optimizer, members, layout)
+            oracles.append(Oracle(members, samples, layout, state.pop(stored.PARAMETER), state))
+        return oracles
+
+    def _attached_state(self, optimizer: Optimizer, members: list[int], layout: BlockLayout) -> dict[str, Any]:
+        """Stored weight and averages of the members' samples in fp64, scalars beside them."""
+        joined = self._intents[self.watched[members[0]].group].kind == "rule"
+        parameters = [self.watched[member].parameter for member in members]
+        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        keys = tuple(stored.elementwise_state(parameters[0], states[0]))
+        present = (stored.PARAMETER, *keys)
+
+        def gathered(names: list[str]) -> Tensor:
+            total: Tensor | None = None
+            for name in names:
+                tensors = parameters if name == stored.PARAMETER else [state[name] for state in states]
+                staging = Staging(layout, tensors[0].dtype)
+                layout.gather(tensors, staging)
+                if not tensors[0].is_floating_point():
+                    return staging.values
+                total = staging.values.double() if total is None else total.add_(staging.values)
+            assert total is not None
+            return total
+
+        state: dict[str, Any] = clone_value(stored.scalar_state(parameters[0], states[0]))
+        for name in stored.average_names(keys, joined=joined):
+            state[name] = gathered(stored.components(name, keys, joined=joined))
+        state[stored.PARAMETER] = gathered(stored.stored_parameter(present, joined=joined))
+        return state
+
+    def _in_lock_step(self) -> list[Oracle]:
+        """The oracles whose tensors all have a gradient now; one that lost part of its tensors is split first."""
+        assert self._oracles is not None
+        parameters = {index: watched.parameter for index, watched in enumerate(self.watched)}
+        stepping: list[Oracle] = []
+        everyone: list[Oracle] = []
+        for oracle in self._oracles:
+            present = [member for member in oracle.members if parameters[member].grad is not None]
+            if 0 < len(present) < len(oracle.members):
+                absent = [member for member in oracle.members if member not in present]
+                parts = [oracle.split(present, parameters), oracle.split(absent, parameters)]
+            else:
+                parts = [oracle]
+            everyone += parts
+            stepping += parts[:1] if present else []
+        self._oracles = everyone
+        return stepping
+
+
+def _gradient(watched: WatchedParameter) -> Tensor:
+    gradient = watched.parameter.grad
+    assert gradient is not None
+    return gradient
+
+
+def _states(optimizer: Optimizer, bucket: Bucket) -> list[dict[str, Any]]:
+    # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
+    return [optimizer.state.get(parameter, {}) for parameter in bucket.parameters]
+
+
+def _step_count(state: dict[str, Any]) -> float:
+    step = state.get("step", 0)
+    if isinstance(step, Tensor):
+        return float(step.item()) if step.device.type == "cpu" else 0.0
+    return float(step)
+
+
+def _loss_scaling(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
+    """(what the gradients are to be divided by, whether the step is skipped) of a loss scaler, None without one."""
+    scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    return (
+        scale if isinstance(scale, Tensor) else None,
+        skipped if isinstance(skipped, Tensor) else None,
+    )

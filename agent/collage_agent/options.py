@@ -1,0 +1,94 @@
+"""The options of `watch`: one frozen value object, its defaults in one table, checked where they enter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from collage_monitor.strategies import STRATEGIES
+
+__all__ = ["DEFAULTS", "Exclude", "WatchOptions"]
+
+DEFAULTS: Final[dict[str, Any]] = {
+    "every": 10,
+    "sample": 4096,
+    "layers": None,
+    "strategy": None,
+    "oracle": False,
+    "windows": (),
+    "budget": 0.01,
+    "first_step": None,
+}
+
+
+class Exclude:
+    """Layers to leave out: every parameter whose name matches one of the regular expressions."""
+
+    __slots__ = ("patterns",)
+
+    def __init__(self, *patterns: str) -> None:
+        if not patterns:
+            raise ValueError("Exclude() excludes nothing; pass at least one regular expression")
+        self.patterns = _compiled(patterns)
+
+    def __repr__(self) -> str:
+        return f"Exclude({', '.join(repr(pattern.pattern) for pattern in self.patterns)})"
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """How a model is watched; see `watch` for the meaning of each field.
+
+    Raises:
+        ValueError, TypeError: a value that cannot be used; the message names it and what to pass instead.
+    """
+
+    every: int = DEFAULTS["every"]
+    sample: int | Literal["all"] = DEFAULTS["sample"]
+    layers: str | Sequence[str] | Exclude | None = DEFAULTS["layers"]
+    strategy: str | None = DEFAULTS["strategy"]
+    oracle: bool = DEFAULTS["oracle"]
+    windows: tuple[int, ...] = DEFAULTS["windows"]
+    budget: float | None = DEFAULTS["budget"]
+    first_step: int | None = DEFAULTS["first_step"]
+
+    def __post_init__(self) -> None:
+        _whole_number("every", self.every, at_least=1)
+        if self.sample == "all":
+            object.__setattr__(self, "budget", None)
+        else:
+            _whole_number("sample", self.sample, at_least=64, otherwise=", or 'all'")
+        if self.first_step is not None:
+            _whole_number("first_step", self.first_step, at_least=1)
+        if self.budget is not None and not 0 < self.budget < 1:
+            raise ValueError(f"budget={self.budget!r}; pass a share between 0 and 1, or None for no governor")
+        if tuple(self.windows):
+            raise ValueError(f"windows={self.windows!r}; windows are not there yet: leave windows=()")
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy={self.strategy!r}; choose one of {', '.join(STRATEGIES)}, or None")
+        self.selects("")
+
+    def selects(self, name: str) -> bool:
+        """Whether the layer called `name` is watched (`re.search`)."""
+        if self.layers is None:
+            return True
+        if isinstance(self.layers, Exclude):
+            return not any(pattern.search(name) for pattern in self.layers.patterns)
+        patterns = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+        return any(pattern.search(name) for pattern in _compiled(patterns))
+
+
+def _compiled(patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:
+    try:
+        return tuple(re.compile(pattern) for pattern in patterns)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"layers={patterns!r}: not a regular expression ({error})") from None
+
+
+def _whole_number(name: str, value: object, *, at_least: int, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}; pass a whole number of at least {at_least}{otherwise}")
+    if value < at_least:
+        raise ValueError(f"{name}={value}; pass at least {at_least}{otherwise}")

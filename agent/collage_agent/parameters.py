@@ -1,0 +1,83 @@
+"""Which parameters are watched, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.gather import local
+from collage_agent.options import WatchOptions
+from collage_monitor import wire
+
+__all__ = ["WatchedParameter", "watched_parameters"]
+
+_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_LONGEST_NAME: Final = 512
+
+
+@dataclass(frozen=True)
+class WatchedParameter:
+    """One parameter tensor (this rank's shard of it) under its fully qualified name."""
+
+    name: str
+    parameter: Tensor
+    group: int
+    module_type: str
+
+    def layer(self) -> wire.Layer:
+        """How the layer is announced: the whole tensor's shape, the shard's elements."""
+        return wire.Layer(
+            name=self.name,
+            shape=list(self.parameter.shape),
+            dtype=str(self.parameter.dtype).removeprefix("torch."),
+            elements=local(self.parameter).numel(),
+            module_type=self.module_type,
+        )
+
+
+def watched_parameters(
+    model: nn.Module, optimizer: Optimizer, options: WatchOptions
+) -> tuple[list[WatchedParameter], list[str]]:
+    """The parameters that the optimizer steps and the options select, in the model's order; and what was left out.
+
+    A tied weight counts once, under its first name. Parameters that the model does not know are called
+    `group0.1` (group, position). float64 parameters are not measurable: their own rounding is fp64's.
+    """
+    groups = {
+        id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+    }
+    watched: list[WatchedParameter] = []
+    left_out: list[str] = []
+    for name, parameter, module_type in _named(model, optimizer):
+        if id(parameter) not in groups or not options.selects(name) or parameter.numel() == 0:
+            continue
+        if parameter.dtype == torch.float64 or not parameter.is_floating_point():
+            left_out.append(f"{name} ({str(parameter.dtype).removeprefix('torch.')} is not measurable)")
+            continue
+        watched.append(WatchedParameter(name[:_LONGEST_NAME], parameter, groups[id(parameter)], module_type))
+    return watched, left_out
+
+
+def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, str]]:
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield _plain_name(f"{prefix}.{own}" if prefix else own), parameter, type(module).__name__
+    group: dict[str, Any]
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"group{index}.{position}", parameter, ""
+
+
+def _plain_name(name: str) -> str:
+    """The name without the parts that wrappers (DDP, FSDP, compile, checkpointing) put in front of theirs."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -1,0 +1,101 @@
+"""Which elements of a tensor are looked at: aligned blocks, without replacement, fixed for the run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["TensorSample", "block_elements", "draw"]
+
+CACHE_LINE_BYTES: Final = 64
+MAXIMUM_BLOCK: Final = 32
+_PERMUTED_WHOLE: Final = 2**20
+_DRAWN_AT_ONCE: Final = 4096
+
+
+@dataclass(frozen=True)
+class TensorSample:
+    """The sampled blocks of one tensor shard.
+
+    `rows` are the chosen full blocks in the order in which they were drawn, so that the first n of them are a
+    smaller sample; `tail` says that the ragged last block, `elements % block` long, is among the chosen.
+    `blocks` of `population_blocks` were chosen, `sampled` of `elements` elements.
+    """
+
+    elements: int
+    block: int
+    rows: NDArray[np.int64]
+    tail: bool
+
+    @property
+    def tail_elements(self) -> int:
+        """Length of the ragged last block: 0 when there is none, chosen or not."""
+        return self.elements % self.block
+
+    @property
+    def blocks(self) -> int:
+        """Chosen blocks, the ragged one included."""
+        return len(self.rows) + self.tail
+
+    @property
+    def population_blocks(self) -> int:
+        """All blocks of the tensor, the ragged one included."""
+        return -(-self.elements // self.block)
+
+    @property
+    def sampled(self) -> int:
+        """Chosen elements."""
+        return len(self.rows) * self.block + self.tail * self.tail_elements
+
+    @property
+    def whole(self) -> bool:
+        """Whether every element is measured."""
+        return self.blocks == self.population_blocks
+
+
+def block_elements(itemsize: int) -> int:
+    """Elements of one block: a cache line of the dtype, at most MAXIMUM_BLOCK (class counts are packed by that)."""
+    return min(CACHE_LINE_BYTES // itemsize, MAXIMUM_BLOCK)
+
+
+def draw(
+    name: str, elements: int, itemsize: int, cap: int | Literal["all"], *, seed: int = 0, shard: int = 0
+) -> TensorSample:
+    """The sample of the tensor called `name`: at most `cap` elements in whole blocks, all if it is no larger.
+
+    The draw depends on (seed, name, shard) and the number of blocks alone: a smaller cap gives a prefix.
+    """
+    block = block_elements(itemsize)
+    population = -(-elements // block)
+    if cap == "all" or elements <= cap:
+        return TensorSample(elements, block, np.arange(elements // block), elements % block > 0)
+    count = min(max(cap // block, 1), population)
+    drawn = _permutation_prefix(_generator(seed, name, shard), population, count)
+    ragged = population - 1 if elements % block else -1
+    return TensorSample(elements, block, drawn[drawn != ragged], bool((drawn == ragged).any()))
+
+
+def _generator(seed: int, name: str, shard: int) -> np.random.Generator:
+    digest = hashlib.blake2b(f"{seed}/{shard}/{name}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+
+
+def _permutation_prefix(generator: np.random.Generator, population: int, count: int) -> NDArray[np.int64]:
+    """First `count` of a random order of range(population); independent of `count` up to that point.
+
+    A large population is drawn with replacement and repeats are dropped: the order of first appearance is a
+    uniformly random order too, and no table of the population is needed.
+    """
+    if population <= _PERMUTED_WHOLE or 2 * count > population:
+        return generator.permutation(population)[:count].astype(np.int64)
+    drawn = np.empty(0, dtype=np.int64)
+    while len(drawn) < count:
+        more = generator.integers(0, population, size=_DRAWN_AT_ONCE, dtype=np.int64)
+        candidates = np.concatenate([drawn, more])
+        _, first = np.unique(candidates, return_index=True)
+        drawn = candidates[np.sort(first)]
+    return drawn[:count]

@@ -1,0 +1,100 @@
+"""What became of each element: the five classes and their subsets, counted by block.
+
+Every element gets a code of eight bits; a table turns the code into a word with one six-bit field a count; the
+words of a block are added, and the fields read out of the sum. So ten counts cost one pass.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from collage_agent.sampling import MAXIMUM_BLOCK
+
+__all__ = ["CLASS_COUNTS", "class_codes", "count_classes"]
+
+CLASS_COUNTS: Final = (
+    "nonfinite",
+    "stray",
+    "lost",
+    "distorted",
+    "reversed",
+    "faithful",
+    "lost_visible",
+    "unchanged",
+    "nonfinite_gradients",
+    "nonfinite_parameters",
+)
+"""Rows of `count_classes`. Idle elements are those in none of nonfinite, lost, distorted and faithful."""
+
+_FIELD_BITS: Final = 6
+_NO_INTENT, _NO_EFFECT, _NO_VISIBLE, _FAR, _REVERSED, _LEFT_OUT, _GRADIENT, _PARAMETER = (
+    1 << bit for bit in range(8)
+)
+
+
+def class_codes(
+    intended: Tensor,
+    effective: Tensor,
+    visible: Tensor,
+    left_out: Tensor,
+    bad_gradient: Tensor,
+    bad_parameter: Tensor,
+) -> Tensor:
+    """uint8 [n]: everything about an element that decides its classes.
+
+    u, e, eᵛ: fp64 [n], zero where `left_out`; the others bool [n]. "Far" is |e − u| > ½|u|. No synchronisation.
+    """
+    distance = (effective - intended).abs_()
+    bits = (
+        intended.eq(0),
+        effective.eq(0),
+        visible.eq(0),
+        distance.gt(intended.abs().mul_(0.5)),
+        (effective * intended).lt(0),
+        left_out,
+        bad_gradient,
+        bad_parameter,
+    )
+    codes = bits[0].view(torch.uint8)
+    for position, bit in enumerate(bits[1:], start=1):
+        codes = codes.add(bit.view(torch.uint8), alpha=1 << position)
+    return codes
+
+
+def count_classes(codes: Tensor, block: int) -> Tensor:
+    """Counts by block, fp64 [len(CLASS_COUNTS), blocks], of codes uint8 [slots]. No synchronisation."""
+    if block > MAXIMUM_BLOCK:
+        raise ValueError(f"block={block}; a count must fit {_FIELD_BITS} bits: pass at most {MAXIMUM_BLOCK}")
+    words = _table(codes.device).index_select(0, codes.to(torch.int32))
+    sums = words.view(-1, block).sum(1)
+    shifts = torch.arange(len(CLASS_COUNTS), device=codes.device).mul_(_FIELD_BITS).unsqueeze(1)
+    return sums.bitwise_right_shift(shifts).bitwise_and_((1 << _FIELD_BITS) - 1).to(torch.float64)
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    words = [sum(1 << (_FIELD_BITS * CLASS_COUNTS.index(name)) for name in _classes(code)) for code in range(256)]
+    return torch.tensor(words, dtype=torch.int64).to(device)
+
+
+def _classes(code: int) -> set[str]:
+    """The counts that an element with this code enters."""
+    names = {"nonfinite_gradients"} if code & _GRADIENT else set()
+    names |= {"nonfinite_parameters"} if code & _PARAMETER else set()
+    if code & _LEFT_OUT:
+        return names | {"nonfinite"}
+    if code & _NO_VISIBLE:
+        names.add("unchanged")
+    if code & _NO_INTENT:
+        return names if code & _NO_EFFECT else names | {"stray"}
+    if code & _NO_VISIBLE:
+        names.add("lost_visible")
+    if code & _NO_EFFECT:
+        return names | {"lost"}
+    if not code & _FAR:
+        return names | {"faithful"}
+    return names | ({"distorted", "reversed"} if code & _REVERSED else {"distorted"})

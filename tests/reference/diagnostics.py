@@ -1,0 +1,95 @@
+"""Element by element, in exact fractions and plain Python: what the diagnostics add up on the device."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+OCTAVES = range(-24, 8)
+
+
+def exact(values) -> list[Fraction | None]:
+    """Each element as a fraction, None where it is not finite."""
+    return [Fraction(x) if math.isfinite(x) else None for x in torch.as_tensor(values).double().tolist()]
+
+
+def classes(theta, gradient, u, e, visible) -> dict[str, int]:
+    """Counts by class of lists of fractions (None: not finite)."""
+    names = ["nonfinite", "idle", "stray", "lost", "distorted", "reversed", "faithful", "lost_visible", "unchanged"]
+    counts = dict.fromkeys([*names, "nonfinite_gradients"], 0)
+    for t, g, ui, ei, vi in zip(theta, gradient, u, e, visible, strict=True):
+        counts["nonfinite_gradients"] += g is None
+        if None in (t, g, ui, ei, vi):
+            counts["nonfinite"] += 1
+            continue
+        counts["unchanged"] += vi == 0
+        if ui == 0:
+            counts["idle"] += 1
+            counts["stray"] += ei != 0
+            continue
+        counts["lost_visible"] += vi == 0
+        if ei == 0:
+            counts["lost"] += 1
+        elif 2 * abs(ei - ui) > abs(ui):
+            counts["distorted"] += 1
+            counts["reversed"] += ei * ui < 0
+        else:
+            counts["faithful"] += 1
+    return counts
+
+
+def neighbour_gap(value: float, upwards: bool, dtype: torch.dtype) -> Fraction:
+    """Distance from `value` to the next number of `dtype` above or below, from bit patterns (bf16, fp16, fp32)."""
+    integer, mask = (torch.int32, 0x7FFFFFFF) if dtype == torch.float32 else (torch.int16, 0x7FFF)
+    bits = int(torch.tensor(value, dtype=dtype).view(integer).item())
+    magnitude = bits & mask
+    away = (value >= 0) == upwards
+    step = magnitude + 1 if away or magnitude == 0 else magnitude - 1
+    other = torch.tensor(step, dtype=integer).view(dtype).double().item()
+    here = torch.tensor(magnitude, dtype=integer).view(dtype).double().item()
+    if not math.isfinite(other):
+        below = torch.tensor(magnitude - 1, dtype=integer).view(dtype).double().item()
+        return Fraction(here) - Fraction(below)
+    return abs(Fraction(other) - (Fraction(here) if magnitude else 0))
+
+
+def octave_counts(u, values, dtype: torch.dtype) -> list[int]:
+    """Histogram of |u| / gap in the order underflow, −24 … 7, overflow; u = 0 is left out."""
+    counts = [0] * (len(OCTAVES) + 2)
+    for ui, value in zip(u, values, strict=True):
+        if ui == 0:
+            continue
+        ratio = abs(ui) / neighbour_gap(value, ui > 0, dtype)
+        octave = _floor_log2(ratio)
+        counts[min(max(octave - OCTAVES[0] + 1, 0), len(counts) - 1)] += 1
+    return counts
+
+
+def _floor_log2(x: Fraction) -> int:
+    k = x.numerator.bit_length() - x.denominator.bit_length()
+    return k if Fraction(2) ** k <= x else k - 1
+
+
+def decrements(before, intended, observed) -> tuple[Fraction, Fraction]:
+    """(observed, intended) Σ (|s after| − |s before|) over elements whose |s| should shrink."""
+    seen = wanted = Fraction(0)
+    for b, i, o in zip(before, intended, observed, strict=True):
+        if None not in (b, i) and abs(i) < abs(b):
+            wanted += abs(i) - abs(b)
+            seen += abs(o) - abs(b)
+    return seen, wanted
+
+
+def total(products) -> Fraction:
+    return sum((x for x in products), Fraction(0))
+
+
+def variances(a, b, population: int) -> tuple[float, float, float]:
+    """N²(1 − n/N)/n · (s_AA, s_BB, s_AB) of block totals a and b."""
+    n = len(a)
+    factor = population**2 * (1 - n / population) / n
+    covariance = np.cov(np.array(a, dtype=np.float64), np.array(b, dtype=np.float64), ddof=1)
+    return factor * covariance[0, 0], factor * covariance[1, 1], factor * covariance[0, 1]
