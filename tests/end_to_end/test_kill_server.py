@@ -1,0 +1,128 @@
+"""`kill -9` of the real server in mid-run: training goes on, nothing acknowledged is lost, nothing doubled."""
+
+import signal
+import subprocess
+
+import collage_agent as collage
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from collage_monitor.client import Client
+from collage_monitor.local import read_token
+from tests.ports import command, free_port, until
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A real server in a process of its own, that can be killed and started again on the same port and folder."""
+    double = KillableServer(tmp_path / "data", tmp_path / "server.log")
+    double.start()
+    yield double
+    double.kill()
+
+
+class KillableServer:
+    def __init__(self, folder, log):
+        self.folder = folder
+        self.log = log
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes]
+
+    def start(self):
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command("serve", "--port", self.port, "--dir", self.folder), stdout=output, stderr=output
+            )
+        until(self.answers, "the server's first answer", pause_seconds=0.05)
+
+    def answers(self):
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=2.0, trust_env=False).is_success
+        except httpx.HTTPError:
+            return False
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+class Training:
+    """A small training that logs its loss at each step, and is measured at each step."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.step = 0
+
+    def go_on(self, steps):
+        for _ in range(steps):
+            loss = self.model(torch.randn(16, 8, dtype=torch.bfloat16)).float().square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            collage.log({"loss": loss})
+
+
+def stored_steps(client, run_id):
+    return client.series(run_id, "loss", points=10_000).steps
+
+
+def test_killing_the_server_loses_nothing_and_doubles_nothing(server, tmp_path):
+    run = collage.init("kill", "run", server_url=server.url, dir=server.folder)
+    training = Training()
+    collage.watch(training.model, training.optimizer, every=1, budget=None)
+    for _ in range(2):
+        training.go_on(20)
+        before = run.reports_sent
+        until(lambda before=before: run.reports_sent > before, "an acknowledged report", pause_seconds=0.01)
+        training.go_on(20)
+        server.kill()
+        acknowledged = run.reports_sent
+        training.go_on(40)
+        until(lambda: run.reports_spooled > 0, "a report in the spool", pause_seconds=0.01)
+        assert run.reports_sent == acknowledged
+        server.start()
+        with Client(server.url, read_token(server.folder)) as client:
+            assert client.streams(run.run_id).streams[0].reports >= acknowledged
+        until(lambda: run.reports_spooled == 0, "an empty spool", pause_seconds=0.05)
+    training.go_on(20)
+    collage.finish()
+
+    assert (run.reports_spooled, run.reports_dropped) == (0, {})
+    with Client(server.url, read_token(server.folder)) as client:
+        (stream,) = client.streams(run.run_id).streams
+        assert stream.reports == run.reports_sent
+        assert stream.last_seq == stream.reports - 1
+        assert client.run(run.run_id).state == "finished"
+        assert stored_steps(client, run.run_id) == list(range(1, training.step + 1))
+        merged = client.compare([run.run_id], "edq_ratio").runs[0].merged
+        assert merged["sampled"] == training.step * sum(p.numel() for p in training.model.parameters())
+    assert list(server.folder.glob("spool/*/*")) == []
+
+
+def test_what_a_run_left_behind_arrives_with_the_next_one(server):
+    server.kill()
+    first = collage.init("kill", "first", server_url=server.url, dir=server.folder)
+    training = Training()
+    collage.watch(training.model, training.optimizer, every=1, budget=None)
+    training.go_on(30)
+    collage.finish()
+    assert first.reports_sent == 0
+    left = first.reports_spooled
+    server.start()
+    collage.init("kill", "second", server_url=server.url, dir=server.folder)
+    collage.finish()
+    with Client(server.url, read_token(server.folder)) as client:
+        (stream,) = client.streams(first.run_id).streams
+        assert stream.reports == left
+        assert stored_steps(client, first.run_id) == list(range(1, 31))
+        assert {run.name: run.state for run in client.runs(project="kill").runs} == {
+            "first": "finished",
+            "second": "finished",
+        }
