@@ -1,0 +1,102 @@
+"""A real Prometheus scrapes a real server during a real bf16 training whose EDQ falls, and the rule fires."""
+
+import time
+
+import collage_agent as collage
+import httpx
+import pytest
+import torch
+from collage_server.alerting import rules
+
+from collage_monitor.alerts import ALERTS
+from collage_monitor.local import ensure_token, token_path
+from tests.ports import command, free_port, running
+from tests.system import require
+
+TIME_SCALE = 1 / 300
+CONFIGURATION = """
+global: {{ scrape_interval: 500ms, scrape_timeout: 400ms, evaluation_interval: 500ms }}
+rule_files: ["{rules}"]
+scrape_configs:
+  - job_name: collage
+    authorization: {{ credentials_file: "{token}" }}
+    static_configs: [{{ targets: ["127.0.0.1:{port}"] }}]
+"""
+
+
+class Prometheus:
+    """The two questions that the test asks."""
+
+    def __init__(self, http):
+        self._http = http
+
+    def query(self, expression):
+        result = self._http.get("/query", params={"query": expression}).json()["data"]["result"]
+        return [float(entry["value"][1]) for entry in result]
+
+    def firing(self):
+        alerts = self._http.get("/alerts").json()["data"]["alerts"]
+        return {entry["labels"]["alertname"]: entry for entry in alerts if entry["state"] == "firing"}
+
+
+@pytest.fixture
+def services(tmp_path):
+    """(server address, Prometheus): both running, the rules' hours shortened to seconds."""
+    prometheus = require("prometheus")
+    port, scraper_port = free_port(), free_port()
+    ensure_token(tmp_path)
+    (tmp_path / "rules.yml").write_text(rules(TIME_SCALE))
+    (tmp_path / "prometheus.yml").write_text(
+        CONFIGURATION.format(rules=tmp_path / "rules.yml", token=token_path(tmp_path), port=port)
+    )
+    server = command("serve", "--dir", tmp_path, "--port", port, "--token-file", token_path(tmp_path))
+    scraper = [
+        prometheus,
+        f"--config.file={tmp_path / 'prometheus.yml'}",
+        f"--storage.tsdb.path={tmp_path / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{scraper_port}",
+    ]
+    address, scraper_address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{scraper_port}"
+    with (
+        running(server, f"{address}/healthz", tmp_path / "server.log"),
+        running(scraper, f"{scraper_address}/-/ready", tmp_path / "prometheus.log"),
+        httpx.Client(base_url=f"{scraper_address}/api/v1", trust_env=False) as http,
+    ):
+        yield address, Prometheus(http)
+
+
+@pytest.mark.prometheus
+def test_the_rule_fires_when_edq_falls(services, tmp_path):
+    address, prometheus = services
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs = torch.randn(32, 64).bfloat16()
+
+    def train_until(condition, what):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within a minute"
+            for _ in range(50):
+                loss = (model(inputs) - torch.randn(32, 64)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with collage.init("alerts", "falling", server_url=address, dir=tmp_path) as run:
+        collage.watch(model, optimizer, strategy="plain", every=10, budget=None)
+        warm_up = ALERTS["CollageEdqDrop"].warm_up_steps
+        train_until(
+            lambda: prometheus.query(f"count_over_time((collage_step > {warm_up})[1m:500ms])") > [8.0],
+            "the run is scraped beyond its warm-up",
+        )
+        before = prometheus.query("collage_edq_ratio")
+        assert before > [0.95]
+        assert "CollageEdqDrop" not in prometheus.firing()
+        # Updates of a thousandth of the size stand below half a gap of most weights: they are rounded away.
+        optimizer.param_groups[0]["lr"] = 1e-5
+        train_until(lambda: "CollageEdqDrop" in prometheus.firing(), "CollageEdqDrop fires")
+        assert prometheus.query("collage_edq_ratio") < [0.9 * before[0]]
+        labels = prometheus.firing()["CollageEdqDrop"]["labels"]
+    assert (labels["project"], labels["run_id"], labels["run"]) == ("alerts", run.run_id, "falling")
+    assert labels["strategy"] == "plain"

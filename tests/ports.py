@@ -1,0 +1,57 @@
+"""Ports and processes for tests that start the real command."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+
+__all__ = ["command", "free_port", "running", "until"]
+
+
+def free_port():
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def command(*arguments):
+    """The argument list that runs `collage-monitor` with this interpreter."""
+    return [sys.executable, "-c", "from collage_monitor.command import main; main()", *map(str, arguments)]
+
+
+def until(condition, what, timeout_seconds=60.0, pause_seconds=0.1):
+    """Wait until `condition()` is true, and say what was waited for where it never is."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout_seconds:.0f} seconds")
+        time.sleep(pause_seconds)
+
+
+@contextlib.contextmanager
+def running(arguments, health, log):
+    """A process that answers at `health`; it is ended at the end, and its output is in `log`."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+
+        def answers():
+            assert process.poll() is None, log.read_text()
+            try:
+                return httpx.get(health, timeout=2.0, trust_env=False).is_success
+            except httpx.HTTPError:
+                return False
+
+        try:
+            until(answers, health)
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
