@@ -7,7 +7,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ class Settings:
     folder: Path
     host: str = "127.0.0.1"
     port: int = SERVER_PORT
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     no_auth: bool = False
     body_bytes: int = LIMITS["body_bytes"]
     in_flight_bytes: int = 128 * 2**20
@@ -76,10 +76,10 @@ def settings_from_environment(environment: Mapping[str, str] | None = None, **fl
     values = os.environ if environment is None else environment
     hints = typing.get_type_hints(Settings)
     given: dict[str, Any] = {}
-    for field in dataclasses.fields(Settings):
-        text = values.get(_PREFIX + field.name.upper())
+    for name in (entry.name for entry in dataclasses.fields(Settings)):
+        text = values.get(_PREFIX + name.upper())
         if text is not None:
-            given[field.name] = _read(field.name, text, hints[field.name])
+            given[name] = _read(name, text, hints[name])
     given.update({name: value for name, value in flags.items() if value is not None})
     return Settings(**given)
 

@@ -24,7 +24,6 @@ _RUN: Final = schema.run
 _OWNED: Final = (
     schema.report,
     schema.run_latest,
-    schema.stream,
     schema.layer,
     schema.attempt,
     schema.run_tag,
@@ -108,12 +107,14 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
 
 
 def delete_run(connection: Connection, run_id: str, now: float) -> None:
-    """Remove every row of the run; a tombstone stays."""
+    """Remove every row of the run; a tombstone stays, and its streams' ids, so that their reports answer 410."""
     project = connection.execute(select(_RUN.c.project).where(_RUN.c.run_id == run_id)).scalar()
     if project is None:
         raise missing_run(connection, run_id)
     for table in _OWNED:
         connection.execute(delete(table).where(table.c.run_id == run_id))
+    emptied = {"statistics": "[]", "layers": b"", "elements": b"", "replicas": b"", "watch": None}
+    connection.execute(update(schema.stream).where(schema.stream.c.run_id == run_id).values(**emptied))
     connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
 
 

@@ -235,6 +235,7 @@ def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
     row = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == stream_id)).first()
     if row is None:
         raise NotFound(f"no stream {stream_id!r}; POST /api/v1/runs/RUN/streams registers one", field="stream_id")
+    require_run(connection, row.run_id)
     return _record(row)
 
 

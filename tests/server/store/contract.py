@@ -9,7 +9,7 @@ from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
 from collage_server.store import ReportGroup, RunQuery, Selection
 
 from collage_monitor import wire
-from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create
+from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 
 NOW = 1_700_000_000.0
 ALL = Selection()
@@ -147,6 +147,7 @@ class StoreContract:
             lambda: store.run("r1"),
             lambda: store.latest("r1"),
             lambda: store.model_points("r1", None, ALL),
+            lambda: store.stream_record("s0"),
             lambda: store.delete_run("r1", NOW),
             lambda: store.create_run("p", wire.RunCreate(run_id="r1"), NOW),
         ):
@@ -249,8 +250,6 @@ class StoreContract:
         self.append(store, stream, report(0, 10))
         store.create_stream("r1", stream_create(layers=[*map(layer, LAYERS), layer("head.weight")]), NOW)
         stream = store.stream_record("s0")
-        from tests.server.samples import block
-
         self.append(store, stream, report(1, 20, values=block(20, layers=4)))
         points = store.layer_points("r1", ("lost",), ALL)
         assert points.layers == [*LAYERS, "head.weight"]

@@ -1,0 +1,98 @@
+"""Who may ask: the token, and without one only this machine's own pages."""
+
+from __future__ import annotations
+
+import pytest
+from collage_server.app import create_app
+from collage_server.settings import Settings, SettingsError, settings_from_environment
+from starlette.testclient import TestClient
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    with TestClient(create_app(Settings(folder=tmp_path, token=TOKEN))) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (f"Bearer {TOKEN}", 200),
+        (f"bearer {TOKEN}", 200),
+        (f"Bearer {TOKEN}x", 401),
+        (f"Bearer {TOKEN[:-1]}", 401),
+        (f"Basic {TOKEN}", 401),
+        (TOKEN, 401),
+        ("Bearer ", 401),
+        ("Bearer \xff", 401),
+    ],
+)
+def test_the_token_decides(guarded, header, status):
+    response = guarded.get("/api/v1/runs", headers={"Authorization": header.encode("latin-1")})
+    assert response.status_code == status
+    assert TOKEN not in response.text
+
+
+def test_metrics_need_the_token_too(guarded):
+    assert guarded.get("/metrics").status_code == 401
+    assert guarded.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:7420"}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:7420"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": ""}, 403),
+        ({"Host": "[bad"}, 403),
+        ({"Host": "localhost", "Origin": "http://localhost:7421"}, 200),
+        ({"Host": "localhost", "Origin": "https://evil.example"}, 403),
+        ({"Host": "localhost", "Origin": "null"}, 403),
+    ],
+)
+def test_without_a_token_only_this_machine_and_no_foreign_page(server, headers, status):
+    response = server.client.get("/api/v1/runs", headers=headers)
+    assert response.status_code == status
+    if status == 403:
+        assert response.json()["error"]["code"] == "forbidden"
+
+
+def test_no_cross_origin_header_is_ever_sent(server):
+    response = server.client.get("/api/v1/runs", headers={"Origin": "http://localhost:7421"})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_no_token_and_no_flag_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="--token-file"):
+        Settings(folder=tmp_path)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
+def test_no_auth_is_refused_beyond_loopback(tmp_path, host):
+    with pytest.raises(SettingsError, match="loopback"):
+        Settings(folder=tmp_path, host=host, no_auth=True)
+
+
+def test_settings_from_the_environment_and_flags(tmp_path):
+    environment = {
+        "COLLAGE_SERVER_FOLDER": str(tmp_path),
+        "COLLAGE_SERVER_TOKEN": TOKEN,
+        "COLLAGE_SERVER_PORT": "9000",
+        "COLLAGE_SERVER_STALE_AFTER_SECONDS": "30.5",
+    }
+    settings = settings_from_environment(environment, port=9001, host=None)
+    assert (settings.folder, settings.port, settings.stale_after_seconds) == (tmp_path, 9001, 30.5)
+    assert settings.masked()["token"] == "***"
+    assert TOKEN not in repr(settings)
+
+
+@pytest.mark.parametrize(("name", "value"), [("PORT", "many"), ("NO_AUTH", "perhaps"), ("BODY_BYTES", "0")])
+def test_a_setting_that_cannot_be_read_is_named(tmp_path, name, value):
+    environment = {"COLLAGE_SERVER_FOLDER": str(tmp_path), "COLLAGE_SERVER_TOKEN": TOKEN}
+    with pytest.raises(SettingsError, match=name.lower() if name == "BODY_BYTES" else name):
+        settings_from_environment({**environment, f"COLLAGE_SERVER_{name}": value})

@@ -1,0 +1,273 @@
+"""Bad input: every route answers in the one shape, names the field, and nothing of it is stored."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from collage_server.app import create_app
+from collage_server.settings import Settings
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from tests.server.samples import STATISTICS, block, layer, report, stream_create
+
+JSON = {"Content-Type": wire.JSON}
+OPEN = {"/healthz", "/readyz", "/docs"}
+
+
+def routes(app):
+    """(method, path) of every route, placeholders filled with ids that nothing has."""
+    found = app.openapi()["paths"]
+    for path, operations in found.items():
+        for method in operations:
+            filled = path
+            for name in ("project", "run_id", "stream_id"):
+                filled = filled.replace("{" + name + "}", "unknown")
+            yield method.upper(), filled
+
+
+def shape(response):
+    """The body, checked to be the one shape and nothing beside it."""
+    body = response.json()
+    assert list(body) == ["error"], response.text
+    assert list(body["error"]) == ["code", "message", "field", "limit", "request_id"]
+    assert body["error"]["request_id"] == response.headers["x-request-id"]
+    assert body["error"]["message"]
+    return body["error"]
+
+
+def test_every_route_answers_errors_in_one_shape(server):
+    seen = 0
+    for method, path in routes(server.app):
+        if path in OPEN or path.endswith(("catalogue", "/metrics")) or (method, path) == ("GET", "/api/v1/runs"):
+            continue
+        response = server.client.request(method, path, content=b"", headers=JSON)
+        assert 400 <= response.status_code < 500, (method, path, response.status_code)
+        shape(response)
+        seen += 1
+    assert seen >= 15
+
+
+def test_every_route_of_the_application_is_described(server):
+    described = set(server.app.openapi()["paths"])
+    for route in server.app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            assert route.path in described
+
+
+def test_without_a_token_every_route_but_the_open_ones_is_401(tmp_path):
+    app = create_app(Settings(folder=tmp_path, token="t" * 43))
+    with TestClient(app) as client:
+        for method, path in routes(app):
+            response = client.request(method, path)
+            if path in OPEN:
+                assert response.status_code == 200, path
+                continue
+            assert response.status_code == 401, (method, path)
+            assert shape(response)["code"] == "unauthorised"
+            assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["/api/v1/nope", "/api", "/api/v2/runs", "/nope", "/api/v1/runs/r1/series/x"])
+def test_an_unknown_path_is_404_in_the_shape_never_html(server, path):
+    response = server.client.get(path)
+    assert response.status_code == 404
+    assert response.headers["content-type"] == wire.JSON
+    assert path in shape(response)["message"]
+
+
+def test_a_wrong_method_is_405_in_the_shape(server):
+    response = server.client.put("/api/v1/runs")
+    assert response.status_code == 405
+    assert "GET" in response.headers["allow"]
+    assert shape(response)["code"] == "method_not_allowed"
+
+
+def test_a_bug_is_500_in_the_shape_without_its_text(settings, clock, monkeypatch):
+    app = create_app(settings, clock=clock)
+    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        monkeypatch.setattr(app.state.components.store, "runs", lambda *_: 1 / 0)
+        response = client.get("/api/v1/runs")
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["code"] == "internal_error"
+    assert "division" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "field"),
+    [
+        ("/runs?limit=0", 422, "limit"),
+        ("/runs?limit=abc", 422, "limit"),
+        ("/runs?state=sleeping", 422, "state"),
+        ("/runs?cursor=zz", 422, "cursor"),
+        ("/runs/zz", 404, "run_id"),
+        ("/runs/r1/series", 422, "metric"),
+        ("/runs/r1/series?metric=nonsense", 422, "metric"),
+        ("/runs/r1/series?metric=state_decrement_ratio", 422, "metric"),
+        ("/runs/r1/series?metric=edq_ratio/x", 422, "metric"),
+        ("/runs/r1/series?metric=edq_ratio&layer=zz", 404, "layer"),
+        ("/runs/r1/series?metric=edq_ratio&pattern=zz*", 404, "pattern"),
+        ("/runs/r1/series?metric=edq_ratio&pattern=a&layer=b", 422, "pattern"),
+        ("/runs/r1/series?metric=loss&layer=embedding.weight", 422, "layer"),
+        ("/runs/r1/series?metric=edq_ratio&rank=9", 404, "rank"),
+        ("/runs/r1/series?metric=edq_ratio&points=0", 422, "points"),
+        ("/runs/r1/series?metric=edq_ratio&axis=space", 422, "axis"),
+        ("/runs/r1/series?metric=edq_ratio&from=-1", 422, "from"),
+        ("/runs/r1/heatmap?metric=loss", 422, "metric"),
+        ("/runs/r1/heatmap?metric=edq_ratio&order=best", 422, "order"),
+        ("/runs/r1/histogram?name=zz", 422, "name"),
+        ("/runs/r1/histogram?step=1", 404, "step"),
+        ("/runs/r1/worst?metric=zz", 422, "metric"),
+        ("/runs/r1/worst?k=0", 422, "k"),
+        ("/compare?metric=edq_ratio", 422, "run"),
+        ("/compare?run=zz&metric=edq_ratio", 404, "run_id"),
+        ("/compare?run=r1&metric=zz", 422, "metric"),
+    ],
+)
+def test_bad_questions(server, path, status, field):
+    server.filled()
+    error = server.get(path, status=status)
+    assert error.field == field
+    assert error.message
+
+
+def test_a_reserved_scalar_that_nobody_logged_is_an_empty_series(server):
+    server.filled()
+    assert server.series("validation_loss").values == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        (b"", 400, "body"),
+        (b"{", 400, "body"),
+        (b"[]", 400, "body"),
+        (b"\xff\xfe", 400, "body"),
+        (b"{}", 400, "body"),
+        (b'{"run_id": 1}', 422, "run_id"),
+        (b'{"run_id": ""}', 422, "run_id"),
+        (b'{"run_id": "../x"}', 422, "run_id"),
+        (b'{"run_id": "r", "tags": [""]}', 422, "tags[0]"),
+        (b'{"run_id": "r", "resume": "perhaps"}', 422, "resume"),
+        (b'{"run_id": "r", "seed": 9223372036854775808}', 422, "seed"),
+        (b'{"run_id": "r", "config": {"lr": NaN}}', 400, "body"),
+        (b"[" * 100_000, 400, "body"),
+    ],
+)
+def test_bad_runs(server, body, status, field):
+    error = server.post("/projects/p/runs", body, status=status, headers=JSON)
+    assert error.field == field
+    assert server.get("/runs", wire.RunPage).runs == []
+
+
+def test_a_config_that_json_cannot_hold_is_named(server):
+    body = msgspec.msgpack.encode({"run_id": "r", "config": {"x": {(1, 2): 3}}})
+    assert server.post("/projects/p/runs", body, status=422).field == "config"
+
+
+def test_a_config_beyond_its_limit(server):
+    body = b'{"run_id": "r", "config": {"x": "' + b"a" * wire.LIMITS["config_bytes"] + b'"}}'
+    error = server.post("/projects/p/runs", body, status=413, headers=JSON)
+    assert (error.field, error.limit) == ("config", wire.LIMITS["config_bytes"])
+
+
+def test_other_content_types_and_encodings_are_415(server):
+    for headers in ({"Content-Type": "text/plain"}, {"Content-Encoding": "br"}):
+        assert server.post("/projects/p/runs", b"{}", status=415, headers=headers).code == "unsupported_media_type"
+
+
+def test_a_body_beyond_its_limit_is_413_whether_or_not_it_says_so(tmp_path):
+    app = create_app(Settings(folder=tmp_path, no_auth=True, body_bytes=1000))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
+            response = client.post("/api/v1/streams/s0/reports", content=content, headers=JSON)
+            assert response.status_code == 413
+            assert shape(response)["limit"] == 1000
+
+
+def too_many_scalars():
+    return {f"s{i}": 1.0 for i in range(wire.LIMITS["scalars_per_report"] + 1)}
+
+
+def changed(**fields):
+    return msgspec.structs.replace(report(1, 20), **fields)
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "field"),
+    [
+        (changed(statistics=b"1234567"), "bad_size", "statistics"),
+        (changed(model=b""), "bad_size", "model"),
+        (changed(model=None), "missing", "model"),
+        (changed(statistic_count=0, model=b"", statistics=None), "missing", "statistic_count"),
+        (changed(statistic_count=len(STATISTICS) + 1), "undeclared", "statistic_count"),
+        (changed(layer_count=4), "undeclared", "layer_count"),
+        (changed(time=float("nan")), "bad_value", "time"),
+        (changed(time=float("inf")), "bad_value", "time"),
+        (changed(scalars=too_many_scalars()), "too_many", "scalars"),
+        (changed(scalars={"": 1.0}), "bad_name", "scalars"),
+        (changed(scalars={"x" * 513: 1.0}), "bad_name", "scalars"),
+    ],
+)
+def test_a_bad_report_is_named_and_its_neighbours_are_kept(server, bad, code, field):
+    server.run()
+    server.attempt()
+    server.stream()
+    answer = server.reports([report(0, 10), bad, report(2, 30)])
+    assert (answer.accepted, answer.duplicates) == (2, 0)
+    [rejected] = answer.rejected
+    assert (rejected.index, rejected.seq, rejected.code, rejected.field) == (1, 1, code, field)
+    assert server.series("edq_ratio").steps == [10, 30]
+
+
+def test_reports_to_an_unknown_stream(server):
+    assert server.reports([report(0, 10)], "zz", status=404).field == "stream_id"
+
+
+def test_reports_to_a_deleted_run_are_410(server):
+    server.filled()
+    server.send("DELETE", "/runs/r1", kind=wire.Deleted)
+    assert server.reports([report(9, 90)], status=410).code == "gone"
+    assert server.get("/runs/r1", status=410).code == "gone"
+
+
+def test_a_batch_with_too_many_reports(server):
+    server.run()
+    server.attempt()
+    server.stream()
+    limit = wire.LIMITS["reports_per_batch"]
+    many = [report(i, i, measured=False, scalars={}) for i in range(limit + 1)]
+    assert server.reports(many, status=413).limit == limit
+
+
+def test_json_reports_with_strings_for_non_finite_numbers(server):
+    server.run()
+    server.attempt()
+    server.stream()
+    values = block(10)
+    values[STATISTICS.index("lost"), 0] = np.nan
+    batch = wire.ReportBatch(reports=[report(0, 10, values=values, scalars={"loss": float("inf")})])
+    text = wire.encode_batch(batch, wire.JSON)
+    assert b'"NaN"' in text
+    answer = server.post("/streams/s0/reports", text, wire.BatchAnswer, headers=JSON)
+    assert answer.accepted == 1
+    assert server.series("lost", layer="embedding.weight").values == [None]
+    assert server.series("loss").values == ["Infinity"]
+    bare = b'{"reports": [{"seq": 1, "step": 2, "time": NaN}]}'
+    assert server.post("/streams/s0/reports", bare, status=400, headers=JSON).field == "body"
+
+
+def test_a_stream_that_contradicts_itself_is_409(server):
+    server.filled()
+    again = stream_create(layers=[layer("other")])
+    assert server.post("/runs/r1/streams", again, status=409).field == "layers"
+
+
+def test_the_clients_request_id_comes_back_when_sane(server):
+    response = server.client.get("/api/v1/nope", headers={"X-Request-Id": "abc-123"})
+    assert shape(response)["request_id"] == "abc-123"
+    response = server.client.get("/api/v1/nope", headers={"X-Request-Id": "a b\tc" * 30})
+    assert shape(response)["request_id"] != "a b\tc" * 30

@@ -1,0 +1,75 @@
+"""/metrics as exact text, the clock standing still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from collage_server.exposition import MODEL_GAUGES
+from prometheus_client.parser import text_string_to_metric_families
+
+from collage_monitor import wire
+from collage_monitor.metrics import METRICS
+from tests.server.samples import report, watch
+
+EXPECTED = Path(__file__).with_name("exposition.txt")
+
+
+def stable(text):
+    """Without the durations of commits, which no clock can freeze."""
+    return "".join(line for line in text.splitlines(keepends=True) if "commit_seconds_" not in line)
+
+
+def test_the_page_is_exactly_this(server):
+    server.filled(name='odd "name"\\ with\nbreaks')
+    server.reports(
+        [report(5, 60, measured=False, scalars={"validation_loss": float("nan"), "reports_dropped": 2.0})]
+    )
+    server.reports([report(0, 10)])
+    assert stable(server.get("/metrics")) == EXPECTED.read_text(encoding="utf-8")
+
+
+def test_at_most_fifteen_series_a_run(server):
+    server.run()
+    server.attempt()
+    server.stream(watch=watch("plus"))
+    scalars = dict.fromkeys(("loss", "validation_loss", "agent_overhead_ratio", "reports_dropped", "x"), 1.0)
+    server.reports([report(0, 10, scalars=scalars)])
+    families = text_string_to_metric_families(server.get("/metrics"))
+    samples = [sample for family in families for sample in family.samples if "run_id" in sample.labels]
+    assert 10 < len(samples) <= 15
+    assert {sample.labels["strategy"] for sample in samples} == {"plus"}
+
+
+def test_only_running_and_fresh_runs_are_shown(server, clock):
+    server.filled("r1", "s1")
+    server.filled("r2", "s2")
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    assert 'run_id="r1"' not in server.get("/metrics")
+    assert 'run_id="r2"' in server.get("/metrics")
+    clock.now += 601
+    assert 'run_id="r2"' not in server.get("/metrics")
+    server.reports([report(9, 90)], "s2")
+    assert 'run_id="r2"' in server.get("/metrics")
+
+
+def test_many_runs_are_all_shown(server, monkeypatch):
+    monkeypatch.setattr("collage_server.exposition._PAGE", 2)
+    for i in range(5):
+        server.filled(f"r{i}", f"s{i}", steps=[10])
+    text = server.get("/metrics")
+    assert all(f'run_id="r{i}"' in text for i in range(5))
+
+
+def test_the_catalogue_and_the_page_agree_on_what_is_exposed():
+    exposed = {name for name, entry in METRICS.items() if entry.exposed}
+    assert exposed == {*MODEL_GAUGES, "state_decrement_ratio"}
+
+
+def test_outcomes_are_counted(server):
+    server.filled()
+    server.reports([report(0, 10), report(9, 90, values=None), report(1, 20)])
+    server.reports([report(20, 200, time=float("nan"))])
+    text = server.get("/metrics")
+    assert 'collage_server_reports_total{outcome="accepted"} 6.0' in text
+    assert 'collage_server_reports_total{outcome="duplicate"} 2.0' in text
+    assert 'collage_server_reports_total{outcome="rejected"} 1.0' in text

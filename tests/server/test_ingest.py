@@ -1,0 +1,196 @@
+"""The writer: groups what waits, acknowledges after the commit, sheds load, and never doubles a report."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from collage_server.app import create_app
+from collage_server.errors import Busy
+from collage_server.ingest import InFlight, IngestCounters, Writer
+from collage_server.settings import Settings
+from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from tests.server.conftest import Clock, Server
+from tests.server.samples import LAYERS, block, layer, report, stream_create
+
+
+class GatedStore:
+    """Commits only when told; remembers how many groups each commit held."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.commits = []
+        self.fails = lambda groups: False
+
+    def append(self, groups, _now):
+        self.entered.set()
+        assert self.gate.wait(10)
+        if self.fails(groups):
+            raise OSError("disk full")
+        self.commits.append(len(groups))
+        return [GroupOutcome(len(group.reports), 0) for group in groups]
+
+
+STREAM = StreamRecord("r1", "s0", 1, 1, 0, 1, 0, (), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def group(*reports, size=10):
+    return ReportGroup(STREAM, reports, size)
+
+
+async def with_writer(store, body, **more):
+    counters = IngestCounters()
+    writer = Writer(store, counters, clock=lambda: 0.0, commit_bytes=1000, **more)
+    writer.start(asyncio.get_running_loop())
+    try:
+        return await body(writer), counters
+    finally:
+        store.gate.set()
+        await writer.stop(5.0)
+
+
+def test_what_arrives_during_a_commit_becomes_the_next_one():
+    store = GatedStore()
+
+    async def body(writer):
+        first = writer.submit(group("a"))
+        await asyncio.to_thread(store.entered.wait, 5)
+        rest = [writer.submit(group("b")) for _ in range(7)]
+        assert not first.done()
+        store.gate.set()
+        return await asyncio.gather(first, *rest)
+
+    outcomes, counters = asyncio.run(with_writer(store, body))
+    assert store.commits == [1, 7]
+    assert len(outcomes) == 8
+    assert counters.reports["accepted"] == 8
+    assert sum(counters.commits) == 2
+
+
+def test_a_commit_has_a_largest_size():
+    store = GatedStore()
+
+    async def body(writer):
+        first = writer.submit(group("a"))
+        await asyncio.to_thread(store.entered.wait, 5)
+        rest = [writer.submit(group("b", size=400)) for _ in range(6)]
+        store.gate.set()
+        return await asyncio.gather(first, *rest)
+
+    asyncio.run(with_writer(store, body))
+    assert store.commits == [1, 3, 3]
+
+
+def test_a_failing_group_does_not_fail_its_neighbours():
+    store = GatedStore()
+    store.fails = lambda groups: any("bad" in entry.reports for entry in groups)
+
+    async def body(writer):
+        first = writer.submit(group("a"))
+        await asyncio.to_thread(store.entered.wait, 5)
+        rest = [writer.submit(group(name)) for name in ("b", "bad", "c")]
+        store.gate.set()
+        return await asyncio.gather(first, *rest, return_exceptions=True)
+
+    (_, good, bad, also_good), counters = asyncio.run(with_writer(store, body))
+    assert isinstance(good, GroupOutcome)
+    assert isinstance(also_good, GroupOutcome)
+    assert isinstance(bad, Busy)
+    assert bad.retry_after_seconds == 5
+    assert counters.reports["accepted"] == 3
+
+
+def test_stopping_commits_what_waits_and_refuses_what_comes_later():
+    store = GatedStore()
+
+    async def body(writer):
+        waiting = [writer.submit(group("a")) for _ in range(3)]
+        store.gate.set()
+        await writer.stop(5.0)
+        with pytest.raises(Busy):
+            writer.submit(group("late"))
+        return await asyncio.gather(*waiting)
+
+    outcomes, _ = asyncio.run(with_writer(store, body))
+    assert [outcome.accepted for outcome in outcomes] == [1, 1, 1]
+
+
+def test_the_budget_in_flight():
+    budget = InFlight(100)
+    with budget.hold(500):
+        assert budget.bytes == 500
+        with pytest.raises(Busy) as caught, budget.hold(1):
+            pytest.fail("one byte too many")
+    assert (budget.bytes, caught.value.limit) == (0, 100)
+    with budget.hold(60), budget.hold(40), pytest.raises(Busy), budget.hold(1):
+        pytest.fail("one byte too many")
+    assert budget.bytes == 0
+
+
+def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypatch):
+    app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=10))
+    store = app.state.components.store
+    entered, gate = threading.Event(), threading.Event()
+    append = store.append
+
+    def slow(groups, now):
+        entered.set()
+        assert gate.wait(10)
+        return append(groups, now)
+
+    with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(1) as pool:
+        filled(client)
+        monkeypatch.setattr(store, "append", slow)
+        first = pool.submit(post, client, report(0, 10))
+        assert entered.wait(10)
+        refused = post(client, report(1, 20))
+        gate.set()
+        assert first.result().status_code == 200
+        assert post(client, report(1, 20)).status_code == 200
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["limit"] == 10
+
+
+def filled(client):
+    server = Server(client, Clock(), None)
+    server.run()
+    server.attempt()
+    server.stream()
+
+
+def post(client, *reports):
+    body = wire.encode_batch(wire.ReportBatch(reports=list(reports)))
+    return client.post("/api/v1/streams/s0/reports", content=body, headers={"Content-Type": wire.MSGPACK})
+
+
+def test_concurrent_duplicates_are_stored_once_and_counted(server):
+    """Eight clients send overlapping batches of the same forty reports; every report is stored exactly once."""
+    server.run()
+    server.attempt()
+    server.stream()
+    batches = [range(start, start + 10) for start in range(0, 35, 5)] * 4
+    with ThreadPoolExecutor(8) as pool:
+        sent = pool.map(lambda batch: server.reports([report(i, i + 1) for i in batch]), batches)
+        answers = list(sent)
+    assert sum(answer.accepted for answer in answers) == 40
+    assert sum(answer.duplicates for answer in answers) == 10 * len(batches) - 40
+    [stream] = server.get("/runs/r1/streams", wire.StreamList).streams
+    assert (stream.reports, stream.last_seq) == (40, 39)
+    assert server.series("edq_ratio").steps == list(range(1, 41))
+
+
+def test_a_stream_extended_elsewhere_is_read_again(server):
+    """Another process may have extended the stream: a report beyond the known size asks the store once more."""
+    server.filled()
+    more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")])
+    server.app.state.components.store.create_stream("r1", more, 0.0)
+    answer = server.reports([report(5, 60, values=block(60, layers=4))])
+    assert (answer.accepted, answer.rejected) == (1, [])

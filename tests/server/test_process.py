@@ -1,0 +1,122 @@
+"""A real server process: says where it listens, ends cleanly, and loses nothing acknowledged when killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from collage_monitor import wire
+from tests.server.samples import report, stream_create
+
+SERVE = [sys.executable, "-c", "from collage_monitor.command import main; main()", "serve", "--json"]
+
+
+@contextmanager
+def serving(folder, *flags):
+    """(process, client, ready line) of a server on a free port."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
+    command = [*SERVE, "--dir", str(folder), "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    output = process.stdout
+    assert output is not None
+    try:
+        ready = json.loads(output.readline())
+        with httpx.Client(base_url=ready["server_url"], timeout=30.0, trust_env=False) as client:
+            yield process, client, ready
+    finally:
+        process.kill()
+        process.wait()
+        output.close()
+
+
+def send(client, path, message, encode=wire.encode_message):
+    headers = {"Content-Type": wire.MSGPACK}
+    return client.post("/api/v1" + path, content=encode(message), headers=headers).raise_for_status()
+
+
+def prepare(client):
+    send(client, "/projects/p/runs", wire.RunCreate(run_id="r1"))
+    send(client, "/runs/r1/attempts", wire.AttemptCreate(launch_id="launch-1", first_step=1))
+    for worker in range(4):
+        send(client, "/runs/r1/streams", stream_create(f"s{worker}", rank=worker, world_size=4))
+
+
+def post_until_it_dies(url, worker, acknowledged):
+    """Send reports one by one from where the last server died; each is counted only after its answer has come."""
+    with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as client:
+        for seq in range(acknowledged[worker], 100_000):
+            batch = wire.ReportBatch(reports=[report(seq, seq + 1)])
+            try:
+                send(client, f"/streams/s{worker}/reports", batch, wire.encode_batch)
+            except httpx.HTTPError:
+                return
+            acknowledged[worker] = seq + 1
+
+
+def test_nothing_acknowledged_is_lost_when_the_process_is_killed(tmp_path):
+    acknowledged = [0] * 4
+    enough = 25
+    for _ in range(2):
+        with serving(tmp_path, "--no-auth") as (process, client, ready):
+            prepare(client)
+            start = sum(acknowledged)
+            senders = [
+                threading.Thread(target=post_until_it_dies, args=(ready["server_url"], i, acknowledged))
+                for i in range(4)
+            ]
+            for sender in senders:
+                sender.start()
+            while sum(acknowledged) < start + enough:
+                threading.Event().wait(0.01)
+            process.send_signal(signal.SIGKILL)
+            for sender in senders:
+                sender.join()
+    with serving(tmp_path, "--no-auth") as (_, client, _):
+        streams = client.get("/api/v1/runs/r1/streams").json()["streams"]
+        stored = {entry["stream_id"]: entry["reports"] for entry in streams}
+        for worker, count in enumerate(acknowledged):
+            assert count <= stored[f"s{worker}"] <= count + 1, (
+                "acknowledged is stored; at most one more was in flight"
+            )
+        steps = client.get("/api/v1/runs/r1/series", params={"metric": "lost", "points": 10_000}).json()["steps"]
+        assert steps == list(range(1, max(stored.values()) + 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_cleanly_and_leaves_one_file(tmp_path, number):
+    with serving(tmp_path) as (process, client, ready):
+        token = (tmp_path / "token").read_text(encoding="ascii").strip()
+        assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+        assert ready["dir"] == str(tmp_path)
+        assert client.get("/api/v1/runs").status_code == 401
+        answer = client.get("/api/v1/runs", headers={"Authorization": f"Bearer {token}"})
+        assert answer.json() == {"runs": [], "cursor": None}
+        process.send_signal(number)
+        process.wait(20)
+    assert {path.name for path in tmp_path.iterdir()} == {"collage.sqlite", "token"}
+
+
+def test_print_settings_masks_the_token(tmp_path):
+    done = subprocess.run(
+        [*SERVE, "--dir", str(tmp_path), "--print-settings"], capture_output=True, text=True, timeout=60, check=True
+    )
+    printed = json.loads(done.stdout)
+    assert printed["token"] == "***"
+    assert printed["port"] == 7420
+    assert (tmp_path / "token").read_text(encoding="ascii").strip() not in done.stdout
+
+
+def test_a_missing_token_file_is_a_sentence(tmp_path):
+    command = [*SERVE, "--dir", str(tmp_path), "--token-file", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
