@@ -1,0 +1,75 @@
+"""The summary's shape: names, null for what is undefined, and a table that shows it as a dash."""
+
+import json
+from typing import Any
+
+from collage_studies import summary
+from collage_studies.recipe import PLANS, Plan
+from collage_studies.worker import Done, Step, line_of
+
+from collage_monitor import wire
+
+NAMES = {
+    "strategy",
+    "dtype",
+    "steps",
+    "train_loss",
+    "validation_loss",
+    "edq_ratio",
+    "edq_oracle_ratio",
+    "oracle_displacement_ratio",
+    "state_decrement_ratio",
+    "lost_update_ratio",
+    "bytes_per_parameter",
+    "tokens_per_cpu_second",
+    "agent_overhead_ratio",
+    "reports_sent",
+    "reports_stored",
+}
+
+
+def compared(**merged):
+    empty: dict[str, Any] = {
+        name: [] for name in ("first_steps", "steps", "positions", "values", "minimum", "maximum")
+    }
+    return wire.ComparedRun(
+        run_id="r",
+        name="n",
+        strategy="plus",
+        dtype="bfloat16",
+        state="finished",
+        last_step=40,
+        reports=7,
+        series=wire.Series(run_id="r", metric="edq_ratio", layer=None, axis="step", **empty),
+        merged=merged,
+        scalars={"validation_loss": wire.LoggedScalar(step=40, value=2.5)},
+        mean_scalars={"loss": "NaN"},
+    )
+
+
+def test_every_name_is_there_and_undefined_is_null():
+    done = Done("r", 40, 1000.0, 7, 0)
+    line = summary.line(Plan("plus", "bfloat16"), done, compared(edq_ratio=1.0, edq_oracle_ratio=None))
+    (found,) = json.loads(summary.as_json([line]))
+    assert set(found) == NAMES | {"run_id"}
+    assert (found["validation_loss"], found["edq_ratio"], found["steps"]) == (2.5, 1.0, 40)
+    assert found["train_loss"] is found["edq_oracle_ratio"] is found["state_decrement_ratio"] is None
+    assert found["reports_sent"] == found["reports_stored"] == 7
+    header, row = summary.as_table([line]).splitlines()
+    assert len(header) == len(row)
+    assert row.split() == ["plus", "bfloat16", "-", "2.5000", "1.000", "-", "-", "-", "-", "1000", "-", "7"]
+
+
+def test_the_plans_are_four_in_bf16_and_a_reference():
+    assert {(plan.strategy, plan.dtype) for plan in PLANS} == {
+        ("plain", "float32"),
+        ("plain", "bfloat16"),
+        ("light", "bfloat16"),
+        ("plus", "bfloat16"),
+        ("master-weights", "bfloat16"),
+    }
+
+
+def test_a_line_that_someone_else_printed_is_none():
+    assert line_of("warning: something\n") is None
+    assert line_of('{"type":"step","step":1,"loss":2.0,"validation_loss":3.0}') == Step(1, 2.0, 3.0)

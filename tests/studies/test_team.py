@@ -1,0 +1,15 @@
+"""Trainings side by side: a failing one is named, and those still running are ended."""
+
+import click
+import pytest
+from collage_studies.recipe import Plan, Recipe
+from collage_studies.team import Team
+from collage_studies.worker import Job
+
+
+def test_a_failed_training_is_named(tmp_path):
+    job = Job(Plan("no-such-strategy", "bfloat16"), Recipe(steps=1), "g", "http://127.0.0.1:9", tmp_path)
+    lines = []
+    with Team(lambda *line: lines.append(line)) as team, pytest.raises(click.ClickException, match="no-such-strat"):
+        team.run([job])
+    assert lines == []
