@@ -84,9 +84,9 @@ def watched(browser, dashboard_url):
     page = context.new_page()
     page.set_default_timeout(30_000)
     watched = Watched(page, dashboard_url)
-    page.on("console", lambda message: message.type == "error" and watched.complaints.append(message.text))
+    page.on("console", lambda message: watched.complaints.extend([message.text] * (message.type == "error")))
     page.on("pageerror", lambda error: watched.complaints.append(str(error)))
-    context.on("request", lambda request: _foreign(request.url) and watched.foreign.append(request.url))
+    context.on("request", lambda request: watched.foreign.extend([request.url] * _foreign(request.url)))
     yield watched
     context.close()
     assert watched.complaints == []

@@ -122,7 +122,7 @@ class FakeServer:
 
     def _histogram(self, run, layer, step):
         steps = [int(step)] if step else run.measured
-        counts = sum(np.nan_to_num(histogram_counts(self._totals(run, at, layer))) for at in steps)
+        counts = np.sum([histogram_counts(self._totals(run, at, layer)) for at in steps], axis=0)
         return wire.Histogram(
             run_id=run.run_id,
             name="update_ulp_histogram",
@@ -184,7 +184,7 @@ class FakeServer:
 
 
 def _last_scalars(run):
-    scalars = {}
+    scalars: dict = {}
     for step in run.measured:
         scalars |= {name: wire.LoggedScalar(step=step, value=value) for name, value in run.scalars(step).items()}
     return scalars

@@ -23,15 +23,15 @@ STRATEGY_COLOURS: Final = {
     "stochastic": "#E69F00",
     "kahan": "#CC79A7",
     "light": "#56B4E9",
-    "light-stochastic": "#B8A000",
+    "light-stochastic": "#8FD14F",
     "plus": "#0072B2",
-    "full": "#7A3E9D",
-    "fp32-states": "#882255",
+    "full": "#4B1FA8",
+    "fp32-states": "#9C1038",
     "master-weights": "#009E73",
-    "unknown": "#8A6D5A",
+    "unknown": "#6B5A1E",
 }
-"""Okabe and Ito's colours where they last; the other strategies differ from them in lightness as well."""
-REFERENCE: Final = "#7F7F7F"
+"""Okabe and Ito's colours where they last; the others keep their distance under protanopia and deuteranopia."""
+REFERENCE: Final = "#6E6E6E"
 """Whatever keeps its weights in float32 or wider: the reference of a comparison."""
 ACCENT: Final = "#0072B2"
 WARNING: Final = "#D55E00"

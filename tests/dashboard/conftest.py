@@ -1,0 +1,26 @@
+"""A dashboard on a server in memory, and small answers to draw."""
+
+import pytest
+from collage_dashboard import create_dashboard
+from collage_dashboard.reader import Reader
+
+from tests.dashboard.fake_server import FakeServer
+from tests.dashboard.generated import GeneratedRun, demo_runs
+
+
+@pytest.fixture
+def server():
+    """The demo's five runs and a live one with stochastic rounding."""
+    return FakeServer([*demo_runs(), GeneratedRun("live", "stochastic", state="running")])
+
+
+@pytest.fixture
+def reader(server):
+    """The dashboard's way to that server."""
+    return Reader(server.client)
+
+
+@pytest.fixture
+def app(server):
+    """A dashboard that reads from it."""
+    return create_dashboard(server.client)

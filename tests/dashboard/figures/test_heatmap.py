@@ -1,0 +1,74 @@
+"""The heatmap: neutral at the ideal, gaps, two hundred layers, the selected one."""
+
+import math
+
+from collage_dashboard.figures import heatmap
+from collage_dashboard.figures.heatmap import LARGEST_HEIGHT, SMALLEST_HEIGHT, short_layer
+
+from tests.dashboard.figures.answers import heatmap_answer
+
+
+def test_cells_rows_and_hover():
+    figure = heatmap(heatmap_answer([[1.0, 0.9], [None, 0.5]]))
+    trace = figure.data[0]
+    assert [list(row) for row in trace.z] == [[1.0, 0.9], [None, 0.5]]
+    assert list(trace.x) == [10, 20]
+    assert trace.customdata[1][1] == "layer.1<br>step 20<br>0.5000"
+    assert trace.hoverongaps is False
+
+
+def test_the_middle_of_the_colours_is_the_ideal():
+    trace = heatmap(heatmap_answer([[1.0, 0.7]])).data[0]
+    assert math.isclose((trace.zmin + trace.zmax) / 2, 1.0)
+    assert math.isclose(trace.zmin, 0.7)
+
+
+def test_noise_around_the_ideal_stays_pale():
+    trace = heatmap(heatmap_answer([[1.0, 1.0 - 1e-7]])).data[0]
+    assert trace.zmax - trace.zmin >= 0.04 - 1e-12
+
+
+def test_a_share_lost_starts_at_zero():
+    trace = heatmap(heatmap_answer([[0.0, 0.3]], "lost_update_ratio")).data[0]
+    assert (trace.zmin, trace.zmax) == (0.0, 0.3)
+
+
+def test_a_norm_is_coloured_by_its_logarithm_and_says_so():
+    trace = heatmap(heatmap_answer([[0.01, 100.0]], "grad_norm")).data[0]
+    assert list(trace.z[0]) == [-2.0, 2.0]
+    assert trace.colorbar.title.text.startswith("log₁₀")
+    assert trace.customdata[0][0].endswith("0.01000")
+
+
+def test_two_hundred_layers_fit_a_screen_with_labels_that_do_not_collide():
+    figure = heatmap(heatmap_answer([[0.9]] * 200))
+    assert figure.layout.height == LARGEST_HEIGHT
+    assert len(figure.data[0].z) == 200
+    assert len(figure.layout.yaxis.tickvals) * 12 <= LARGEST_HEIGHT
+
+
+def test_the_selected_layer_keeps_its_label_whatever_is_thinned_out():
+    figure = heatmap(heatmap_answer([[0.9]] * 200), selected="layer.101")
+    assert "<b>▸ layer.101</b>" in figure.layout.yaxis.ticktext
+    assert 101 in figure.layout.yaxis.tickvals
+
+
+def test_depth_runs_downwards():
+    low, high = heatmap(heatmap_answer([[0.9], [0.8]])).layout.yaxis.range
+    assert low > high
+
+
+def test_without_a_value_it_says_so():
+    figure = heatmap(heatmap_answer([[None]]))
+    assert not figure.data
+    assert figure.layout.height == SMALLEST_HEIGHT
+
+
+def test_non_finite_cells_are_counted():
+    assert heatmap(heatmap_answer([[0.5, "NaN"]])).layout.annotations[0].text == "1 cells are not finite"
+
+
+def test_long_names_are_cut_from_the_left():
+    assert short_layer("a" * 100 + "weight").endswith("aweight")
+    assert len(short_layer("a" * 100)) == 34
+    assert short_layer("head.weight") == "head.weight"

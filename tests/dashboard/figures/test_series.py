@@ -1,0 +1,134 @@
+"""Curves: names, gaps, bands, partial points, smoothing, axes."""
+
+import pytest
+from collage_dashboard.figures import Curve, curves
+from collage_dashboard.figures.series import SMALLEST_SPAN, smooth
+
+from tests.dashboard.figures.answers import series
+
+RED, BLUE = "#D55E00", "#0072B2"
+
+
+def drawn(figure, name):
+    return next(trace for trace in figure.to_dict()["data"] if trace["name"] == name)
+
+
+def test_the_figure_of_one_curve():
+    figure = curves("grad_norm", [Curve("run", RED, series([1.0, 2.0], "grad_norm"))]).to_dict()
+    assert figure["data"] == [
+        {
+            "type": "scatter",
+            "x": [10.0, 20.0],
+            "y": [1.0, 2.0],
+            "name": "run",
+            "legendgroup": "run",
+            "mode": "lines+markers",
+            "line": {"color": RED, "width": 1.8, "dash": "solid"},
+            "marker": {"size": 5.0},
+            "connectgaps": False,
+            "customdata": ["1.000, step 10", "2.000, step 20"],
+            "hovertemplate": "%{customdata}",
+        }
+    ]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "step"
+    assert figure["layout"]["yaxis"]["title"]["text"] == "Gradient norm (gradient)"
+    assert figure["layout"]["showlegend"] is False
+
+
+def test_several_runs_have_a_legend_with_their_names():
+    lines = [Curve("plain", RED, series([0.9])), Curve("plus", BLUE, series([1.0]), "dash")]
+    figure = curves("edq_ratio", lines).to_dict()
+    assert [trace["name"] for trace in figure["data"]] == ["plain", "plus"]
+    assert [trace["line"]["color"] for trace in figure["data"]] == [RED, BLUE]
+    assert figure["layout"]["showlegend"] is True
+
+
+def test_undefined_and_non_finite_values_are_gaps_and_the_latter_are_counted():
+    figure = curves("loss", [Curve("run", RED, series([1.0, None, "NaN", "Infinity", 2.0], "loss"))])
+    assert list(drawn(figure, "run")["y"]) == [1.0, None, None, None, 2.0]
+    assert figure.layout.annotations[0].text == "2 points are not finite and cannot be drawn"
+
+
+def test_a_band_follows_the_interval_and_breaks_at_a_gap():
+    answer = series([0.9, 0.8, None, 0.7], low=[0.8, 0.7, None, 0.6], high=[1.0, 0.9, None, 0.8])
+    band = drawn(curves("edq_ratio", [Curve("run", RED, answer)]), "run, 95 % interval")
+    assert list(band["x"]) == [10, 20, 20, 10, 10, None, 40, 40, 40, None]
+    assert list(band["y"]) == [0.8, 0.7, 0.9, 1.0, 0.8, None, 0.6, 0.8, 0.6, None]
+    assert band["fill"] == "toself"
+
+
+def test_a_partial_point_is_no_part_of_the_line():
+    answer = series([0.9, 0.5, 0.8], ranks=[2, 1, 2], world_size=2)
+    figure = curves("edq_ratio", [Curve("run", RED, answer)])
+    assert list(drawn(figure, "run")["y"]) == [0.9, None, 0.8]
+    torn = drawn(figure, "run (partial)")
+    assert list(torn["y"]) == [None, 0.5, None]
+    assert torn["marker"]["symbol"] == "circle-open"
+
+
+def test_a_long_curve_marks_only_points_without_a_neighbour():
+    values = [1.0] * 30 + [None, 2.0, None] + [1.0] * 30
+    sizes = drawn(curves("grad_norm", [Curve("run", RED, series(values, "grad_norm"))]), "run")["marker"]["size"]
+    assert sizes[31] == 5.0
+    assert list(sizes[:30]) == [0.0] * 30
+
+
+def test_smoothing_is_for_logged_scalars_only():
+    answer = series([4.0, 2.0], "loss")
+    names = [trace.name for trace in curves("loss", [Curve("run", RED, answer)], smoothing=0.5).data]
+    assert names == ["run, not smoothed", "run"]
+    measured = curves("edq_ratio", [Curve("run", RED, series([4.0, 2.0]))], smoothing=0.5)
+    assert [trace.name for trace in measured.data] == ["run"]
+
+
+def test_smooth_against_the_weighted_mean_written_out():
+    values, weight = [3.0, None, 1.0, 5.0], 0.8
+    defined = [value for value in values if value is not None]
+    expected = []
+    for end in range(1, len(defined) + 1):
+        weights = [weight ** (end - 1 - place) for place in range(end)]
+        expected.append(sum(w * v for w, v in zip(weights, defined, strict=False)) / sum(weights))
+    smoothed = smooth(values, weight)
+    assert smoothed[1] is None
+    assert [value for value in smoothed if value is not None] == pytest.approx(expected, rel=1e-12)
+
+
+def test_rounding_noise_does_not_fill_the_axis():
+    figure = curves("edq_ratio", [Curve("run", RED, series([0.99999, 1.00001]))])
+    low, high = figure.layout.yaxis.range
+    assert high - low == pytest.approx(SMALLEST_SPAN)
+    assert low < 0.99999 < 1.00001 < high
+    assert curves("edq_ratio", [Curve("run", RED, series([0.5, 1.0]))]).layout.yaxis.range is None
+
+
+def test_the_ideal_is_a_dotted_line_where_there_is_one():
+    assert curves("edq_ratio", [Curve("run", RED, series([0.9]))]).layout.shapes[0].y0 == 1.0
+    assert not curves("grad_norm", [Curve("run", RED, series([0.9], "grad_norm"))]).layout.shapes
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "words"),
+    [
+        ("edq_ratio", [None, None], "undefined"),
+        ("edq_ratio", [], "no measured step"),
+        ("validation_loss", [], "collage_agent.log"),
+        ("edq_oracle_ratio", [], "oracle=True"),
+    ],
+)
+def test_an_empty_figure_says_why(metric, values, words):
+    figure = curves(metric, [Curve("run", RED, series(values, metric))])
+    assert not figure.data
+    assert words in figure.layout.annotations[0].text
+
+
+def test_a_live_update_keeps_the_zoom_and_another_metric_does_not():
+    def revision(metric, values):
+        return curves(metric, [Curve("run", RED, series(values, metric))]).layout.uirevision
+
+    assert revision("loss", [1.0]) == revision("loss", [1.0, 2.0])
+    assert revision("loss", [1.0]) != revision("validation_loss", [1.0])
+
+
+def test_positions_and_title_follow_the_axis():
+    figure = curves("loss", [Curve("run", RED, series([1.0], "loss", axis="tokens"))])
+    assert figure.layout.xaxis.title.text == "tokens"

@@ -1,0 +1,75 @@
+"""The verb `dashboard`: its options, its token, its refusals."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from collage_dashboard import command
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What would be served: waitress's server stands in for itself without ever running."""
+    seen = {}
+
+    class Stopped:
+        effective_port = 7421
+
+        def run(self):
+            seen["ran"] = True
+
+    def create_server(application, **options):
+        seen.update(options, application=application)
+        return Stopped()
+
+    monkeypatch.setattr("waitress.server.create_server", create_server)
+    monkeypatch.setattr(
+        command, "create_dashboard", lambda factory, **more: seen.update(more, factory=factory) or FakeDashboard()
+    )
+    return seen
+
+
+class FakeDashboard:
+    server = object()
+
+
+def test_the_token_file_is_read_and_the_address_printed_as_json(served, tmp_path):
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    arguments = ["--server-url", "http://127.0.0.1:9", "--token-file", str(file), "--json"]
+    result = CliRunner().invoke(command.dashboard, arguments, env={"COLLAGE_TOKEN": ""})
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output) == {"dashboard_url": "http://127.0.0.1:7421"}
+    with served["factory"]() as client:
+        assert client._http.headers["Authorization"] == "Bearer secret"
+    assert served["ran"]
+
+
+def test_on_loopback_only_loopback_names_are_answered(served):
+    CliRunner().invoke(command.dashboard, ["--host", "127.0.0.1", "--token", "t"])
+    assert served["allowed_hosts"] == {"127.0.0.1", "localhost", "::1"}
+    CliRunner().invoke(command.dashboard, ["--token", "t", "--allowed-host", "box.lan"])
+    assert "box.lan" in served["allowed_hosts"]
+
+
+def test_a_missing_token_file_is_an_error_that_names_it(tmp_path):
+    missing = str(tmp_path / "none")
+    result = CliRunner().invoke(command.dashboard, ["--token-file", missing], env={"COLLAGE_TOKEN": ""})
+    assert result.exit_code != 0
+    assert missing in result.output
+
+
+def test_a_port_in_use_is_a_sentence():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code = "from collage_monitor.command import main; main()"
+        command_line = [sys.executable, "-c", code, "dashboard", "--port", port, "--token", "t"]
+        result = subprocess.run(command_line, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert "another --port" in result.stderr

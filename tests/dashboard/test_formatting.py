@@ -1,0 +1,56 @@
+"""Numbers as people read them."""
+
+import math
+
+import pytest
+from collage_dashboard.formatting import byte_count, count, finite, interval, number, when
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0"),
+        (1.0, "1.000"),
+        (0.999964, "1.000"),
+        (0.84231, "0.8423"),
+        (-0.5, "−0.5000"),
+        (9999.6, "10,000"),
+        (12345.6, "12,350"),
+        (123.456, "123.5"),
+        (0.0001234, "0.0001234"),
+        (0.00001234, "1.234e−05"),
+        (1.5e9, "1.500e+09"),
+        ("NaN", "NaN"),
+        ("Infinity", "∞"),
+        (-math.inf, "−∞"),
+    ],
+)
+def test_four_significant_digits(value, text):
+    assert number(value) == text
+
+
+def test_counts_are_whole_and_grouped():
+    assert count(1234567.0) == "1,234,567"
+    assert count(None) == "–"
+    assert count("NaN") == "NaN"
+
+
+def test_bytes_have_a_binary_unit():
+    assert byte_count(1536.0) == "1.50 KiB"
+    assert byte_count(3 * 2.0**40 * 1024) == "3,070 TiB"
+    assert byte_count(None) == "–"
+
+
+def test_an_interval_needs_both_ends():
+    assert interval(0.8, 0.9) == "0.8000 … 0.9000"
+    assert interval(None, 0.9) == ""
+
+
+def test_only_finite_values_are_drawn():
+    assert [finite(value) for value in (None, "NaN", "Infinity", 0.5)] == [None, None, None, 0.5]
+
+
+def test_a_time_is_in_utc():
+    assert when(0.0) == "1970-01-01 00:00 UTC"
+    assert when(None) == "–"

@@ -1,0 +1,174 @@
+"""Pages laid out from a server's answers: what stands on them, what they say, and what they must not say."""
+
+import pytest
+from collage_dashboard.app import render
+from collage_dashboard.pages.comparison import figure
+from collage_dashboard.pages.comparison_parts import COLUMNS, numbers, table, verdicts
+from collage_dashboard.pages.run_figures import draw
+from collage_dashboard.pages.run_parts import about, head, summary
+from collage_dashboard.pages.run_tabs import TABS, panel
+from collage_dashboard.pages.runs import compare_link, rows
+from collage_dashboard.view import View, read_address
+
+from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.walk import by_id, components, text
+
+DEMO = ("run-plain", "run-light", "run-plus", "run-master-weights", "run-fp32-reference")
+
+
+@pytest.fixture
+def compared(server):
+    """The demo's runs side by side."""
+    return server.client().compare(DEMO, "edq_ratio")
+
+
+def test_a_row_holds_numbers_that_sort(server):
+    plain, *_ = rows(server.client().runs().runs)
+    assert plain["address"] == "/run/run-plain"
+    assert plain["strategy"] == "Plain"
+    assert plain["edq_ratio"] == pytest.approx(0.84, abs=0.02)
+    assert plain["state_decrement"] == pytest.approx(0.02)
+    assert isinstance(plain["validation_loss"], float)
+    assert plain["disputed"] is False
+
+
+def test_a_strategy_that_is_not_what_was_declared_is_marked(server):
+    class Misled(GeneratedRun):
+        def watch(self):
+            import msgspec
+
+            return msgspec.structs.replace(super().watch(), strategy="master-weights", observed_strategy="plain")
+
+    server.runs["run-x"] = Misled("x", "plain", run_id="run-x")
+    row = next(row for row in rows(server.client().runs().runs) if row["run_id"] == "run-x")
+    assert row["disputed"] is True
+    assert row["strategy"] == "fp32 master weights (observed: Plain)"
+    assert "observed: Plain" in text(head(server.client().run("run-x")))
+
+
+def test_picked_runs_lead_to_their_comparison():
+    link = compare_link(["a", "b"])
+    assert link.href == "/compare?run=a&run=b"
+    assert text(link) == "Compare 2 runs"
+    assert compare_link([]).disabled is True
+
+
+def test_the_first_screen_of_a_comparison_is_three_numbers_a_run(compared):
+    shown = numbers(compared.runs)
+    cards = [part for part in components(shown) if "number-card" in str(getattr(part, "className", ""))]
+    assert len(cards) == 3
+    assert [text(card).split(" ")[0] for card in cards] == ["EDQ", "State", "Validation"]
+    for card in cards:
+        for run in compared.runs:
+            assert run.name in text(card)
+
+
+def test_a_comparison_says_nothing_good_about_light_whose_state_cannot_decay(compared):
+    lines = {
+        run.name: text(line) for run, line in zip(compared.runs, verdicts(compared.runs).children, strict=True)
+    }
+    assert "exp_avg_sq does not decay" in lines["light"]
+    assert "Updates arrive" in lines["plus"]
+
+
+def test_the_table_has_every_column_for_every_run(compared):
+    whole = text(table(compared.runs))
+    for column in COLUMNS:
+        assert column.title in whole
+    assert "Collage plus · bfloat16" in whole
+    assert "12.00" in whole
+    assert [column.title for column in COLUMNS] == [
+        "Steps",
+        "Validation loss",
+        "Training loss",
+        "EDQ",
+        "Oracle EDQ",
+        "Oracle displacement",
+        "State decrement",
+        "Updates lost",
+        "Bytes per parameter",
+        "Tokens/s",
+    ]
+
+
+def test_stochastic_runs_come_with_a_note_on_their_lost_share(server, reader):
+    runs = server.client().compare(["run-live", "run-plain"], "edq_ratio").runs
+    assert "misjudges stochastic rounding" in text(table(runs))
+    page = render(read_address("/compare", "?run=run-live&run=run-plain"), reader)
+    assert "one step's lost share misjudges it" in text(page)
+    assert "misjudges" not in text(render(read_address("/compare", "?run=run-plain"), reader))
+
+
+def test_curves_have_the_names_of_the_runs(compared):
+    names = [trace.name for trace in figure(compared, 0.0).data if trace.showlegend is not False]
+    assert names == [run.name for run in compared.runs]
+
+
+def test_the_controls_of_a_comparison_stand_as_the_address_says(reader):
+    search = "?run=run-plus&run=run-plain&metric=param_norm&axis=tokens&smoothing=0.5"
+    page = render(read_address("/compare", search), reader)
+    assert by_id(page, "compare-runs").value == ["run-plus", "run-plain"]
+    assert by_id(page, "compare-metric").value == "param_norm"
+    assert by_id(page, "compare-axis").value == "tokens"
+    assert by_id(page, "compare-smoothing").value == 0.5
+
+
+def test_a_comparison_of_nothing_says_how_to_pick(reader):
+    assert "Tick two or more runs" in text(render(View(page="compare"), reader))
+
+
+def test_a_run_page_shows_three_numbers_before_its_details(server, reader):
+    run = server.client().run("run-plain")
+    compared = server.client().compare(["run-plain"], "edq_ratio").runs[0]
+    shown = summary(run, compared)
+    big = [part for part in components(shown) if "big" in str(getattr(part, "className", ""))]
+    assert len(big) == 3
+    assert "updates are lost" in text(shown)
+    assert "newest step" in text(shown)
+    page = render(View(page="run", runs=("run-plain",)), reader)
+    assert [part.value for part in by_id(page, "run-tab").children.children] == list(TABS)
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_every_tab_has_content_and_every_figure_of_it_draws(server, reader, tab):
+    view = View(page="run", runs=("run-plain",), tab=tab)
+    content = panel(view, server.client().run("run-plain"))
+    wanted = [part.id for part in components(content) if isinstance(getattr(part, "id", None), dict)]
+    assert wanted or tab == "about"
+    for entry in wanted:
+        drawn = draw(entry["kind"], entry["metric"], view, reader)
+        assert drawn.data, entry
+
+
+def test_a_layer_and_a_step_narrow_curves_and_histogram(server, reader):
+    view = View(page="run", runs=("run-plain",), layer="head.weight", step=100)
+    assert draw("series", "edq_ratio", view, reader).data[-1].name == "head.weight"
+    draw("histogram", "predicted_plain_lost_ratio", view, reader)
+    assert "layer=head.weight&step=100" in server.asked[-1]
+
+
+def test_a_logged_scalar_is_never_asked_for_a_layer(server, reader):
+    draw("series", "loss", View(page="run", runs=("run-plain",), layer="head.weight"), reader)
+    assert "layer" not in server.asked[-1]
+
+
+def test_a_run_before_its_first_step_is_no_error(server, reader):
+    server.runs["run-new"] = GeneratedRun("new", "plain", run_id="run-new", steps=5, every=10, state="running")
+    run = server.client().run("run-new")
+    assert run.latest == {}
+    for tab in TABS:
+        panel(View(page="run", runs=("run-new",), tab=tab), run)
+    assert rows([run])[0]["edq_ratio"] is None
+
+
+def test_about_tells_declared_from_observed_and_names_the_source_of_u(server):
+    whole = text(about(server.client().run("run-plain")))
+    assert "Strategy declared Plain" in whole
+    assert "Strategy observed Plain" in whole
+    assert "the optimizer's own rule in fp64" in whole
+    assert "config: learning_rate 0.0002" in whole
+
+
+def test_limits_stand_on_every_page(reader):
+    for address in (("/", ""), ("/compare", "?run=run-plain"), ("/run/run-plain", "")):
+        assert "invisible here" in text(render(read_address(*address), reader))

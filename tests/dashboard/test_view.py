@@ -1,0 +1,65 @@
+"""The view in the address: a round trip for every view, and tolerance for what an address may hold."""
+
+from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
+from hypothesis import given
+from hypothesis import strategies as st
+
+identifiers = st.text("abcXYZ019_.:- /%&?", min_size=1, max_size=12)
+pages = st.one_of(
+    st.builds(View, page=st.just("runs"), query=st.text(max_size=8)),
+    st.builds(
+        View,
+        page=st.just("compare"),
+        runs=st.lists(identifiers, unique=True, max_size=5).map(tuple),
+        metric=st.none() | st.sampled_from(["param_norm", "state_decrement_ratio/exp_avg_sq", "my own & loss"]),
+        axis=st.sampled_from(["step", "tokens", "time"]),
+        smoothing=st.integers(0, 99).map(lambda percent: percent / 100),
+    ),
+    st.builds(
+        View,
+        page=st.just("run"),
+        runs=identifiers.map(lambda name: (name.replace("/", ""),)).filter(
+            lambda runs: runs[0] not in {"", ".", ".."}
+        ),
+        layer=st.none() | st.sampled_from(["blocks.0.weight", "a=b&c"]),
+        step=st.none() | st.integers(0, 10**12),
+        order=st.sampled_from(["depth", "worst"]),
+        tab=st.sampled_from(["layers", "curves", "norms", "states", "classes", "oracle", "about"]),
+    ),
+)
+
+
+@given(pages)
+def test_a_view_comes_back_from_its_address(view):
+    assert read_address(*write_address(view)) == view
+
+
+def test_a_default_view_has_a_bare_address():
+    assert write_address(View()) == ("/", "")
+    assert write_address(View(page="run", runs=("r1",))) == ("/run/r1", "")
+
+
+def test_the_order_of_the_runs_is_kept_and_doubles_go():
+    assert read_address("/compare", "?run=b&run=a&run=b").runs == ("b", "a")
+
+
+def test_an_address_with_too_many_runs_is_cut():
+    search = "?" + "&".join(f"run=r{place}" for place in range(MAXIMUM_RUNS + 5))
+    assert len(read_address("/compare", search).runs) == MAXIMUM_RUNS
+
+
+def test_what_cannot_be_read_keeps_its_default():
+    view = read_address("/run/r1", "?axis=moon&step=-3&smoothing=nan&order=&tab=zebra&what=ever")
+    assert view == View(page="run", runs=("r1",))
+
+
+def test_smoothing_stays_below_one():
+    assert read_address("/compare", "?smoothing=7").smoothing == 0.99
+
+
+def test_no_address_yet_is_the_runs_table():
+    assert read_address(None, None) == View()
+
+
+def test_an_unknown_path_is_missing():
+    assert read_address("/nowhere/at/all", "").page == "missing"
