@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from collage_server.store import ReportGroup, Selection
 
 from benchmarks._ingest_server import NullStore
 from benchmarks.ingest import LAYERS, NAMES, NUMBERS, bodies
 from collage_monitor import wire
-from collage_server.store import ReportGroup, Selection
 from tests.server.samples import layer, stream_create
 
 
