@@ -12,11 +12,11 @@ __all__ = ["PLANS", "Plan", "Recipe"]
 class Recipe:
     """Everything that decides a training but its storage.
 
-    At this size, learning rate and β₂ bf16 rounding shows in the loss after 400 steps. There are settings in which
-    it does not: larger learning rates, fewer steps, a smaller β₂.
+    At this size, learning rate and β₂, bf16 rounding shows in the loss after some hundred steps. There are settings
+    in which it does not: larger learning rates, fewer steps, a smaller β₂.
     """
 
-    steps: int = 400
+    steps: int = 350
     batch_size: int = 16
     length: int = 128
     layers: int = 4

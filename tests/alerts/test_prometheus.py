@@ -74,9 +74,9 @@ def test_the_rule_fires_when_edq_falls(services, tmp_path):
     inputs = torch.randn(32, 64).bfloat16()
 
     def train_until(condition, what):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within a minute"
+            assert time.monotonic() < deadline, f"{what}: not within 100 seconds"
             for _ in range(50):
                 loss = (model(inputs) - torch.randn(32, 64)).square().mean()
                 loss.backward()

@@ -1,26 +1,38 @@
 """The whole demo in small: services up, five trainings watched over HTTP, a summary of what is stored."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.ports import command, free_port
+from tests.ports import command, free_port, until
 from tests.studies.test_summary import NAMES
 
 STEPS = 20
+
+
+def arguments_for(folder, steps):
+    ports = ["--port", free_port(), "--dashboard-port", free_port()]
+    return command("demo", "--exit", "--output", folder, "--steps", steps, *ports)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """(process, its summary) of a demo that ended by itself."""
     folder = tmp_path_factory.mktemp("demo")
-    arguments = ["demo", "--exit", "--output", folder, "--steps", STEPS]
-    arguments += ["--port", free_port(), "--dashboard-port", free_port()]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     process = subprocess.run(
-        command(*arguments), capture_output=True, text=True, env=environment, cwd=folder, timeout=280, check=False
+        arguments_for(folder, STEPS),
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
+        timeout=280,
+        check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process, json.loads((folder / "summary.json").read_text())
@@ -59,3 +71,24 @@ def test_the_comparison_and_its_address_are_printed(finished):
     assert f"step {STEPS}/{STEPS}" in process.stdout
     assert all(line["run_id"] in process.stdout for line in lines)
     assert "master-weights" in process.stdout
+
+
+def processes_about(folder):
+    """Command lines of the processes that name `folder`."""
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(entry.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="no /proc on this system to look for processes")
+def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
+    process = subprocess.Popen(
+        arguments_for(tmp_path, 100_000), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path
+    )
+    with process:
+        until(lambda: sum("worker" in line for line in processes_about(tmp_path)) == 2, "two trainings run")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    until(lambda: not processes_about(tmp_path), "everything has ended")
