@@ -16,7 +16,7 @@ import torch
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, STRATEGIES, CollageAdamW
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
+from benchmarks._harness import machine, versions
 from tests.reference.adamw import ReferenceAdamW
 from tests.reference.streams import STREAMS
 
@@ -187,10 +187,11 @@ def main() -> int:
     text = table(results)
     print(text)
     if arguments.write:
-        note = f"\n{arguments.steps:,} steps of {ELEMENTS:,} elements; {describe_machine()['summary']}."
+        where = f"{machine()['processor']}, torch {versions()['torch']}"
+        note = f"\n{arguments.steps:,} steps of {ELEMENTS:,} elements; {where}."
         put_between_markers(arguments.write, text + "\n" + note)
     if arguments.json:
-        record = {"machine": describe_machine(), "results": [asdict(row) for row in results]}
+        record = {"machine": machine(), "versions": versions(), "results": [asdict(row) for row in results]}
         arguments.json.write_text(json.dumps(record, indent=1), encoding="utf-8")
     missed = exceeded(results) if arguments.gate else []
     for line in missed:

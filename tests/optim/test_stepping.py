@@ -74,9 +74,9 @@ def one_published_step(kept, gradient, step, options):
     parameter, low, first, second, second_low = kept
     lr, (beta1, beta2), eps, weight_decay = (options[key] for key in ("lr", "betas", "eps", "weight_decay"))
     first = first * beta1 + gradient * (1 - beta1)
-    beta2_pair = split(torch.tensor([beta2], dtype=torch.float64), torch.bfloat16)
+    high, rest = split(torch.tensor([beta2], dtype=torch.float64), torch.bfloat16)
     increment = gradient * (1 - beta2) * gradient
-    second, second_low = grow(*multiply_expansions(*beta2_pair, second, second_low), increment)
+    second, second_low = grow(*multiply_expansions(high, rest, second, second_low), increment)
     root = second.sqrt() * (1 / (1 - beta2**step) ** 0.5)
     ratio = first / (root + eps)
     displacement = ratio * (-lr / (1 - beta1**step)) - parameter * (lr * weight_decay)

@@ -43,10 +43,11 @@ class CollageAdamW(CollageOptimizer):
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int = 0,
+        compiled: str | None = None,
         **torch_options: Any,
     ) -> None:
         options = checked_adam_options(lr, betas, eps, weight_decay, torch_options)
-        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed}
+        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
         super().__init__(params, {**options, "amsgrad": amsgrad, "maximize": maximize, **kept})
 
 

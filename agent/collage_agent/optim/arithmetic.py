@@ -83,18 +83,26 @@ class Working:
     ulp for a fifth of all inputs on some of them.
     """
 
-    def __init__(self, workspace: Workspace | None = None) -> None:
+    def __init__(
+        self,
+        workspace: Workspace | None = None,
+        dtype: torch.dtype = torch.float32,
+        root_dtype: torch.dtype = torch.float64,
+    ) -> None:
         self._workspace = workspace
+        self._dtype = dtype
+        self._root_dtype = root_dtype
 
     def take(self, like: Tensor) -> Tensor:
         """A fresh vector as long as `like`."""
         if self._workspace is None:
-            return torch.empty_like(like)
+            return torch.empty_like(like, dtype=self._dtype)
         return self._workspace.take(like.numel())
 
     def load(self, high: Tensor, low: Tensor | None = None) -> Tensor:
         """A fresh wide copy of a stored value, its low component added."""
-        value = self.take(high).copy_(high)
+        own = self._workspace is None
+        value = high.to(self._dtype, copy=True) if own else self.take(high).copy_(high)
         return value if low is None else value.add_(low)
 
     def product(self, a: Tensor, b: Tensor | Scalar) -> Tensor:
@@ -109,14 +117,14 @@ class Working:
 
     def square_root(self, a: Tensor) -> Tensor:
         if self._workspace is None:
-            return a.to(torch.float64).sqrt().to(a.dtype)
+            return a.to(self._root_dtype).sqrt().to(a.dtype)
         return self.take(a).copy_(self._workspace.double(a.numel()).copy_(a).sqrt_())
 
     def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
         return state[name].mul_(decay).add_(increment)
 
     def keep_maximum(self, state: State, name: str, other: str) -> Tensor:
-        return torch.maximum(state[name], state[other], out=state[name])
+        return state[name].copy_(torch.maximum(state[name], state[other]))
 
 
 @lru_cache(maxsize=256)

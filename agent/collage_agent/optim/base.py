@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from collage_agent.optim import checkpoints
+from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, Working, Workspace
+from collage_agent.optim.compiled import Advance, Structure, check_compiled, compiled_step, scalar_tensors
 from collage_agent.optim.guards import check_moments, check_range
-from collage_agent.optim.rules import Rule
-from collage_agent.optim.stepping import Step, chunk_elements, step_tensor, working_dtype
+from collage_agent.optim.rules import Moment, Rule
+from collage_agent.optim.stepping import chunk_elements, step_tensor, working_dtype
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -77,6 +79,7 @@ class CollageOptimizer(Optimizer):
         strategy = strategy_named(group["strategy"])
         if group["arithmetic"] not in ARITHMETICS:
             raise ValueError(f"Invalid arithmetic: {group['arithmetic']!r}; use one of {', '.join(ARITHMETICS)}")
+        check_compiled(group["compiled"], group["arithmetic"], strategy)
         for parameter in group["params"]:
             if parameter.is_complex():
                 raise ValueError("complex parameters are not supported: pass torch.view_as_real of them")
@@ -121,19 +124,46 @@ class CollageOptimizer(Optimizer):
             return
         state["step"] += 1
         number = int(state["step"].item())
+        moments, scalars = self.rule.moments(group), self.rule.scalars(group, number)
+        compiled = self._compiled(group, strategy, parameter, moments, tuple(scalars))
         step = Step(
             rule=self.rule,
             strategy=strategy,
-            moments=self.rule.moments(group),
+            moments=moments,
             storage_arithmetic=strict,
             maximize=group["maximize"],
-            scalars=self.rule.scalars(group, number),
+            scalars=scalars if compiled is None else scalar_tensors(scalars, working_dtype(parameter.dtype)),
             workspace=self._workspace(parameter),
             generator=self._generator(parameter.device, group["seed"], position, number)
             if strategy.stochastic
             else None,
+            compiled=compiled,
         )
         step_tensor(step, parameter, gradient, state)
+
+    def _compiled(
+        self,
+        group: dict[str, Any],
+        strategy: Strategy,
+        parameter: Tensor,
+        moments: tuple[Moment, ...],
+        scalar_names: tuple[str, ...],
+    ) -> Advance | None:
+        """The compiled form of this parameter's step where the group asks for it and the self-test passes."""
+        if group["compiled"] is None:
+            return None
+        return compiled_step(
+            Structure(
+                rule=self.rule,
+                strategy=strategy,
+                moments=moments,
+                maximize=group["maximize"],
+                form=group["compiled"],
+                dtype=parameter.dtype,
+                device_type=parameter.device.type,
+                scalar_names=scalar_names,
+            )
+        )
 
     def _generator(self, device: torch.device, seed: int, position: int, step: int) -> torch.Generator:
         """The source of stochastic rounding, set anew for each tensor and step from the seed and the two counters.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["convert", "load"]
 
-BUILT_IN_OPTIONS = ("strategy", "arithmetic")
+BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled")
 """Group options that say how values are kept and computed here, and that a checkpoint therefore does not change."""
 
 

@@ -38,11 +38,12 @@ class CollageLion(CollageOptimizer):
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int = 0,
+        compiled: str | None = None,
         **torch_options: Any,
     ) -> None:
         check_torch_options(torch_options)
         check_learning_rate(lr)
         check_not_negative("weight_decay", weight_decay)
-        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed}
+        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
         options = {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**options, **kept})

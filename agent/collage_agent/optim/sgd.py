@@ -35,6 +35,7 @@ class CollageSGD(CollageOptimizer):
         arithmetic: str = "fp32",
         maximize: bool = False,
         seed: int = 0,
+        compiled: str | None = None,
         **torch_options: Any,
     ) -> None:
         check_torch_options(torch_options)
@@ -44,5 +45,5 @@ class CollageSGD(CollageOptimizer):
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
-        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed}
+        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
         super().__init__(params, {"lr": lr, **options, "maximize": maximize, **kept})

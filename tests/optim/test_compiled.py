@@ -1,0 +1,137 @@
+"""The compiled step: the eager step's bits, a self-test that notices folding, and a fall back to eager."""
+
+import warnings
+
+import pytest
+import torch
+from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD, compiled
+from collage_agent.optim.advance import advance_in_working
+from collage_agent.optim.arithmetic import Working
+
+from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
+
+SHAPES = ((30, 50), (7,), (1,), (10_007,))
+
+
+def eager_and_compiled(optimizer_class, form, steps=10, dtype=torch.bfloat16, **options):
+    """Both optimizers after the same steps, the learning rate changing on the way."""
+    first, second = parameters(dtype, SHAPES), parameters(dtype, SHAPES)
+    optimizers = optimizer_class(first, **options), optimizer_class(second, compiled=form, **options)
+    for step in range(steps):
+        give_gradients(first, second, step=step)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+            optimizer.step()
+    return optimizers
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compilations():
+    compiled.compiled_step.cache_clear()
+    yield
+    compiled.compiled_step.cache_clear()
+
+
+def test_bit_identical_form_of_plus():
+    assert_same_bits(*eager_and_compiled(CollageAdamW, "bit-identical", strategy="plus"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [
+        (CollageAdamW, {"strategy": "full", "amsgrad": True}),
+        (CollageAdamW, {"strategy": "kahan", "maximize": True}),
+        (CollageAdamW, {"strategy": "master-weights"}),
+        (CollageAdamW, {"strategy": "plain", "dtype": torch.float32}),
+        (CollageAdam, {"strategy": "fp32-states", "weight_decay": 0.1}),
+        (CollageSGD, {"strategy": "light", "momentum": 0.9, "nesterov": True, "dtype": torch.float16}),
+        (CollageLion, {"strategy": "full", "weight_decay": 0.1}),
+    ],
+    ids=str,
+)
+def test_bit_identical_form_of_others(optimizer_class, options):
+    assert_same_bits(*eager_and_compiled(optimizer_class, "bit-identical", **options))
+
+
+@pytest.mark.nightly
+def test_fast_form_stays_within_its_bound():
+    """A square root's last bit moves an update by 2**-22 of itself: ten steps of 1e-3 by far less than 1e-8."""
+    eager, fast = eager_and_compiled(CollageAdamW, "fast", strategy="plus")
+    found = tensors_of(fast)
+    for key, tensor in tensors_of(eager).items():
+        torch.testing.assert_close(found[key].double(), tensor.double(), rtol=2.0**-7, atol=1e-8)
+    for ours, theirs in zip(fast.param_groups[0]["params"], eager.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(fast.stored_parameter(ours), eager.stored_parameter(theirs), rtol=0, atol=1e-7)
+
+
+def folding(advance):
+    """A step whose low component is always zero, as a compiler leaves it that folds the casts."""
+
+    def folded(components, scalars):
+        advance(components, scalars)
+        components["parameter_low"].zero_()
+
+    return folded
+
+
+def uncompiled(structure):
+    """The step as compiled.py writes it, without the compiler."""
+    wide = Working(None, torch.float32, torch.float64)
+    step = compiled._step(structure, {})
+    return lambda components, scalars: advance_in_working(step, wide, components, scalars)
+
+
+def test_self_test_notices_folded_low_components(monkeypatch):
+    monkeypatch.setattr(compiled, "_compile", lambda structure: folding(uncompiled(structure)))
+    with pytest.warns(RuntimeWarning, match="folds the low component to zero; stepping eagerly") as caught:
+        optimizers = eager_and_compiled(CollageAdamW, "fast", strategy="light")
+    assert len(caught) == 1
+    assert_same_bits(*optimizers)
+
+
+def test_self_test_notices_a_wrong_state(monkeypatch):
+    def wrong(structure):
+        advance = uncompiled(structure)
+
+        def changed(components, scalars):
+            advance(components, scalars)
+            components["exp_avg_sq"][5] *= 1.5
+
+        return changed
+
+    monkeypatch.setattr(compiled, "_compile", wrong)
+    with pytest.warns(RuntimeWarning, match="exp_avg_sq is too far from the eager step"):
+        eager_and_compiled(CollageAdamW, "fast", strategy="plus", steps=1)
+
+
+def test_a_missing_compiler_is_no_reason_to_stop(monkeypatch):
+    def missing(structure):
+        raise FileNotFoundError("no C++ compiler")
+
+    monkeypatch.setattr(compiled, "_compile", missing)
+    with pytest.warns(RuntimeWarning, match="FileNotFoundError: no C\\+\\+ compiler; stepping eagerly"):
+        optimizers = eager_and_compiled(CollageAdamW, "bit-identical", strategy="plus")
+    assert_same_bits(*optimizers)
+
+
+def test_functional_form_gives_the_eager_bits_before_compiling(monkeypatch):
+    """What is compiled, run without the compiler, passes the bitwise self-test for every strategy."""
+    monkeypatch.setattr(compiled, "_compile", uncompiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for strategy in ("plain", "kahan", "light", "plus", "full", "fp32-states", "master-weights"):
+            assert_same_bits(*eager_and_compiled(CollageAdamW, "bit-identical", strategy=strategy, amsgrad=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compiled": "slow"}, "Invalid compiled: 'slow'; use one of fast, bit-identical"),
+        ({"compiled": "fast", "arithmetic": "storage"}, "compiled='fast' is for arithmetic 'fp32'"),
+        ({"compiled": "fast", "strategy": "light-stochastic"}, "compiled='fast' has no stochastic rounding"),
+    ],
+)
+def test_forms_that_do_not_exist_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        CollageAdamW(parameters(), **options)
