@@ -16,6 +16,7 @@ __all__ = ["list_runs", "server_options", "show"]
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 _COLUMNS = ("edq_ratio", "state_decrement_ratio/exp_avg_sq", "lost_update_ratio")
+_WIDTHS = (11, 11, 11)
 
 
 def server_options(function: _Function) -> _Function:
@@ -44,10 +45,10 @@ def list_runs(server_url: str, token: str | None, as_json: bool, project: str | 
         click.echo("no runs yet; `make demo` trains some, or call collage_agent.init() in your training")
         return
     click.echo(
-        f"{'run_id':<27}{'name':<24}{'strategy':<18}{'state':<10}{'step':>8}{'EDQ':>9}{'decay':>8}{'lost':>8}"
+        f"{'run_id':<27}{'name':<24}{'strategy':<18}{'state':<10}{'step':>8}{'EDQ':>11}{'decay':>11}{'lost':>11}"
     )
     for run in page.runs:
-        values = "".join(_cell(run.latest.get(key), width) for key, width in zip(_COLUMNS, (9, 8, 8), strict=True))
+        values = "".join(_cell(run.latest.get(key), width) for key, width in zip(_COLUMNS, _WIDTHS, strict=True))
         label = (run.watch.strategy or run.watch.observed_strategy) if run.watch else "-"
         step = "-" if run.last_step is None else run.last_step
         click.echo(f"{run.run_id:<27}{run.name[:22]:<24}{label:<18}{run.state:<10}{step:>8}{values}")

@@ -52,7 +52,9 @@ def interval(name: str, totals: Totals) -> tuple[Array, Array]:
         sampled, elements, blocks = _sample(name, totals)
         whole = sampled == elements
         if name in _SHARES:
-            low, high = _wilson(ratio, variance, sampled / elements, sampled * b / elements, blocks)
+            # Steps look at the same elements again and again: n_eff is bounded by those of one step.
+            active = sampled * b / elements / totals.get("measured_steps", np.float64(1.0))
+            low, high = _wilson(ratio, variance, sampled / elements, active, blocks)
         else:
             half = _QUANTILE * np.sqrt(variance)
             low, high = ratio - half, ratio + half

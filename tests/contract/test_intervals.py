@@ -106,6 +106,16 @@ def test_zero_losses_do_not_give_zero_width():
     assert high == 1.0
 
 
+def test_a_share_that_blocks_cannot_tell_apart_gains_nothing_from_more_steps():
+    u = np.ones((500, BLOCK))
+    e = np.where(np.arange(BLOCK) < BLOCK // 2, 0.0, u)
+    one = merge_shards([sampled_totals(np.random.default_rng(0), u, e, 60)])
+    assert one["variance_numerator/lost_update_ratio"] == 0
+    low, high = interval("lost_update_ratio", one)
+    assert 0.01 < high - low < 0.1
+    np.testing.assert_allclose(interval("lost_update_ratio", merge_steps([one] * 40)), [low, high])
+
+
 def test_an_empty_shard_and_an_idle_one_are_undefined_without_a_warning():
     zero = {
         key: np.zeros(1) for key in sampled_totals(np.random.default_rng(0), np.ones((2, 2)), np.ones((2, 2)), 2)
