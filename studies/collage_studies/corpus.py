@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +31,7 @@ def standard_library(folder: Path | None = None) -> Corpus:
         FileNotFoundError: the folder holds no sources.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        (path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts)),
-        key=lambda path: path.relative_to(root).as_posix(),
-    )
+    files = sorted(_sources(root), key=lambda path: path.relative_to(root).as_posix())
     if len(files) < _HELD_OUT_EVERY:
         raise FileNotFoundError(f"{root} holds {len(files)} Python sources; at least {_HELD_OUT_EVERY} are needed")
     held_out = files[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
@@ -46,6 +45,13 @@ def batch(text: torch.Tensor, size: int, length: int, seed: int) -> tuple[torch.
     starts = torch.randint(text.numel() - length, (size, 1), generator=generator)
     passages = text[starts + torch.arange(length + 1)].long()
     return passages[:, :-1], passages[:, 1:]
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, below, names in os.walk(root):
+        # Not entered at all: site-packages may hold a hundred times the library.
+        below[:] = [name for name in below if name not in _LEFT_OUT]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _read(files: list[Path]) -> torch.Tensor:
