@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,6 +38,9 @@ class Services:
         token_file = str(token_path(self.folder))
         server = ["serve", "--dir", str(self.folder), "--port", str(server_port), "--token-file", token_file]
         page = ["dashboard", "--port", str(dashboard_port), "--server-url", self.server_url]
+        # Whatever listens there would be taken for the service that is about to start.
+        _require_free(server_port, "--port")
+        _require_free(dashboard_port, "--dashboard-port")
         try:
             self._start(server)
             self._wait_for(self.server_url)
@@ -89,6 +93,18 @@ class Services:
                     f"{verb} ended with status {process.returncode}; its last lines stand above "
                     "(a port in use? try --port and --dashboard-port)"
                 )
+
+
+def _require_free(port: int, option: str) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise click.ClickException(
+                f"127.0.0.1:{port} cannot be listened on ({error.strerror}); "
+                f"stop what runs there, or choose another {option}"
+            ) from error
 
 
 @click.command("up")
