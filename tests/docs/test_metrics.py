@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from collage_monitor.metrics import METRICS, SCALARS, STATISTICS
 from collage_monitor.strategies import STRATEGIES
 
@@ -45,10 +43,3 @@ def test_strategies():
     assert found == {
         entry.name: [entry.keeps, str(entry.bytes_per_parameter or "—")] for entry in STRATEGIES.values()
     }
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
