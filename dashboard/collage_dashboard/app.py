@@ -118,6 +118,6 @@ def _register_routing(app: dash.Dash, reader: Reader) -> None:
         State("address", "search"),
     )
     def show(pathname: str | None, retries: list[int | None], search: str | None) -> Any:
-        if dash.ctx.triggered_id not in {None, "address"} and not any(retries):
+        if isinstance(dash.ctx.triggered_id, dict) and not any(retries):
             raise dash.exceptions.PreventUpdate
         return render(read_address(pathname, search), reader)

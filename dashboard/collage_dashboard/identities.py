@@ -12,6 +12,8 @@ from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["Identity", "identify", "is_stochastic", "strategy_title"]
 
+_LABEL_CHARACTERS = 48
+
 
 class Named(Protocol):
     """Anything with the four fields that name a run (`wire.ComparedRun` has them)."""
@@ -39,10 +41,11 @@ class Identity:
 def identify(runs: Sequence[Named]) -> list[Identity]:
     """An identity for each run, in the order given.
 
-    The label is the run's name; where two runs share it, strategy and dtype are added, then the end of the id.
+    The label is the run's name, cut in its middle beyond 48 characters; where two runs share it, strategy and
+    dtype are added, then the end of the id.
     Runs of one strategy and dtype share a colour and differ in their dash.
     """
-    labels = [run.name for run in runs]
+    labels = [_short(run.name) for run in runs]
     for extend in (_with_strategy, _with_id):
         seen = Counter(labels)
         labels = [extend(label, run) if seen[label] > 1 else label for label, run in zip(labels, runs, strict=True)]
@@ -66,6 +69,11 @@ def is_stochastic(name: str | None) -> bool:
     """Whether the strategy's updates arrive in the mean only, so that one step's lost share misjudges it."""
     entry = STRATEGIES.get(name or "unknown")
     return entry is not None and entry.stochastic
+
+
+def _short(name: str) -> str:
+    half = _LABEL_CHARACTERS // 2
+    return name if len(name) <= _LABEL_CHARACTERS else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _with_strategy(label: str, run: Named) -> str:

@@ -66,6 +66,20 @@ def dashboard_url(server_url):
         yield f"http://127.0.0.1:{port}"
 
 
+@pytest.fixture
+def lonely(tmp_path):
+    """A dashboard without a server: its address, and how to start the server that it waits for."""
+    require("chromium")
+    server_port, port = _free_port(), _free_port()
+    server_url = f"http://127.0.0.1:{server_port}"
+    (tmp_path / "token").write_text("a-token-of-the-test-that-is-long-enough")
+    arguments = ("--port", str(port), "--server-url", server_url, "--token-file", str(tmp_path / "token"))
+    serve = _process("serve", "--dir", str(tmp_path), "--port", str(server_port))
+    with _process("dashboard", *arguments) as process:
+        _wait(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}", serve
+
+
 @pytest.fixture(scope="session")
 def browser():
     """Debian's Chromium, without a window."""

@@ -115,3 +115,14 @@ def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
 def test_an_unknown_run_says_so(watched):
     watched.page.goto(f"{watched.url}/run/never-existed")
     watched.page.get_by_text("Nothing is stored under this address").wait_for()
+
+
+def test_without_a_server_the_page_says_how_to_start_one_and_recovers_by_itself(watched, lonely):
+    address, server = lonely
+    page = watched.page
+    page.goto(address)
+    page.get_by_text("The server does not answer").wait_for()
+    page.get_by_text("collage-monitor up", exact=True).wait_for()
+    with server:
+        page.get_by_text("No runs yet").wait_for()
+        page.get_by_text("make demo").wait_for()

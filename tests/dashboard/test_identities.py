@@ -41,6 +41,13 @@ def test_a_name_of_its_own_stays_as_it_is():
     assert [identity.label for identity in identify([run("a"), run("b")])] == ["a", "b"]
 
 
+def test_a_long_name_is_cut_in_its_middle():
+    (identity,) = identify([run("first-" + "x" * 500 + "-last")])
+    assert len(identity.label) == 48
+    assert identity.label.startswith("first-")
+    assert identity.label.endswith("-last")
+
+
 def test_the_same_name_takes_strategy_and_dtype_then_the_id():
     runs = [run("gpt", "plain"), run("gpt", "plus", run_id="xx1111"), run("gpt", "plus", run_id="xx2222")]
     labels = [identity.label for identity in identify(runs)]

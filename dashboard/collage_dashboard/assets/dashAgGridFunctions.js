@@ -13,3 +13,7 @@ dagfuncs.fourDigits = function (value) {
 dagfuncs.wholeNumber = function (value) {
   return value === null || value === undefined ? "–" : value.toLocaleString("en-GB");
 };
+
+dagfuncs.minuteUtc = function (seconds) {
+  return seconds ? new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") : "–";
+};

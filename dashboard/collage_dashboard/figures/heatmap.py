@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 
 from collage_dashboard.descriptions import Description, describe
 from collage_dashboard.figures.palette import DIVERGING, SEQUENTIAL
-from collage_dashboard.figures.style import add_note, axis, base_figure, empty_figure
-from collage_dashboard.formatting import finite, number
+from collage_dashboard.figures.style import add_note, axis, base_figure, empty_figure, literal
+from collage_dashboard.formatting import finite
 from collage_monitor import wire
 
 __all__ = ["heatmap", "short_layer"]
@@ -34,15 +34,18 @@ def heatmap(answer: wire.Heatmap, *, selected: str | None = None) -> go.Figure:
     known = [value for row in cells for value in row if value is not None]
     if not known:
         return empty_figure("no layer has a value yet", height=SMALLEST_HEIGHT)
+    logarithmic = _is_logarithmic(description)
+    gap = 1 if len(answer.steps) <= 80 and len(answer.layers) <= 60 else 0
+    step = "step" if answer.first_steps == answer.steps else "merged up to step"
     trace = go.Heatmap(
         x=answer.steps,
-        y=list(range(len(answer.layers))),
-        z=[[_height_of(value, description) for value in row] for row in cells],
-        customdata=_hover(answer, cells),
-        hovertemplate="%{customdata}<extra></extra>",
+        y=answer.layers,
+        z=[[_height_of(value, logarithmic) for value in row] for row in cells],
+        customdata=cells if logarithmic else None,
+        hovertemplate=f"%{{y}}<br>{step} %{{x}}<br>%{{{'customdata' if logarithmic else 'z'}:.4g}}<extra></extra>",
         colorbar=_colour_bar(description),
-        xgap=0 if len(answer.steps) > 80 else 1,
-        ygap=0 if len(answer.layers) > 60 else 1,
+        xgap=gap,
+        ygap=gap,
         hoverongaps=False,
         **_colours(known, description),
     )
@@ -62,10 +65,15 @@ def short_layer(name: str) -> str:
     return name if len(name) <= _LABEL_CHARACTERS else "…" + name[-_LABEL_CHARACTERS + 1 :]
 
 
-def _height_of(value: float | None, description: Description) -> float | None:
-    if value is None or description.ideal is not None or description.unit == "octaves":
-        return value
-    return math.log10(max(abs(value), _SMALLEST_NORM))
+def _is_logarithmic(description: Description) -> bool:
+    return description.ideal is None and description.unit != "octaves"
+
+
+def _height_of(value: float | None, logarithmic: bool) -> float | None:
+    if value is None:
+        return None
+    height = math.log10(max(abs(value), _SMALLEST_NORM)) if logarithmic else value
+    return float(f"{height:.6g}")
 
 
 def _colours(known: list[float], description: Description) -> dict[str, Any]:
@@ -83,36 +91,26 @@ def _colours(known: list[float], description: Description) -> dict[str, Any]:
 
 
 def _colour_bar(description: Description) -> dict[str, Any]:
-    logarithmic = description.ideal is None and description.unit != "octaves"
-    title = f"log₁₀ {description.title}" if logarithmic else description.title
+    title = f"log₁₀ {description.title}" if _is_logarithmic(description) else description.title
     return {"title": {"text": title, "side": "right"}, "thickness": 10, "outlinewidth": 0, "tickfont": {"size": 11}}
 
 
 def _layer_axis(layers: list[str], height: int, selected: str | None) -> dict[str, Any]:
     every = max(1, math.ceil(len(layers) * 13 / max(height - 90, 1)))
-    shown = list(range(0, len(layers), every))
-    texts = [short_layer(layers[place]) for place in shown]
+    shown = layers[::every]
+    texts = [literal(short_layer(name)) for name in shown]
     if selected in layers:
         place = layers.index(selected)
-        kept = [(at, text) for at, text in zip(shown, texts, strict=True) if abs(at - place) >= every]
-        kept.append((place, f"<b>▸ {short_layer(selected)}</b>"))
-        shown, texts = [at for at, _ in kept], [text for _, text in kept]
+        near = {layers[at] for at in range(max(place - every + 1, 0), min(place + every, len(layers)))}
+        kept = [(name, text) for name, text in zip(shown, texts, strict=True) if name not in near]
+        kept.append((selected, f"<b>▸ {literal(short_layer(selected))}</b>"))
+        shown, texts = [name for name, _ in kept], [text for _, text in kept]
     return axis(
         "",
+        type="category",
         tickmode="array",
         tickvals=shown,
         ticktext=texts,
         range=[len(layers) - 0.5, -0.5],
         showgrid=False,
     )
-
-
-def _hover(answer: wire.Heatmap, cells: list[list[float | None]]) -> list[list[str]]:
-    spans = [
-        f"step {last}" if first == last else f"steps {first}–{last}"
-        for first, last in zip(answer.first_steps, answer.steps, strict=True)
-    ]
-    return [
-        [f"{layer}<br>{span}<br>{number(value)}" for span, value in zip(spans, row, strict=True)]
-        for layer, row in zip(answer.layers, cells, strict=True)
-    ]

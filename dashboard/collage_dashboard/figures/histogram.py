@@ -42,6 +42,7 @@ def update_histogram(answer: wire.Histogram, *, height: int = 300) -> go.Figure:
         [bars],
         revision=answer.name,
         height=height,
+        margin={"l": 56, "r": 12, "t": 22, "b": 44},
         xaxis=axis(
             "|u| / gap, octaves",
             tickvals=list(range(_FIRST, _LAST + 2, 4)),
@@ -52,7 +53,7 @@ def update_histogram(answer: wire.Histogram, *, height: int = 300) -> go.Figure:
     )
     figure.add_vline(x=_HALF_GAP, line={"color": INK, "width": 1.5, "dash": "dash"})
     return figure.add_annotation(
-        x=_HALF_GAP, y=1, yref="paper", text="half a gap", showarrow=False, xanchor="left", yanchor="top", xshift=4
+        x=_HALF_GAP, y=1, yref="paper", text="half a gap", showarrow=False, xanchor="center", yanchor="bottom"
     )
 
 

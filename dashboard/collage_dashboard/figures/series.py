@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from collage_dashboard.descriptions import AXIS_TITLES, Description, describe
 from collage_dashboard.figures.palette import translucent
-from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure
+from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal
 from collage_dashboard.formatting import finite, number
 from collage_monitor import wire
 
@@ -19,7 +19,8 @@ __all__ = ["Curve", "curves", "smooth"]
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
 _FEW_POINTS = 25
-_THINNEST, _WIDER, _WIDEST = 1.8, 0.55, 5.0
+_LEGEND_ROW, _LEGEND_COLUMNS = 18, 6
+_THINNEST, _WIDER, _WIDEST = 1.8, 0.4, 3.4
 Values = list[float | None]
 
 
@@ -34,7 +35,7 @@ class Curve:
 
 
 def curves(metric: str, lines: Sequence[Curve], *, smoothing: float = 0.0, height: int = 300) -> go.Figure:
-    """The curves of `metric`; `smoothing` in [0, 1) applies to logged scalars only, raw values behind.
+    """The curves of `metric`; `smoothing` in [0, 1) applies to dense logged scalars, raw values behind.
 
     Earlier lines are drawn wider, so that they stay visible where a later one covers them.
     """
@@ -54,7 +55,7 @@ def curves(metric: str, lines: Sequence[Curve], *, smoothing: float = 0.0, heigh
     figure = base_figure(
         traces,
         revision=f"{metric} {first.axis} {first.layer}",
-        height=height,
+        height=height + _LEGEND_ROW * ((len(lines) - 1) // _LEGEND_COLUMNS),
         hovermode="x unified" if len(lines) > 1 else "x",
         xaxis=axis(AXIS_TITLES[first.axis]),
         yaxis=axis(description.axis_title, **({"range": span} if span else {})),
@@ -87,17 +88,18 @@ def _traces(line: Curve, description: Description, smoothing: float, width: floa
     partial = _partial(series)
     whole = [None if torn else value for value, torn in zip(values, partial, strict=True)]
     yield from _band(line, positions, partial)
-    if smoothing:
+    if smoothing and sum(value is not None for value in whole) > _FEW_POINTS:
         yield _faint(line, positions, whole)
         whole = smooth(whole, smoothing)
+    sizes = _marker_sizes(whole)
     yield go.Scatter(
         x=positions,
         y=whole,
-        name=line.name,
+        name=literal(line.name),
         legendgroup=line.name,
-        mode="lines+markers",
+        mode="lines+markers" if any(sizes) else "lines",
         line={"color": line.colour, "width": width, "dash": line.dash},
-        marker={"size": _marker_sizes(whole)},
+        marker={"size": sizes},
         connectgaps=False,
         customdata=_hover(series, description),
         hovertemplate="%{customdata}",
@@ -112,7 +114,7 @@ def _faint(line: Curve, positions: Values, values: Values) -> go.Scatter:
     return go.Scatter(
         x=positions,
         y=values,
-        name=f"{line.name}, not smoothed",
+        name=literal(f"{line.name}, not smoothed"),
         legendgroup=line.name,
         mode="lines",
         line={"color": line.colour, "width": 1},
@@ -123,13 +125,12 @@ def _faint(line: Curve, positions: Values, values: Values) -> go.Scatter:
     )
 
 
-def _marker_sizes(values: Values) -> float | list[float]:
+def _marker_sizes(values: Values) -> list[float]:
     """Markers for a short curve; in a long one only for points without a neighbour, which no line would show."""
-    if sum(value is not None for value in values) <= _FEW_POINTS:
-        return 5.0
+    few = sum(value is not None for value in values) <= _FEW_POINTS
     padded = [None, *values, None]
     return [
-        5.0 if before is None and after is None else 0.0
+        5.0 if few or (before is None and after is None) else 0.0
         for before, after in zip(padded[:-2], padded[2:], strict=True)
     ]
 
@@ -138,7 +139,7 @@ def _partial_points(line: Curve, positions: Values, values: Values) -> go.Scatte
     return go.Scatter(
         x=positions,
         y=values,
-        name=f"{line.name} (partial)",
+        name=literal(f"{line.name} (partial)"),
         legendgroup=line.name,
         mode="markers",
         marker={"symbol": "circle-open", "color": line.colour, "size": 7},
@@ -163,12 +164,12 @@ def _band(line: Curve, positions: Values, partial: Sequence[bool]) -> Iterator[g
         yield go.Scatter(
             x=x,
             y=y,
-            name=f"{line.name}, 95 % interval",
+            name=literal(f"{line.name}, 95 % interval"),
             legendgroup=line.name,
             mode="lines",
             line={"width": 0},
             fill="toself",
-            fillcolor=translucent(line.colour, 0.16),
+            fillcolor=translucent(line.colour, 0.12),
             hoverinfo="skip",
             showlegend=False,
         )
@@ -190,16 +191,20 @@ def _stretches(
 
 
 def _hover(series: wire.Series, description: Description) -> list[str]:
+    """A line a point; the step is left out where the axis already says it."""
     texts = []
     for place, value in enumerate(series.values):
-        text = f"{number(value)}"
+        text = number(value)
         if series.low is not None and series.high is not None and series.low[place] is not None:
             text += f" (95 %: {number(series.low[place])} … {number(series.high[place])})"
+        text += " elements" if description.unit == "elements" else ""
         first, last = series.first_steps[place], series.steps[place]
-        text += f", step {last}" if first == last else f", steps {first}–{last}"
-        if first != last and series.minimum[place] is not None:
-            text += f", single steps {number(series.minimum[place])} … {number(series.maximum[place])}"
-        texts.append(text if description.unit != "elements" else f"{text} elements")
+        if first != last:
+            text += f", steps {first}–{last}"
+            text += f", single ones {number(series.minimum[place])} … {number(series.maximum[place])}"
+        elif series.axis != "step":
+            text += f", step {last}"
+        texts.append(text)
     return texts
 
 

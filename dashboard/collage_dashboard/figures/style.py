@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any, Final
 
 import plotly.graph_objects as go
 
-__all__ = ["FONT", "GRAPH_CONFIG", "INK", "add_note", "axis", "base_figure", "empty_figure"]
+__all__ = ["FONT", "GRAPH_CONFIG", "INK", "add_note", "axis", "base_figure", "empty_figure", "literal"]
 
 FONT: Final = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 INK: Final = "#7A828A"
@@ -45,7 +46,13 @@ def base_figure(traces: list[Any], *, revision: str = "", height: int = 300, **l
             "font": {"family": FONT, "size": 12, "color": INK},
             "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
             "height": height,
-            "hoverlabel": {"font": {"family": FONT, "size": 12}, "align": "left"},
+            "hoverlabel": {
+                "font": {"family": FONT, "size": 12, "color": "#F1F3F5"},
+                "bgcolor": "#2B3035",
+                "bordercolor": "#2B3035",
+                "align": "left",
+            },
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": INK, "activecolor": "#0072B2"},
             "uirevision": revision or "constant",
             **layout,
         },
@@ -55,7 +62,7 @@ def base_figure(traces: list[Any], *, revision: str = "", height: int = 300, **l
 def empty_figure(text: str, *, height: int = 300) -> go.Figure:
     """A figure without data that says why."""
     figure = base_figure([], height=height, xaxis={"visible": False}, yaxis={"visible": False})
-    return figure.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
+    return figure.add_annotation(text=literal(text), showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
 
 
 def add_note(figure: go.Figure, text: str) -> go.Figure:
@@ -63,3 +70,8 @@ def add_note(figure: go.Figure, text: str) -> go.Figure:
     return figure.add_annotation(
         text=text, showarrow=False, x=0, y=1, xref="paper", yref="paper", xanchor="left", yanchor="top"
     )
+
+
+def literal(text: str) -> str:
+    """Text that a figure shows as it is: Plotly reads a part of HTML, and names are the user's."""
+    return escape(text, quote=False)

@@ -25,6 +25,7 @@ __all__ = ["layout", "register"]
 
 WHOLE_MODEL: Final = "whole model"
 _FIGURES: Final = {"type": "run-figure", "kind": ALL, "metric": ALL}
+_CONTROL_GROUPS: Final = ("run-map-controls", "run-curve-controls", "run-smoothing-controls")
 _CONTROLS: Final = ("run-tab", "run-metric", "run-order", "run-layer", "run-axis", "run-smoothing")
 
 
@@ -101,7 +102,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         Output("run-address", "search"),
         Output("run-shown", "data"),
         Output("run-panel", "children"),
-        Output("run-layer-controls", "style"),
+        *(Output(name, "style") for name in _CONTROL_GROUPS),
         *(Output(name, "value") for name in _CONTROLS),
         Input("run-address", "search"),
         *(Input(name, "value") for name in _CONTROLS),
@@ -130,7 +131,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             wanted,
             {"pathname": pathname, "search": wanted},
             children,
-            _layer_controls_style(view),
+            *_group_styles(view),
             view.tab,
             view.metric or DEFAULT_METRIC,
             view.order,
@@ -157,12 +158,11 @@ def _chosen(before: View, tab: str, metric: str, order: str, layer: str, axis: s
 
 
 def _clicked(before: View, clicks: list[dict[str, Any] | None]) -> View:
-    """The view of the layer and step behind a clicked cell, whose row carries the layer's name."""
+    """The view of the layer and step behind a clicked cell."""
     point = next((click["points"][0] for click in clicks if click and click.get("points")), None)
     if point is None:
         return before
-    layer, _, _rest = str(point["customdata"]).partition("<br>")
-    return replace(before, layer=layer, step=int(point["x"]))
+    return replace(before, layer=str(point["y"]), step=int(point["x"]))
 
 
 def _panel(view: View, reader: Reader) -> Any:
@@ -199,14 +199,21 @@ def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
         value=view.order,
         size="xs",
     )
-    maps = html.Div(
+    groups = (
         [labelled("Heatmap of", metric), labelled("Layers", order)],
-        id="run-layer-controls",
-        style=_layer_controls_style(view),
+        [labelled("Curves of", layer), axis_control("run-axis", view)],
+        [smoothing_control("run-smoothing", view)],
     )
-    common = [labelled("Curves of", layer), axis_control("run-axis", view)]
-    return html.Div([maps, *common, smoothing_control("run-smoothing", view)], className="controls")
+    return html.Div(
+        [
+            html.Div(group, id=name, style=style)
+            for name, group, style in zip(_CONTROL_GROUPS, groups, _group_styles(view), strict=True)
+        ],
+        className="controls",
+    )
 
 
-def _layer_controls_style(view: View) -> dict[str, str]:
-    return {"display": "flex", "gap": "16px"} if view.tab == "layers" else {"display": "none"}
+def _group_styles(view: View) -> list[dict[str, str]]:
+    """Only the controls that change something on the view's tab are shown."""
+    useful = (view.tab == "layers", view.tab != "about", view.tab == "curves")
+    return [{"display": "flex", "gap": "16px"} if shown else {"display": "none"} for shown in useful]

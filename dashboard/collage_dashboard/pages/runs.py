@@ -12,19 +12,22 @@ from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import limits_note, notice, problem_page
 from collage_dashboard.descriptions import describe, state_key
-from collage_dashboard.formatting import share_of_runs, when
+from collage_dashboard.formatting import share_of_runs
 from collage_dashboard.identities import strategy_title
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 
-__all__ = ["columns", "compare_link", "layout", "register", "rows"]
+__all__ = ["columns", "compare_link", "grid_style", "layout", "register", "rows"]
 
 LIMIT: Final = 1000
 """Newest runs that the table holds; older ones are found by searching."""
 LIVE_MILLISECONDS: Final = 4000
 IDLE_MILLISECONDS: Final = 30_000
+_WIDTHS: Final = {"step": 80, "state_decrement": 118, "lost_update_ratio": 100, "validation_loss": 108}
+ROW_PIXELS: Final = 42
+HEADER_PIXELS: Final = 48
 _FOUR_DIGITS: Final = {"function": "fourDigits(params.value)"}
 _NO_RUNS: Final = Problem(
     "No runs yet",
@@ -74,31 +77,43 @@ def columns() -> list[dict[str, Any]]:
     """The table's columns; what they mean stands in their header's tooltip."""
     text: dict[str, Any] = {"filter": "agTextColumnFilter"}
     return [
-        {"field": "name", "headerName": "Run", "cellRenderer": "RunLink", "minWidth": 180, "flex": 2, **text},
-        {"field": "project", "headerName": "Project", "width": 120, **text},
+        {"field": "name", "headerName": "Run", "cellRenderer": "RunLink", "minWidth": 140, "flex": 2, **text},
+        {"field": "project", "headerName": "Project", "width": 90, **text},
         {
             "field": "strategy",
             "headerName": "Strategy",
-            "width": 190,
+            "width": 170,
             "tooltipField": "strategy_help",
             "cellClassRules": {"disputed": "params.data.disputed"},
             **text,
         },
-        {"field": "dtype", "headerName": "Dtype", "width": 105},
-        {"field": "state", "headerName": "State", "width": 105, "cellClass": "state-cell"},
+        {"field": "dtype", "headerName": "Dtype", "width": 92},
+        {"field": "state", "headerName": "State", "width": 88, "cellClass": "state-cell"},
         _number("step", "Step", "Newest step that was reported."),
         _number("edq_ratio", "EDQ"),
         _number("state_decrement", "State decrement", describe("state_decrement_ratio/exp_avg_sq").help),
         _number("lost_update_ratio", "Lost"),
         _number("loss", "Loss"),
         _number("validation_loss", "Validation loss"),
-        {"field": "updated", "headerName": "Updated", "width": 170, "sort": "desc"},
+        {
+            "field": "updated_at",
+            "headerName": "Updated (UTC)",
+            "width": 162,
+            "sort": "desc",
+            "valueFormatter": {"function": "minuteUtc(params.value)"},
+        },
     ]
 
 
 def rows(runs: Sequence[wire.Run]) -> list[dict[str, Any]]:
     """A row a run; numbers stay numbers so that they sort, undefined is None."""
     return [_row(run) for run in runs]
+
+
+def grid_style(count: int) -> dict[str, str]:
+    """As high as its rows, up to the window; beyond, rows scroll and only the visible ones exist."""
+    wanted = HEADER_PIXELS + ROW_PIXELS * max(count, 3) + 4
+    return {"height": f"min({wanted}px, calc(100vh - 210px))", "minHeight": "180px"}
 
 
 def compare_link(run_ids: Sequence[str]) -> Any:
@@ -116,6 +131,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
 
     @app.callback(
         Output("runs-grid", "rowData"),
+        Output("runs-grid", "style"),
         Output("runs-count", "children"),
         Output("runs-alert", "children"),
         Output("runs-table", "style"),
@@ -129,7 +145,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         try:
             page = reader.ask(lambda client: client.runs(q=query or None, limit=LIMIT))
         except CollageError as error:
-            return (no_update, no_update, notice(explain(error)), no_update, no_update, LIVE_MILLISECONDS)
+            return (*[no_update] * 3, notice(explain(error)), no_update, no_update, LIVE_MILLISECONDS)
         empty = not page.runs and not query
         live = any(run.state == "running" for run in page.runs) or empty
         count = share_of_runs(len(page.runs), len(page.runs)) + (
@@ -138,6 +154,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         shown, hidden = {"display": "block"}, {"display": "none"}
         return (
             rows(page.runs),
+            grid_style(len(page.runs)),
             count,
             None,
             hidden if empty else shown,
@@ -180,7 +197,7 @@ def _row(run: wire.Run) -> dict[str, Any]:
         "state_decrement": run.latest.get(state_key(run.latest)),
         "lost_update_ratio": run.latest.get("lost_update_ratio"),
         **{name: entry.value for name in ("loss", "validation_loss") if (entry := run.scalars.get(name))},
-        "updated": when(run.updated_at),
+        "updated_at": run.updated_at,
     }
 
 
@@ -190,7 +207,8 @@ def _number(field: str, header: str, help_line: str = "") -> dict[str, Any]:
         "headerName": header,
         "headerTooltip": help_line or describe(field).help,
         "type": "rightAligned",
-        "width": 118,
+        "width": _WIDTHS.get(field, 92),
+        "wrapHeaderText": True,
         "valueFormatter": {"function": "wholeNumber(params.value)"} if field == "step" else _FOUR_DIGITS,
     }
 
@@ -201,14 +219,20 @@ def _grid() -> dag.AgGrid:
         columnDefs=columns(),
         rowData=[],
         getRowId="params.data.run_id",
-        defaultColDef={"sortable": True, "resizable": True, "suppressHeaderMenuButton": True},
+        defaultColDef={
+            "sortable": True,
+            "resizable": True,
+            "suppressHeaderMenuButton": True,
+            "suppressHeaderFilterButton": True,
+        },
         dashGridOptions={
             "rowSelection": {"mode": "multiRow", "checkboxes": True, "headerCheckbox": True},
-            "rowHeight": 42,
+            "rowHeight": ROW_PIXELS,
+            "headerHeight": HEADER_PIXELS,
             "tooltipShowDelay": 300,
             "animateRows": False,
             "suppressCellFocus": True,
         },
         className="runs-grid",
-        style={"height": "calc(100vh - 230px)", "minHeight": "320px"},
+        style=grid_style(3),
     )

@@ -1,5 +1,6 @@
 """Curves: names, gaps, bands, partial points, smoothing, axes."""
 
+import msgspec
 import pytest
 from collage_dashboard.figures import Curve, curves
 from collage_dashboard.figures.series import SMALLEST_SPAN, smooth
@@ -24,9 +25,9 @@ def test_the_figure_of_one_curve():
             "legendgroup": "run",
             "mode": "lines+markers",
             "line": {"color": RED, "width": 1.8, "dash": "solid"},
-            "marker": {"size": 5.0},
+            "marker": {"size": [5.0, 5.0]},
             "connectgaps": False,
-            "customdata": ["1.000, step 10", "2.000, step 20"],
+            "customdata": ["1.000", "2.000"],
             "hovertemplate": "%{customdata}",
         }
     ]
@@ -73,12 +74,19 @@ def test_a_long_curve_marks_only_points_without_a_neighbour():
     assert list(sizes[:30]) == [0.0] * 30
 
 
-def test_smoothing_is_for_logged_scalars_only():
-    answer = series([4.0, 2.0], "loss")
-    names = [trace.name for trace in curves("loss", [Curve("run", RED, answer)], smoothing=0.5).data]
-    assert names == ["run, not smoothed", "run"]
-    measured = curves("edq_ratio", [Curve("run", RED, series([4.0, 2.0]))], smoothing=0.5)
-    assert [trace.name for trace in measured.data] == ["run"]
+def test_smoothing_is_for_dense_logged_scalars_only():
+    def names(metric, values):
+        line = Curve("run", RED, series(values, metric))
+        return [trace.name for trace in curves(metric, [line], smoothing=0.5).data]
+
+    assert names("loss", [4.0, 2.0] * 20) == ["run, not smoothed", "run"]
+    assert names("validation_loss", [4.0, 2.0]) == ["run"]
+    assert names("edq_ratio", [4.0, 2.0] * 20) == ["run"]
+
+
+def test_a_name_is_shown_as_it_is_and_never_read_as_markup():
+    lines = [Curve('<a href="x">&', RED, series([0.9])), Curve("b", BLUE, series([0.9]))]
+    assert curves("edq_ratio", lines).data[0].name == '&lt;a href="x"&gt;&amp;'
 
 
 def test_smooth_against_the_weighted_mean_written_out():
@@ -127,6 +135,16 @@ def test_a_live_update_keeps_the_zoom_and_another_metric_does_not():
 
     assert revision("loss", [1.0]) == revision("loss", [1.0, 2.0])
     assert revision("loss", [1.0]) != revision("validation_loss", [1.0])
+
+
+def test_hover_says_what_the_axis_does_not():
+    def texts(answer):
+        return list(drawn(curves(answer.metric, [Curve("run", RED, answer)]), "run")["customdata"])
+
+    assert texts(series([1.0], "loss", axis="tokens")) == ["1.000, step 10"]
+    assert texts(series([0.9], low=[0.8], high=[1.0])) == ["0.9000 (95 %: 0.8000 … 1.000)"]
+    merged = msgspec.structs.replace(series([0.9]), first_steps=[1], minimum=[0.5], maximum=[1.0])
+    assert texts(merged) == ["0.9000, steps 1–10, single ones 0.5000 … 1.000"]
 
 
 def test_positions_and_title_follow_the_axis():
