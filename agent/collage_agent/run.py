@@ -210,7 +210,7 @@ class Run:
 
     def _say_goodbye(self, settled: bool) -> None:
         for handle in self._handles:
-            _say(f"\n{handle}", sys.stdout)
+            _write(f"{handle}\n", sys.stdout)
         if self._outlet is None:
             return
         waiting = self._outlet.reports_spooled
@@ -235,10 +235,14 @@ def _kept(value: Any) -> Any:
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:
-    """One notice for the person at the terminal; a closed terminal is no reason to fail."""
-    target = stream or sys.stderr
+    """One notice for the person at the terminal."""
+    _write(f"collage: {text}\n", stream or sys.stderr)
+
+
+def _write(text: str, stream: TextIO) -> None:
+    """A closed terminal is no reason to fail."""
     try:
-        target.write(f"collage: {text}\n")
-        target.flush()
+        stream.write(text)
+        stream.flush()
     except (OSError, ValueError, AttributeError):
         _LOG.info("%s", text)

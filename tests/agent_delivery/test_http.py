@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from collage_monitor.wire import AttemptCreate, decode_message
 from tests.agent_delivery.doubles import ServerDouble, eventually, make_run, measurement
 
 
@@ -275,3 +276,24 @@ def test_offline_mode_keeps_everything_for_the_next_run(tmp_path, server, capsys
     assert "offline: reports are kept in" in capsys.readouterr().err
     make_run(tmp_path, server_url=server.url).finish()
     assert sorted(server.steps()) == [1, 2, 3, 4]
+
+
+def test_an_older_attempt_of_the_same_run_is_heard_of_first(tmp_path, server):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        absent = f"http://127.0.0.1:{free.getsockname()[1]}"
+    first = make_run(tmp_path, server_url=absent, run_id="resumed")
+    log_steps(first, 1, 20)
+    first.finish()
+    server.script = [503]
+    second = make_run(tmp_path, server_url=server.url, run_id="resumed")
+    second.started(11)
+    log_steps(second, 11, 20)
+    second.finish()
+    attempts = [
+        decode_message(body, AttemptCreate) for _, path, _, body in server.requests if path.endswith("/attempts")
+    ]
+    assert [attempt.first_step for attempt in attempts] == [1, 11]
+    assert sorted(server.steps()) == sorted([*range(1, 21), *range(11, 21)])
+    assert (second.reports_sent, second.reports_spooled) == (10, 0)
+    assert spools(tmp_path) == []

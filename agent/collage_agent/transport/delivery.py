@@ -55,6 +55,8 @@ class Delivery:
         self.dropped: Counter[str] = Counter()
         self.stopped: str | None = None
         """Why nothing is sent any more, as a reason of `dropped`."""
+        self.held = False
+        """Whether older messages must go another way first; until then everything is kept in the spool."""
         self.last_error: CollageError | None = None
         """Why the server did not take the last message for now; None when it did."""
         self._transport = transport
@@ -73,13 +75,13 @@ class Delivery:
             return
         if envelope.kind in _REGISTRATIONS:
             self._registrations[envelope.kind] = envelope
-        must_wait = self._transport is None or not self.spool.is_empty or self.is_waiting
+        must_wait = self._transport is None or self.held or not self.spool.is_empty or self.is_waiting
         if must_wait or not self._deliver(envelope):
             self._keep(envelope)
 
     def drain(self, envelopes: int, *, now: bool = False) -> bool:
         """Send up to `envelopes` of the spool, unless a pause is on (`now` ends it); True if some went."""
-        if self._transport is None or (self.is_waiting and not now):
+        if self._transport is None or self.held or (self.is_waiting and not now):
             return False
         some = False
         for _ in range(envelopes):

@@ -51,7 +51,7 @@ class Outlet:
             transport = HttpTransport(
                 settings.address, lambda: settings.token, limits, check_first=settings.server_url is None
             )
-            replay = Replay(settings.folder, self.spool.path, transport, limits, ending.wait)
+            replay = Replay(settings.folder, self.spool.path, transport, limits, ending.wait, on_away)
         self._delivery = Delivery(transport, self.spool, limits, wait=ending.wait, on_away=on_away)
         self._courier = Courier(settings, identity, self._delivery, self._dropped_before_delivery)
         self._worker = Worker(self._queue, self._courier, self._delivery, transport, limits, ending, replay)

@@ -10,6 +10,7 @@ from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Transport
 from collage_agent.transport.spool import SpoolFile, abandoned_spools
+from collage_monitor.errors import CollageError
 
 __all__ = ["Replay"]
 
@@ -20,39 +21,64 @@ class Replay:
     """Takes over one abandoned spool after the other, oldest first, under its old stream and in its old order."""
 
     def __init__(
-        self, folder: Path, own: Path, transport: Transport, limits: DeliveryLimits, wait: Callable[[float], bool]
+        self,
+        folder: Path,
+        own: Path,
+        transport: Transport,
+        limits: DeliveryLimits,
+        wait: Callable[[float], bool],
+        on_away: Callable[[CollageError], None] = lambda error: None,
     ) -> None:
+        self._own_run = own.parent
+        self._on_away = on_away
         self._transport = transport
         self._limits = limits
         self._wait = wait
         self._files: Iterator[SpoolFile] = abandoned_spools(folder, own)
-        self._delivery: Delivery | None = None
+        self.current: Delivery | None = None
+        """What sends the spool at hand."""
         self._done = False
 
     @property
     def can_go_on(self) -> bool:
         """Whether a `step` now may get something done."""
-        return not self._done and (self._delivery is None or not self._delivery.is_waiting)
+        return not self._done and (self.current is None or not self.current.is_waiting)
+
+    @property
+    def comes_first(self) -> bool:
+        """Whether the spool at hand is of this very run.
+
+        Its attempt is older than this process's, and the server orders attempts as it hears of them: hearing of
+        this one first would let the older one hide it.
+        """
+        self._look()
+        return self.current is not None and self.current.spool.path.parent == self._own_run
 
     def step(self, envelopes: int) -> bool:
         """Send up to `envelopes`; False when nothing is left, or the server does not take it now."""
-        if self._delivery is None:
-            spool = next(self._files, None)
-            if spool is None:
-                self._done = True
-                return False
-            self._delivery = Delivery(self._transport, spool, self._limits, wait=self._wait)
-        went = self._delivery.drain(envelopes)
-        if not self._delivery.spool.is_empty:
+        self._look()
+        if self.current is None:
+            return False
+        went = self.current.drain(envelopes)
+        if not self.current.spool.is_empty:
             return went
-        _LOG.info("sent %d reports left in %s", self._delivery.sent, self._delivery.spool.path)
-        self._delivery.spool.close()
-        self._delivery = None
+        _LOG.info("sent %d reports left in %s", self.current.sent, self.current.spool.path)
+        self.current.spool.close()
+        self.current = None
         return True
+
+    def _look(self) -> None:
+        if self.current is not None or self._done:
+            return
+        spool = next(self._files, None)
+        if spool is None:
+            self._done = True
+        else:
+            self.current = Delivery(self._transport, spool, self._limits, wait=self._wait, on_away=self._on_away)
 
     def close(self) -> None:
         """Leave the rest to the next run."""
         self._done = True
-        if self._delivery is not None:
-            self._delivery.spool.close()
-            self._delivery = None
+        if self.current is not None:
+            self.current.spool.close()
+            self.current = None

@@ -36,8 +36,12 @@ def spool_path(folder: Path, run_id: str, stream_id: str) -> Path:
 
 
 def abandoned_spools(folder: Path, own: Path) -> Iterator[SpoolFile]:
-    """Spool files that earlier processes left in `folder`, oldest first, each locked for the caller."""
-    for path in sorted((folder / "spool").glob(f"*/*{_SUFFIX}"), key=lambda path: path.name):
+    """Spool files that earlier processes left in `folder`, each locked for the caller.
+
+    Those of the run that `own` belongs to come first, then the oldest.
+    """
+    found = (folder / "spool").glob(f"*/*{_SUFFIX}")
+    for path in sorted(found, key=lambda path: (path.parent != own.parent, path.name)):
         if path != own and (spool := SpoolFile.take_over(path)) is not None:
             yield spool
 

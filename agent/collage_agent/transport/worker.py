@@ -73,6 +73,7 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._guarded(self._hold_for_older)
         self._guarded(self._first)
         while not self._ending.is_set():
             self._queue.wait_for_items(self._limits.linger_seconds, self._pause_seconds())
@@ -94,30 +95,45 @@ class Worker:
 
     def _pause_seconds(self) -> float:
         """Longest wait for the next item: none while there is old work that can be done."""
-        own_work = not self._delivery.spool.is_empty and not self._delivery.is_waiting
+        delivery = self._delivery
+        own_work = not (delivery.spool.is_empty or delivery.is_waiting or delivery.held)
         return 0.0 if self._transport is not None and (own_work or self._may_replay()) else _IDLE_SECONDS
 
     def _may_replay(self) -> bool:
         replay = self._replay
         return replay is not None and replay.can_go_on and self._delivery.last_error is None
 
-    def _send_older(self) -> None:
-        if self._replay is not None and self._may_replay():
-            self._replay.step(_ENVELOPES_PER_CYCLE)
+    def _send_older(self) -> bool:
+        went = self._replay is not None and self._may_replay() and self._replay.step(_ENVELOPES_PER_CYCLE)
+        self._hold_for_older()
+        return went
+
+    def _hold_for_older(self) -> None:
+        self._delivery.held = self._replay is not None and self._replay.comes_first
 
     def _flush(self) -> None:
-        """Send what waits while the server takes it; a busy server gets until the deadline, an absent one a try."""
-        delivery = self._delivery
-        while not delivery.spool.is_empty and time.monotonic() < self._deadline:
+        while self._replay is not None and self._replay.comes_first:
+            assert self._replay.current is not None
+            if not self._send_all(self._replay.current):
+                break
+            self._replay.step(_ENVELOPES_PER_CYCLE)
+        self._hold_for_older()
+        self._send_all(self._delivery)
+        while time.monotonic() < self._deadline and self._send_older():
+            pass
+
+    def _send_all(self, delivery: Delivery) -> bool:
+        """Empty a spool: a busy server gets until the deadline, an absent one a try. True when it is empty."""
+        while not delivery.spool.is_empty:
+            if time.monotonic() > self._deadline:
+                return False
             if delivery.drain(_ENVELOPES_PER_CYCLE, now=True):
                 continue
             resumes_in_time = time.monotonic() + delivery.pause_seconds < self._deadline
             if not (isinstance(delivery.last_error, Unavailable) and resumes_in_time):
-                break
+                return False
             time.sleep(delivery.pause_seconds)
-        while self._replay is not None and self._may_replay() and time.monotonic() < self._deadline:
-            if not self._replay.step(_ENVELOPES_PER_CYCLE):
-                break
+        return True
 
     def _close(self) -> None:
         if self._replay is not None:

@@ -1,0 +1,132 @@
+"""Who reports: ids of a single process, of the ranks of one launch, and of its restarts."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from collage_agent.identity import make_identity, new_id
+from collage_agent.transport.spool import abandoned_spools
+
+from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
+from tests.ports import free_port
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def rank(number, **environment):
+    return make_identity(None, environment={**TORCHRUN, "RANK": str(number), **environment})
+
+
+def test_ids_sort_by_time():
+    first = new_id()
+    time.sleep(0.002)
+    assert first < new_id()
+
+
+def test_a_single_process_makes_its_own_ids():
+    one, other = make_identity(None, environment={}), make_identity(None, environment={})
+    assert len({one.run_id, other.run_id, one.launch_id, other.launch_id, one.stream_id, other.stream_id}) == 6
+    assert (one.rank, one.world_size, one.process_id, one.is_first_rank) == (0, 1, os.getpid(), True)
+
+
+def test_a_given_run_gets_a_new_launch_each_time():
+    one, other = make_identity("run", environment={}), make_identity("run", environment={})
+    assert (one.run_id, other.run_id) == ("run", "run")
+    assert one.launch_id != other.launch_id
+
+
+def test_ranks_of_a_launch_agree_and_have_streams_of_their_own():
+    zero, one = rank(0), rank(1)
+    assert (zero.run_id, zero.launch_id) == (one.run_id, one.launch_id)
+    assert zero.stream_id != one.stream_id
+    assert ((zero.rank, one.rank), zero.world_size) == ((0, 1), 2)
+    assert re.fullmatch("[0-9A-Z]{26}", zero.run_id)
+
+
+def test_a_restart_is_a_new_launch_of_the_same_run():
+    before, after = rank(0), rank(0, TORCHELASTIC_RESTART_COUNT="1")
+    assert before.run_id == after.run_id
+    assert before.launch_id != after.launch_id
+
+
+def test_the_launchers_id_is_the_runs():
+    assert rank(1, TORCHELASTIC_RUN_ID="job-17").run_id == "job-17"
+    assert rank(1, TORCHELASTIC_RUN_ID="job 17/a").run_id == "job-17-a"
+    assert len(rank(1, TORCHELASTIC_RUN_ID="x" * 200).run_id) <= 64
+
+
+def test_a_second_run_in_the_same_processes_is_another_run():
+    environment = {**TORCHRUN, "RANK": "0"}
+    first, second = (make_identity(None, nth_run=count, environment=environment) for count in (0, 1))
+    assert first.run_id != second.run_id
+    assert first.launch_id != second.launch_id
+
+
+def test_ranks_that_share_nothing_are_told_what_to_set(caplog):
+    environment = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node-0"}
+    make_identity(None, environment=environment)
+    assert "COLLAGE_RUN_ID" in caplog.text
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_nonsense_from_a_launcher_means_a_single_process(environment, caplog):
+    identity = make_identity(None, environment=environment)
+    assert (identity.rank, identity.world_size) == (0, 1)
+    assert "make no sense" in caplog.text
+
+
+def test_two_processes_under_torchrun_report_to_one_run(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import torch, torch.distributed, collage_agent as collage
+            torch.distributed.init_process_group("gloo")
+            collage.init(mode="offline")
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            collage.watch(model, optimizer, every=1, budget=None)
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            collage.finish()
+            torch.distributed.destroy_process_group()
+        """)
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+    ]
+    environment = {**os.environ, "COLLAGE_DIR": str(tmp_path / "data"), "OMP_NUM_THREADS": "1"}
+    command = [*launcher, "--master-port", str(free_port()), str(script)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    found = []
+    for spool in abandoned_spools(tmp_path / "data", tmp_path):
+        while (envelope := spool.peek()) is not None:
+            found.append(envelope)
+            spool.advance(envelope)
+        spool.close()
+
+    def bodies(kind):
+        return [envelope.body for envelope in found if isinstance(envelope.body, kind)]
+
+    assert len({body.run_id for body in bodies(RunCreate)}) == 1
+    assert len({(body.launch_id, body.first_step) for body in bodies(AttemptCreate)}) == 1
+    streams = {(body.rank, body.world_size, body.stream_id) for body in bodies(StreamCreate)}
+    assert sorted(stream[:2] for stream in streams) == [(0, 2), (1, 2)]
