@@ -19,7 +19,7 @@ from collage_agent.measurement import Measurement
 from collage_agent.settings import Settings
 from collage_agent.transport import Transport
 from collage_agent.transport.outlet import Outlet
-from collage_agent.transport.reports import Item, Logged, Measured, Started
+from collage_agent.transport.reports import Item, KeptTensor, Logged, Measured, Started, moment_on
 from collage_monitor.errors import CollageError
 from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL
 from collage_monitor.wire import LIMITS
@@ -121,7 +121,11 @@ class Run:
 
     def measured(self, measurement: Measurement, watch_index: int = 0) -> None:
         """Leave a measurement for the worker."""
-        self._put(Measured(measurement, watch_index))
+        if self._outlet is not None and not self._finished:
+            try:
+                self._put(Measured(measurement, watch_index, moment_on(measurement.totals.device)))
+            except Exception as error:
+                self._guard.caught("reporting a measured step", error)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Record scalars at a step; see `collage_agent.log`."""
@@ -230,7 +234,7 @@ _HOW_TO_VIEW = "`collage-monitor up` starts a server; the next run in online mod
 def _kept(value: Any) -> Any:
     """A value that nobody can change any more. A tensor is cloned on its device, which does not wait for it."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
+        return KeptTensor.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     return value
 
 

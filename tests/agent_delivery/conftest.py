@@ -7,10 +7,13 @@ from tests.agent_delivery.doubles import ServerDouble
 
 
 @pytest.fixture(autouse=True)
-def no_swallowed_errors():
+def no_swallowed_errors(caplog):
+    """What the guard or the worker swallows in training fails a test; a test that means it clears the records."""
     raise_in_tests(True)
     yield
     raise_in_tests(False)
+    swallowed = [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"]
+    assert swallowed == []
 
 
 @pytest.fixture

@@ -330,3 +330,18 @@ def test_a_worker_error_is_counted_and_the_rest_goes_on(tmp_path, caplog):
     run.finish()
     assert [report.step for report in transport.reports if report.statistics] == [2]
     assert "training goes on" in caplog.text
+    caplog.clear()
+
+
+@pytest.mark.gpu
+def test_log_does_not_wait_for_the_device(tmp_path):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)
+        loss = torch.full((), 3.0, device="cuda")
+        run.log({"loss": loss}, step=1)
+        assert not stream.query()
+    run.finish()
+    assert [report.scalars for report in transport.reports] == [{"loss": 3.0}]

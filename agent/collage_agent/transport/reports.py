@@ -15,10 +15,40 @@ from collage_agent.measurement import Layout, Measurement
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.wire import LIMITS, Layer, Report, WatchInfo, block_to_bytes
 
-__all__ = ["Item", "Logged", "Measured", "ReportMaker", "Started"]
+__all__ = ["Item", "KeptTensor", "Logged", "Measured", "ReportMaker", "Started", "moment_on"]
 
 _LOG = logging.getLogger("collage_agent")
 _ITEM_BYTES = 512
+
+
+def moment_on(device: torch.device) -> torch.cuda.Event | None:
+    """A mark behind all work that this thread has given to a CUDA device so far; None for the host.
+
+    The worker waits for the mark, not for a stream: the training may run on a stream of its own. Does not
+    synchronise.
+    """
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """One number, cloned on its device when it was logged."""
+
+    tensor: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> KeptTensor:
+        """A clone that later changes of the tensor do not reach. Does not synchronise."""
+        clone = tensor.detach().clone()
+        return cls(clone, moment_on(clone.device))
+
+    def number(self) -> float:
+        """The number. Synchronises: for the worker thread only."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        local = self.tensor.to_local() if hasattr(self.tensor, "to_local") else self.tensor
+        return float(local.item())
 
 
 @dataclass(frozen=True)
@@ -35,6 +65,7 @@ class Measured:
 
     measurement: Measurement
     watch_index: int
+    ready: torch.cuda.Event | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -45,7 +76,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Logged:
-    """Scalars as they were logged; tensors are clones that nobody else writes.
+    """Scalars as they were logged; tensors are `KeptTensor`.
 
     `step` None: logged before the watched optimizer's first step. `counted`: the step is only the number of the
     `log` call, because nothing was watched.
@@ -137,6 +168,8 @@ class ReportMaker:
     def _measured(self, item: Measured) -> _Draft:
         measurement = item.measurement
         layout = measurement.layout
+        if item.ready is not None:
+            item.ready.synchronize()
         totals = measurement.to_numpy()
         merged = reduce_shards(dict(zip(layout.statistics, totals, strict=True)), axis=0)
         rows = [self._rows[key] for key in layout.statistics]
@@ -201,9 +234,8 @@ def _joined(mate: _Draft, draft: _Draft) -> bool:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, torch.Tensor):
-        local = value.to_local() if hasattr(value, "to_local") else value
-        return float(local.item())
+    if isinstance(value, KeptTensor):
+        return value.number()
     return float(value.item() if hasattr(value, "item") else value)
 
 
