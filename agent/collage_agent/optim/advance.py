@@ -15,6 +15,7 @@ from collage_agent.numerics.stochastic import stochastic_round
 from collage_agent.numerics.transformations import fast_two_sum, two_sum
 from collage_agent.optim.arithmetic import Scalar, State, Storage, Working, Workspace
 from collage_agent.optim.rules import Moment, Rule
+from collage_agent.optim.seeding import Seeding
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Kept, Strategy
 
 __all__ = ["Step", "advance_in_storage", "advance_in_working"]
@@ -33,12 +34,16 @@ class Step:
     maximize: bool
     scalars: Mapping[str, Scalar]
     workspace: Workspace
-    generator: torch.Generator | None = None
+    seeding: Seeding | None = None
     compiled: Callable[[State, Mapping[str, Scalar]], None] | None = None
 
 
 def advance_in_working(
-    step: Step, arithmetic: Working, chunk: State, scalars: Mapping[str, Scalar] | None = None
+    step: Step,
+    arithmetic: Working,
+    chunk: State,
+    scalars: Mapping[str, Scalar] | None = None,
+    generator: torch.Generator | None = None,
 ) -> None:
     """Wide arithmetic: load all components as fp32, compute, split once on storing.
 
@@ -54,14 +59,21 @@ def advance_in_working(
     stored = chunk.get(MASTER_PARAMETER, chunk["parameter"])
     value = arithmetic.load(stored, chunk.get(PARAMETER_LOW))
     displacement = step.rule.displacement(arithmetic, value, gradient, moments, scalars or step.scalars)
-    _store_parameter(step, arithmetic, value, displacement, chunk)
+    _store_parameter(step, arithmetic, value, displacement, chunk, generator)
     for moment in step.moments:
-        generator = step.generator if step.strategy.stochastic_moment(moment.second) else None
+        source = generator if step.strategy.stochastic_moment(moment.second) else None
         low = chunk.get(moment.name + LOW_COMPONENT_SUFFIX)
-        _store(arithmetic, moments[moment.name], chunk[moment.name], low, generator)
+        _store(arithmetic, moments[moment.name], chunk[moment.name], low, source)
 
 
-def _store_parameter(step: Step, arithmetic: Working, value: Tensor, displacement: Tensor, chunk: State) -> None:
+def _store_parameter(
+    step: Step,
+    arithmetic: Working,
+    value: Tensor,
+    displacement: Tensor,
+    chunk: State,
+    generator: torch.Generator | None,
+) -> None:
     """Move the weight, given its wide value, and store it as the strategy says."""
     parameter, low = chunk["parameter"], chunk.get(PARAMETER_LOW)
     if step.strategy.parameter is Kept.COMPENSATED and low is not None:
@@ -74,7 +86,7 @@ def _store_parameter(step: Step, arithmetic: Working, value: Tensor, displacemen
     value.add_(displacement)
     if step.strategy.parameter is Kept.WIDE:
         chunk[MASTER_PARAMETER].copy_(value)
-    _store(arithmetic, value, parameter, low, step.generator)
+    _store(arithmetic, value, parameter, low, generator)
 
 
 def _store(
@@ -92,37 +104,37 @@ def _round_into(value: Tensor, out: Tensor, generator: torch.Generator | None) -
     out.copy_(value if generator is None else stochastic_round(value, out.dtype, generator))
 
 
-def advance_in_storage(step: Step, chunk: State) -> None:
+def advance_in_storage(step: Step, chunk: State, generator: torch.Generator | None = None) -> None:
     """Strict arithmetic: every named operation rounded to the storage format, no fp32 in between."""
     gradient = -chunk["gradient"] if step.maximize else chunk["gradient"]
     moments = {name: tensor for name, tensor in chunk.items() if name not in _NOT_MOMENTS}
     names = frozenset(moment.name for moment in step.moments if step.strategy.stochastic_moment(moment.second))
-    arithmetic = Storage(names, step.generator)
+    arithmetic = Storage(names, generator)
     displacement = step.rule.displacement(arithmetic, chunk["parameter"], gradient, moments, step.scalars)
     for name, value in moments.items():
         if value is not chunk[name]:
             chunk[name].copy_(value)
-    high, low = _moved_in_storage(step, chunk["parameter"], chunk.get(PARAMETER_LOW), displacement)
+    high, low = _moved_in_storage(step, chunk["parameter"], chunk.get(PARAMETER_LOW), displacement, generator)
     chunk["parameter"].copy_(high)
     if low is not None:
         chunk[PARAMETER_LOW].copy_(low)
 
 
 def _moved_in_storage(
-    step: Step, parameter: Tensor, low: Tensor | None, displacement: Tensor
+    step: Step, parameter: Tensor, low: Tensor | None, displacement: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor | None]:
     """The weight's components after the displacement, each operation rounded to their format."""
     if low is None:
-        if step.generator is None:
+        if generator is None:
             return parameter + displacement, None
         total = parameter.to(torch.float32) + displacement.to(torch.float32)
-        return stochastic_round(total, parameter.dtype, step.generator), None
+        return stochastic_round(total, parameter.dtype, generator), None
     if step.strategy.parameter is Kept.COMPENSATED:
         pending = low + displacement
         total = parameter + pending
         return total, pending - (total - parameter)
-    if step.generator is None:
+    if generator is None:
         return grow(parameter, low, displacement)
     high, rest = two_sum(parameter, displacement)
-    rest = stochastic_round(rest.to(torch.float32) + low.to(torch.float32), low.dtype, step.generator)
+    rest = stochastic_round(rest.to(torch.float32) + low.to(torch.float32), low.dtype, generator)
     return fast_two_sum(high, rest)

@@ -10,10 +10,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from collage_agent.optim import checkpoints
 from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, Working, Workspace
-from collage_agent.optim.compiled import Advance, Structure, check_compiled, compiled_step, scalar_tensors
+from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
 from collage_agent.optim.guards import check_moments, check_range
-from collage_agent.optim.rules import Moment, Rule
-from collage_agent.optim.stepping import chunk_elements, step_tensor, working_dtype
+from collage_agent.optim.rules import Rule
+from collage_agent.optim.seeding import Seeding
+from collage_agent.optim.stepping import Member, chunk_elements, step_tensors, working_dtype
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -24,20 +25,9 @@ from collage_agent.optim.strategies import (
     strategy_named,
 )
 
-__all__ = ["ARITHMETICS", "CollageOptimizer", "mixed_seed"]
+__all__ = ["ARITHMETICS", "CollageOptimizer"]
 
 ARITHMETICS = ("fp32", "storage")
-
-
-def mixed_seed(seed: int, position: int, step: int) -> int:
-    """Three counters hashed into a generator's seed (splitmix64, Steele et al. 2014)."""
-    mixed = 0
-    for value in (seed, position, step):
-        mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        mixed ^= mixed >> 31
-    return mixed
 
 
 class CollageOptimizer(Optimizer):
@@ -104,85 +94,95 @@ class CollageOptimizer(Optimizer):
                 loss = closure()
         position = 0
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_parameter(group, parameter, parameter.grad, position)
-                position += 1
+            members = self._members(group, position)
+            position += len(group["params"])
+            for step, planned in self._planned(group, members):
+                step_tensors(step, planned)
         return loss
 
-    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, position: int) -> None:
-        if gradient.is_sparse:
-            raise RuntimeError(
-                f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
-            )
-        state: State = self.state[parameter]
+    def _members(self, group: dict[str, Any], first_position: int) -> list[Member]:
+        """The group's parameters that have a gradient, with their states, made where there are none yet."""
         strategy = strategy_named(group["strategy"])
-        if not state:
-            state.update(self._initial_state(group, strategy, parameter))
+        members = []
+        for position, parameter in enumerate(group["params"], start=first_position):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
+                )
+            state: State = self.state[parameter]
+            if not state:
+                state.update(self._initial_state(group, strategy, parameter))
+            members.append(Member(position, parameter, gradient, state))
+        return members
+
+    def _planned(self, group: dict[str, Any], members: list[Member]) -> list[tuple[Step, list[Member]]]:
+        """Count the step for each member and gather those that take the same one; torch's own are made here."""
+        strategy = strategy_named(group["strategy"])
         strict = group["arithmetic"] == "storage" and strategy.first_moment is not Kept.WIDE
-        if strict and strategy.name == "plain" and self.rule.torch_step(group, parameter, gradient, state):
-            return
-        state["step"] += 1
-        number = int(state["step"].item())
+        plans: dict[tuple[int, torch.dtype, torch.device], tuple[Step, list[Member]]] = {}
+        for member in members:
+            parameter, state = member.parameter, member.state
+            as_torch = strict and strategy.name == "plain"
+            if as_torch and self.rule.torch_step(group, parameter, member.gradient, state):
+                continue
+            state["step"] += 1
+            key = (int(state["step"].item()), parameter.dtype, parameter.device)
+            if key not in plans:
+                plans[key] = (self._step(group, strategy, strict, *key), [])
+            plans[key][1].append(member)
+        return list(plans.values())
+
+    def _step(
+        self,
+        group: dict[str, Any],
+        strategy: Strategy,
+        strict: bool,
+        number: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Step:
+        """Step `number` of this group for tensors of one dtype on one device."""
         moments, scalars = self.rule.moments(group), self.rule.scalars(group, number)
-        compiled = self._compiled(group, strategy, parameter, moments, tuple(scalars))
-        step = Step(
+        compiled = None
+        if group["compiled"] is not None:
+            structure = Structure(
+                self.rule,
+                strategy,
+                moments,
+                group["maximize"],
+                group["compiled"],
+                dtype,
+                device.type,
+                tuple(scalars),
+            )
+            compiled = compiled_step(structure)
+        return Step(
             rule=self.rule,
             strategy=strategy,
             moments=moments,
             storage_arithmetic=strict,
             maximize=group["maximize"],
-            scalars=scalars if compiled is None else scalar_tensors(scalars, working_dtype(parameter.dtype)),
-            workspace=self._workspace(parameter),
-            generator=self._generator(parameter.device, group["seed"], position, number)
-            if strategy.stochastic
-            else None,
+            scalars=scalars if compiled is None else scalar_tensors(scalars, working_dtype(dtype)),
+            workspace=self._workspace(device, working_dtype(dtype)),
+            seeding=Seeding(group["seed"], number, self._generator(device)) if strategy.stochastic else None,
             compiled=compiled,
         )
-        step_tensor(step, parameter, gradient, state)
 
-    def _compiled(
-        self,
-        group: dict[str, Any],
-        strategy: Strategy,
-        parameter: Tensor,
-        moments: tuple[Moment, ...],
-        scalar_names: tuple[str, ...],
-    ) -> Advance | None:
-        """The compiled form of this parameter's step where the group asks for it and the self-test passes."""
-        if group["compiled"] is None:
-            return None
-        return compiled_step(
-            Structure(
-                rule=self.rule,
-                strategy=strategy,
-                moments=moments,
-                maximize=group["maximize"],
-                form=group["compiled"],
-                dtype=parameter.dtype,
-                device_type=parameter.device.type,
-                scalar_names=scalar_names,
-            )
-        )
-
-    def _generator(self, device: torch.device, seed: int, position: int, step: int) -> torch.Generator:
-        """The source of stochastic rounding, set anew for each tensor and step from the seed and the two counters.
-
-        So its state is in the state dict (the seed in the group, the counter in `step`), the process-wide
-        generators stay untouched, and replicas that step the same tensors round alike.
-        """
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """The source of stochastic rounding on a device, beside the process-wide generators."""
         found = self._generators.get(device)
         if found is None:
             found = self._generators[device] = torch.Generator(device)
-        return found.manual_seed(mixed_seed(seed, position, step))
+        return found
 
-    def _workspace(self, parameter: Tensor) -> Workspace:
-        """The scratch for this parameter's device and wide format: made once, shared by all tensors."""
-        dtype = working_dtype(parameter.dtype)
-        found = self._workspaces.get((parameter.device, dtype))
+    def _workspace(self, device: torch.device, dtype: torch.dtype) -> Workspace:
+        """The scratch for a device and wide format: made once, shared by all tensors."""
+        found = self._workspaces.get((device, dtype))
         if found is None:
-            found = Workspace(chunk_elements(parameter.device), dtype, parameter.device)
-            self._workspaces[parameter.device, dtype] = found
+            found = self._workspaces[device, dtype] = Workspace(chunk_elements(device), dtype, device)
         return found
 
     def _initial_state(self, group: dict[str, Any], strategy: Strategy, parameter: Tensor) -> State:

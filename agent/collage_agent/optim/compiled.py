@@ -16,7 +16,7 @@ import torch
 from collage_agent.optim.advance import Step, advance_in_working
 from collage_agent.optim.arithmetic import Scalar, State, Working, Workspace
 from collage_agent.optim.rules import Moment, Rule
-from collage_agent.optim.stepping import component_names, step_tensor
+from collage_agent.optim.stepping import Member, component_names, step_tensors
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, Kept, Strategy
 
 __all__ = ["COMPILED_FORMS", "Advance", "Structure", "check_compiled", "compiled_step", "scalar_tensors"]
@@ -134,9 +134,8 @@ def _difference_from_eager(structure: Structure, advance: Advance) -> str | None
     numbers: dict[str, Scalar] = {name: 0.0625 * (index + 1) for index, name in enumerate(structure.scalar_names)}
     eager = _components(structure)
     compiled = {name: tensor.clone() for name, tensor in eager.items()}
-    state = {name: tensor for name, tensor in eager.items() if name not in ("parameter", "gradient")}
     with torch.no_grad():
-        step_tensor(_step(structure, numbers), eager["parameter"], eager["gradient"], state)
+        step_tensors(_step(structure, numbers), [Member(0, eager["parameter"], eager["gradient"], eager)])
         advance(compiled, scalar_tensors(numbers, torch.float32))
     low = compiled.get(PARAMETER_LOW)
     if low is not None and int((low != 0).sum()) < _TESTED_ELEMENTS // 2:

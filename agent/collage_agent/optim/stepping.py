@@ -1,6 +1,7 @@
 """One tensor's step: its components as flat memory, chunk by chunk or through the compiled form."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,11 +11,13 @@ from collage_agent.optim.arithmetic import State, Working
 from collage_agent.optim.rules import Moment
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, Kept, Strategy
 
-__all__ = ["chunk_elements", "component_names", "step_tensor", "working_dtype"]
+__all__ = ["Member", "chunk_elements", "component_names", "step_tensors", "working_dtype"]
 
 _CPU_CHUNK_ELEMENTS = 1 << 18
 _CPU_SHORT_CHUNK_ELEMENTS = 1 << 16
 _DEVICE_CHUNK_ELEMENTS = 1 << 22
+_SMALL_ELEMENTS = 1 << 14
+_TOGETHER_ELEMENTS = 1 << 16
 
 
 def chunk_elements(device: torch.device, allocating: bool = False) -> int:
@@ -39,6 +42,21 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+@dataclass(frozen=True)
+class Member:
+    """One parameter that takes a step: its position in the optimizer, its gradient and its states."""
+
+    position: int
+    parameter: Tensor
+    gradient: Tensor
+    state: State
+
+    def components(self, names: list[str]) -> State:
+        """Parameter, gradient and the named states, detached, as far as they live on this process."""
+        own = {"parameter": self.parameter, "gradient": self.gradient}
+        return {name: _local((own[name] if name in own else self.state[name]).detach()) for name in names}
+
+
 def _chunks(tensors: State, elements: int, size: int) -> Iterator[State]:
     """Slice flat tensors of one length into chunks of `size`."""
     for start in range(0, elements, size):
@@ -58,33 +76,65 @@ def component_names(strategy: Strategy, moments: tuple[Moment, ...]) -> list[str
     return names
 
 
-def step_tensor(step: Step, parameter: Tensor, gradient: Tensor, state: State) -> None:
-    """Move one parameter by one step, in place, with all elementwise states; `step` counters are the caller's.
+def step_tensors(step: Step, members: list[Member]) -> None:
+    """Move parameters by the same step, in place, with all elementwise states; the counters are the caller's.
 
-    parameter and gradient: one shape and dtype, any strides; state: the elementwise states by key.
+    Small tensors are stepped together as one: a call costs as much as some ten thousand elements. The bits are
+    the same, as elements never mix; random numbers are drawn by tensor, so stochastic strategies go one by one.
     """
-    kept = {"parameter": parameter, "gradient": gradient}
-    kept.update((name, state[name]) for name in component_names(step.strategy, step.moments))
-    kept = {name: _local(tensor.detach()) for name, tensor in kept.items()}
+    names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
+    small: list[State] = []
+    gathered = 0
+    for member in members:
+        components = member.components(names)
+        elements = components["parameter"].numel()
+        together = elements <= _SMALL_ELEMENTS and step.seeding is None
+        if not together or not all(tensor.is_contiguous() for tensor in components.values()):
+            _step_one(step, components, member.position)
+            continue
+        small.append({name: tensor.view(-1) for name, tensor in components.items()})
+        gathered += elements
+        if gathered >= _TOGETHER_ELEMENTS:
+            _step_together(step, small)
+            small, gathered = [], 0
+    if small:
+        _step_together(step, small)
+
+
+def _step_one(step: Step, components: State, position: int) -> None:
+    """Step one tensor's components, of one shape and any strides."""
     # What is not contiguous is stepped in a copy: flat memory would do if all layouts agreed, but they may differ.
-    dense = {name: tensor.contiguous() for name, tensor in kept.items()}
-    flat = {name: tensor.view(-1) for name, tensor in dense.items()}
-    elements = flat["parameter"].numel()
-    if step.compiled is not None and elements:
-        step.compiled(flat, step.scalars)
-    else:
-        _step_chunks(step, flat, elements)
-    for name, tensor in kept.items():
+    dense = {name: tensor.contiguous() for name, tensor in components.items()}
+    _step_flat(step, {name: tensor.view(-1) for name, tensor in dense.items()}, position)
+    for name, tensor in components.items():
         if dense[name] is not tensor and name != "gradient":
             tensor.copy_(dense[name])
 
 
-def _step_chunks(step: Step, flat: State, elements: int) -> None:
-    """Advance flat tensors chunk by chunk."""
-    allocating = step.storage_arithmetic or step.generator is not None
+def _step_together(step: Step, members: list[State]) -> None:
+    """Step several tensors' flat components as one vector, and copy the results back."""
+    if len(members) == 1:
+        _step_flat(step, members[0], 0)
+        return
+    sizes = [components["parameter"].numel() for components in members]
+    joined = {name: torch.cat([components[name] for components in members]) for name in members[0]}
+    _step_flat(step, joined, 0)
+    for name, tensor in joined.items():
+        if name != "gradient":
+            torch._foreach_copy_([components[name] for components in members], list(torch.split(tensor, sizes)))
+
+
+def _step_flat(step: Step, flat: State, position: int) -> None:
+    """Step flat vectors of one length, compiled as a whole or chunk by chunk."""
+    elements = flat["parameter"].numel()
+    if step.compiled is not None and elements:
+        step.compiled(flat, step.scalars)
+        return
+    generator = None if step.seeding is None else step.seeding.at(position)
+    allocating = step.storage_arithmetic or generator is not None
     for chunk in _chunks(flat, elements, chunk_elements(flat["parameter"].device, allocating)):
         if step.storage_arithmetic:
-            advance_in_storage(step, chunk)
+            advance_in_storage(step, chunk, generator)
         else:
             step.workspace.restart()
-            advance_in_working(step, Working(step.workspace), chunk)
+            advance_in_working(step, Working(step.workspace), chunk, generator=generator)

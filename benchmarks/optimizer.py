@@ -1,0 +1,193 @@
+"""What a step costs: CPU time of an optimizer step over ~10 million bf16 parameters in 76 tensors, one thread.
+
+Every contender has its own copy of the parameters; rounds alternate between all of them. Compiled steps are
+compiled before the first round. No speed-up over torch's fused step is to be had on a CPU: memory is saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from collage_agent.optim import CollageAdamW
+from torch import Tensor
+
+from benchmarks._harness import Figure, Options, main
+
+WIDTH, BLOCKS = 368, 6
+ROUNDS = 15
+WARM_UP = 3
+LR, WEIGHT_DECAY = 1e-4, 0.1
+EXTRA_MEMORY_LIMIT_MIB = 32.0
+
+Step = Callable[[], object]
+
+
+def shapes() -> list[tuple[int, ...]]:
+    """A GPT's tensors: six blocks of twelve, two embeddings, the last norm."""
+    d = WIDTH
+    block: list[tuple[int, ...]] = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,)]
+    block += [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
+    return [(256, d), (128, d), *block * BLOCKS, (d,), (d,)]
+
+
+def parameters(seed: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
+    """Fresh parameters with gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in shapes():
+        parameter = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
+        parameter.grad = (torch.randn(shape, generator=generator) * 1e-3).to(dtype)
+        found.append(parameter)
+    return found
+
+
+def torch_step(seed: int, dtype: torch.dtype = torch.bfloat16, **form: Any) -> Step:
+    """torch's own AdamW."""
+    return torch.optim.AdamW(parameters(seed, dtype), lr=LR, weight_decay=WEIGHT_DECAY, **form).step
+
+
+def torch_master_step(seed: int, **form: Any) -> Step:
+    """torch's AdamW on fp32 master weights: the gradients are converted, and the new weights copied back."""
+    visible = parameters(seed)
+    gradients = [parameter.grad for parameter in visible if parameter.grad is not None]
+    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in visible]
+    wide = [torch.empty_like(master) for master in masters]
+    for master, gradient in zip(masters, wide, strict=True):
+        master.grad = gradient
+    optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, **form)
+
+    @torch.no_grad()
+    def step() -> None:
+        torch._foreach_copy_(wide, gradients)
+        optimizer.step()
+        torch._foreach_copy_(list[Tensor](visible), list[Tensor](masters))
+
+    return step
+
+
+def own_step(seed: int, strategy: str, **options: str) -> Step:
+    """Our AdamW."""
+    settings: dict[str, str | None] = {"compiled": None, "arithmetic": "fp32", **options}
+    optimizer = CollageAdamW(
+        parameters(seed),
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        strategy=strategy,
+        compiled=settings["compiled"],
+        arithmetic=settings["arithmetic"] or "fp32",
+    )
+    return optimizer.step
+
+
+def gated_contenders(seed: int) -> dict[str, Step]:
+    """What the stated ratios compare."""
+    return {
+        "torch bf16 foreach": torch_step(seed, foreach=True),
+        "torch fp32 master fused": torch_master_step(seed, fused=True),
+        "plus eager": own_step(seed, "plus"),
+        "plus compiled fast": own_step(seed, "plus", compiled="fast"),
+        "plus compiled bit-identical": own_step(seed, "plus", compiled="bit-identical"),
+    }
+
+
+def further_contenders(seed: int) -> dict[str, Step]:
+    """What a reader may want beside them."""
+    found = {
+        "torch bf16 for-loop": torch_step(seed, foreach=False),
+        "torch bf16 fused": torch_step(seed, fused=True),
+        "torch fp32 fused, no copies": torch_step(seed, torch.float32, fused=True),
+        "torch fp32 master foreach": torch_master_step(seed, foreach=True),
+        "torch fp32 master for-loop": torch_master_step(seed, foreach=False),
+        "plus eager, storage arithmetic": own_step(seed, "plus", arithmetic="storage"),
+    }
+    for strategy in ("plain", "stochastic", "kahan", "light", "light-stochastic", "full", "master-weights"):
+        found[f"{strategy} eager"] = own_step(seed, strategy)
+    if importlib.util.find_spec("optimi") is not None:
+        optimi = importlib.import_module("optimi")
+        options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "kahan_sum": True}
+        found["optimi kahan for-loop"] = optimi.AdamW(parameters(seed), foreach=False, **options).step
+        found["optimi kahan foreach"] = optimi.AdamW(parameters(seed), foreach=True, **options).step
+    return found
+
+
+def restore_gradients(step: Step, seed: int) -> None:
+    """Give back gradients that a step used as scratch (optimi's does)."""
+    owner = getattr(step, "__self__", None)
+    if owner is not None and type(owner).__module__.startswith("optimi"):
+        fresh: list[Tensor | None] = [parameter.grad for parameter in parameters(seed)]
+        for parameter, gradient in zip(owner.param_groups[0]["params"], fresh, strict=True):
+            parameter.grad = gradient
+
+
+def alternate(contenders: dict[str, Step], rounds: int, seed: int) -> dict[str, list[float]]:
+    """CPU milliseconds of each contender's steps, one a round, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(WARM_UP + rounds):
+        for name, step in contenders.items():
+            restore_gradients(step, seed)
+            started = time.process_time()
+            step()
+            if turn >= WARM_UP:
+                times[name].append((time.process_time() - started) * 1e3)
+    return times
+
+
+def ratio(times: dict[str, list[float]], name: str, base: str) -> tuple[float, ...]:
+    """One ratio a round, so that both sides met the same machine."""
+    return tuple(own / other for own, other in zip(times[name], times[base], strict=True))
+
+
+def extra_memory_mib(seed: int) -> float:
+    """How far the resident memory rises above parameters and states during an eager step of plus."""
+    step = own_step(seed, "plus")
+    step()
+    optimizer = step.__self__  # type: ignore[attr-defined]
+    optimizer._workspaces.clear()
+    # Freed scratch stays in the heap, where the next step would find it again: give it back first.
+    ctypes.CDLL(None).malloc_trim(0)
+    before = _resident_kib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    step()
+    return max(0, _resident_kib("VmHWM") - before) / 1024
+
+
+def _resident_kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def measure(options: Options) -> tuple[list[str], list[Figure]]:
+    """All contenders alternated, or with --gate the gated ones."""
+    torch.set_num_threads(1)
+    memory = extra_memory_mib(options.seed)
+    contenders = gated_contenders(options.seed)
+    if not options.gate:
+        contenders.update(further_contenders(options.seed))
+    times = alternate(contenders, options.rounds or ROUNDS, options.seed)
+    figures = [Figure(name, "CPU ms", tuple(values)) for name, values in times.items()]
+    fused = "torch fp32 master fused"
+    figures += [
+        Figure("plus eager / torch bf16 foreach", "ratio", ratio(times, "plus eager", "torch bf16 foreach"), 3.0),
+        Figure("plus compiled fast / fused master", "ratio", ratio(times, "plus compiled fast", fused), 1.6),
+        Figure(
+            "plus compiled bit-identical / fused master",
+            "ratio",
+            ratio(times, "plus compiled bit-identical", fused),
+            2.5,
+        ),
+        Figure("extra memory of an eager step", "MiB", (memory,), EXTRA_MEMORY_LIMIT_MIB),
+    ]
+    elements = sum(parameter.numel() for parameter in parameters(options.seed))
+    notes = [f"one AdamW step over {elements:,} bf16 parameters in {len(shapes())} tensors, one thread"]
+    return notes, figures
+
+
+if __name__ == "__main__":
+    sys.exit(main("optimizer", __doc__.splitlines()[0], measure))
