@@ -59,7 +59,7 @@ def finish_all(totals: Totals, *, intervals: bool = True) -> dict[str, Array]:
 def _ratio(numerator: Array, under: Array) -> Array:
     numerator, under = np.asarray(numerator, dtype=np.float64), np.asarray(under, dtype=np.float64)
     quotient: Array = np.divide(numerator, under, out=np.full(under.shape, np.nan), where=under != 0)
-    return quotient
+    return quotient + 0.0  # −0 / −x is a plain zero to its readers
 
 
 def _root_ratio(numerator: Array, under: Array) -> Array:
