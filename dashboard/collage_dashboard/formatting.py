@@ -48,9 +48,9 @@ def byte_count(value: Number | None) -> str:
     return f"{number(size, 3)} {unit}"
 
 
-def interval(low: Number | None, high: Number | None) -> str:
+def interval(low: Number | None, high: Number | None, digits: int = 4) -> str:
     """A 95 % interval, or nothing where there is none."""
-    return "" if low is None or high is None else f"{number(low)} … {number(high)}"
+    return "" if low is None or high is None else f"{number(low, digits)} … {number(high, digits)}"
 
 
 def finite(value: Number | None) -> float | None:

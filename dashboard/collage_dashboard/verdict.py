@@ -14,8 +14,8 @@ from collage_monitor.wire import Number
 __all__ = ["LIMITS", "Verdict", "judge"]
 
 EDQ_TOLERANCE: Final = 0.05
-STATE_TOLERANCE: Final = 0.2
-ORACLE_TOLERANCE: Final = 0.1
+STATE_TOLERANCE: Final = 0.1
+ORACLE_TOLERANCE: Final = 0.05
 LIMITS: Final = (
     "What is lost before the optimizer (gradients accumulated or reduced in low precision) is invisible here. "
     "float64 parameters cannot be measured. Sampling can miss a rare row of a large embedding."

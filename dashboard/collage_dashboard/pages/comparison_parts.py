@@ -73,6 +73,7 @@ def table(runs: Sequence[wire.ComparedRun]) -> dmc.Paper:
             [dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(body)],
             highlightOnHover=True,
             verticalSpacing="xs",
+            horizontalSpacing=8,
         ),
         dmc.Text(_notes(runs), size="xs", c="dimmed", px=10, pt=8),
     ]
@@ -81,7 +82,7 @@ def table(runs: Sequence[wire.ComparedRun]) -> dmc.Paper:
 
 def _merged(key: str) -> Callable[[wire.ComparedRun], Cell]:
     def cell(run: wire.ComparedRun) -> Cell:
-        bounds = interval(run.merged.get(f"{key}_low"), run.merged.get(f"{key}_high"))
+        bounds = interval(run.merged.get(f"{key}_low"), run.merged.get(f"{key}_high"), 3)
         return number(run.merged.get(key)), bounds
 
     return cell
