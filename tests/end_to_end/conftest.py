@@ -1,0 +1,14 @@
+"""Fixtures of the end-to-end tests."""
+
+import pytest
+
+from tests.end_to_end.servers import KillableServer
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A real server in a process of its own, that can be killed and started again on the same port and folder."""
+    double = KillableServer(tmp_path / "data", tmp_path / "server.log")
+    double.start()
+    yield double
+    double.kill()

@@ -1,0 +1,109 @@
+"""The agent and the real server: what is measured is what is stored, and refusals are understood."""
+
+import collage_agent as collage
+import pytest
+import torch
+from torch import nn
+
+from collage_monitor.client import Client
+from collage_monitor.local import read_token
+from collage_monitor.wire import from_number
+from tests.ports import until
+
+
+@pytest.fixture
+def client(server):
+    with Client(server.url, read_token(server.folder)) as reader:
+        yield reader
+
+
+def begin(server, **arguments):
+    return collage.init(**{"project": "delivery", "server_url": server.url, "dir": server.folder} | arguments)
+
+
+def train(steps, first_step=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = collage.watch(model, optimizer, every=5, budget=None, oracle=True, first_step=first_step)
+    for _ in range(steps):
+        loss = model(torch.randn(16, 8, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        collage.log({"loss": loss})
+    return handle
+
+
+def test_the_server_tells_what_the_handle_tells(server, client):
+    run = begin(server, name="told", tags=["a"], config={"lr": 1e-3}, seed=1)
+    handle = train(20)
+    collage.finish()
+    summary = handle.summary()
+    stored = client.run(run.run_id)
+    assert (stored.name, stored.project, stored.tags, stored.config) == ("told", "delivery", ["a"], {"lr": 1e-3})
+    assert (stored.state, stored.first_step, stored.last_step) == ("finished", 1, 20)
+    latest = client.latest(run.run_id)
+    assert latest.step == summary["step"] == 20
+    told = {key: value for key, value in summary["model"].items() if value is not None}
+    shared = {key for key in told if latest.model.get(key) is not None}
+    assert {"edq_ratio", "edq_oracle_ratio", "lost_update_ratio", "state_decrement_ratio/exp_avg_sq"} <= shared
+    for key in shared:
+        assert from_number(latest.model[key]) == pytest.approx(told[key], rel=1e-12), key
+    layers = [layer.name for layer in client.layers(run.run_id).layers]
+    assert layers == list(summary["layers"])
+
+
+def test_a_resumed_run_hides_what_the_older_attempt_saw_later(server, client):
+    begin(server, run_id="resumed")
+    train(20)
+    begin(server, run_id="resumed")
+    train(5, first_step=11)
+    collage.finish()
+    assert [attempt.first_step for attempt in client.run("resumed").attempts] == [1, 11]
+    assert client.series("resumed", "loss", points=1000).steps == list(range(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("resume", "exists", "accepted"),
+    [("never", False, True), ("never", True, False), ("must", False, False), ("must", True, True)],
+)
+def test_resume_is_what_was_asked_for(server, client, resume, exists, accepted):
+    if exists:
+        begin(server, run_id="asked")
+        collage.log({"loss": 1.0}, step=1)
+        collage.finish()
+    run = begin(server, run_id="asked", resume=resume)
+    collage.log({"loss": 1.0}, step=1)
+    collage.finish()
+    assert run.reports_sent == (1 if accepted else 0)
+    assert run.reports_dropped == ({} if accepted else {"run_refused": 1})
+
+
+def test_a_run_of_another_project_is_refused(server):
+    begin(server, run_id="owned")
+    collage.finish()
+    run = begin(server, project="other", run_id="owned")
+    collage.log({"loss": 1.0}, step=1)
+    collage.finish()
+    assert run.reports_dropped == {"run_refused": 1}
+
+
+def test_a_wrong_token_keeps_reports_until_the_right_one_comes(server, client):
+    run = begin(server, run_id="waits", token="wrong")
+    collage.log({"loss": 1.0}, step=1)
+    collage.finish()
+    assert (run.reports_sent, run.reports_spooled) == (0, 1)
+    begin(server)
+    collage.finish()
+    assert client.series("waits", "loss").steps == [1]
+
+
+def test_a_run_deleted_in_the_middle_ends_its_sending(server, client):
+    run = begin(server, run_id="gone")
+    train(10)
+    until(lambda: run.reports_sent > 0, "an acknowledged report", pause_seconds=0.01)
+    client.delete_run("gone")
+    train(10)
+    collage.finish()
+    assert run.reports_dropped.keys() == {"run_deleted"}
