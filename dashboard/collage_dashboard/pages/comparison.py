@@ -19,6 +19,7 @@ from collage_dashboard.identities import identify
 from collage_dashboard.pages.comparison_parts import numbers, table, verdicts
 from collage_dashboard.pages.controls import LIVE_MILLISECONDS, axis_control, smoothing_control
 from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.throughput import lacks_throughput, with_throughput
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
@@ -95,15 +96,15 @@ def register(app: dash.Dash, reader: Reader) -> None:
         view = read_address("/compare", search)
         try:
             answers = _ask(reader, view)
+            runs = _measured(reader, view, answers)
         except CollageError as error:
             return (notice(explain(error)), *[no_update] * (len(CHARTS) + 4), False)
-        first = next(answer for answer in answers.values() if isinstance(answer, wire.Comparison))
         figures = [
             figure(answer, view.smoothing) if isinstance(answer, wire.Comparison) else empty_figure(str(answer))
             for answer in answers.values()
         ]
-        live = any(run.state == "running" for run in first.runs)
-        return (None, numbers(first.runs), verdicts(first.runs), table(first.runs), *figures, not live)
+        live = any(run.state == "running" for run in runs)
+        return (None, numbers(runs), verdicts(runs), table(runs), *figures, not live)
 
 
 def _register_navigation(app: dash.Dash) -> None:
@@ -166,6 +167,16 @@ def _ask(reader: Reader, view: View) -> Mapping[str, wire.Comparison | ServerRef
                 raise
             answers[f"{place} {metric}"] = error
     return answers
+
+
+def _measured(
+    reader: Reader, view: View, answers: Mapping[str, wire.Comparison | ServerRefusal]
+) -> Sequence[wire.ComparedRun]:
+    """The compared runs, with a throughput for those that log only their tokens."""
+    runs = next(answer for answer in answers.values() if isinstance(answer, wire.Comparison)).runs
+    if not lacks_throughput(runs):
+        return runs
+    return with_throughput(runs, reader.ask(lambda client: client.compare(view.runs, "tokens", axis="time")))
 
 
 def _picker(view: View, runs: Sequence[wire.Run]) -> list[Any]:

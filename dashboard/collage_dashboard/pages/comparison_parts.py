@@ -146,5 +146,5 @@ COLUMNS: Final = (
     _column("State decrement", "state_decrement_ratio/exp_avg_sq", _state),
     _column("Updates lost", "lost_update_ratio", _merged("lost_update_ratio")),
     _column("Bytes per parameter", "bytes_per_parameter", lambda run: (_scalar("bytes_per_parameter")(run)[0], "")),
-    _column("Tokens/s", "tokens_per_second", _mean("tokens_per_second")),
+    Column("Tokens/s", "As logged; else tokens over the wall clock of the run.", _mean("tokens_per_second")),
 )
