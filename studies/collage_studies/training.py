@@ -77,7 +77,8 @@ def train(
                 collage.log({"loss": loss, "learning_rate": rate, "tokens": step * recipe.tokens_per_step})
             if step % recipe.validate_every == 0 or step == recipe.steps:
                 validation_loss = validate(model, recipe, corpus)
-                collage.log({"validation_loss": validation_loss})
+                speed = step * recipe.tokens_per_step / clock.seconds
+                collage.log({"validation_loss": validation_loss, "tokens_per_second": speed})
                 progress(step, loss.item(), validation_loss)
     return Outcome(
         run_id=run.run_id,
@@ -118,14 +119,16 @@ def validate(model: ByteGPT, recipe: Recipe, corpus: Corpus) -> float:
 
 
 class _Clock:
-    """CPU seconds of the whole process, agent included, while the context is open."""
+    """Seconds, and CPU seconds of the whole process, agent included, while the context is open."""
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         self.cpu_seconds = 0.0
-        self._start = 0.0
+        self._start = (0.0, 0.0)
 
     def __enter__(self) -> None:
-        self._start = time.process_time()
+        self._start = time.perf_counter(), time.process_time()
 
     def __exit__(self, *_: object) -> None:
-        self.cpu_seconds += time.process_time() - self._start
+        self.seconds += time.perf_counter() - self._start[0]
+        self.cpu_seconds += time.process_time() - self._start[1]
