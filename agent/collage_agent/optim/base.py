@@ -11,7 +11,13 @@ from collage_agent.optim import checkpoints
 from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, Working, Workspace
 from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
-from collage_agent.optim.guards import check_moments, check_range
+from collage_agent.optim.guards import (
+    check_moments,
+    check_range,
+    learning_rate_finding,
+    log_once,
+    range_findings,
+)
 from collage_agent.optim.rules import Rule
 from collage_agent.optim.seeding import Seeding
 from collage_agent.optim.stepping import Member, chunk_elements, step_tensors, working_dtype
@@ -78,6 +84,8 @@ class CollageOptimizer(Optimizer):
         check_moments(strategy, type(self).__name__, moments)
         for dtype in {parameter.dtype for parameter in group["params"]}:
             check_range(group, strategy, moments, dtype)
+            for finding in range_findings(strategy, moments, dtype):
+                log_once(finding)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -103,7 +111,7 @@ class CollageOptimizer(Optimizer):
     def _members(self, group: dict[str, Any], first_position: int) -> list[Member]:
         """The group's parameters that have a gradient, with their states, made where there are none yet."""
         strategy = strategy_named(group["strategy"])
-        members = []
+        members, new = [], []
         for position, parameter in enumerate(group["params"], start=first_position):
             gradient = parameter.grad
             if gradient is None:
@@ -115,7 +123,12 @@ class CollageOptimizer(Optimizer):
             state: State = self.state[parameter]
             if not state:
                 state.update(self._initial_state(group, strategy, parameter))
+                new.append(parameter)
             members.append(Member(position, parameter, gradient, state))
+        if new and self.rule.moves_by_learning_rate:
+            finding = learning_rate_finding(group, strategy, new)
+            if finding is not None:
+                log_once(finding)
         return members
 
     def _planned(self, group: dict[str, Any], members: list[Member]) -> list[tuple[Step, list[Member]]]:

@@ -1,15 +1,31 @@
-"""Guards: combinations of options that a storage format cannot carry are refused before they train nothing."""
+"""Guards: what a storage format cannot carry is refused, and what it carries badly is said.
 
-from collections.abc import Mapping
+What torch itself accepts in silence is logged, once each, under `collage_agent.optim`: a warning that a test
+suite turns into an error would forbid the very runs that people want to compare.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from collage_agent.numerics.formats import round_to
+from collage_agent.numerics.formats import format_of, round_to
 from collage_agent.optim.rules import Moment
 from collage_agent.optim.strategies import Kept, Strategy
 
-__all__ = ["check_moments", "check_range"]
+__all__ = ["check_moments", "check_range", "learning_rate_finding", "log_once", "range_findings"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=256)
+def log_once(finding: str) -> None:
+    """Log a finding as a warning, unless this process has said it before."""
+    _LOGGER.warning("low precision: %s", finding)
 
 
 def check_moments(strategy: Strategy, rule_name: str, moments: tuple[Moment, ...]) -> None:
@@ -50,3 +66,79 @@ def check_range(
                 f"eps={eps} rounds to zero in float16, so that a zero gradient divides zero by zero: "
                 "use eps >= 1e-4, arithmetic='fp32', or bfloat16 parameters"
             )
+
+
+def range_findings(strategy: Strategy, moments: Sequence[Moment], dtype: torch.dtype) -> Iterator[str]:
+    """What the strategy cannot follow with these decay factors and this dtype, each with what to use instead."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    for moment in moments:
+        kept = strategy.kept(moment.second)
+        if moment.decay is None or kept is Kept.WIDE or strategy.stochastic_moment(moment.second):
+            continue
+        limit = _smallest_forgetting(kept, dtype)
+        if 1 - moment.decay < limit:
+            yield (
+                f"{moment.name} with decay {moment.decay} is more than {strategy.name!r} can hold in {dtype}: "
+                f"it decays too little or not at all below 1 - decay = 2**{math.log2(limit):.0f}; "
+                f"use {_better(kept, moment.second)}"
+            )
+        if moment.second and dtype == torch.float16:
+            smallest = math.sqrt(2.0**-25 / (1 - moment.decay))
+            yield (
+                f"{moment.name} in float16 is zero for gradients below {smallest:.1e} (decay {moment.decay}): "
+                "use bfloat16 parameters, or strategy 'fp32-states' or 'master-weights'"
+            )
+
+
+def _smallest_forgetting(kept: Kept, dtype: torch.dtype) -> float:
+    """The smallest 1 - decay that an average follows: for bfloat16 2**-8 as one number, 2**-15 as a pair.
+
+    Measured on averages left without gradient for 1 / (1 - decay) steps: log(reached) / log(exact) is 1.38 at
+    2**-8, 0.11 at 2**-8.5 and 0 below 2**-9 for one number; 0.988 at 2**-15, 0.957 at 2**-16 and 0.01 at 2**-17
+    for a pair.
+    """
+    bits = format_of(dtype).mantissa_bits + 1
+    return 2.0 ** -(2 * bits - 1) if kept is Kept.PAIR else 2.0**-bits
+
+
+def _better(kept: Kept, second: bool) -> str:
+    if kept is Kept.PAIR:
+        return "strategy 'fp32-states' or 'master-weights'"
+    return "strategy 'plus', 'light-stochastic' or 'fp32-states'" if second else "strategy 'full' or 'fp32-states'"
+
+
+def learning_rate_finding(group: Mapping[str, Any], strategy: Strategy, parameters: Sequence[Tensor]) -> str | None:
+    """Say when the learning rate lies below half an ulp of what is kept, in tensors whose steps are about as large.
+
+    parameters: those about to take their first step; only such as live on the CPU are read, so that no device
+    waits. The weight's size is its root mean square; the learning rate is the schedule's own where it warms up
+    from less.
+    """
+    lr = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
+    if lr == 0 or strategy.stochastic or strategy.parameter is Kept.WIDE:
+        return None
+    low_precision = [
+        parameter
+        for parameter in parameters
+        if parameter.dtype in (torch.bfloat16, torch.float16)
+        and parameter.device.type == "cpu"
+        and parameter.numel()
+    ]
+    below = [parameter for parameter in low_precision if lr < _half_ulp(strategy, parameter)]
+    if not below:
+        return None
+    other = (
+        "'light-stochastic' or 'master-weights'" if strategy.parameter is not Kept.SINGLE else "'light' or 'plus'"
+    )
+    return (
+        f"lr={lr} is below half an ulp of a typical weight in {len(below)} of {len(parameters)} tensors, so that "
+        f"strategy {strategy.name!r} loses most of their updates: use strategy {other}"
+    )
+
+
+def _half_ulp(strategy: Strategy, parameter: Tensor) -> float:
+    """Half an ulp, towards zero, of the root mean square of a weight, in the last component that is kept."""
+    size = float(parameter.detach().to(torch.float32).square().mean().sqrt())
+    bits = format_of(parameter.dtype).mantissa_bits + 1
+    return size * 2.0 ** -(bits + 1 if strategy.parameter is Kept.SINGLE else 2 * bits + 1)

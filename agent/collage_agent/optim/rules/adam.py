@@ -25,8 +25,13 @@ class AdamRule:
 
     decoupled: bool
 
+    @property
+    def moves_by_learning_rate(self) -> bool:
+        return True
+
     def moments(self, group: Group) -> tuple[Moment, ...]:
-        averages = (Moment("exp_avg"), Moment("exp_avg_sq", second=True))
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        averages = (Moment("exp_avg", decay=beta1), Moment("exp_avg_sq", second=True, decay=beta2))
         return (*averages, Moment("max_exp_avg_sq", second=True)) if group["amsgrad"] else averages
 
     def scalars(self, group: Group, step: int) -> dict[str, Scalar]:

@@ -19,8 +19,12 @@ class LionRule:
     this step;  m = beta2 m + (1 - beta2) g. Reference: Chen et al. 2023, algorithm 2.
     """
 
+    @property
+    def moves_by_learning_rate(self) -> bool:
+        return True
+
     def moments(self, group: Group) -> tuple[Moment, ...]:
-        return (Moment("exp_avg"),)
+        return (Moment("exp_avg", decay=float(group["betas"][1])),)
 
     def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
         beta1, beta2 = (float(beta) for beta in group["betas"])

@@ -5,7 +5,7 @@ that the agent's shadow step calls, and inside a compiled step: the arithmetic d
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,14 +19,21 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Moment:
-    """A moving average that a rule keeps: its state key, and whether it averages squares."""
+    """A moving average that a rule keeps: its state key, whether it averages squares, and its decay factor."""
 
     name: str
     second: bool = False
+    decay: float | None = field(default=None, compare=False)
 
 
 class Rule(Protocol):
-    """What an optimizer needs to know of its rule."""
+    """What an optimizer needs to know of its rule.
+
+    moves_by_learning_rate: whether an element's step is about as large as the learning rate, whatever the gradient.
+    """
+
+    @property
+    def moves_by_learning_rate(self) -> bool: ...
 
     def moments(self, group: Group) -> tuple[Moment, ...]:
         """The moving averages that the rule keeps under these options."""

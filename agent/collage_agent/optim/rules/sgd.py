@@ -21,8 +21,13 @@ class SGDRule:
     Reference: Sutskever et al. 2013.
     """
 
+    @property
+    def moves_by_learning_rate(self) -> bool:
+        return False
+
     def moments(self, group: Group) -> tuple[Moment, ...]:
-        return (Moment("momentum_buffer"),) if group["momentum"] != 0 else ()
+        momentum = float(group["momentum"])
+        return (Moment("momentum_buffer", decay=momentum),) if momentum != 0 else ()
 
     def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
         numbers: dict[str, Scalar] = {"negative_lr": -float(group["lr"])}
