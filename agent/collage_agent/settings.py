@@ -193,6 +193,9 @@ def _given_id(text: str) -> str:
 
 def _url(what: str, value: object) -> str:
     parts = urlsplit(value) if isinstance(value, str) else urlsplit("")
+    if parts.username is not None or parts.password is not None:
+        # Addresses are printed, secrets are not.
+        raise ValueError(f"{what}: leave user and password out of the address, and pass token=")
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ValueError(f"{what}={value!r}: pass an address such as {DEFAULT_SERVER_URL}")
     return cast(str, value).rstrip("/")

@@ -297,3 +297,30 @@ def test_an_older_attempt_of_the_same_run_is_heard_of_first(tmp_path, server):
     assert sorted(server.steps()) == sorted([*range(1, 21), *range(11, 21)])
     assert (second.reports_sent, second.reports_spooled) == (10, 0)
     assert spools(tmp_path) == []
+
+
+def test_a_connection_closed_while_idle_is_opened_again_even_at_the_end(tmp_path, server):
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    run.log({"loss": 1.0}, step=1)
+    eventually(lambda: run.reports_sent == 1)
+    server.script = ["cut"]
+    run.finish()
+    assert [method for method, _, _, _ in server.requests][-2:] == ["PATCH", "PATCH"]
+    assert spools(tmp_path) == []
+
+
+def test_requests_leave_no_lines_in_the_training_log(tmp_path, server, caplog):
+    caplog.set_level("INFO", logger="httpx")
+    make_run(tmp_path, server_url=server.url).finish()
+    assert server.requests
+    assert [record for record in caplog.records if record.name == "httpx"] == []
+
+
+def test_a_folder_that_cannot_be_written_costs_reports_and_nothing_else(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    run = make_run(tmp_path / "file", mode="offline")
+    log_steps(run, 1, 3)
+    run.finish()
+    assert run.reports_dropped == {"spool_failed": 4}
+    assert "cannot be kept" in caplog.text

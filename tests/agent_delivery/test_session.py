@@ -193,6 +193,7 @@ def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):
         ({"config": 3}, "config=3"),
         ({"config": {"x": "y" * 2**21}}, "config takes"),
         ({"server_url": "localhost:7420"}, "server_url='localhost:7420'"),
+        ({"server_url": "http://me:secret@host"}, "leave user and password out"),
         ({"token": "two words"}, "token: pass"),
     ],
 )

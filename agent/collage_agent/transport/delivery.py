@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -65,6 +66,7 @@ class Delivery:
         self._on_away = on_away
         self._clock = clock
         self._next_try = 0.0
+        self._failed_at = -math.inf
         self._pause_seconds = limits.first_pause_seconds
         self._registrations: dict[str, Envelope] = {}
         self._named: set[str] = set()
@@ -101,6 +103,11 @@ class Delivery:
     def pause_seconds(self) -> float:
         """How long nothing will be sent, 0 outside a pause."""
         return max(0.0, self._next_try - self._clock())
+
+    @property
+    def seconds_since_failure(self) -> float:
+        """How long ago the server last did not take a message; infinite when it always did."""
+        return self._clock() - self._failed_at
 
     def _deliver(self, envelope: Envelope) -> bool:
         """True when the matter is settled: acknowledged, or refused for good and counted."""
@@ -177,12 +184,13 @@ class Delivery:
             if not (begins and envelope.kind in self._registrations):
                 self.spool.append(envelope)
         except OSError as error:
-            self._drop(envelope, "spool_full", f"reports cannot be kept in {self.spool.path}: {error}")
+            self._drop(envelope, "spool_failed", f"reports cannot be kept in {self.spool.path}: {error}")
 
     def _pause(self, error: CollageError) -> None:
         if self.last_error is None:
             self._on_away(error)
         self.last_error = error
+        self._failed_at = self._clock()
         asked = error.retry_after_seconds if isinstance(error, ServerRefusal) else None
         if isinstance(error, NotAuthorised):
             # Another token will not appear within seconds.

@@ -22,7 +22,10 @@ from collage_monitor.wire import (
     encode_message,
 )
 
-__all__ = ["Body", "Envelope", "Kind", "Transport"]
+__all__ = ["Body", "Envelope", "Kind", "Transport", "WORKER_THREAD_NAME"]
+
+WORKER_THREAD_NAME: Final = "collage-agent"
+"""The one thread that sends."""
 
 Body = RunCreate | AttemptCreate | StreamCreate | ReportBatch | RunUpdate
 Kind = Literal["run", "attempt", "stream", "reports", "update"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ssl
+import logging
 from collections.abc import Callable
 from typing import Final
 from urllib.parse import quote
@@ -12,7 +12,7 @@ import httpx
 import tenacity
 
 from collage_agent.settings import DeliveryLimits, is_loopback
-from collage_agent.transport.envelope import Envelope
+from collage_agent.transport.envelope import WORKER_THREAD_NAME, Envelope
 from collage_monitor.client import refusal
 from collage_monitor.errors import CollageError, ServerRefusal, ServerUnreachable, Unavailable, WireError
 from collage_monitor.wire import JSON, MSGPACK, BatchAnswer, Health, decode_message
@@ -88,13 +88,7 @@ class HttpTransport:
 
     def _send_once(self, envelope: Envelope) -> BatchAnswer:
         method, path = _route(envelope)
-        try:
-            response = self._connected().request(
-                method, path, content=envelope.encoded_body(), headers=self._headers()
-            )
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ssl.SSLError) as error:
-            self.close()
-            raise ServerUnreachable(f"{self._address}: {error or type(error).__name__}") from error
+        response = self._request(method, path, envelope.encoded_body(), reused=self._client is not None)
         if not response.is_success:
             raise _refusal(response)
         if envelope.kind != "reports":
@@ -107,6 +101,16 @@ class HttpTransport:
                 f"{self._address}{path}: an answer that is not a batch answer: {error}", status=response.status_code
             ) from error
 
+    def _request(self, method: str, path: str, body: bytes, *, reused: bool) -> httpx.Response:
+        try:
+            return self._connected().request(method, path, content=body, headers=self._headers())
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            self.close()
+            if reused and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
+                # The server closes idle connections; that says nothing about whether it is there.
+                return self._request(method, path, body, reused=False)
+            raise ServerUnreachable(f"{self._address}: {error or type(error).__name__}") from error
+
     def _connected(self) -> httpx.Client:
         if self._client is None and self._check_first and not self.answers():
             self.close()
@@ -115,6 +119,8 @@ class HttpTransport:
 
     def _opened(self) -> httpx.Client:
         if self._client is None:
+            # A line per request is nothing that a training log should hold.
+            logging.getLogger("httpx").addFilter(_is_not_ours)
             self._client = httpx.Client(
                 base_url=self._address,
                 timeout=httpx.Timeout(
@@ -129,6 +135,10 @@ class HttpTransport:
         token = self._token()
         headers = {"content-type": MSGPACK, "accept": JSON}
         return headers | {"authorization": f"Bearer {token}"} if token else headers
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    return record.threadName != WORKER_THREAD_NAME
 
 
 class _Ending(Exception):

@@ -12,17 +12,18 @@ from typing import Literal
 from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.courier import Courier
 from collage_agent.transport.delivery import Delivery
-from collage_agent.transport.envelope import Transport
+from collage_agent.transport.envelope import WORKER_THREAD_NAME, Transport
 from collage_agent.transport.queue import BoundedQueue
 from collage_agent.transport.replay import Replay
 from collage_agent.transport.reports import Item, Started
-from collage_monitor.errors import Unavailable
+from collage_monitor.errors import ServerUnreachable, Unavailable
 
 __all__ = ["Worker"]
 
 _LOG = logging.getLogger("collage_agent")
 _IDLE_SECONDS = 1.0
 _ENVELOPES_PER_CYCLE = 20
+_ANOTHER_TRY_AFTER_SECONDS = 2.0
 
 FinalState = Literal["finished", "failed"] | None
 
@@ -55,7 +56,7 @@ class Worker:
         self._replay = replay
         self._deadline = 0.0
         self._state: FinalState = None
-        self._thread = threading.Thread(target=self._run, name="collage-agent", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=WORKER_THREAD_NAME, daemon=True)
 
     def start(self, first: Callable[[], None]) -> None:
         """Start the thread; `first` runs on it before anything else."""
@@ -123,9 +124,14 @@ class Worker:
             pass
 
     def _send_all(self, delivery: Delivery) -> bool:
-        """Empty a spool: a busy server gets until the deadline, an absent one a try. True when it is empty."""
+        """Empty a spool; True when it is empty.
+
+        A busy server gets until the deadline, an absent one a try, unless it has failed one this moment.
+        """
         while not delivery.spool.is_empty:
-            if time.monotonic() > self._deadline:
+            just_failed = delivery.seconds_since_failure < _ANOTHER_TRY_AFTER_SECONDS
+            absent = isinstance(delivery.last_error, ServerUnreachable)
+            if time.monotonic() > self._deadline or (absent and just_failed):
                 return False
             if delivery.drain(_ENVELOPES_PER_CYCLE, now=True):
                 continue
