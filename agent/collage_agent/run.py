@@ -59,7 +59,12 @@ class Run:
             # Ranks register the run in any order, so only a single process can ask for a new one.
             resume = "allow" if settings.resume == "never" and identity.world_size > 1 else settings.resume
             self._outlet = Outlet(settings, identity, transport, resume=resume, on_away=self._say_away)
-            self._outlet.begin()
+            try:
+                self._outlet.begin()
+            except Exception as error:
+                # A machine without room for one more thread can still train.
+                self._guard.caught("starting to deliver", error)
+                self._outlet = None
         if settings.mode == "offline" and self._speaks_for_the_run:
             _say(f"offline: reports are kept in {self._spool_folder}. {_HOW_TO_VIEW}")
 

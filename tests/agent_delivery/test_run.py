@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from collage_agent.guard import raise_in_tests
 from collage_agent.transport import MemoryTransport
 
 from collage_monitor.wire import (
@@ -331,6 +332,35 @@ def test_a_worker_error_is_counted_and_the_rest_goes_on(tmp_path, caplog):
     assert [report.step for report in transport.reports if report.statistics] == [2]
     assert "training goes on" in caplog.text
     caplog.clear()
+
+
+def test_a_transport_that_breaks_in_its_own_way_is_named_once(tmp_path, caplog):
+    class Broken(MemoryTransport):
+        def send(self, envelope, wait):
+            raise KeyError("not an error of ours")
+
+    run = make_run(tmp_path, Broken())
+    run.started(1)
+    for step in range(1, 4):
+        run.log({"loss": 1.0}, step=step)
+        eventually(lambda step=step: run.reports_spooled == step)
+    run.finish()
+    assert run.reports_dropped == {}
+    assert caplog.text.count("the transport failed") == 1
+    caplog.clear()
+
+
+def test_a_machine_without_room_for_a_thread_still_trains(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    raise_in_tests(False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    run = make_run(tmp_path, MemoryTransport())
+    run.started(1)
+    run.log({"loss": 1.0})
+    run.finish()
+    assert run.reports_sent == 0
 
 
 @pytest.mark.gpu

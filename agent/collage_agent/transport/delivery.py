@@ -121,7 +121,9 @@ class Delivery:
             self._refused(envelope, error)
         except Exception as error:
             # A transport that breaks in its own way must not take the worker with it.
-            _LOG.exception("the transport failed")
+            if "transport" not in self._named:
+                self._named.add("transport")
+                _LOG.exception("the transport failed (said once)")
             self._pause(ServerUnreachable(f"{type(error).__name__}: {error}"))
             return False
         else:

@@ -55,6 +55,7 @@ class Worker:
         self._ending = ending
         self._replay = replay
         self._deadline = 0.0
+        self._named: set[type[Exception]] = set()
         self._state: FinalState = None
         self._thread = threading.Thread(target=self._run, name=WORKER_THREAD_NAME, daemon=True)
 
@@ -151,7 +152,9 @@ class Worker:
     def _guarded(self, errand: Callable[[], object]) -> bool:
         try:
             errand()
-        except Exception:
-            _LOG.exception("the delivering side failed at one of its errands; training goes on")
+        except Exception as error:
+            if type(error) not in self._named:
+                self._named.add(type(error))
+                _LOG.exception("the delivering side failed at one of its errands; training goes on (said once)")
             return False
         return True
