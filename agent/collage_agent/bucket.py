@@ -19,7 +19,7 @@ from collage_agent.stats.histogram import BINS
 
 __all__ = ["Bucket", "Followed"]
 
-CHUNK_SLOTS: Final = 32_768
+CHUNK_SLOTS: Final = 131_072
 
 
 class Followed:
@@ -38,7 +38,7 @@ class Followed:
             self._where.append((source.to(oracle.layout.device), target.to(oracle.layout.device)))
         self.padding = torch.tensor(oracle.layout.padding, dtype=torch.int64).to(oracle.layout.device)
         self.rows = torch.zeros(3, oracle.layout.slots, dtype=torch.float64, device=oracle.layout.device)
-        self.left_out = torch.zeros(oracle.layout.slots, dtype=torch.bool, device=oracle.layout.device)
+        self.left_out = torch.zeros(oracle.layout.slots, dtype=torch.uint8, device=oracle.layout.device)
 
     def take(self, chunk: int, rows: Sequence[Tensor], left_out: Tensor) -> None:
         """Copy the followed elements of a chunk's rows (u, e, θ after)."""
@@ -94,7 +94,8 @@ class Bucket:
             self._gather(self._before, key, [state[key] for state in states])
         self._keys_before = (stored.PARAMETER, *keys)
         if self.knows_gradient:
-            self._gather(self._before, stored.GRADIENT, [parameter.grad for parameter in self.parameters])
+            gradients = [parameter.grad for parameter in self.parameters]
+            self._gather(self._before, stored.GRADIENT, gradients, lasting=False)
             self._keys_before += (stored.GRADIENT,)
 
     def measure(
@@ -136,11 +137,11 @@ class Bucket:
             scale=scale,
         )
 
-    def _gather(self, into: dict[str, Staging], key: str, tensors: Sequence[Any]) -> None:
+    def _gather(self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True) -> None:
         staging = into.get(key)
         if staging is None or staging.values.dtype != tensors[0].dtype:
             staging = into[key] = Staging(self.layout, tensors[0].dtype)
-        self.layout.gather(tensors, staging)
+        self.layout.gather(tensors, staging, lasting=lasting)
 
 
 def _put_together(pieces: Sequence[BlockTotals]) -> BlockTotals:

@@ -16,6 +16,7 @@ from collage_agent.stats import (
     class_codes,
     count_classes,
     edq_block_sums,
+    edq_products,
     leave_out,
     nonfinite,
     squared_block_sums,
@@ -33,7 +34,7 @@ class BlockTotals:
     """What blocks add up to, before tensors are told apart.
 
     squares: Σ θ², g², e², eᵛ², u²; products: Σ u·e, u·eᵛ; classes: rows of CLASS_COUNTS; fp64 [rows, blocks].
-    decrements: name of the average → observed and intended, fp64 [2, blocks]. octaves: fp64 [BINS, tensors].
+    decrements: name of the average → intended and observed, fp64 [2, blocks]. octaves: fp64 [BINS, tensors].
     """
 
     squares: Tensor
@@ -67,7 +68,7 @@ class Chunk:
     """u, e and eᵛ of an observation, with what is not finite left out. Synchronises nothing.
 
     `rows` fp64 [5 or 4, slots]: θ before, g, e, eᵛ, u; e and eᵛ share a row where the registered parameter is all
-    that is stored. `left_out` bool [slots].
+    that is stored. `left_out` uint8 [slots].
     """
 
     def __init__(self, observation: Observation) -> None:
@@ -85,11 +86,15 @@ class Chunk:
         _add_up(before, stored.stored_parameter(before, joined=joined), self.parameter)
         self.visible_parameter = parameter.to(torch.float64) if self._apart else self.parameter
         self._fill_gradient()
-        self._after_step = self._intend()
+        names = stored.average_names(before, joined=joined)
+        self._averages = [name for name in names if before[name].is_floating_point()]
+        self._states = torch.empty(3, len(self._averages), slots, dtype=torch.float64, device=parameter.device)
+        self._has_intent = self._intend()
         self.visible.copy_(after[stored.PARAMETER]).sub_(self.visible_parameter)
         if self._apart:
             self._fill_effective(stored_after)
-        self.left_out = leave_out(self.rows, observation.padding)
+        self._find_nonfinite()
+        leave_out(self.rows, self.left_out)
 
     @property
     def parameter_after(self) -> Tensor:
@@ -100,7 +105,8 @@ class Chunk:
         """The chunk's block totals; its histogram is added to `octaves`."""
         seen, block = self._seen, self._seen.block
         squares = squared_block_sums(self.rows, block)
-        products = edq_block_sums(self.intended, self.rows[2:-1], block)
+        element_products = edq_products(self.intended, self.rows[2:-1])
+        products = edq_block_sums(element_products, block)
         if not self._apart:
             squares = squares[[0, 1, 2, 2, 3]]
             products = products.expand(2, -1)
@@ -108,11 +114,12 @@ class Chunk:
             self.intended,
             self.effective,
             self.visible,
+            element_products[0],
             self.left_out,
-            nonfinite(seen.before.get(stored.GRADIENT, self.gradient)),
-            nonfinite(seen.after[stored.PARAMETER]),
+            self._bad_gradient,
+            self._bad_parameter,
         )
-        if self._after_step is not None:
+        if self._has_intent:
             octaves += ulp_octave_counts(
                 self.intended,
                 self.visible_parameter,
@@ -123,22 +130,38 @@ class Chunk:
             )
         return BlockTotals(squares, products, count_classes(codes, block), self._decrements(), octaves)
 
-    def _intend(self) -> dict[str, Any] | None:
-        """Fill u and give the state as it would be after the step; None where there is no intended update."""
+    def _intend(self) -> bool:
+        """Fill u, and the states before the step and after it in exact arithmetic; False: there is no u."""
         seen = self._seen
         state: dict[str, Any] = clone_value(seen.scalars)
         for name in stored.average_names(seen.before, joined=self._joined):
-            values = seen.before[name]
-            if values.is_floating_point():
-                state[name] = self._stored(seen.before, name)
-            else:
-                state[name] = values.clone()
-        displacement = seen.intent.displacement(seen.group, state, self.parameter, self.gradient)
-        if displacement is None:
+            if not seen.before[name].is_floating_point():
+                state[name] = seen.before[name].clone()
+        for index, name in enumerate(self._averages):
+            keys = stored.components(name, seen.before, joined=self._joined)
+            state[name] = _add_up(seen.before, keys, self._states[1, index])
+        torch.abs(self._states[1], out=self._states[0])
+        intended = seen.intent.displacement(seen.group, state, self.parameter, self.gradient, self.intended)
+        if not intended:
             self.intended.zero_()
-            return None
-        self.intended.copy_(displacement)
-        return state
+            return False
+        for index, name in enumerate(self._averages):
+            if state[name].data_ptr() != self._states[1, index].data_ptr():
+                self._states[1, index].copy_(state[name])
+        return True
+
+    def _find_nonfinite(self) -> None:
+        """θ, e and eᵛ are finite where their components are, which are cheaper to look at in their own dtype."""
+        before, after = self._seen.before, self._seen.after
+        self._bad_gradient = nonfinite(before.get(stored.GRADIENT, self.gradient))
+        self._bad_parameter = nonfinite(after[stored.PARAMETER])
+        self.left_out = nonfinite(self.intended).bitwise_or_(self._bad_gradient).bitwise_or_(self._bad_parameter)
+        self.left_out.bitwise_or_(nonfinite(before[stored.PARAMETER]))
+        if self._apart:
+            for values in (before, after):
+                for key in stored.stored_parameter(values, joined=self._joined):
+                    self.left_out.bitwise_or_(nonfinite(values[key]))
+        self.left_out.index_fill_(0, self._seen.padding, 1)
 
     def _fill_gradient(self) -> None:
         gradient = self._seen.before.get(stored.GRADIENT)
@@ -160,24 +183,23 @@ class Chunk:
             self.effective.add_(change.sub_(before[key]) if key in before else change)
 
     def _decrements(self) -> dict[str, Tensor]:
+        """By name of the average, [2, blocks]: intended and observed; no decrement was possible where it is new."""
         seen = self._seen
+        if not self._has_intent:
+            return {}
         found: dict[str, Tensor] = {}
-        if self._after_step is None:
-            return found
+        for index, name in enumerate(self._averages):
+            _add_up(seen.after, stored.components(name, seen.after, joined=self._joined), self._states[2, index])
+        if self._averages:
+            sums = state_decrement_block_sums(self._states, self.left_out, seen.block)
+            found = {name: sums[:, index] for index, name in enumerate(self._averages) if self._judged(name)}
         for name in stored.average_names(seen.after, joined=self._joined):
-            intended = self._after_step.get(name)
-            if not isinstance(intended, Tensor) or not stored.decaying(name, seen.after[name].dtype):
-                continue
-            if name in seen.before:
-                before, observed = self._stored(seen.before, name), self._stored(seen.after, name)
-                found[name] = state_decrement_block_sums(before, intended, observed, self.left_out, seen.block)
-            else:
+            if name not in seen.before and self._judged(name):
                 found[name] = torch.zeros(2, len(seen.columns), dtype=torch.float64, device=self.rows.device)
         return found
 
-    def _stored(self, values: Values, name: str) -> Tensor:
-        target = torch.empty_like(values[name], dtype=torch.float64)
-        return _add_up(values, stored.components(name, values, joined=self._joined), target)
+    def _judged(self, name: str) -> bool:
+        return name in self._seen.after and stored.decaying(name, self._seen.after[name].dtype)
 
 
 def _add_up(values: Values, keys: list[str], target: Tensor) -> Tensor:

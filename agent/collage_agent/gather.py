@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import Parameter
 
 from collage_agent.sampling import TensorSample
 
@@ -20,6 +21,8 @@ _MOST_BLOCKS: Final = 2**40
 
 def local(tensor: Tensor) -> Tensor:
     """The shard of a distributed tensor that lives on this rank; any other tensor as it is."""
+    if type(tensor) in (Tensor, Parameter):
+        return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -83,29 +86,45 @@ class BlockLayout:
             raise ValueError("the smaller sample is no part of this one; draw both with the same seed and names")
         return positions
 
-    def gather(self, tensors: Sequence[Tensor], staging: Staging) -> None:
-        """Copy the sampled blocks of `tensors` (one each, in the layout's order) into `staging`."""
-        for (tensor, rows, _), target in zip(self._sampled, staging.targets, strict=True):
-            flat = self._flat(tensor, tensors[tensor])
-            whole_blocks = flat.numel() // self.block * self.block
-            torch.index_select(flat[:whole_blocks].view(-1, self.block), 0, rows, out=target)
-        if self._pieces:
-            pieces = []
-            for tensor, length, missing in self._pieces:
-                flat = self._flat(tensor, tensors[tensor])
-                pieces.append(flat if flat.numel() == length else flat[-length:])
-                if missing:
-                    pieces.append(staging.zeros[:missing])
+    def gather(self, tensors: Sequence[Tensor], staging: Staging, *, lasting: bool = True) -> None:
+        """Copy the sampled blocks of `tensors` (one each, in the layout's order) into `staging`.
+
+        `lasting` says that the same tensors will come again, as weights and states do: views of them are kept.
+        """
+        if lasting:
+            staging.keep_views_of(tensors, self)
+            sampled, pieces = staging.views
+        else:
+            sampled, pieces = self.views_of(tensors, staging.zeros)
+        for (_, rows, _), blocks, target in zip(self._sampled, sampled, staging.targets, strict=True):
+            torch.index_select(blocks, 0, rows, out=target)
+        if pieces:
             torch.cat(pieces, out=staging.tail)
+
+    def views_of(self, tensors: Sequence[Tensor], zeros: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views [blocks, block] of the tensors that are sampled, and the flat pieces that are taken whole."""
+        sampled, pieces = [], []
+        for index, _, _ in self._sampled:
+            flat = self._flat(index, tensors[index])
+            ragged = flat.numel() % self.block
+            sampled.append((flat[:-ragged] if ragged else flat).view(-1, self.block))
+        for index, length, missing in self._pieces:
+            flat = self._flat(index, tensors[index])
+            pieces.append(flat if flat.numel() == length else flat[-length:])
+            if missing:
+                pieces.append(zeros[:missing])
+        return sampled, pieces
 
     def _flat(self, index: int, tensor: Tensor) -> Tensor:
         tensor = local(tensor)
         order = self._orders[index]
-        return (tensor if order is None else tensor.permute(order)).reshape(-1)
+        if order is not None:
+            tensor = tensor.permute(order)
+        return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
 
 
 class Staging:
-    """A flat buffer in the dtype of what it holds, with the views that a layout fills."""
+    """A flat buffer in the dtype of what it holds, with the views that a layout fills it from and through."""
 
     def __init__(self, layout: BlockLayout, dtype: torch.dtype) -> None:
         self.values = torch.zeros(layout.slots, dtype=dtype, device=layout.device)
@@ -113,6 +132,23 @@ class Staging:
         rows = self.values.view(-1, layout.block)
         self.targets = [rows[where] for _, _, where in layout._sampled]
         self.tail = self.values[layout._boundary :]
+        self.views: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._sources: list[tuple[Tensor, int]] = []
+
+    def keep_views_of(self, tensors: Sequence[Tensor], layout: BlockLayout) -> None:
+        """Have `views` show these tensors, made anew only if a tensor or its memory is another than last time."""
+        known = self._sources
+        if len(known) == len(tensors) and all(
+            tensor is source and tensor.data_ptr() == address
+            for tensor, (source, address) in zip(tensors, known, strict=True)
+        ):
+            return
+        self.views = layout.views_of(tensors, self.zeros)
+        contiguous = all(order is None for order in layout._orders) and all(
+            tensor.is_contiguous() for tensor in tensors
+        )
+        # A tensor that is not contiguous was copied, not viewed: it must be read again each time.
+        self._sources = [(tensor, tensor.data_ptr()) for tensor in tensors] if contiguous else []
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...] | None:

@@ -26,6 +26,7 @@ __all__ = ["Meter"]
 ORACLE_SAMPLE: Final = 1024
 _Entry = tuple[int, int, int, float, torch.dtype | None]
 _Signature = tuple[bool, int, tuple[_Entry, ...]]
+_NO_STATE: Final[dict[str, Any]] = {}
 _CLOSURE: Final = BeforeAfter("the step takes a closure, so its gradient is not known before it")
 
 
@@ -66,6 +67,7 @@ class Meter:
         self._oracles: list[Oracle] | None = None
         self._signature: _Signature | None = None
         self._plan: list[_Planned] = []
+        self._row_index: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, int] = {key: row for row, key in enumerate(self.statistics)}
 
     @property
@@ -136,8 +138,11 @@ class Meter:
         shape = (len(self.statistics), len(self.watched))
         totals = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
         for keys, values, columns in found:
-            rows = torch.tensor([self._rows[key] for key in keys]).to(device)
-            totals[rows.unsqueeze(1), columns.to(device).unsqueeze(0)] = values.to(device)
+            rows = self._row_index.get(keys)
+            if rows is None:
+                rows = torch.tensor([self._rows[key] for key in keys]).unsqueeze(1).to(device)
+                self._row_index[keys] = rows
+            totals[rows, columns.to(device).unsqueeze(0)] = values.to(device)
         if skipped is not None:
             totals = torch.where(skipped.to(device).reshape(()).ne(0), torch.nan, totals)
         return totals
@@ -146,14 +151,16 @@ class Meter:
         """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
         entries: list[_Entry] = []
         first: float | None = None
-        state = optimizer.state
+        state_of = optimizer.state.get
         for index, watched in enumerate(self.watched):
-            gradient = watched.parameter.grad
+            parameter = watched.parameter
+            gradient = parameter.grad
             if gradient is None and not closure:
                 continue
-            own = state.get(watched.parameter, {})
+            own = state_of(parameter, _NO_STATE)
             step = _step_count(own)
-            first = step if first is None else first
+            if first is None:
+                first = step
             dtype = None if gradient is None else gradient.dtype
             entries.append((index, watched.group, len(own), step - first, dtype))
         return closure, 0 if self._oracles is None else len(self._oracles), tuple(entries)
@@ -181,10 +188,10 @@ class Meter:
         followed = []
         for oracle in [] if intent.kind == "before-after" else self._oracles or []:
             if set(oracle.members) <= set(members):
-                sizes = SampleSizes(oracle.samples, device)
+                sizes = SampleSizes(oracle.samples, oracle.layout)
                 columns = torch.tensor(oracle.members).to(device)
                 followed.append((Followed(oracle, bucket), sizes, columns))
-        return _Planned(bucket, SampleSizes(samples, device), torch.tensor(members).to(device), followed)
+        return _Planned(bucket, SampleSizes(samples, bucket.layout), torch.tensor(members).to(device), followed)
 
     def _draw(self, index: int, cap: int | Literal["all"]) -> TensorSample:
         watched = self.watched[index]
@@ -272,9 +279,9 @@ def _states(optimizer: Optimizer, bucket: Bucket) -> list[dict[str, Any]]:
 
 
 def _step_count(state: dict[str, Any]) -> float:
-    step = state.get("step", 0)
+    step = state.get("step", 0.0)
     if isinstance(step, Tensor):
-        return float(step.item()) if step.device.type == "cpu" else 0.0
+        return step.item() if step.is_cpu else 0.0
     return float(step)
 
 

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from collage_agent.bucket import Bucket, Followed
 from collage_agent.chunk import BlockTotals
+from collage_agent.gather import BlockLayout
 from collage_agent.sampling import TensorSample
 from collage_agent.stats import (
     CLASS_COUNTS,
-    column_sums,
+    Columns,
     edq_block_sums,
     leave_out,
+    nonfinite,
+    product_rows,
     ratio_variances,
     squared_block_sums,
 )
@@ -31,13 +34,11 @@ _SQUARES: Final = (
     "intended_squared_sum",
 )
 _PRODUCTS: Final = ("intended_effective_sum", "intended_visible_sum")
-_RATIOS: Final = {
-    "edq_ratio": (1, 0),
-    "edq_visible_ratio": (2, 0),
-    "lost_update_ratio": (3, 5),
-    "lost_visible_ratio": (4, 5),
-}
-"""Metric → rows (numerator, denominator) of Σ u², u·e, u·eᵛ, lost, lost_visible, active."""
+_RATIOS: Final = ("edq_ratio", "edq_visible_ratio", "lost_update_ratio", "lost_visible_ratio")
+"""Metrics with an interval: two over Σ u², two over the active elements, in the order of the block totals."""
+_UPDATES: Final = len(_SQUARES)
+_CLASSES: Final = _UPDATES + len(_PRODUCTS)
+_NONFINITE: Final = len(_SQUARES) + len(_PRODUCTS) + CLASS_COUNTS.index("nonfinite")
 _HISTOGRAM: Final = tuple(f"update_ulp_histogram/{label}" for label in HISTOGRAM_LABELS)
 _KNOWN_WITHOUT_INTENT: Final = frozenset(
     {
@@ -60,7 +61,7 @@ BASE_STATISTICS: Final = (
     *CLASS_COUNTS,
     "idle",
     *_HISTOGRAM,
-    *_variance_keys(tuple(_RATIOS)),
+    *_variance_keys(_RATIOS),
 )
 ORACLE_STATISTICS: Final = (
     *("oracle_steps", "oracle_sampled", "oracle_elements", "oracle_active_blocks"),
@@ -72,12 +73,15 @@ ORACLE_STATISTICS: Final = (
 
 
 class SampleSizes:
-    """Sizes of a bucket's samples, fp64 [tensors] on its device: made once, so that no step copies them there."""
+    """Sizes of a layout's samples, fp64 [tensors] on its device: made once, so that no step copies them there."""
 
-    def __init__(self, samples: Sequence[TensorSample], device: torch.device) -> None:
+    def __init__(self, samples: Sequence[TensorSample], layout: BlockLayout) -> None:
+        device = layout.device
+
         def vector(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64).to(device)
 
+        self.columns = Columns(layout.columns, len(samples))
         self.elements = vector([sample.elements for sample in samples])
         self.sampled = vector([sample.sampled for sample in samples])
         self.blocks = vector([sample.blocks for sample in samples])
@@ -93,36 +97,40 @@ def bucket_totals(bucket: Bucket, sizes: SampleSizes, blocks: BlockTotals) -> tu
     Sums and counts are multiplied by elements / sampled; `sampled` and `active_blocks` are raw. Without an
     intended update everything that needs it is NaN. No synchronisation.
     """
-    columns, count = bucket.layout.columns, len(bucket.members)
-    active = blocks.classes[_rows("lost", "distorted", "faithful")].sum(0, keepdim=True)
+    lost, _, distorted, faithful = blocks.classes[:4]
+    active = (lost + distorted).add_(faithful).unsqueeze(0)
     decrements = list(blocks.decrements.values())
-    stacked = torch.cat(
-        (blocks.squares, blocks.products, blocks.classes, active, (active > 0).double(), *decrements)
+    some = active.clamp(max=1.0)
+    numerators = torch.stack((blocks.products, blocks.classes[:2]))
+    denominators = torch.cat((blocks.squares[-1:], active))
+    products = product_rows(numerators, denominators)
+    sums = sizes.columns.sums(
+        torch.cat((products, blocks.squares, blocks.products, blocks.classes, active, some, *decrements))
     )
-    sums = column_sums(stacked, columns, count)
-    first_class = len(_SQUARES) + len(_PRODUCTS)
-    last_class = first_class + len(CLASS_COUNTS)
-    idle, octaves = _without_padding(sums[first_class : last_class + 1], blocks.octaves, sizes)
-    estimated = torch.cat((sums[:last_class], idle, octaves, sums[last_class + 2 :])) * sizes.scale
+    products, sums = sums[: len(products)], sums[len(products) :]
+    named = len(_SQUARES) + len(_PRODUCTS) + len(CLASS_COUNTS)
+    # nonfinite is corrected in place, in rows that the variances do not use.
+    idle, octaves = _without_padding(sums[:named], sums[named], blocks.octaves, sizes)
     variances = ratio_variances(
-        torch.cat((blocks.squares[-1:], blocks.products, blocks.classes[_rows("lost", "lost_visible")], active)),
-        list(_RATIOS.values()),
-        columns,
+        products,
+        torch.stack((sums[_UPDATES:_CLASSES], sums[_CLASSES : _CLASSES + 2])),
+        torch.stack((sums[_UPDATES - 1], sums[named])),
         sizes.blocks,
         sizes.population_blocks,
     )
-    named = len(_SQUARES) + len(_PRODUCTS) + len(CLASS_COUNTS) + 1 + len(_HISTOGRAM)
+    estimated = torch.cat((sums[:named], idle, octaves, sums[named + 2 :])) * sizes.scale
+    first_state = named + 1 + len(_HISTOGRAM)
     totals = torch.cat(
         (
             sizes.fixed,
-            sums[last_class + 1 : last_class + 2],
-            estimated[:named],
+            sums[named + 1 : named + 2],
+            estimated[:first_state],
             variances.flatten(0, 1),
-            estimated[named:],
+            estimated[first_state:],
         )
     )
     keys = BASE_STATISTICS + tuple(
-        f"state_decrement_{kind}_sum/{name}" for name in blocks.decrements for kind in ("observed", "intended")
+        f"state_decrement_{kind}_sum/{name}" for name in blocks.decrements for kind in ("intended", "observed")
     )
     unknown = set(keys) - _KNOWN_WITHOUT_INTENT if bucket.intent.kind == "before-after" else set()
     if not bucket.knows_gradient:
@@ -139,17 +147,15 @@ def oracle_totals(followed: Followed, sizes: SampleSizes) -> Tensor:
     ours = oracle.parameter - oracle.attached
     theirs = after - oracle.attached
     rows = torch.stack((oracle.displacement, intended, ours, theirs - ours, effective, theirs))
-    leave_out(rows, followed.padding, followed.left_out)
+    left_out = nonfinite(rows.sum(0)).bitwise_or_(followed.left_out).index_fill_(0, followed.padding, 1)
+    leave_out(rows, left_out)
     squares = squared_block_sums(rows[:4], layout.block)
-    products = torch.cat(
-        (edq_block_sums(rows[0], rows[4:5], layout.block), edq_block_sums(rows[2], rows[5:], layout.block))
-    )
-    columns = oracle.layout.columns
-    count = len(oracle.members)
-    sums = column_sums(torch.cat((squares, products, (squares[:1] > 0).double())), columns, count)
-    variances = ratio_variances(
-        torch.cat((squares[:1], products[:1])), [(1, 0)], columns, sizes.blocks, sizes.population_blocks
-    )
+    products = edq_block_sums(torch.stack((rows[0] * rows[4], rows[2] * rows[5])), layout.block)
+    pairs = product_rows(products[:1].unsqueeze(0), squares[:1])
+    sums = sizes.columns.sums(torch.cat((pairs, squares, products, (squares[:1] > 0).double())))
+    pairs, sums = sums[:3], sums[3:]
+    numerators, denominators = sums[len(squares) : len(squares) + 1].unsqueeze(0), sums[:1]
+    variances = ratio_variances(pairs, numerators, denominators, sizes.blocks, sizes.population_blocks)
     steps = torch.full_like(sizes.elements, float(oracle.steps))
     return torch.cat(
         (
@@ -161,17 +167,12 @@ def oracle_totals(followed: Followed, sizes: SampleSizes) -> Tensor:
     )
 
 
-def _rows(*names: str) -> list[int]:
-    return [CLASS_COUNTS.index(name) for name in names]
-
-
-def _without_padding(classes: Tensor, octaves: Tensor, sizes: SampleSizes) -> tuple[Tensor, Tensor]:
+def _without_padding(sums: Tensor, active: Tensor, octaves: Tensor, sizes: SampleSizes) -> tuple[Tensor, Tensor]:
     """Take padded slots out of `nonfinite`, in place; idle elements; and the histogram of non-idle elements.
 
-    `classes` are the sums of the classes with the active elements as last row; u = 0 had been counted as
-    underflow. Counts are whole numbers: the differences are exact.
+    u = 0 had been counted as underflow. Counts are whole numbers: the differences are exact.
     """
-    nonfinite, active = classes[0], classes[-1]
+    nonfinite = sums[_NONFINITE]
     nonfinite -= sizes.slots - sizes.sampled
     idle = sizes.sampled - nonfinite - active
     octaves = octaves.clone()

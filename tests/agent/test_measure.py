@@ -7,7 +7,7 @@ import torch
 from collage_agent.watch import watch
 
 from collage_monitor.statistics import histogram_counts
-from tests.agent.training import mlp, mlp_loss
+from tests.agent.training import mlp, mlp_loss, train
 from tests.reference import diagnostics
 from tests.reference.intended import full_precision_update
 
@@ -95,3 +95,112 @@ def test_classes_and_histogram_of_whole_tensors_equal_the_exact_counts():
         assert histogram_counts(totals).tolist() == octaves
         five = sum(totals[key] for key in ("nonfinite", "idle", "lost", "distorted", "faithful"))
         assert five == totals["elements"]
+
+
+def test_sampled_totals_estimate_the_whole_without_bias():
+    """Mean over many draws of the sampled total of Σ u·e and of the lost elements: within 4 standard errors."""
+    model, whole = mlp(width=130), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    handles = [watch(model, optimizer, every=4, sample=1024, seed=seed, budget=None) for seed in range(60)]
+    reference = watch(model, optimizer, every=4, sample="all")
+    train(model, optimizer, 4)
+    whole = totals_of(reference)["2.weight"]
+    sampled = [totals_of(handle)["2.weight"] for handle in handles]
+    assert sampled[0]["sampled"] < sampled[0]["elements"] == whole["elements"]
+    for key in ("intended_effective_sum", "intended_squared_sum", "lost", "gradient_squared_sum"):
+        values = torch.tensor([float(totals[key]) for totals in sampled], dtype=torch.float64)
+        standard_error = float(values.std()) / len(values) ** 0.5
+        assert abs(float(values.mean()) - whole[key]) < 4 * standard_error
+
+
+def test_intervals_cover_the_value_of_the_whole_tensors():
+    model = mlp(width=130)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    handles = [watch(model, optimizer, every=4, sample=1024, seed=seed, budget=None) for seed in range(60)]
+    reference = watch(model, optimizer, every=4, sample="all")
+    train(model, optimizer, 4)
+    truth = reference.summary()["layers"]["2.weight"]
+    for key in ("edq_ratio", "lost_update_ratio"):
+        assert truth[f"{key}_low"] == truth[key] == truth[f"{key}_high"]
+        inside = 0
+        for handle in handles:
+            values = handle.summary()["layers"]["2.weight"]
+            inside += values[f"{key}_low"] <= truth[key] <= values[f"{key}_high"]
+        assert inside >= 51
+
+
+def test_a_parameter_without_gradient_is_not_reported_and_one_that_joins_later_is():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample="all")
+    model[0].requires_grad_(False)
+    train(model, optimizer, 2)
+    assert handle.summary()["layers"]["0.weight"]["elements"] is None
+    model[0].requires_grad_(True)
+    for step in range(2, 5):
+        expected = step_with_reference(model, optimizer, step)
+    for layer, totals in totals_of(handle).items():
+        _, _, u, e = expected[layer]
+        assert totals["intended_squared_sum"] == pytest.approx(float(u @ u), rel=1e-9)
+        assert totals["intended_effective_sum"] == pytest.approx(float(u @ e), rel=1e-9)
+
+
+def test_groups_with_their_own_settings_and_added_later():
+    model = mlp()
+    decayed = [p for p in model.parameters() if p.dim() > 1][:2]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample="all")
+    train(model, optimizer, 2)
+    optimizer.add_param_group({"params": [model[4].weight], "betas": (0.8, 0.95)})
+    for step in range(2, 5):
+        expected = step_with_reference(model, optimizer, step)
+    totals = totals_of(handle)
+    assert set(totals) == {name for name, _ in model.named_parameters()}
+    for layer, values in totals.items():
+        u = expected[layer][2]
+        assert values["intended_squared_sum"] == pytest.approx(float(u @ u), rel=1e-9)
+
+
+def test_layers_of_any_memory_order_are_sampled_alike():
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(16, 32, 3).to(torch.bfloat16)
+    model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample=1024)
+    whole = watch(model, optimizer, every=1, sample="all")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 16, 8, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    sampled, truth = totals_of(handle)["weight"], totals_of(whole)["weight"]
+    assert sampled["sampled"] == 1024
+    assert sampled["intended_squared_sum"] == pytest.approx(truth["intended_squared_sum"], rel=0.2)
+    assert sampled["lost"] + sampled["faithful"] + sampled["distorted"] == pytest.approx(truth["elements"])
+
+
+def test_elements_that_are_not_finite_are_counted_and_left_out():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    handle = watch(model, optimizer, every=1, sample="all")
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    mlp_loss(model, 2).backward()
+    model[0].weight.grad[0, :3] = torch.nan
+    model[0].weight.grad[1, 0] = torch.inf
+    optimizer.step()
+    values = handle.summary()["layers"]["0.weight"]
+    assert values["nonfinite"] == values["nonfinite_grads"] == values["nonfinite_params"] == 4
+    assert 0 < values["edq_ratio"] < 2
+    assert handle.summary()["layers"]["2.weight"]["nonfinite"] == 0
+
+
+def test_a_learning_rate_far_below_fp32_resolution_is_not_idle():
+    model = mlp(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0)
+    handle = watch(model, optimizer, every=1, sample="all")
+    train(model, optimizer, 3)
+    values = handle.summary()["model"]
+    assert values["idle"] < 0.01 * values["elements"]
+    assert values["lost_update_ratio"] > 0.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -40,12 +42,12 @@ class SmallGpt(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def small_gpt(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> SmallGpt:
+def small_gpt(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Any:
     torch.manual_seed(seed)
     return SmallGpt(**sizes).to(dtype)
 
 
-def mlp(seed: int = 0, dtype: torch.dtype = torch.bfloat16, width: int = 70) -> nn.Sequential:
+def mlp(seed: int = 0, dtype: torch.dtype = torch.bfloat16, width: int = 70) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(30, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 5)

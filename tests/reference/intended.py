@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -22,6 +24,7 @@ def full_precision_update(optimizer: torch.optim.Optimizer) -> dict[int, torch.T
             own["params"].append(twin)
             originals.append((parameter, twin))
         groups.append(own)
+    constructor: Any = type(optimizer)
     shadow = constructor(groups, lr=optimizer.defaults["lr"])
     for group, own in zip(shadow.param_groups, groups, strict=True):
         group.update({key: value for key, value in own.items() if key != "params"})

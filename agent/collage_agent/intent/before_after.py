@@ -22,7 +22,7 @@ class BeforeAfter:
         """Nothing is kept from one step to the next."""
 
     def displacement(
-        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor
-    ) -> Tensor | None:
-        """None: there is no intended update to compare with."""
-        return None
+        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
+    ) -> bool:
+        """False: there is no intended update to compare with."""
+        return False

@@ -28,9 +28,9 @@ class Intent(Protocol):
         """Look at the live instance once before each step that will be asked about."""
 
     def displacement(
-        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor
-    ) -> Tensor | None:
-        """u [n] fp64, or None; `state` is advanced in place to what it would be after the step."""
+        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
+    ) -> bool:
+        """Write u [n] fp64 to `out` and advance `state` in place; False where there is no u."""
 
 
 def choose_intent(optimizer: Optimizer) -> list[Intent]:

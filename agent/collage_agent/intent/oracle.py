@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.gather import BlockLayout, Staging
+from collage_agent.intent.choose import Intent
 from collage_agent.sampling import TensorSample
 
 __all__ = ["Oracle"]
@@ -44,7 +45,7 @@ class Oracle:
 
     def step(
         self,
-        intent: Any,
+        intent: Intent,
         group: dict[str, Any],
         gradients: Sequence[Tensor],
         scale: Tensor | None,
@@ -57,12 +58,12 @@ class Oracle:
         """
         if self._gradient is None or self._gradient.values.dtype != gradients[0].dtype:
             self._gradient = Staging(self.layout, gradients[0].dtype)
-        self.layout.gather(gradients, self._gradient)
+        self.layout.gather(gradients, self._gradient, lasting=False)
         gradient = self._gradient.values.to(torch.float64)
         if scale is not None:
             gradient.div_(scale)
         before = None if skipped is None else _copied(self._state)
-        self.displacement = intent.displacement(group, self._state, self.parameter, gradient)
+        intent.displacement(group, self._state, self.parameter, gradient, self.displacement)
         if skipped is not None and before is not None:
             self._take_back(before, skipped)
         self.parameter.add_(self.displacement)

@@ -24,9 +24,9 @@ class Rule:
         """Nothing is kept from one step to the next."""
 
     def displacement(
-        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor
-    ) -> Tensor:
-        """u [n] fp64 of the step; `parameter` is left as it was.
+        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
+    ) -> bool:
+        """Write u [n] fp64 of the step to `out`; `parameter` is left as it was. True: there is a u.
 
         `state` holds joined averages [n] fp64 and `step`, the number of steps taken; it is advanced in place.
         Synchronises only if `step` is a tensor on a device.
@@ -35,4 +35,5 @@ class Rule:
         intended, after = self._displacement(group, state, parameter, gradient, step)
         state.update(after)
         state["step"] = step
-        return intended
+        out.copy_(intended)
+        return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -62,12 +61,16 @@ class Shadow:
             self._clone.state = defaultdict(dict)
 
     def displacement(
-        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor
-    ) -> Tensor:
-        """u [n] fp64 of the step; `parameter` is left as it was, `state` advanced in place (see `step`)."""
-        stepped = torch.empty_like(parameter).copy_(parameter)
-        self.step(group, state, stepped, gradient)
-        return stepped.sub_(parameter)
+        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
+    ) -> bool:
+        """Write u [n] fp64 of the step to `out`; `parameter` is left as it was, `state` advanced (see `step`).
+
+        True: there is a u.
+        """
+        out.copy_(parameter)
+        self.step(group, state, out, gradient)
+        out.sub_(parameter)
+        return True
 
 
 def _may_run(value: object) -> bool:

@@ -1,23 +1,25 @@
 """Pure diagnostics: tensors in, totals out, still on the device. Nothing here reads a value back."""
 
 from collage_agent.stats.classes import CLASS_COUNTS, class_codes, count_classes
-from collage_agent.stats.edq import edq_block_sums
+from collage_agent.stats.edq import edq_block_sums, edq_products
 from collage_agent.stats.finite import leave_out, nonfinite
 from collage_agent.stats.histogram import ulp_octave_counts
 from collage_agent.stats.norms import squared_block_sums
-from collage_agent.stats.segments import block_sums, column_sums
+from collage_agent.stats.segments import Columns, block_sums
 from collage_agent.stats.states import state_decrement_block_sums
-from collage_agent.stats.variance import ratio_variances
+from collage_agent.stats.variance import product_rows, ratio_variances
 
 __all__ = [
     "CLASS_COUNTS",
+    "Columns",
     "block_sums",
     "class_codes",
-    "column_sums",
     "count_classes",
     "edq_block_sums",
+    "edq_products",
     "leave_out",
     "nonfinite",
+    "product_rows",
     "ratio_variances",
     "squared_block_sums",
     "state_decrement_block_sums",

@@ -17,13 +17,13 @@ from collage_agent.sampling import MAXIMUM_BLOCK
 __all__ = ["CLASS_COUNTS", "class_codes", "count_classes"]
 
 CLASS_COUNTS: Final = (
+    "lost",
+    "lost_visible",
+    "distorted",
+    "faithful",
     "nonfinite",
     "stray",
-    "lost",
-    "distorted",
     "reversed",
-    "faithful",
-    "lost_visible",
     "unchanged",
     "nonfinite_gradients",
     "nonfinite_parameters",
@@ -40,28 +40,31 @@ def class_codes(
     intended: Tensor,
     effective: Tensor,
     visible: Tensor,
+    product: Tensor,
     left_out: Tensor,
     bad_gradient: Tensor,
     bad_parameter: Tensor,
 ) -> Tensor:
     """uint8 [n]: everything about an element that decides its classes.
 
-    u, e, eᵛ: fp64 [n], zero where `left_out`; the others bool [n]. "Far" is |e − u| > ½|u|. No synchronisation.
+    u, e, eᵛ, u·e: fp64 [n], zero where `left_out`; the others uint8 [n], 1 where it is so. e and eᵛ may be the same
+    tensor. "Far" is |e − u| > ½|u|. No synchronisation.
     """
     distance = (effective - intended).abs_()
+    no_effect = effective.logical_not()
     bits = (
-        intended.eq(0),
-        effective.eq(0),
-        visible.eq(0),
+        intended.logical_not(),
+        no_effect,
+        no_effect if visible is effective else visible.logical_not(),
         distance.gt(intended.abs().mul_(0.5)),
-        (effective * intended).lt(0),
+        product.lt(0),
         left_out,
         bad_gradient,
         bad_parameter,
     )
-    codes = bits[0].view(torch.uint8)
+    codes = bits[0].to(torch.uint8)
     for position, bit in enumerate(bits[1:], start=1):
-        codes = codes.add(bit.view(torch.uint8), alpha=1 << position)
+        codes.add_(bit.view(torch.uint8), alpha=1 << position)
     return codes
 
 

@@ -6,12 +6,14 @@ from torch import Tensor
 
 from collage_agent.stats.segments import block_sums
 
-__all__ = ["edq_block_sums"]
+__all__ = ["edq_block_sums", "edq_products"]
 
 
-def edq_block_sums(intended: Tensor, updates: Tensor, block: int) -> Tensor:
-    """Σ u·e over each block, for each row e of updates [k, slots] fp64 and u = intended [slots] fp64.
+def edq_products(intended: Tensor, updates: Tensor) -> Tensor:
+    """u·e of each element, for each row e of updates [k, slots] fp64 and u = intended [slots] fp64, in weight²."""
+    return updates * intended
 
-    Returns [k, blocks] fp64 in weight². No synchronisation.
-    """
-    return block_sums(updates * intended, block)
+
+def edq_block_sums(products: Tensor, block: int) -> Tensor:
+    """Σ u·e over each block: [k, slots] → [k, blocks] fp64. No synchronisation."""
+    return block_sums(products, block)

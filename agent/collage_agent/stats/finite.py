@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import torch
 from torch import Tensor
 
 __all__ = ["leave_out", "nonfinite"]
 
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def nonfinite(values: Tensor) -> Tensor:
-    """bool [n]: where a floating tensor [n] of any dtype is NaN or infinite. No synchronisation."""
-    return values.sub(values).ne(0)
+    """uint8 [n], 1 where a 16-, 32- or 64-bit float [n] is NaN or infinite, else 0. No synchronisation.
 
-
-def leave_out(rows: Tensor, padding: Tensor | None = None, also: Tensor | None = None) -> Tensor:
-    """Set an element to zero in all rows [k, n] fp64, in place, where it is not finite in any of them.
-
-    `padding` [m] int64 and `also` bool [n] name elements that are left out in any case. Returns where, bool [n].
-    A product with a mask would keep NaN: the mask is applied to the bits. A finite sum of fp64 rows that hold
-    values of narrower formats cannot overflow. No synchronisation.
+    x − x is 0 or NaN; the quiet bit of the NaN is the answer. Comparisons are several times slower on the host.
     """
-    total = rows.sum(0)
-    total.sub_(total)
-    if padding is not None:
-        total.index_fill_(0, padding, torch.nan)
-    left_out = total.ne(0) if also is None else total.ne(0).logical_or_(also)
-    keep = left_out.to(torch.int64).sub_(1)
-    rows.view(torch.int64).bitwise_and_(keep)
-    return left_out
+    difference = values.sub(values).view(_INTEGERS[values.element_size()])
+    quiet_bit = -math.frexp(torch.finfo(values.dtype).eps)[1]
+    return difference.bitwise_right_shift_(quiet_bit).bitwise_and_(1).to(torch.uint8)
+
+
+def leave_out(rows: Tensor, left_out: Tensor) -> None:
+    """Set elements to zero in all rows [k, n] fp64, in place, where `left_out` uint8 [n] is 1.
+
+    A product with a mask would keep NaN: the mask is applied to the bits. No synchronisation.
+    """
+    rows.view(torch.int64).bitwise_and_(left_out.to(torch.int64).sub_(1))

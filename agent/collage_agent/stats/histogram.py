@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -15,6 +16,9 @@ BINS: Final = len(HISTOGRAM_LABELS)
 _FRACTION_BITS: Final = 52
 _MAGNITUDE: Final = 2**63 - 1
 _BIAS: Final = 1023
+_FRACTION_BITS_32: Final = 23
+_MAGNITUDE_32: Final = 2**31 - 1
+_BIAS_32: Final = 127
 
 
 def ulp_octave_counts(
@@ -24,28 +28,28 @@ def ulp_octave_counts(
 
     The gap is that from θᵛ to its neighbour in `dtype` in u's direction: half as wide downwards from a power of
     two, the smallest subnormal below the normal range. u = intended, θᵛ = visible_parameter: fp64 [slots], θᵛ
-    exact in `dtype`. `columns` [blocks] int64 names the tensor of each block of `block` elements.
+    exact in `dtype`, of at most 32 bits. `columns` [blocks] int64 names the tensor of each block of `block`.
     u = 0 falls into the underflow: the caller takes it out. Gaps are powers of two, so the octave is a difference
     of exponents and exact. No synchronisation.
     """
     info = torch.finfo(dtype)
     smallest_exponent = _exponent(info.smallest_normal)
-    gap_below_exponent = -_exponent(info.eps)
-    update = intended.contiguous().view(torch.int64)
-    value = visible_parameter.contiguous().view(torch.int64)
+    shift = _BIAS - _BIAS_32 + _exponent(info.eps)
+    value = visible_parameter.to(torch.float32).view(torch.int32)
     # An infinitesimal move towards zero lowers a power of two into the binade below; −1 in the bits does the same.
-    towards_zero = torch.bitwise_xor(update, value).bitwise_right_shift_(63)
-    exponent = torch.bitwise_and(value, _MAGNITUDE).add_(towards_zero).bitwise_right_shift_(_FRACTION_BITS)
-    exponent.clamp_(min=smallest_exponent + _BIAS)
-    octave = torch.bitwise_and(update, _MAGNITUDE).bitwise_right_shift_(_FRACTION_BITS).sub_(exponent)
+    towards_zero = intended.to(torch.float32).view(torch.int32).bitwise_xor(value).bitwise_right_shift_(31)
+    exponent = value.bitwise_and(_MAGNITUDE_32).add_(towards_zero).bitwise_right_shift_(_FRACTION_BITS_32)
+    exponent.clamp_(min=smallest_exponent + _BIAS_32)
+    magnitude = intended.view(torch.int64).bitwise_and(_MAGNITUDE)
+    octave = magnitude.bitwise_right_shift_(_FRACTION_BITS).to(torch.int32).sub_(exponent)
     first = HISTOGRAM_OCTAVES[0] - 1
-    bins = octave.clamp_(first - gap_below_exponent, first + BINS - 1 - gap_below_exponent)
-    offsets = columns * BINS + (gap_below_exponent - first)
+    bins = octave.clamp_(first + shift, first + BINS - 1 + shift)
+    offsets = columns.to(torch.int32) * BINS - (first + shift)
     bins.view(-1, block).add_(offsets.unsqueeze(1))
     counts = torch.zeros(count * BINS, dtype=torch.float64, device=intended.device)
-    ones = torch.ones(1, dtype=torch.float64, device=intended.device).expand(bins.numel())
-    return counts.scatter_add_(0, bins, ones).view(count, BINS).t()
+    ones = torch.ones(bins.numel(), dtype=torch.float64, device=intended.device)
+    return counts.scatter_add_(0, bins.to(torch.int64), ones).view(count, BINS).t()
 
 
 def _exponent(power_of_two: float) -> int:
-    return int(torch.tensor(power_of_two, dtype=torch.float64).log2().item())
+    return math.frexp(power_of_two)[1] - 1

@@ -10,17 +10,14 @@ from collage_agent.stats.segments import block_sums
 __all__ = ["state_decrement_block_sums"]
 
 
-def state_decrement_block_sums(
-    before: Tensor, intended: Tensor, observed: Tensor, left_out: Tensor, block: int
-) -> Tensor:
+def state_decrement_block_sums(states: Tensor, left_out: Tensor, block: int) -> Tensor:
     """Σ (|s after| − |s before|) observed, and intended, over the elements of each block whose |s| should shrink.
 
-    before, intended, observed: the stored state before, after the step in exact arithmetic, and as stored after
-    it, low component included: fp64 [slots]. `left_out` bool [slots]: elements that enter no sum.
-    Returns fp64 [2, blocks] in the state's unit, observed first. No synchronisation.
+    states [3, k, slots] fp64: |s| before, s after the step in exact arithmetic, and s as stored after it, of k
+    states, low components included; used as scratch. `left_out` uint8 [slots]: elements that enter no sum.
+    Returns fp64 [2, k, blocks] in the states' units, intended first. No synchronisation.
     """
-    size = before.abs()
-    changes = torch.stack((observed, intended)).abs_().sub_(size)
-    shrinks = changes[1].lt(0).logical_and_(left_out.logical_not())
+    changes = states[1:].abs_().sub_(states[:1])
+    shrinks = changes[0].lt(0).logical_and_(left_out.logical_not())
     changes.view(torch.int64).bitwise_and_(shrinks.to(torch.int64).neg_())
     return block_sums(changes, block)

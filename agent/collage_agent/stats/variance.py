@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from collage_agent.stats.segments import column_sums
+__all__ = ["product_rows", "ratio_variances"]
 
-__all__ = ["ratio_variances"]
+
+def product_rows(numerators: Tensor, denominators: Tensor) -> Tensor:
+    """A·A, B·B and A·B of each block, to be summed by tensor: [k·m + k + k·m, blocks] fp64.
+
+    numerators [k, m, blocks], denominators [k, blocks]: block totals; m numerators share a denominator.
+    """
+    shared = numerators * denominators.unsqueeze(1)
+    return torch.cat(((numerators * numerators).flatten(0, 1), denominators * denominators, shared.flatten(0, 1)))
 
 
 def ratio_variances(
-    blocks: Tensor,
-    pairs: Sequence[tuple[int, int]],
-    columns: Tensor,
-    sampled_blocks: Tensor,
-    population_blocks: Tensor,
+    products: Tensor, numerators: Tensor, denominators: Tensor, sampled_blocks: Tensor, population_blocks: Tensor
 ) -> Tensor:
     """N²(1 − n/N)/n · {s_AA, s_BB, s_AB} of each tensor's estimated totals A and B.
 
-    blocks [k, n_blocks] fp64: block totals; `pairs`: rows (numerator A, denominator B); columns [n_blocks] int64:
-    the tensor of each block; sampled_blocks n and population_blocks N, fp64 [tensors].
-    Returns fp64 [3, len(pairs), tensors] in the products' units. 0 where all blocks were taken, NaN where n = 1.
-    Two passes: the squares of the centred block totals, so nothing cancels. Cochran, Sampling Techniques, 2.
-    No synchronisation.
+    numerators [k, m, tensors], denominators [k, tensors] and products (`product_rows`) are sums over the sampled
+    blocks; sampled_blocks n and population_blocks N: fp64 [tensors].
+    Returns fp64 [3, k·m, tensors] in the products' units. 0 where all blocks were taken, NaN where n = 1.
+    Σ(a − ā)² = Σa² − (Σa)²/n in fp64: relative error about n·ε·ā²/s², so a spread below 1e-7 of the mean is lost,
+    where the interval has no width to speak of. Cochran, Sampling Techniques, 2. No synchronisation.
     """
-    count = len(sampled_blocks)
-    used = sorted({row for pair in pairs for row in pair})
-    values = blocks[used]
-    means = column_sums(values, columns, count) / sampled_blocks
-    centred = values - means.index_select(1, columns)
-    numerators = [used.index(a) for a, _ in pairs]
-    denominators = [used.index(b) for _, b in pairs]
-    left, right = centred[numerators], centred[denominators]
-    products = torch.cat((left * left, right * right, left * right))
+    k, m, tensors = numerators.shape
     n, total = sampled_blocks, population_blocks
+    centred = products - product_rows(numerators, denominators) / n
     factor = total * (total - n) / (n * (n - 1))
     factor = torch.where(n == total, torch.zeros_like(factor), factor)
     factor = torch.where((n == 1) & (total > 1), torch.full_like(factor, torch.nan), factor)
-    return (column_sums(products, columns, count) * factor).view(3, len(pairs), count)
+    scaled = centred * factor
+    of_numerators, of_products = scaled[: k * m], scaled[k * m + k :]
+    of_denominators = scaled[k * m : k * m + k].unsqueeze(1).expand(k, m, tensors).reshape(k * m, tensors)
+    return torch.stack((of_numerators.clamp(min=0.0), of_denominators.clamp(min=0.0), of_products))

@@ -1,0 +1,136 @@
+"""What the benchmarks share: the command line, the table of medians and ranges, machine and versions, the gate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Figure", "Options", "main", "parse_options", "print_table", "versions"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured quantity: a value a round. `limit` is what the median must not exceed, None without a gate."""
+
+    name: str
+    unit: str
+    values: tuple[float, ...]
+    limit: float | None = None
+
+    @property
+    def median(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(self.values)
+
+    @property
+    def missed(self) -> bool:
+        """Whether the stated ratio is missed."""
+        return self.limit is not None and self.median > self.limit
+
+
+@dataclass(frozen=True)
+class Options:
+    """Command line of a benchmark: `gate` runs only the gated pairs and makes a miss an error."""
+
+    gate: bool
+    json: Path | None
+    seed: int
+    rounds: int | None
+
+
+@dataclass
+class Outcome:
+    """All that is kept of a run, beside the machine and the versions."""
+
+    benchmark: str
+    seed: int
+    notes: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+
+def parse_options(description: str, arguments: Sequence[str] | None = None) -> Options:
+    """The options that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--gate", action="store_true", help="end with 1 when a stated ratio is missed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions, seed and figures")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=None, help="rounds of each alternative")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def main(
+    name: str,
+    description: str,
+    measure: Callable[[Options], tuple[list[str], list[Figure]]],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run a benchmark: measure, print the table, write the file; the exit status, 1 for a gate that is missed."""
+    options = parse_options(description, arguments)
+    notes, figures = measure(options)
+    print_table(name, notes, figures)
+    if options.json is not None:
+        outcome = asdict(Outcome(name, options.seed, notes, figures))
+        options.json.write_text(json.dumps({**outcome, "machine": machine(), "versions": versions()}, indent=2))
+    missed = [figure for figure in figures if figure.missed]
+    for figure in missed:
+        print(
+            f"missed: {figure.name}: {figure.median:.4g} {figure.unit}, at most {figure.limit:.4g}", file=sys.stderr
+        )
+    return 1 if options.gate and missed else 0
+
+
+def print_table(name: str, notes: Sequence[str], figures: Sequence[Figure]) -> None:
+    """Medians and ranges, one line a figure."""
+    info = machine()
+    print(f"{name} on {info['processor']} ({info['cores']} cores), {info['python']}")
+    for note in notes:
+        print(f"  {note}")
+    width = max((len(figure.name) for figure in figures), default=0)
+    print(f"{'':{width}}  {'median':>10}  {'lowest':>10}  {'highest':>10}  {'limit':>8}  unit")
+    for figure in figures:
+        limit = "" if figure.limit is None else f"{figure.limit:.4g}"
+        numbers = "  ".join(f"{x:10.4g}" for x in (figure.median, min(figure.values), max(figure.values)))
+        mark = " MISSED" if figure.missed else ""
+        print(f"{figure.name:{width}}  {numbers}  {limit:>8}  {figure.unit}{mark}")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, system and interpreter."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": f"Python {platform.python_version()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed libraries whose speed can show in a figure."""
+    names = ("collage-monitor", "fastapi", "msgspec", "numpy", "sqlalchemy", "torch", "uvicorn")
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor"
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

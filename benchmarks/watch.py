@@ -1,0 +1,262 @@
+"""What watching costs: CPU of the agent's hooks over CPU of the training step, beside what people do today.
+
+A bf16 byte-level GPT of about 10 million parameters, one thread. One process trains it; rounds of each alternative
+take turns, so that they meet the same machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from collage_agent.watch import Watch, watch
+from torch import nn
+from torch.optim import Optimizer
+
+from benchmarks._harness import Figure, Options, main
+
+CONTEXT, BATCH, VOCABULARY = 128, 8, 256
+WIDTH, LAYERS, HEADS = 384, 6, 6
+DEFAULT_ROUND, EVERY_STEP_ROUND = 10, 5
+GATE_ROUNDS, ROUNDS = 8, 10
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.attention(self.norm_attention(x)).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.project(mixed)
+        return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
+
+
+class Gpt(nn.Module):
+    """A byte-level GPT with a tied embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.position.weight
+        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+
+class Training:
+    """The model, its optimizer, and one training step at a time."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = Gpt().to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-4, weight_decay=0.1)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self) -> None:
+        """Forward, backward, optimizer."""
+        tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=self.generator)
+        logits = self.model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+
+
+class Method(Protocol):
+    """Something that looks at every optimizer step while it is attached."""
+
+    def remove(self) -> None:
+        """Stop looking."""
+
+
+class ItemLoop:
+    """As people do today: norms and changed elements of each whole tensor, read back one by one."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._named = list(model.named_parameters())
+        self._before: dict[str, torch.Tensor] = {}
+        self.seen: dict[str, float] = {}
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def _before_step(self, *_: Any) -> None:
+        self._before = {name: parameter.detach().clone() for name, parameter in self._named}
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for name, parameter in self._named:
+            if parameter.grad is not None:
+                self.seen[f"{name}.grad_norm"] = parameter.grad.norm().item()
+            self.seen[f"{name}.norm"] = parameter.norm().item()
+            self.seen[f"{name}.change"] = (parameter - self._before[name]).float().norm().item()
+            self.seen[f"{name}.unchanged"] = (parameter == self._before[name]).sum().item()
+
+
+class HistogramLoop:
+    """As experiment trackers do: a histogram of each weight and each gradient tensor."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._named = list(model.named_parameters())
+        self.seen: dict[str, list[float]] = {}
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for name, parameter in self._named:
+            self.seen[name] = torch.histc(parameter.float(), 64).tolist()
+            if parameter.grad is not None:
+                self.seen[f"{name}.grad"] = torch.histc(parameter.grad.float(), 64).tolist()
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way of watching, how many steps a round takes, and the ratio that it must keep."""
+
+    name: str
+    attach: Callable[[Training], Method]
+    steps: int
+    limit: float | None = None
+
+
+ALTERNATIVES = (
+    Alternative(
+        "watch(), defaults: every 10th step, 4096 a tensor", lambda t: watch(t.model, t.optimizer), 10, 0.005
+    ),
+    Alternative(
+        "watch(every=1, sample=2048, budget=None)",
+        lambda t: watch(t.model, t.optimizer, every=1, sample=2048, budget=None),
+        EVERY_STEP_ROUND,
+        0.02,
+    ),
+    Alternative(
+        "watch(every=1, sample=2048, budget=None, oracle=True)",
+        lambda t: watch(t.model, t.optimizer, every=1, sample=2048, budget=None, oracle=True),
+        EVERY_STEP_ROUND,
+    ),
+    Alternative("a loop of .item() over whole tensors, every step", lambda t: ItemLoop(t.model, t.optimizer), 3),
+    Alternative(
+        "histograms of weights and gradients, every step", lambda t: HistogramLoop(t.model, t.optimizer), 3
+    ),
+)
+
+
+@contextmanager
+def hooks_timed(optimizer: Optimizer) -> Iterator[list[float]]:
+    """Add up the CPU seconds that the optimizer's step hooks take; the list's one entry is the sum."""
+    spent = [0.0]
+    hooks: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    originals = [dict(table) for table in hooks]
+
+    def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            started = time.thread_time()
+            result = hook(*arguments)
+            spent[0] += time.thread_time() - started
+            return result
+
+        return run
+
+    for table in hooks:
+        for key, hook in list(table.items()):
+            table[key] = timed(hook)
+    try:
+        yield spent
+    finally:
+        for table, original in zip(hooks, originals, strict=True):
+            table.clear()
+            table.update(original)
+
+
+def round_of(training: Training, alternative: Alternative, method: Method) -> tuple[float, float]:
+    """(hooks over the rest of the step, hook milliseconds a step) of one round."""
+    del method
+    with hooks_timed(training.optimizer) as spent:
+        started = time.process_time()
+        for _ in range(alternative.steps):
+            training.step()
+        total = time.process_time() - started
+    return spent[0] / (total - spent[0]), 1e3 * spent[0] / alternative.steps
+
+
+def measure(options: Options) -> tuple[list[str], list[Figure]]:
+    """Alternated rounds of every alternative; only the gated ones under --gate."""
+    torch.set_num_threads(1)
+    training = Training(options.seed)
+    chosen = [entry for entry in ALTERNATIVES if entry.limit is not None or not options.gate]
+    for _ in range(3):
+        training.step()
+    rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
+    ratios: dict[str, list[float]] = {entry.name: [] for entry in chosen}
+    milliseconds: dict[str, list[float]] = {entry.name: [] for entry in chosen}
+    steps: list[float] = []
+    switched_on: list[str] = []
+    for _ in range(rounds):
+        started = time.process_time()
+        training.step()
+        steps.append(1e3 * (time.process_time() - started))
+        for entry in chosen:
+            method = entry.attach(training)
+            _warm_up(training, method)
+            ratio, spent = round_of(training, entry, method)
+            method.remove()
+            ratios[entry.name].append(ratio)
+            milliseconds[entry.name].append(spent)
+            if isinstance(method, Watch):
+                switched_on = sorted(method.summary()["model"])
+    notes = [
+        f"bf16 GPT, {training.parameters / 1e6:.1f} M parameters, {BATCH} x {CONTEXT} tokens, AdamW, one thread, "
+        f"step {statistics.median(steps):.0f} ms without hooks; {rounds} rounds, taking turns",
+        f"statistics switched on: {', '.join(switched_on)}",
+    ]
+    figures = []
+    for entry in chosen:
+        figures.append(Figure(entry.name, "hook CPU / step CPU", tuple(ratios[entry.name]), entry.limit))
+        figures.append(Figure("", "ms a step", tuple(milliseconds[entry.name])))
+    return notes, figures
+
+
+def _warm_up(training: Training, method: Method) -> None:
+    """Up to two measured steps: planning and first allocations happen once in a run and are not what is asked."""
+    if not isinstance(method, Watch):
+        training.step()
+        return
+    while method.step is None or method.step % method.options.every:
+        training.step()
+    for _ in range(2 * (method.options.every == 1)):
+        training.step()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("benchmarks.watch", "What watching an optimizer costs.", measure))

@@ -1,0 +1,71 @@
+"""Training with the agent is bit for bit training without it: weights, states, losses, random states."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from collage_agent.optim import CollageAdamW
+from collage_agent.watch import watch
+
+from tests.agent.training import gpt_loss, small_gpt, train
+
+STEPS = 50
+OPTIMIZERS = {
+    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "CollageAdamW plus": lambda p: CollageAdamW(p, lr=1e-3, strategy="plus"),
+    "CollageAdamW light, storage": lambda p: CollageAdamW(p, lr=1e-3, strategy="light", arithmetic="storage"),
+    "CollageAdamW master-weights": lambda p: CollageAdamW(p, lr=1e-3, strategy="master-weights"),
+}
+
+
+def run(make, watched: bool, scheduled: bool = False, **options):
+    random.seed(1)
+    np.random.seed(1)
+    model = small_gpt()
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) if scheduled else None
+    handle = watch(model, optimizer, budget=None, **options) if watched else None
+    losses = train(model, optimizer, STEPS, gpt_loss, scheduler=scheduler)
+    if handle is not None:
+        assert handle.summary()["model"]["edq_ratio"] is not None
+    weights = [p.detach().clone() for p in model.parameters()]
+    states = [dict(optimizer.state[p]) for p in model.parameters()]
+    numpy_state: Any = np.random.get_state()
+    return losses, weights, states, (torch.get_rng_state(), random.getstate(), numpy_state[1].tolist())
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    for mine, theirs in zip(one[1], other[1], strict=True):
+        assert torch.equal(bits(mine), bits(theirs))
+    for mine, theirs in zip(one[2], other[2], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(bits(value), bits(theirs[key])), key
+            else:
+                assert value == theirs[key]
+    assert torch.equal(one[3][0], other[3][0])
+    assert one[3][1:] == other[3][1:]
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fifty_steps_are_bit_identical_with_and_without_the_agent(name):
+    make = OPTIMIZERS[name]
+    assert_same(run(make, watched=False), run(make, watched=True, every=1, sample=512, oracle=True))
+
+
+def test_a_schedule_is_left_alone_too():
+    make = OPTIMIZERS["AdamW foreach"]
+    assert_same(run(make, False, scheduled=True), run(make, True, scheduled=True, every=3, sample=512, oracle=True))
