@@ -16,7 +16,7 @@ from collage_server.auth import Access
 from collage_server.components import Components
 from collage_server.description import add_description
 from collage_server.failures import add_error_handlers
-from collage_server.ingest import InFlight, IngestCounters, StreamRegistry, Writer
+from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.middleware import AccessControl, RequestIdentity
 from collage_server.settings import Settings
 from collage_server.store import SqliteStore, Store
@@ -56,10 +56,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     components: Components = app.state.components
     await asyncio.to_thread(components.store.open)
     components.writer.start(asyncio.get_running_loop())
+    components.sealer.start()
     try:
         yield
     finally:
         await components.writer.stop(components.settings.shutdown_seconds)
+        await asyncio.to_thread(components.sealer.stop, components.settings.shutdown_seconds)
         await asyncio.to_thread(components.store.close)
 
 
@@ -69,6 +71,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         settings=settings,
         store=store,
         writer=Writer(store, counters, clock=clock, commit_bytes=settings.commit_bytes),
+        sealer=Sealer(store, clock=clock, interval_seconds=settings.seal_interval_seconds),
         registry=StreamRegistry(store.stream_record),
         counters=counters,
         in_flight=InFlight(settings.in_flight_bytes),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
-from collage_server.ingest import InFlight, IngestCounters, StreamRegistry, Writer
+from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.settings import Settings
 from collage_server.store import Store
 
@@ -21,6 +21,7 @@ class Components:
     settings: Settings
     store: Store
     writer: Writer
+    sealer: Sealer
     registry: StreamRegistry
     counters: IngestCounters
     in_flight: InFlight

@@ -15,9 +15,10 @@ from prometheus_client.registry import Collector
 
 from collage_monitor import __version__
 from collage_monitor.wire import Number
+from collage_server.api.parameters import worst_of
 from collage_server.components import Components
 from collage_server.ingest.counters import COMMIT_BUCKETS
-from collage_server.queries import latest_answer
+from collage_server.queries import WORST_LAYERS, latest_answer
 from collage_server.store import RunQuery, RunRecord
 
 __all__ = ["MODEL_GAUGES", "SCALAR_GAUGES", "exposition"]
@@ -101,7 +102,9 @@ class _Families:
     def add(self, record: RunRecord, components: Components) -> None:
         """One run's series."""
         labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
-        latest = latest_answer(record, components.store.latest(record.run_id))
+        point = components.store.latest(record.run_id)
+        worst = worst_of(components.store, record.run_id, point, "edq_ratio", WORST_LAYERS)
+        latest = latest_answer(record, point, worst)
         for name in MODEL_GAUGES:
             self._set(name, labels, latest.model.get(name))
         for name in SCALAR_GAUGES:

@@ -44,6 +44,7 @@ class Settings:
     in_flight_bytes: int = 128 * 2**20
     commit_bytes: int = 16 * 2**20
     stale_after_seconds: float = 600.0
+    seal_interval_seconds: float = 5.0
     shutdown_seconds: float = 10.0
     busy_timeout_seconds: float = 30.0
 
@@ -54,7 +55,13 @@ class Settings:
             raise SettingsError(
                 f"--no-auth serves loopback only, not host {self.host!r}; pass --token-file instead"
             )
-        for name in ("body_bytes", "in_flight_bytes", "commit_bytes", "stale_after_seconds"):
+        for name in (
+            "body_bytes",
+            "in_flight_bytes",
+            "commit_bytes",
+            "stale_after_seconds",
+            "seal_interval_seconds",
+        ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
 

@@ -43,13 +43,15 @@ def compare(
 def _compared(
     components: Components, record: RunRecord, metric: str, points: int, axis: parameters.AxisName
 ) -> wire.ComparedRun:
-    measured = components.store.model_points(record.run_id, None, Selection())
-    scalars = components.store.scalar_points(record.run_id, None, Selection())
-    positions = parameters.positions_of(components, record, axis, scalars)
+    shown = metric if parameters.is_metric(metric) else None
+    measured = components.store.model_points(record.run_id, None, Selection(points=points, extremes_of=shown))
+    positions = parameters.positions_of(components, record, axis)
     if parameters.is_metric(metric):
         series = queries.metric_series(record.run_id, metric, measured, points, positions)
     else:
-        logged = scalars.get(metric, _NOTHING)
+        found = components.store.scalar_points(record.run_id, (metric,), Selection())
+        logged = found.get(metric, _NOTHING)
         series = queries.scalar_series(record.run_id, metric, logged, points, positions)
     state = queries.state_of(record, components.clock(), components.settings.stale_after_seconds)
-    return queries.compared_run(record, state, series, measured, scalars)
+    newest = components.store.newest_scalars(record.run_id, queries.MEAN_OF_LAST)
+    return queries.compared_run(record, state, series, measured, newest)

@@ -38,5 +38,5 @@ def get_heatmap(
         raise Unprocessable(
             f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
         )
-    measured = store.layer_points(run_id, keys, Selection())
+    measured = store.layer_points(run_id, keys, Selection(points=points))
     return answer(queries.heatmap(run_id, metric, measured, points, order))

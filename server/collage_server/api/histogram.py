@@ -36,7 +36,7 @@ def get_histogram(
         raise Unprocessable(f"no histogram is called {name!r}; there are: {', '.join(known)}", field="name")
     components = components_of(request)
     keys = tuple(f"{name}/{label}" for label in HISTOGRAM_LABELS)
-    selection = Selection() if step is None else _at_or_before(components, run_id, step)
+    selection = Selection(points=1) if step is None else _at_or_before(components, run_id, step)
     measured = _read(components, run_id, keys, selection, layer)
     return answer(queries.histogram(run_id, name, measured, layer, merged=step is None))
 

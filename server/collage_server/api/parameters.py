@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import Path, Query
 
+from collage_monitor import wire
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, SCALARS, metric, split_key
 from collage_monitor.statistics import reduce_shards
 from collage_server.components import Components
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.queries import Positions
-from collage_server.store import Points, RunRecord, ScalarPoints, Selection
+from collage_server.queries import Positions, statistics_for, worst_layers
+from collage_server.store import LatestPoint, Points, RunRecord, ScalarPoints, Selection, Store
 
 __all__ = [
     "AxisName",
@@ -32,6 +33,7 @@ __all__ = [
     "layer_points",
     "one_layer",
     "positions_of",
+    "worst_of",
 ]
 
 _MOST_POINTS = 10_000
@@ -78,14 +80,11 @@ def known_scalars(key: str, records: list[RunRecord]) -> None:
         )
 
 
-def positions_of(components: Components, record: RunRecord, axis: AxisName, scalars: Any = None) -> Positions:
-    """Where the run's steps stand on an axis; `scalars` may hold the run's logged values already."""
+def positions_of(components: Components, record: RunRecord, axis: AxisName) -> Positions:
+    """Where the run's steps stand on an axis."""
     tokens: ScalarPoints | None = None
     if axis == "tokens":
-        known = scalars
-        if known is None:
-            known = components.store.scalar_points(record.run_id, ("tokens",), Selection())
-        tokens = known.get("tokens")
+        tokens = components.store.scalar_points(record.run_id, ("tokens",), Selection()).get("tokens")
     return Positions(axis, record.first_time or 0.0, tokens)
 
 
@@ -111,6 +110,14 @@ def layer_points(
 def one_layer(points: Points) -> Points:
     """The layers of these points merged as shards."""
     return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), layers=[])
+
+
+def worst_of(store: Store, run_id: str, point: LatestPoint | None, key: str, k: int) -> list[wire.WorstLayer]:
+    """The k layers worst in a metric at the newest measured step."""
+    if point is None:
+        return []
+    at = Selection(first_step=point.step, last_step=point.step)
+    return worst_layers(key, store.layer_points(run_id, statistics_for(key, intervals=False), at), k)
 
 
 def _matching(components: Components, run_id: str, pattern: str) -> list[str]:

@@ -36,7 +36,7 @@ def get_series(
     """A metric of the model, of one layer, or of layers matching a glob; or a logged scalar."""
     components = components_of(request)
     record = components.store.run(run_id)
-    selection = Selection(rank=rank, first_step=first_step, last_step=last_step)
+    selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=points, extremes_of=metric)
     if not parameters.is_metric(metric):
         if layer is not None or pattern is not None:
             raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")

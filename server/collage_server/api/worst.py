@@ -12,7 +12,6 @@ from collage_monitor import wire
 from collage_server.api import parameters
 from collage_server.api.answers import answer, describes
 from collage_server.components import components_of
-from collage_server.queries.latest import worst
 
 __all__ = ["router"]
 
@@ -27,5 +26,6 @@ def get_worst(
     k: Annotated[int, Query(ge=1, le=1000)] = 10,
 ) -> Response:
     """The k layers worst in a metric: lowest where 1 is ideal, |1 − x| against the oracle, else highest."""
-    point = components_of(request).store.latest(run_id)
-    return answer(worst(point, parameters.checked_metric(metric), k))
+    store = components_of(request).store
+    key = parameters.checked_metric(metric)
+    return answer(parameters.worst_of(store, run_id, store.latest(run_id), key, k))

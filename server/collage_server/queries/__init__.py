@@ -1,16 +1,18 @@
 """From stored points to answers: pure functions, no database, no web."""
 
-from collage_server.queries.compare import compared_run
+from collage_server.queries.compare import MEAN_OF_LAST, compared_run
 from collage_server.queries.finished import number, numbers
 from collage_server.queries.heatmap import heatmap
 from collage_server.queries.histogram import histogram
-from collage_server.queries.latest import latest_answer, run_answer, state_of
+from collage_server.queries.latest import WORST_LAYERS, latest_answer, run_answer, state_of
 from collage_server.queries.needs import statistics_for
 from collage_server.queries.series import Positions, metric_series, scalar_series
 from collage_server.queries.worst import worst_layers, worst_order
 
 __all__ = [
+    "MEAN_OF_LAST",
     "Positions",
+    "WORST_LAYERS",
     "compared_run",
     "heatmap",
     "histogram",

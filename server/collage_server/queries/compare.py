@@ -11,7 +11,7 @@ from collage_monitor import wire
 from collage_monitor.statistics import finish_all, reduce_steps
 from collage_monitor.wire import Number
 from collage_server.queries.finished import numbers
-from collage_server.store.contract import Points, RunRecord, ScalarPoints
+from collage_server.store.contract import FloatArray, Points, RunRecord
 
 __all__ = ["MEAN_OF_LAST", "compared_run"]
 
@@ -23,9 +23,9 @@ def compared_run(
     state: str,
     series: wire.Series,
     points: Points,
-    scalars: Mapping[str, ScalarPoints],
+    newest: Mapping[str, FloatArray],
 ) -> wire.ComparedRun:
-    """The run beside others; `points` are all measured points of the model."""
+    """The run beside others; `points` are all points of the model, `newest` its last logged values."""
     return wire.ComparedRun(
         run_id=record.run_id,
         name=record.name,
@@ -37,7 +37,7 @@ def compared_run(
         series=series,
         merged=_merged(points),
         scalars=record.scalars,
-        mean_scalars={name: _mean(entry) for name, entry in scalars.items() if len(entry.values)},
+        mean_scalars={name: _mean(values) for name, values in newest.items()},
     )
 
 
@@ -48,6 +48,6 @@ def _merged(points: Points) -> dict[str, Number | None]:
         return numbers(finish_all(reduce_steps(points.totals, axis=0)))
 
 
-def _mean(points: ScalarPoints) -> Number:
+def _mean(values: FloatArray) -> Number:
     with np.errstate(invalid="ignore", over="ignore"):
-        return wire.to_number(float(points.values[-MEAN_OF_LAST:].mean()))
+        return wire.to_number(float(values[-MEAN_OF_LAST:].mean()))

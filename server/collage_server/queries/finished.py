@@ -31,10 +31,18 @@ def finished_interval(key: str, totals: Totals) -> tuple[FloatArray, FloatArray]
         return interval(key, totals)
 
 
-def bucket_starts(count: int, points: int) -> NDArray[np.intp]:
-    """First indices of at most `points` buckets of equally many measured points each; the last may be shorter."""
-    size = max(-(-count // points), 1)
-    return np.arange(0, count, size, dtype=np.intp)
+def bucket_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
+    """First indices of at most `points` buckets of equally many measured points each; the last may be shorter.
+
+    `counts` says how many measured points each point merges already; a bucket holds whole points only.
+    """
+    if not len(counts):
+        return np.zeros(0, dtype=np.intp)
+    before = np.cumsum(counts) - counts
+    coarsest = int(counts.max())
+    size = max(-(-int(counts.sum()) // points), 1)
+    bucket = before // (-(-size // coarsest) * coarsest)
+    return np.flatnonzero(np.diff(bucket, prepend=-1)).astype(np.intp)
 
 
 def values(array: FloatArray) -> list[Number | None]:

@@ -18,7 +18,7 @@ __all__ = ["heatmap"]
 def heatmap(run_id: str, metric: str, points: Points, count: int, order: Literal["depth", "worst"]) -> wire.Heatmap:
     """values[layer][point] of points whose totals are [points, layers]; "worst" judges the whole run merged."""
     size, layers = len(points.steps), len(points.layers)
-    starts = bucket_starts(size, count)
+    starts = bucket_starts(points.counts, count)
     ends = np.append(starts[1:], size)[: len(starts)] - 1
     merged = reduce_steps(points.totals, axis=0, starts=starts) if size else dict(points.totals)
     table = finished(metric, merged, (len(starts), layers)).T
@@ -30,7 +30,7 @@ def heatmap(run_id: str, metric: str, points: Points, count: int, order: Literal
         run_id=run_id,
         metric=metric,
         layers=[points.layers[row] for row in rows],
-        first_steps=points.steps[starts].tolist(),
+        first_steps=points.first_steps[starts].tolist(),
         steps=points.steps[ends].tolist(),
         values=[values(table[row]) for row in rows],
     )

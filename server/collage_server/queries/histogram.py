@@ -29,7 +29,7 @@ def histogram(run_id: str, name: str, points: Points, layer: str | None, *, merg
         run_id=run_id,
         name=name,
         layer=layer,
-        first_step=int(points.steps[0 if merged else -1]) if size else None,
+        first_step=int(points.first_steps[0 if merged else -1]) if size else None,
         step=int(points.steps[-1]) if size else None,
         labels=list(HISTOGRAM_LABELS),
         counts=values(counts),

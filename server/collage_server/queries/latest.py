@@ -9,11 +9,10 @@ import numpy as np
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import Number
-from collage_server.queries.finished import finished, numbers
-from collage_server.queries.worst import worst_layers
+from collage_server.queries.finished import numbers
 from collage_server.store.contract import LatestPoint, RunRecord
 
-__all__ = ["WORST_LAYERS", "latest_answer", "model_metrics", "run_answer", "state_of", "worst"]
+__all__ = ["WORST_LAYERS", "latest_answer", "model_metrics", "run_answer", "state_of"]
 
 WORST_LAYERS: Final = 3
 State = Literal["running", "finished", "failed", "stale"]
@@ -36,14 +35,7 @@ def model_metrics(point: LatestPoint | None) -> dict[str, Number | None]:
         return numbers(finish_all(point.model))
 
 
-def worst(point: LatestPoint | None, key: str, k: int) -> list[wire.WorstLayer]:
-    """The k worst layers of the newest measured step."""
-    if point is None or not point.layer_totals:
-        return []
-    return worst_layers(key, point.layers, finished(key, point.layer_totals, (len(point.layers),)), k)
-
-
-def latest_answer(record: RunRecord, point: LatestPoint | None) -> wire.Latest:
+def latest_answer(record: RunRecord, point: LatestPoint | None, worst: list[wire.WorstLayer]) -> wire.Latest:
     """The newest measured step and the newest scalars."""
     return wire.Latest(
         run_id=record.run_id,
@@ -51,7 +43,7 @@ def latest_answer(record: RunRecord, point: LatestPoint | None) -> wire.Latest:
         time=None if point is None else point.time,
         model=model_metrics(point),
         scalars=record.scalars,
-        worst=worst(point, "edq_ratio", WORST_LAYERS),
+        worst=worst,
     )
 
 

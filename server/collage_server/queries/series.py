@@ -44,8 +44,8 @@ def metric_series(
 ) -> wire.Series:
     """The metric of points whose totals are one-dimensional; minimum and maximum are those of single steps."""
     size = len(points.steps)
-    starts = bucket_starts(size, count)
-    single = finished(metric, points.totals, (size,))
+    starts = bucket_starts(points.counts, count)
+    low, high = _extremes(metric, points)
     merged = reduce_steps(points.totals, axis=0, starts=starts) if size else dict(points.totals)
     bounds = finished_interval(metric, merged)
     ends = _ends(starts, size)
@@ -54,12 +54,12 @@ def metric_series(
         metric=metric,
         layer=layer,
         axis=positions.axis,
-        first_steps=points.steps[starts].tolist(),
+        first_steps=points.first_steps[starts].tolist(),
         steps=points.steps[ends].tolist(),
         positions=values(positions.of(points.steps[ends], points.times[ends])),
         values=values(finished(metric, merged, (len(starts),))),
-        minimum=values(_reduce(np.fmin, single, starts)),
-        maximum=values(_reduce(np.fmax, single, starts)),
+        minimum=values(_reduce(np.fmin, low, starts)),
+        maximum=values(_reduce(np.fmax, high, starts)),
         low=None if bounds is None else values(bounds[0]),
         high=None if bounds is None else values(bounds[1]),
         ranks=_fewest(points.ranks, starts),
@@ -69,7 +69,7 @@ def metric_series(
 
 def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, positions: Positions) -> wire.Series:
     """A logged scalar: mean, minimum and maximum in each bucket. A logged NaN stays NaN, it is not undefined."""
-    starts = bucket_starts(len(points.steps), count)
+    starts = bucket_starts(np.ones(len(points.steps), dtype=np.int64), count)
     ends = _ends(starts, len(points.steps))
     sizes = np.diff(np.append(starts, len(points.steps)))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -86,6 +86,16 @@ def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, posi
         minimum=_logged(_reduce(np.fmin, points.values, starts)),
         maximum=_logged(_reduce(np.fmax, points.values, starts)),
     )
+
+
+def _extremes(metric: str, points: Points) -> tuple[FloatArray, FloatArray]:
+    """The metric's minimum and maximum over the single steps of each point."""
+    single = finished(metric, points.totals, (len(points.steps),))
+    if metric not in points.extremes:
+        return single, single
+    low, high = points.extremes[metric]
+    one = points.counts == 1
+    return np.where(one, single, low), np.where(one, single, high)
 
 
 def _logged(array: FloatArray) -> list[Number | None]:

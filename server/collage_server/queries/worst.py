@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -10,7 +9,8 @@ from numpy.typing import NDArray
 
 from collage_monitor import wire
 from collage_monitor.metrics import metric, split_key
-from collage_server.queries.finished import number
+from collage_server.queries.finished import finished, number
+from collage_server.store.contract import Points
 
 __all__ = ["worst_layers", "worst_order"]
 
@@ -30,8 +30,12 @@ def worst_order(key: str, values: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.argsort(-np.where(np.isnan(badness), -np.inf, badness), kind="stable")
 
 
-def worst_layers(key: str, layers: Sequence[str], values: NDArray[np.float64], k: int) -> list[wire.WorstLayer]:
-    """The k worst layers in which the metric is defined."""
+def worst_layers(key: str, points: Points, k: int) -> list[wire.WorstLayer]:
+    """The k worst layers, of those in which the metric is defined, at the last of the points."""
+    layers = points.layers
+    if not len(points.steps):
+        return []
+    values = finished(key, {name: array[-1] for name, array in points.totals.items()}, (len(layers),))
     order = [index for index in worst_order(key, values) if not np.isnan(values[index])]
     return [
         wire.WorstLayer(layer=layers[index], metric=key, value=number(float(values[index]))) for index in order[:k]

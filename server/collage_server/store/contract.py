@@ -20,6 +20,7 @@ __all__ = [
     "RunQuery",
     "RunRecord",
     "ScalarPoints",
+    "SealLimits",
     "Selection",
     "Store",
     "StreamRecord",
@@ -116,26 +117,37 @@ class RunPageRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which points of a run are read; both ends inclusive, None is open. `rank` None merges all ranks."""
+    """Which points of a run are read, and how fine.
+
+    Both ends are inclusive, None is open. `rank` None merges all ranks. `points` is how many are wanted at most:
+    points that are merged already may then stand for several measured ones, never so many that fewer than half of
+    those wanted are left. `extremes_of` names a metric whose extremes over the single steps are needed beside it.
+    """
 
     rank: int | None = None
     first_step: int | None = None
     last_step: int | None = None
+    points: int | None = None
+    extremes_of: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Points:
-    """Measured points of a run, oldest first, ranks merged.
+    """Points of a run, oldest first, ranks merged. A point merges `counts` measured steps, `first_steps` … `steps`.
 
-    `steps`, `times` (Unix seconds) and `ranks` (ranks that reported) have shape [points]; each total has
-    [points] for the model, [points, layers] where `layers` names them. NaN is "not reported".
+    `times` (Unix seconds), `ranks` (the fewest that reported one of its steps) and all others have shape [points];
+    each total has [points] for the model, [points, layers] where `layers` names them. NaN is "not reported".
+    `extremes`: metric → (minimum, maximum) of it over the single steps of each point, where points merge several.
     """
 
+    first_steps: IntArray
     steps: IntArray
     times: FloatArray
     ranks: IntArray
+    counts: IntArray
     world_size: int
     totals: dict[str, FloatArray]
+    extremes: dict[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
 
 
@@ -153,15 +165,28 @@ class ScalarPoints:
         return cls(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LatestPoint:
-    """The newest measured step of a run: model totals (0-dimensional) and layer totals [layers]."""
+    """The newest measured step of a run, with the model's totals (0-dimensional)."""
 
     step: int
     time: float
     model: dict[str, FloatArray]
-    layer_totals: dict[str, FloatArray]
-    layers: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealLimits:
+    """When the journal becomes chunks: every `points` measured points, or earlier by bytes or rows.
+
+    `slice_rows` bounds what one write transaction holds, so that acknowledgements do not wait.
+    """
+
+    points: int = 256
+    bytes: int = 64 * 2**20
+    rows: int = 8192
+    late_rows: int = 64
+    slice_rows: int = 6
+    delete_rows: int = 64
 
 
 class Store(Protocol):
@@ -212,6 +237,12 @@ class Store(Protocol):
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Store all groups in one transaction; durable when it returns."""
 
+    def seal(self, run_id: str, now: float) -> bool:
+        """Turn some of the run's journal into chunks; True if there was something to do."""
+
+    def journal_runs(self) -> list[str]:
+        """Runs that have reports in the journal."""
+
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""
 
@@ -224,6 +255,9 @@ class Store(Protocol):
         self, run_id: str, names: Collection[str] | None, selection: Selection
     ) -> dict[str, ScalarPoints]:
         """Logged values by name, only `names` (None: all)."""
+
+    def newest_scalars(self, run_id: str, count: int) -> dict[str, FloatArray]:
+        """The last `count` logged values by name, oldest first."""
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step, None before the first."""

@@ -13,8 +13,9 @@ from sqlalchemy import Connection, Engine, text
 
 from collage_monitor import wire
 from collage_server.errors import StoreUnusable
-from collage_server.store import journal, latest, reading, runs, streams
+from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
 from collage_server.store.contract import (
+    FloatArray,
     GroupOutcome,
     LatestPoint,
     Points,
@@ -23,6 +24,7 @@ from collage_server.store.contract import (
     RunQuery,
     RunRecord,
     ScalarPoints,
+    SealLimits,
     Selection,
     StreamRecord,
 )
@@ -36,8 +38,10 @@ _CACHED_RUNS: Final = 1000
 class SqlStore(ABC):
     """Implements `Store`; reads see one snapshot each, writes are one transaction each."""
 
-    def __init__(self, stale_after_seconds: float) -> None:
+    def __init__(self, stale_after_seconds: float, limits: SealLimits) -> None:
         self._stale_after_seconds = stale_after_seconds
+        self._limits = limits
+        self._seal_lock = Lock()
         self._engine: Engine | None = None
         self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
         self._newest_lock = Lock()
@@ -161,7 +165,31 @@ class SqlStore(ABC):
     ) -> dict[str, ScalarPoints]:
         """Logged values by name, only `names` (None: all)."""
         with self._reading() as connection:
-            return reading.read_scalar_points(connection, run_id, names, selection)
+            return scalars.read_scalar_points(connection, run_id, names, selection)
+
+    def newest_scalars(self, run_id: str, count: int) -> dict[str, FloatArray]:
+        """The last `count` logged values by name, oldest first."""
+        with self._reading() as connection:
+            return scalars.read_newest_scalars(connection, run_id, count)
+
+    def journal_runs(self) -> list[str]:
+        """Runs that have reports in the journal."""
+        with self._reading() as connection:
+            return journal.journal_runs(connection)
+
+    def seal(self, run_id: str, now: float) -> bool:
+        """Turn some of the run's journal into chunks; True if there was something to do."""
+        record = self.run(run_id)
+        silent = record.updated_at < now - self._stale_after_seconds
+        with self._seal_lock:
+            return sealing.seal(
+                run_id,
+                self._reading,
+                self._writing,
+                self._limits,
+                closed=silent or record.state != "running",
+                stale_after_seconds=self._stale_after_seconds,
+            )
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step; read again only when `run_latest` has moved since the last call."""

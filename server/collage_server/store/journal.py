@@ -11,9 +11,10 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.contract import GroupOutcome, ReportGroup, Selection, StreamRecord
+from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.rows import scalars_to_json, to_json
 
-__all__ = ["REPORT_COLUMNS", "InsertReports", "ReportRow", "append", "read_reports"]
+__all__ = ["REPORT_COLUMNS", "InsertReports", "ReportRow", "append", "journal_runs", "read_reports"]
 
 ReportRow = tuple[str, str, int, int, float, str | None, int, int, bytes | None, bytes | None]
 """One row in the order of REPORT_COLUMNS."""
@@ -46,6 +47,7 @@ class _Latest:
     def __init__(self, row: Row[Any]) -> None:
         self.values: dict[str, Any] = {name: getattr(row, name) for name in _MOVING}
         self.scalars = _DECODE(row.scalars)
+        self.sealed = ranges_from_json(row.sealed)
         self.own = {"own_run": row.run_id, "own_stream": row.stream_id}
         self.moved = False
 
@@ -85,8 +87,14 @@ def append(
             own = {"own_run": stream.run_id, "own_stream": stream.stream_id}
             row = connection.execute(_READ_LATEST, own).first()
             latest[stream.stream_id] = None if row is None else _Latest(row)
-    alive = [group for group in groups if latest[group.stream.stream_id] is not None]
-    flags = iter(insert_reports(connection, [_row(group.stream, r) for group in alive for r in group.reports]))
+    rows = [
+        _row(group.stream, report)
+        for group in groups
+        if (known := latest[group.stream.stream_id]) is not None
+        for report in group.reports
+        if not contains(known.sealed, report.seq)
+    ]
+    flags = iter(insert_reports(connection, rows))
     outcomes = [_count(group, latest[group.stream.stream_id], flags) for group in groups]
     moved = [entry.parameters(now) for entry in latest.values() if entry is not None and entry.moved]
     if moved:
@@ -99,7 +107,7 @@ def _count(group: ReportGroup, latest: _Latest | None, flags: Iterator[bool]) ->
         return GroupOutcome(0, 0, gone=True)
     accepted = 0
     for report in group.reports:
-        if next(flags):
+        if not contains(latest.sealed, report.seq) and next(flags):
             accepted += 1
             latest.absorb(report)
     return GroupOutcome(accepted, len(group.reports) - accepted)
@@ -122,6 +130,12 @@ def _row(stream: StreamRecord, report: wire.Report) -> ReportRow:
 
 def _highest(known: int | None, value: int) -> int:
     return value if known is None or value > known else known
+
+
+def journal_runs(connection: Connection) -> list[str]:
+    """Runs that have reports in the journal."""
+    run_id = schema.report.c.run_id
+    return list(connection.execute(select(run_id).distinct().order_by(run_id)).scalars())
 
 
 def read_reports(

@@ -1,4 +1,4 @@
-"""The newest numbers of a run, read from `run_latest` and the few journal rows that it points at."""
+"""The newest numbers of a run, read from `run_latest`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
 from collage_server.store import schema
 
-__all__ = ["hidden_from", "measured_state", "newest_scalars", "pointed_rows", "sum_of_newest"]
+__all__ = ["hidden_from", "measured_state", "newest_measured_step", "newest_scalars", "sum_of_newest"]
 
 _UNBOUNDED: Final = 2**62
-_LOOK_BACK: Final = 4096
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 
 
@@ -49,13 +48,13 @@ def sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float 
     return sum(values) if values else None
 
 
-def pointed_rows(
+def newest_measured_step(
     connection: Connection, run_id: str, bounds: Mapping[int, int], stale_after_seconds: float
-) -> list[Row[Any]]:
-    """Journal rows of the newest measured step that every live rank of the newest measured attempt has reached.
+) -> int | None:
+    """The newest measured step that every live rank of the newest measured attempt has reached.
 
-    A rank that has been silent for `stale_after_seconds` longer than the freshest holds nobody back. Empty when
-    a newer attempt hides that step: the caller then reads the visible points in full.
+    A rank that has been silent for `stale_after_seconds` longer than the freshest holds nobody back. None when
+    nothing was measured, or a newer attempt hides that step: the visible points then have to be looked at.
     """
     table = schema.run_latest
     rows = connection.execute(
@@ -64,26 +63,11 @@ def pointed_rows(
     attempt = max((row.attempt for row in rows), default=0)
     rows = [row for row in rows if row.attempt == attempt]
     if not rows:
-        return []
+        return None
     freshest = max(row.last_report_at for row in rows)
     live = [row for row in rows if row.last_report_at >= freshest - stale_after_seconds]
-    step = min(row.measured_step for row in live)
-    if step >= bounds.get(attempt, _UNBOUNDED):
-        return []
-    report = schema.report
-    found: list[Row[Any]] = []
-    for row in rows:
-        found += connection.execute(
-            select(report).where(
-                report.c.run_id == run_id,
-                report.c.stream_id == row.stream_id,
-                report.c.seq <= row.measured_seq,
-                report.c.seq > row.measured_seq - _LOOK_BACK,
-                report.c.step == step,
-                report.c.model.is_not(None),
-            )
-        ).all()
-    return found
+    step: int = min(row.measured_step for row in live)
+    return step if step < bounds.get(attempt, _UNBOUNDED) else None
 
 
 def measured_state(connection: Connection, run_id: str) -> object:

@@ -17,8 +17,8 @@ __all__ = ["head_revision", "migrate"]
 _SCRIPTS = Path(__file__).parent / "migrations"
 
 
-def migrate(connection: Connection) -> None:
-    """Upgrade the schema behind `connection` to this server's; nothing happens when it is there already.
+def migrate(connection: Connection, revision: str = "head") -> None:
+    """Upgrade the schema behind `connection` to this server's, or to an earlier revision (tests).
 
     Raises:
         StoreUnusable: the schema's revision is unknown here, so a newer server made it.
@@ -34,7 +34,7 @@ def migrate(connection: Connection) -> None:
         )
     config = _config()
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    command.upgrade(config, revision)
 
 
 def head_revision() -> str | None:

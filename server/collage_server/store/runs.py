@@ -23,6 +23,11 @@ __all__ = ["create_run", "delete_run", "read_run", "read_runs", "update_run"]
 _RUN: Final = schema.run
 _OWNED: Final = (
     schema.report,
+    schema.point_chunk,
+    schema.model_chunk,
+    schema.layer_chunk,
+    schema.scalar_chunk,
+    schema.entry,
     schema.run_latest,
     schema.layer,
     schema.attempt,

@@ -21,12 +21,17 @@ from sqlalchemy import (
 __all__ = [
     "attempt",
     "deleted_run",
+    "entry",
     "layer",
+    "layer_chunk",
     "metadata",
+    "model_chunk",
+    "point_chunk",
     "report",
     "run",
     "run_latest",
     "run_tag",
+    "scalar_chunk",
     "stream",
 ]
 
@@ -138,8 +143,83 @@ run_latest: Final = Table(
     Column("measured_seq", BigInteger),
     Column("measured_step", BigInteger),
     Column("scalars", Text, nullable=False),
+    Column("sealed", Text, nullable=False, server_default="[]"),
 )
-"""Per stream, written with its reports: counts, newest places, and `scalars` {name: [step, value]}."""
+"""Per stream, written with its reports: counts, newest places, `scalars` {name: [step, value]}, and `sealed`: the
+ranges [[first_seq, last_seq], …] that have left the journal for chunks."""
+
+entry: Final = Table(
+    "entry",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("entry", Integer, primary_key=True, autoincrement=False),
+    Column("key", _NAME, nullable=False),
+    UniqueConstraint("run_id", "key"),
+)
+"""The run's dictionary of what chunks hold: statistics, and "minimum METRIC", "maximum METRIC" at coarse levels."""
+
+point_chunk: Final = Table(
+    "point_chunk",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("level", Integer, primary_key=True, autoincrement=False),
+    Column("chunk", Integer, primary_key=True, autoincrement=False),
+    Column("part", Integer, primary_key=True, autoincrement=False),
+    Column("point_count", Integer, nullable=False),
+    Column("first_step", BigInteger, nullable=False),
+    Column("last_step", BigInteger, nullable=False),
+    Column("points", LargeBinary, nullable=False),
+    Column("contributor_ranks", LargeBinary, nullable=False),
+    Column("contributors", LargeBinary, nullable=False),
+)
+"""The points of a chunk, one part each time some were sealed; a part without a row here does not exist yet.
+
+`points` packs [5][point_count] of eight bytes each: first steps, steps, times, ranks, measured points merged.
+`contributors` packs bits [point_count][contributor_ranks]; empty: every rank contributed to every point.
+"""
+
+model_chunk: Final = Table(
+    "model_chunk",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("level", Integer, primary_key=True, autoincrement=False),
+    Column("rank", BigInteger, primary_key=True, autoincrement=False),
+    Column("chunk", Integer, primary_key=True, autoincrement=False),
+    Column("part", Integer, primary_key=True, autoincrement=False),
+    Column("point_count", Integer, nullable=False),
+    Column("entries", LargeBinary, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+"""Totals of the whole model, float64 [entries][point_count]; rank −1 is all ranks merged."""
+
+layer_chunk: Final = Table(
+    "layer_chunk",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("level", Integer, primary_key=True, autoincrement=False),
+    Column("entry", Integer, primary_key=True, autoincrement=False),
+    Column("chunk", Integer, primary_key=True, autoincrement=False),
+    Column("part", Integer, primary_key=True, autoincrement=False),
+    Column("point_count", Integer, nullable=False),
+    Column("layer_count", Integer, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+"""One statistic by layer, float64 [layer_count][point_count]: one layer is a slice. Ranks are merged."""
+
+scalar_chunk: Final = Table(
+    "scalar_chunk",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("stream_id", _ID, primary_key=True),
+    Column("name", _NAME, primary_key=True),
+    Column("part", Integer, primary_key=True, autoincrement=False),
+    Column("point_count", Integer, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+"""Logged values of one stream and name, [3][point_count] of eight bytes each: steps, times, values."""
 
 deleted_run: Final = Table(
     "deleted_run",

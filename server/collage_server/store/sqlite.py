@@ -15,6 +15,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
+from collage_server.store.contract import SealLimits
 from collage_server.store.database import SqlStore
 from collage_server.store.journal import ReportRow
 
@@ -28,8 +29,15 @@ _INSERT: Final = str(insert(schema.report).on_conflict_do_nothing().compile(dial
 class SqliteStore(SqlStore):
     """A store in `path`; several reader connections, and one writer at a time."""
 
-    def __init__(self, path: Path, *, stale_after_seconds: float, busy_timeout_seconds: float = 30.0) -> None:
-        super().__init__(stale_after_seconds)
+    def __init__(
+        self,
+        path: Path,
+        *,
+        stale_after_seconds: float,
+        busy_timeout_seconds: float = 30.0,
+        limits: SealLimits | None = None,
+    ) -> None:
+        super().__init__(stale_after_seconds, limits or SealLimits())
         self.path = path
         self._busy_timeout_seconds = busy_timeout_seconds
         self._write_lock = Lock()

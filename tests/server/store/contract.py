@@ -6,12 +6,14 @@ import threading
 
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.store import ReportGroup, RunQuery, Selection
+from collage_server.store import ReportGroup, RunQuery, SealLimits, Selection
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 
 NOW = 1_700_000_000.0
+LIMITS = SealLimits(points=32, late_rows=4, slice_rows=3, delete_rows=5)
+"""Small, so that few reports make chunks."""
 ALL = Selection()
 
 

@@ -6,10 +6,14 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from collage_server.errors import StoreUnusable
-from collage_server.store.migrate import head_revision
+from collage_server.store import ReportGroup, Selection
+from collage_server.store.migrate import head_revision, migrate
 from collage_server.store.schema import metadata
 from collage_server.store.sqlite import SqliteStore
 from sqlalchemy import UniqueConstraint, text
+
+from tests.server.samples import report
+from tests.server.store.contract import NOW, StoreContract
 
 
 @pytest.fixture
@@ -25,6 +29,42 @@ def test_the_migrated_schema_is_that_of_the_code(store):
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert context.get_current_revision() == head_revision()
         assert compare_metadata(context, metadata) == []
+
+
+def test_a_store_of_the_first_release_keeps_its_reports(store):
+    """Filled by the code of today, then stripped to the first revision's columns: forward again, with the data."""
+    StoreContract.fill(store)
+    store.append([ReportGroup(store.stream_record("s0"), [report(i, i + 1) for i in range(5)])], NOW)
+    before = store.model_points("r1", None, Selection()).totals["lost"].tolist()
+    saved = {}
+    with store.engine.begin() as connection:
+        first = _empty_first_release(store.path.with_name("first.sqlite"))
+        with first.engine.begin() as target:
+            for name in ("run", "attempt", "stream", "layer", "report", "run_latest"):
+                columns = [row[1] for row in target.exec_driver_sql(f"PRAGMA table_info({name})")]
+                listed = ", ".join(f'"{column}"' for column in columns)
+                rows = connection.exec_driver_sql(f"SELECT {listed} FROM {name}").all()
+                marks = ", ".join("?" * len(columns))
+                target.exec_driver_sql(f"INSERT INTO {name} ({listed}) VALUES ({marks})", [tuple(r) for r in rows])
+                saved[name] = len(rows)
+    assert saved["report"] == 5
+    first.close()
+    first.open()
+    try:
+        assert first.model_points("r1", None, Selection()).totals["lost"].tolist() == before
+        again = first.append([ReportGroup(first.stream_record("s0"), [report(0, 1), report(5, 6)])], NOW)
+        assert [(outcome.accepted, outcome.duplicates) for outcome in again] == [(1, 1)]
+    finally:
+        first.close()
+
+
+def _empty_first_release(path):
+    """A store whose schema is revision 0001, opened without migrating it further."""
+    store = SqliteStore(path, stale_after_seconds=600.0)
+    store._engine = store._connect()
+    with store._writing() as connection:
+        migrate(connection, "0001")
+    return store
 
 
 def test_migrating_twice_changes_nothing(store):

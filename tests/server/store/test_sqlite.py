@@ -9,11 +9,12 @@ import pytest
 from collage_server.errors import StoreUnusable
 from collage_server.store import SqliteStore
 
-from tests.server.store.contract import StoreContract
+from tests.server.store.contract import LIMITS, StoreContract
+from tests.server.store.sealing import SealingContract
 
 
 def opened(path):
-    store = SqliteStore(path, stale_after_seconds=600.0)
+    store = SqliteStore(path, stale_after_seconds=600.0, limits=LIMITS)
     store.open()
     return store
 
@@ -41,6 +42,10 @@ def reopen(store):
 
 class TestSqlite(StoreContract):
     """The contract on SQLite."""
+
+
+class TestSqliteSealing(SealingContract):
+    """Sealing on SQLite."""
 
 
 def test_page_settings_are_in_force(store):

@@ -1,0 +1,70 @@
+"""Journal rows decoded into arrays: only the asked statistics and layers, no row by itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Row
+
+from collage_server.store.contract import FloatArray, IntArray, StreamRecord
+
+__all__ = ["decode_layers", "decode_model", "layer_replicas", "model_replica"]
+
+Streams = Mapping[str, StreamRecord]
+
+
+def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]) -> FloatArray:
+    """Model totals [keys, rows]; NaN where a row's stream does not declare the key."""
+    values = np.full((len(keys), len(rows)), np.nan)
+    for (stream_id, count), members in _alike(rows, "statistic_count"):
+        data = b"".join(rows[i].model for i in members.tolist())
+        block = np.frombuffer(data, dtype="<f8").reshape(len(members), count)
+        for target, source in _columns(keys, streams[stream_id].statistics[:count]):
+            values[target, members] = block[:, source]
+    return values
+
+
+def decode_layers(
+    streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str], positions: IntArray
+) -> FloatArray:
+    """Layer totals [keys, rows, layers] of the layers at these positions of the run's dictionary."""
+    values = np.full((len(keys), len(rows), len(positions)), np.nan)
+    target_of = {position: target for target, position in enumerate(positions.tolist())}
+    for (stream_id, statistic_count, layer_count), members in _alike(rows, "statistic_count", "layer_count"):
+        stream = streams[stream_id]
+        data = b"".join(rows[i].statistics for i in members.tolist())
+        block = np.frombuffer(data, dtype="<f8").reshape(len(members), statistic_count, layer_count)
+        held = [(target_of[p], i) for i, p in enumerate(stream.layers[:layer_count].tolist()) if p in target_of]
+        targets = np.array([target for target, _ in held], dtype=np.int64)
+        sources = np.array([source for _, source in held], dtype=np.int64)
+        for target, source in _columns(keys, stream.statistics[:statistic_count]):
+            values[target, members[:, None], targets[None, :]] = block[:, source][:, sources]
+    return values
+
+
+def model_replica(stream: StreamRecord) -> float:
+    """The replica number of all the stream's layers, where it is one number."""
+    return float(stream.replicas[0]) if len(stream.replicas) else 0.0
+
+
+def layer_replicas(stream: StreamRecord, positions: IntArray) -> FloatArray:
+    """Replica numbers of the layers at these positions; NaN where the stream does not hold the layer."""
+    placed = np.full(max(int(stream.layers.max(initial=-1)), int(positions.max(initial=-1))) + 1, np.nan)
+    placed[stream.layers] = stream.replicas
+    return placed[positions]
+
+
+def _alike(rows: Sequence[Row[Any]], *shape: str) -> list[tuple[tuple[Any, ...], IntArray]]:
+    """Indices of rows that can be decoded together: same stream, same counts."""
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[(row.stream_id, *(getattr(row, name) for name in shape))].append(index)
+    return [(key, np.array(members, dtype=np.int64)) for key, members in groups.items()]
+
+
+def _columns(keys: Sequence[str], declared: Sequence[str]) -> list[tuple[int, int]]:
+    sources = {key: index for index, key in enumerate(declared)}
+    return [(target, sources[key]) for target, key in enumerate(keys) if key in sources]

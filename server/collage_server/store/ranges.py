@@ -1,0 +1,42 @@
+"""Sets of report numbers as few sorted ranges: which reports have left the journal for chunks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+__all__ = ["Ranges", "add_numbers", "contains", "ranges_from_json", "ranges_to_json"]
+
+Ranges = Sequence[tuple[int, int]]
+"""Sorted, disjoint, not adjacent: (first, last), both inclusive."""
+
+_DECODE = msgspec.json.Decoder(list[tuple[int, int]]).decode
+
+
+def ranges_from_json(text: str) -> list[tuple[int, int]]:
+    """The ranges behind their text."""
+    return _DECODE(text)
+
+
+def ranges_to_json(ranges: Ranges) -> str:
+    """Ranges as text, [[first, last], …]."""
+    return msgspec.json.encode(ranges).decode()
+
+
+def contains(ranges: Ranges, number: int) -> bool:
+    """Whether one of the ranges holds the number."""
+    index = bisect_right(ranges, number, key=lambda entry: entry[0]) - 1
+    return index >= 0 and number <= ranges[index][1]
+
+
+def add_numbers(ranges: Ranges, numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The ranges with these numbers added."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted([*ranges, *((number, number) for number in numbers)]):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        else:
+            merged.append((first, last))
+    return merged

@@ -1,0 +1,128 @@
+"""Logged scalars: sealed parts and journal joined, by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from sqlalchemy import Connection, select
+
+from collage_server.store import schema
+from collage_server.store.assemble import Places, group_steps, visible
+from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
+from collage_server.store.journal import read_reports
+from collage_server.store.rows import scalars_from_json
+from collage_server.store.run_view import RunView
+
+__all__ = ["read_newest_scalars", "read_scalar_points"]
+
+_COLUMNS = ("stream_id", "seq", "step", "time", "scalars")
+
+
+@dataclass
+class _Values:
+    """Values of one name on one stream, gathered in the order in which they count: later ones win."""
+
+    stream: StreamRecord
+    steps: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    parts: list[FloatArray] = field(default_factory=list)
+
+    def table(self) -> FloatArray:
+        """[3][values]: steps, times, values, one column a step, the last word on it."""
+        tail = np.array([self.steps, self.times, self.values], dtype=np.float64).reshape(3, -1)
+        joined = np.concatenate([*self.parts, tail], axis=1)
+        _, last = np.unique(joined[0][::-1], return_index=True)
+        return joined[:, joined.shape[1] - 1 - last]
+
+
+def read_scalar_points(
+    connection: Connection, run_id: str, names: Collection[str] | None, selection: Selection
+) -> dict[str, ScalarPoints]:
+    """Logged values by name: a rank's last word on a step counts, then the mean over the ranks."""
+    view = RunView(connection, run_id)
+    view.check_rank(selection.rank)
+    found: dict[tuple[str, str], _Values] = {}
+    _read_sealed(connection, view, names, selection, found)
+    _read_journal(connection, view, names, selection, found)
+    by_name: dict[str, list[_Values]] = defaultdict(list)
+    for (name, _), values in found.items():
+        by_name[name].append(values)
+    merged = {name: _merge(view, members, selection) for name, members in sorted(by_name.items())}
+    return {name: points for name, points in merged.items() if len(points.steps)}
+
+
+def read_newest_scalars(connection: Connection, run_id: str, count: int) -> dict[str, FloatArray]:
+    """The last `count` logged values by name, oldest first."""
+    points = read_scalar_points(connection, run_id, None, Selection())
+    return {name: entry.values[-count:] for name, entry in points.items()}
+
+
+def _read_sealed(
+    connection: Connection,
+    view: RunView,
+    names: Collection[str] | None,
+    selection: Selection,
+    found: dict[tuple[str, str], _Values],
+) -> None:
+    table = schema.scalar_chunk
+    statement = select(table).where(table.c.run_id == view.run_id)
+    if names is not None:
+        statement = statement.where(table.c.name.in_(list(names)))
+    for row in connection.execute(statement.order_by(table.c.stream_id, table.c.name, table.c.part)):
+        stream = view.streams.get(row.stream_id)
+        if stream is None or selection.rank not in (None, stream.rank):
+            continue
+        packed = np.frombuffer(row.data, dtype="<i8").reshape(3, row.point_count)
+        part = np.stack([packed[0].astype(np.float64), packed[1].view("<f8"), packed[2].view("<f8")])
+        found.setdefault((row.name, row.stream_id), _Values(stream)).parts.append(part)
+
+
+def _read_journal(
+    connection: Connection,
+    view: RunView,
+    names: Collection[str] | None,
+    selection: Selection,
+    found: dict[tuple[str, str], _Values],
+) -> None:
+    rows = []
+    for slab in read_reports(connection, view.run_id, _COLUMNS, "scalars", selection):
+        for row in slab:
+            stream = view.streams.get(row.stream_id)
+            wanted = stream is not None and selection.rank in (None, stream.rank)
+            if wanted and not view.sealed(row.stream_id, row.seq):
+                rows.append(row)
+    for row in sorted(rows, key=lambda row: row.seq):
+        for name, value in scalars_from_json(row.scalars).items():
+            if names is None or name in names:
+                key = (name, row.stream_id)
+                values = found.setdefault(key, _Values(view.streams[row.stream_id]))
+                values.steps.append(row.step)
+                values.times.append(row.time)
+                values.values.append(value)
+
+
+def _merge(view: RunView, members: list[_Values], selection: Selection) -> ScalarPoints:
+    tables = [(entry.stream, entry.table()) for entry in members]
+    sizes = [table.shape[1] for _, table in tables]
+    joined = np.concatenate([table for _, table in tables], axis=1)
+    places = Places(
+        streams=np.repeat([stream.stream for stream, _ in tables], sizes),
+        attempts=np.repeat([stream.attempt for stream, _ in tables], sizes),
+        ranks=np.repeat([stream.rank for stream, _ in tables], sizes),
+        steps=joined[0].astype(np.int64),
+        times=joined[1],
+    )
+    seen = visible(places, view.bounds)
+    if selection.first_step is not None:
+        seen &= places.steps >= selection.first_step
+    if selection.last_step is not None:
+        seen &= places.steps <= selection.last_step
+    grouped = group_steps(places[seen])
+    with np.errstate(invalid="ignore"):
+        sums = np.bincount(grouped.points, weights=joined[2][seen], minlength=len(grouped.steps))
+    counts = np.bincount(grouped.points, minlength=len(grouped.steps))
+    return ScalarPoints(grouped.steps, grouped.times, sums / np.maximum(counts, 1))

@@ -1,0 +1,144 @@
+"""Points that still stand in the journal, as pieces."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, Row
+
+from collage_monitor.statistics import reduce_shards
+from collage_server.store.assemble import Places, group_steps, merge_rows, visible
+from collage_server.store.contract import FloatArray, IntArray, Selection
+from collage_server.store.contributors import Contributors
+from collage_server.store.decode import decode_layers, decode_model, layer_replicas, model_replica
+from collage_server.store.journal import read_reports
+from collage_server.store.pieces import Piece
+from collage_server.store.run_view import RunView
+
+__all__ = ["journal_rows", "layer_piece", "model_of", "model_piece", "seen_rows"]
+
+_PLACE = ("stream_id", "seq", "step", "time")
+_MODEL = (*_PLACE, "statistic_count", "model")
+_LAYERS = (*_PLACE, "statistic_count", "layer_count", "statistics")
+
+
+def journal_rows(
+    connection: Connection, view: RunView, selection: Selection, *, layers: bool
+) -> dict[int, list[Row[Any]]]:
+    """Unsealed measured rows by attempt, with the columns that `layer_piece` or `model_piece` needs."""
+    columns, present = (_LAYERS, "statistics") if layers else (_MODEL, "model")
+    found: dict[int, list[Row[Any]]] = defaultdict(list)
+    for slab in read_reports(connection, view.run_id, columns, present, selection):
+        for row in slab:
+            stream = view.streams.get(row.stream_id)
+            wanted = stream is not None and selection.rank in (None, stream.rank)
+            if stream is not None and wanted and not view.sealed(row.stream_id, row.seq):
+                found[stream.attempt].append(row)
+    return found
+
+
+def model_piece(
+    view: RunView, attempt: int, rows: Sequence[Row[Any]], keys: Sequence[str], known: Contributors
+) -> Piece:
+    """Rows of one attempt merged to the model's totals by step."""
+
+    def replicas(stream_id: str) -> FloatArray:
+        return np.array(model_replica(view.streams[stream_id]))
+
+    rows = seen_rows(view, rows, known)
+    return _piece(
+        view, attempt, rows, dict(zip(keys, decode_model(view.streams, rows, keys), strict=True)), known, replicas
+    )
+
+
+def layer_piece(
+    view: RunView,
+    attempt: int,
+    rows: Sequence[Row[Any]],
+    keys: Sequence[str],
+    positions: IntArray,
+    known: Contributors,
+) -> Piece:
+    """Rows of one attempt merged to totals by step and layer."""
+    cache: dict[str, FloatArray] = {}
+
+    def replicas(stream_id: str) -> FloatArray:
+        if stream_id not in cache:
+            cache[stream_id] = layer_replicas(view.streams[stream_id], positions)
+        return cache[stream_id]
+
+    rows = seen_rows(view, rows, known)
+    blocks = decode_layers(view.streams, rows, keys, positions)
+    return _piece(view, attempt, rows, dict(zip(keys, blocks, strict=True)), known, replicas)
+
+
+def model_of(piece: Piece) -> Piece:
+    """The model's totals from those of its layers: needed where one rank holds shards beside replicas."""
+    return Piece(
+        piece.attempt,
+        piece.first_steps,
+        piece.steps,
+        piece.times,
+        piece.ranks,
+        piece.counts,
+        reduce_shards(piece.totals, axis=1),
+    )
+
+
+def seen_rows(view: RunView, rows: Sequence[Row[Any]], known: Contributors) -> list[Row[Any]]:
+    """Without rows whose rank stands in a sealed part of the step already, and second processes of a rank."""
+    rows = [row for row in rows if view.streams[row.stream_id].rank not in known.get(row.step, ())]
+    seen = visible(_places(view, rows), {})
+    return [row for row, kept in zip(rows, seen.tolist(), strict=True) if kept]
+
+
+def _places(view: RunView, rows: Sequence[Row[Any]]) -> Places:
+    return Places.of([(view.streams[row.stream_id], row.step, row.time) for row in rows])
+
+
+def _piece(
+    view: RunView,
+    attempt: int,
+    rows: Sequence[Row[Any]],
+    totals: dict[str, FloatArray],
+    known: Contributors,
+    replicas_of: Callable[[str], FloatArray],
+) -> Piece:
+    grouped = group_steps(_places(view, rows))
+    replicas = None
+    if view.replicated and rows:
+        replicas = np.stack([replicas_of(row.stream_id) for row in rows])
+        _leave_out_replicas(view, attempt, rows, totals, known, replicas, replicas_of)
+    merged = merge_rows(grouped, totals, replicas)
+    return Piece(
+        attempt=attempt,
+        first_steps=grouped.steps,
+        steps=grouped.steps,
+        times=grouped.times,
+        ranks=grouped.ranks,
+        counts=np.ones(len(grouped.steps), dtype=np.int64),
+        totals=merged,
+    )
+
+
+def _leave_out_replicas(
+    view: RunView,
+    attempt: int,
+    rows: Sequence[Row[Any]],
+    totals: Mapping[str, FloatArray],
+    known: Contributors,
+    replicas: FloatArray,
+    replicas_of: Callable[[str], FloatArray],
+) -> None:
+    """Blank, in late rows, what a sealed part has from a lower replica already."""
+    stream_of = {stream.rank: stream.stream_id for stream in view.streams.values() if stream.attempt == attempt}
+    for index, row in enumerate(rows):
+        ranks = [rank for rank in known.get(row.step, ()) if rank in stream_of]
+        if not ranks:
+            continue
+        lowest = np.fmin.reduce([replicas_of(stream_of[rank]) for rank in ranks], axis=0)
+        for values in totals.values():
+            values[index] = np.where(replicas[index] > lowest, np.nan, values[index])

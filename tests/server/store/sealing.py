@@ -1,0 +1,458 @@
+"""What sealing must not change: everything that readers see. Every backend runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from collage_server.errors import Gone, Unprocessable
+from collage_server.store import ReportGroup, Selection, schema
+from sqlalchemy import func, select
+
+from collage_monitor import wire
+from collage_monitor.statistics import finish, reduce_steps
+from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
+from tests.server.store.contract import NOW, StoreContract
+
+ALL = Selection()
+CHUNKS = (schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk, schema.entry)
+
+
+def seen(store, run_id="r1", ranks=(None,)):
+    """Everything that a reader can see of a run, as plain values."""
+    found = {}
+    for rank in ranks:
+        for name, chosen in (
+            ("all", Selection(rank=rank)),
+            ("middle", Selection(rank=rank, first_step=7, last_step=50)),
+            ("one", Selection(rank=rank, first_step=20, last_step=20)),
+        ):
+            found[f"model {name} {rank}"] = plain(store.model_points(run_id, None, chosen))
+            scalars = store.scalar_points(run_id, None, chosen)
+            found[f"scalars {name} {rank}"] = {key: arrays(entry) for key, entry in scalars.items()}
+    for name, chosen in (("all", ALL), ("middle", Selection(first_step=7, last_step=50))):
+        found[f"layers {name}"] = plain(store.layer_points(run_id, STATISTICS, chosen))
+        found[f"layer {name}"] = plain(store.layer_points(run_id, STATISTICS, chosen, [LAYERS[1]]))
+    latest = store.latest(run_id)
+    found["latest"] = None if latest is None else (latest.step, latest.time, arrays_of(latest.model))
+    found["streams"] = store.streams(run_id)
+    record = store.run(run_id)
+    found["run"] = (record.reports, record.first_step, record.last_step, record.scalars)
+    return found
+
+
+def unchanged(before, after):
+    """Fail with the names of what differs, not with everything there is."""
+    assert list(before) == list(after)
+    for name, held in before.items():
+        if isinstance(held, dict):
+            keys = {*held, *after[name]}
+            different = [
+                (key, held.get(key), after[name].get(key)) for key in keys if held.get(key) != after[name].get(key)
+            ]
+            assert not different, (name, different[:3])
+        else:
+            assert after[name] == held, name
+
+
+def plain(points):
+    names = ("first_steps", "steps", "times", "ranks", "counts")
+    return {name: getattr(points, name).tolist() for name in names} | arrays_of(points.totals)
+
+
+def arrays(entry):
+    return (entry.steps.tolist(), entry.times.tolist(), repr(entry.values.tolist()))
+
+
+def arrays_of(totals):
+    """By key, NaN comparable; keys that nobody reported at all are as good as absent."""
+    return {key: repr(values.tolist()) for key, values in sorted(totals.items()) if not np.isnan(values).all()}
+
+
+def rows(store, table):
+    with store.engine.connect() as connection:
+        return connection.execute(select(func.count()).select_from(table)).scalar()
+
+
+def seal_all(store, run_id="r1", now=NOW):
+    parts = 0
+    while store.seal(run_id, now):
+        parts += 1
+        assert parts < 1000
+    return parts
+
+
+class SealingContract:
+    """Subclasses give the fixtures `store` and `reopen`, with the contract's small limits."""
+
+    fill = staticmethod(StoreContract.fill)
+    append = staticmethod(StoreContract.append)
+
+    def ranks(self, store, count, replica=lambda rank: 0):
+        store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
+        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+        streams = []
+        for rank in range(count):
+            create = stream_create(f"s{rank}", rank=rank, world_size=count, replica=replica(rank))
+            store.create_stream("r1", create, NOW)
+            streams.append(store.stream_record(f"s{rank}"))
+        return streams
+
+    def send(self, store, stream, steps, rank=0, first_seq=0, **more):
+        reports = [report(first_seq + i, step, rank=rank, **more) for i, step in enumerate(steps)]
+        return self.append(store, stream, *reports)
+
+    def test_nothing_is_sealed_before_a_chunk_is_full(self, store):
+        self.send(store, self.fill(store), range(1, 32))
+        assert seal_all(store) == 0
+        assert rows(store, schema.report) == 31
+
+    def test_readers_see_no_difference(self, store):
+        self.send(store, self.fill(store), range(1, 81))
+        before = seen(store)
+        assert seal_all(store) == 2
+        assert rows(store, schema.report) == 80 - 64
+        unchanged(before, seen(store))
+
+    def test_a_finished_run_is_sealed_whole(self, store):
+        self.send(store, self.fill(store), range(1, 41))
+        before = seen(store)
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        seal_all(store)
+        assert rows(store, schema.report) == 0
+        unchanged(before, seen(store))
+
+    def test_so_is_a_run_that_has_been_silent_for_long(self, store):
+        self.send(store, self.fill(store), range(1, 6))
+        assert seal_all(store) == 0
+        assert seal_all(store, now=NOW + 601) == 1
+        assert rows(store, schema.report) == 0
+
+    def test_sealed_reports_are_still_duplicates(self, store, reopen):
+        stream = self.fill(store)
+        self.send(store, stream, range(1, 41))
+        seal_all(store)
+        again = self.send(store, stream, range(1, 45))
+        assert (again.accepted, again.duplicates) == (4, 40)
+        store = reopen()
+        again = self.send(store, stream, range(1, 45))
+        assert (again.accepted, again.duplicates) == (0, 44)
+        assert store.streams("r1")[0].reports == 44
+
+    def test_scalars_between_measured_steps_and_beyond(self, store):
+        stream = self.fill(store)
+        values = [report(i, i + 1, measured=i % 2 == 0, scalars={"loss": float(i)}) for i in range(80)]
+        values[10] = dataclasses_replace(values[10], scalars={"loss": float("nan")})
+        values[11] = dataclasses_replace(values[11], scalars={"loss": float("-inf"), "note": 1.0})
+        self.append(store, stream, *values)
+        before = seen(store)
+        assert seal_all(store) == 1
+        unchanged(before, seen(store))
+        newest = store.newest_scalars("r1", 20)
+        assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
+        assert newest["note"].tolist() == [1.0]
+
+    def test_a_step_reported_twice_across_the_seam(self, store):
+        """Scalars and statistics of one step may come apart, before and after sealing."""
+        stream = self.fill(store)
+        self.send(store, stream, range(1, 41))
+        seal_all(store)
+        self.append(store, stream, report(40, 32, measured=False, scalars={"loss": 9.0, "validation_loss": 1.0}))
+        assert store.scalar_points("r1", ("loss",), ALL)["loss"].values[31] == 9.0
+        before = seen(store)
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        seal_all(store)
+        assert rows(store, schema.report) == 0
+        unchanged(before, seen(store))
+
+    def test_runs_of_scalars_alone(self, store):
+        stream = self.fill(store)
+        self.append(store, stream, *(report(i, i + 1, measured=False) for i in range(20)))
+        before = seen(store)
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        assert seal_all(store) == 1
+        assert rows(store, schema.report) == 0
+        unchanged(before, seen(store))
+
+    def test_coarse_levels_are_the_same_merge(self, store):
+        self.send(store, self.fill(store), range(1, 81))
+        fine = store.model_points("r1", None, ALL)
+        fine_layers = store.layer_points("r1", STATISTICS, ALL)
+        seal_all(store)
+        coarse = store.model_points("r1", None, Selection(points=5, extremes_of="edq_ratio"))
+        assert coarse.counts.tolist() == [16] * 4 + [1] * 16
+        assert (coarse.first_steps[0], coarse.steps[0]) == (1, 16)
+        whole, merged = reduce_steps(fine.totals), reduce_steps(coarse.totals)
+        for key, value in whole.items():
+            assert merged[key] == pytest.approx(value, rel=1e-12), key
+        single = finish("edq_ratio", fine.totals)[:16]
+        low, high = coarse.extremes["edq_ratio"]
+        assert (low[0], high[0]) == (single.min(), single.max())
+        layers = store.layer_points("r1", STATISTICS, Selection(points=1, extremes_of="edq_ratio"))
+        assert layers.counts.tolist() == [32, 32] + [1] * 16 or layers.counts.tolist() == [16] * 4 + [1] * 16
+        whole, merged = reduce_steps(fine_layers.totals), reduce_steps(layers.totals)
+        for key in STATISTICS:
+            assert merged[key] == pytest.approx(whole[key], rel=1e-12), key
+
+    def test_a_metric_without_kept_extremes_is_read_fine(self, store):
+        self.send(store, self.fill(store), range(1, 65))
+        seal_all(store)
+        points = store.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_cosine"))
+        assert points.counts.tolist() == [1] * 64 or "edq_cosine" in points.extremes
+
+    def test_ranks_are_merged_and_kept_one_by_one(self, store):
+        streams = self.ranks(store, 3)
+        for rank, stream in enumerate(streams):
+            self.send(store, stream, range(1, 41), rank)
+        before = seen(store, ranks=(None, 0, 1, 2))
+        assert seal_all(store) == 1
+        after = seen(store, ranks=(None, 0, 1, 2))
+        unchanged(before, after)
+        with pytest.raises(Unprocessable, match="rank"):
+            store.layer_points("r1", ["lost"], Selection(rank=1))
+
+    def test_the_slowest_live_rank_is_waited_for(self, store):
+        first, second = self.ranks(store, 2)
+        self.send(store, first, range(1, 41), 0)
+        self.send(store, second, range(1, 11), 1)
+        assert seal_all(store) == 0
+        self.send(store, second, range(11, 33), 1, first_seq=10)
+        assert seal_all(store) == 1
+        assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 32 + [1] * 8
+
+    def late_rank(self, store, replica=lambda rank: 0):
+        first, second = self.ranks(store, 2, replica)
+        self.send(store, first, range(1, 41), 0)
+        seal_all(store)
+        assert rows(store, schema.report) == 8
+        self.send(store, second, range(1, 41), 1)
+        return second
+
+    def test_a_late_rank_joins_its_steps_before_and_after_it_is_sealed(self, store):
+        self.late_rank(store)
+        points = store.model_points("r1", None, ALL)
+        assert points.ranks.tolist() == [2] * 40
+        expected = [60.0 + 120.0] * 40
+        assert points.totals["lost"].tolist() == expected
+        before = seen(store, ranks=(None, 0, 1))
+        assert seal_all(store) == 1
+        unchanged(before, seen(store, ranks=(None, 0, 1)))
+        coarse = store.model_points("r1", None, Selection(points=2))
+        assert coarse.counts.tolist()[:2] == [16, 16]
+        assert coarse.totals["lost"].tolist()[:2] == [16 * 180.0] * 2
+        assert coarse.ranks.tolist() == [2] * len(coarse.ranks)
+
+    def test_a_late_replica_is_not_added(self, store):
+        self.late_rank(store, replica=lambda rank: rank)
+        for _ in range(2):
+            points = store.model_points("r1", None, ALL)
+            assert points.totals["lost"].tolist() == [60.0] * 40
+            assert store.layer_points("r1", ["lost"], ALL).totals["lost"].tolist() == [[10.0, 20.0, 30.0]] * 40
+            seal_all(store)
+
+    def test_a_late_second_process_of_a_rank_is_not_added(self, store):
+        stream = self.fill(store)
+        self.send(store, stream, range(1, 41))
+        seal_all(store)
+        store.create_stream("r1", stream_create("again", process_id=99), NOW)
+        self.send(store, store.stream_record("again"), range(1, 41), 3)
+        for _ in range(2):
+            assert store.model_points("r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 40
+            store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+            seal_all(store)
+        assert rows(store, schema.report) == 0
+
+    def test_a_newer_attempt_hides_part_of_a_chunk(self, store):
+        self.send(store, self.fill(store), range(1, 65))
+        seal_all(store)
+        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=41), NOW)
+        store.create_stream("r1", stream_create("s1", launch_id="launch-2"), NOW)
+        self.send(store, store.stream_record("s1"), range(41, 43), 3)
+        for chosen in (ALL, Selection(points=2)):
+            points = store.model_points("r1", ["lost"], chosen)
+            assert int(points.counts.sum()) == 42
+            assert reduce_steps(points.totals)["lost"] == 40 * 60.0 + 2 * 240.0
+        assert store.scalar_points("r1", ("loss",), ALL)["loss"].steps.tolist() == list(range(1, 43))
+
+    def test_an_older_attempt_is_sealed_to_its_end(self, store):
+        self.send(store, self.fill(store), range(1, 6))
+        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=6), NOW)
+        store.create_stream("r1", stream_create("s1", launch_id="launch-2"), NOW)
+        self.send(store, store.stream_record("s1"), range(6, 10))
+        before = seen(store)
+        assert seal_all(store) == 1
+        assert rows(store, schema.report) == 4
+        unchanged(before, seen(store))
+
+    def test_layers_and_statistics_added_during_the_run(self, store):
+        stream = self.fill(store)
+        self.send(store, stream, range(1, 41))
+        seal_all(store)
+        more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")], statistics=[*STATISTICS, "stray"])
+        store.create_stream("r1", more, NOW)
+        stream = store.stream_record("s0")
+        wide = np.vstack([block(1, layers=4), np.full((1, 4), 7.0)])
+        later = [
+            dataclasses_replace(
+                report(39 + i, 39 + i, values=block(1, layers=4)),
+                seq=39 + i,
+                statistic_count=len(STATISTICS) + 1,
+                statistics=wire.block_to_bytes(wide),
+                model=wire.block_to_bytes(wide.sum(axis=1)),
+            )
+            for i in range(1, 30)
+        ]
+        self.append(store, stream, *later)
+        before = seen(store)
+        assert seal_all(store) == 1
+        unchanged(before, seen(store))
+        stray = store.layer_points("r1", ["stray"], ALL).totals["stray"]
+        assert np.isnan(stray[:39]).all()
+        assert stray[-1].tolist() == [7.0] * 4
+
+    def test_by_bytes_a_chunk_has_several_parts(self, store):
+        store._limits = dataclasses.replace(store._limits, bytes=5000)
+        self.send(store, self.fill(store), range(1, 41))
+        before = seen(store)
+        assert seal_all(store) > 2
+        unchanged(before, seen(store))
+        coarse = store.model_points("r1", ["lost"], Selection(points=2))
+        assert coarse.counts.tolist()[:2] == [16, 16]
+
+    def test_an_interrupted_sealing_harms_nobody(self, store):
+        """Stopped after any of its transactions, readers see what they saw, and the next one completes it."""
+        self.send(store, self.fill(store), range(1, 41))
+        before = seen(store)
+        writing = store._writing
+        for allowed in range(40):
+            left = [allowed]
+
+            @contextmanager
+            def counted(left=left):
+                if left[0] == 0:
+                    raise InterruptedError("killed")
+                left[0] -= 1
+                with writing() as connection:
+                    yield connection
+
+            store._writing = counted
+            try:
+                store.seal("r1", NOW)
+                finished = True
+            except InterruptedError:
+                finished = False
+            store._writing = writing
+            unchanged(before, seen(store))
+            if finished and not store.seal("r1", NOW):
+                break
+        assert allowed > 5
+        assert rows(store, schema.report) == 8
+        unchanged(before, seen(store))
+        again = self.send(store, store.stream_record("s0"), range(1, 41))
+        assert (again.accepted, again.duplicates) == (0, 40)
+
+    def test_reports_arriving_while_a_part_is_built_are_kept(self, store):
+        stream = self.fill(store)
+        self.send(store, stream, range(1, 33))
+        writing = store._writing
+        sent: list[bool] = []
+
+        @contextmanager
+        def interleaved():
+            if not sent:
+                sent.append(True)
+                self.append(store, stream, report(32, 20, measured=False, scalars={"extra": 1.0}), report(33, 33))
+            with writing() as connection:
+                yield connection
+
+        store._writing = interleaved
+        try:
+            assert store.seal("r1", NOW)
+        finally:
+            store._writing = writing
+        assert store.streams("r1")[0].reports == 34
+        assert store.model_points("r1", ["lost"], ALL).steps.tolist() == list(range(1, 34))
+        assert store.scalar_points("r1", ("extra",), ALL)["extra"].steps.tolist() == [20]
+        assert rows(store, schema.report) == 2
+
+    def test_a_deleted_run_leaves_no_chunks(self, store):
+        self.send(store, self.fill(store), range(1, 81))
+        seal_all(store)
+        assert all(rows(store, table) for table in CHUNKS)
+        store.delete_run("r1", NOW)
+        assert not any(rows(store, table) for table in CHUNKS)
+        with pytest.raises(Gone):
+            store.seal("r1", NOW)
+
+    def test_a_run_deleted_while_it_is_sealed_leaves_no_chunks(self, store):
+        stream = self.fill(store)
+        self.send(store, stream, range(1, 41))
+        writing, calls = store._writing, []
+
+        @contextmanager
+        def deleting():
+            calls.append(True)
+            if len(calls) == 3:
+                store._writing = writing
+                store.delete_run("r1", NOW)
+            with writing() as connection:
+                yield connection
+
+        store._writing = deleting
+        with pytest.raises(Gone):
+            store.seal("r1", NOW)
+        store._writing = writing
+        assert not any(rows(store, table) for table in CHUNKS)
+
+    def test_runs_with_a_journal_are_found(self, store):
+        self.fill(store)
+        assert store.journal_runs() == []
+        self.send(store, self.fill(store, "r2", "s2"), range(1, 3))
+        assert store.journal_runs() == ["r2"]
+
+    def test_two_runs_are_sealed_apart(self, store):
+        for name, stream in (("r1", "s1"), ("r2", "s2")):
+            self.append(store, self.fill(store, name, stream), *(report(i, i + 1) for i in range(40)))
+        before = seen(store, "r2")
+        seal_all(store, "r1")
+        unchanged(before, seen(store, "r2"))
+        seal_all(store, "r2")
+        unchanged(before, seen(store, "r2"))
+
+    def test_concurrent_readers_see_the_same_throughout(self, store):
+        """Readers in a thread of their own while parts are made: always the forty points, each once."""
+        import threading
+
+        self.send(store, self.fill(store), range(1, 65))
+        wrong, done = [], threading.Event()
+
+        def read():
+            while not done.is_set():
+                steps = store.model_points("r1", ["lost"], ALL).steps.tolist()
+                if steps != list(range(1, 65)):
+                    wrong.append(steps)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        seal_all(store)
+        done.set()
+        reader.join()
+        assert wrong == []
+
+    def test_groups_for_two_streams_after_sealing(self, store):
+        first, second = self.ranks(store, 2)
+        for rank, stream in enumerate((first, second)):
+            self.send(store, stream, range(1, 41), rank)
+        seal_all(store)
+        groups = [ReportGroup(first, [report(0, 1), report(40, 41)]), ReportGroup(second, [report(39, 40, rank=1)])]
+        outcomes = store.append(groups, NOW)
+        assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
+
+
+def dataclasses_replace(message, **fields):
+    """A copy of a message with other fields."""
+    import msgspec
+
+    return msgspec.structs.replace(message, **fields)

@@ -1,0 +1,89 @@
+"""The sealer's thread: looks, seals what is due, survives errors, and stops."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from collage_server.app import create_app
+from collage_server.errors import Gone
+from collage_server.ingest import Sealer
+from collage_server.settings import Settings
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from tests.server.conftest import Clock, Server
+
+
+class Store:
+    """Journals with so many parts due; remembers what was sealed."""
+
+    def __init__(self, due):
+        self.due = due
+        self.sealed = []
+        self.done = threading.Event()
+        self.error = None
+
+    def journal_runs(self):
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        if not any(self.due.values()):
+            self.done.set()
+        return list(self.due)
+
+    def seal(self, run_id, now):
+        if run_id == "deleted":
+            self.due[run_id] = 0
+            raise Gone("deleted")
+        if not self.due[run_id]:
+            return False
+        self.due[run_id] -= 1
+        self.sealed.append((run_id, now))
+        return True
+
+
+@pytest.mark.parametrize("error", [None, OSError("disk full")])
+def test_every_journal_is_sealed_as_far_as_it_is_due(error):
+    store = Store({"a": 2, "deleted": 1, "b": 1})
+    store.error = error
+    sealer = Sealer(store, clock=lambda: 5.0, interval_seconds=0.001)
+    sealer.start()
+    assert store.done.wait(10)
+    sealer.stop(5.0)
+    assert sorted(store.sealed) == [("a", 5.0), ("a", 5.0), ("b", 5.0)]
+    count = threading.active_count()
+    sealer.stop(5.0)
+    assert threading.active_count() == count
+
+
+def test_a_running_server_seals_a_finished_run(tmp_path):
+    app = create_app(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=0.01))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        server = Server(client, Clock(), app)
+        server.filled()
+        before = [server.get(path) for path in paths()]
+        server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+        store = app.state.components.store
+        waiting = threading.Event()
+        for _ in range(1000):
+            if not store.journal_runs():
+                break
+            waiting.wait(0.01)
+        assert store.journal_runs() == []
+        assert [server.get(path) for path in paths()] == before
+
+
+def paths():
+    """Answers that say nothing about the time or the state of the run."""
+    return (
+        "/runs/r1/series?metric=edq_ratio",
+        "/runs/r1/series?metric=loss&axis=tokens",
+        "/runs/r1/series?metric=edq_ratio&layer=embedding.weight&points=2",
+        "/runs/r1/heatmap?metric=lost_update_ratio",
+        "/runs/r1/histogram",
+        "/runs/r1/latest",
+        "/runs/r1/worst?k=2",
+        "/runs/r1/layers",
+        "/runs/r1/streams",
+    )
