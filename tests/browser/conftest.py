@@ -67,6 +67,19 @@ def dashboard_url(server_url):
 
 
 @pytest.fixture
+def growing(server_url):
+    """A run that is half done, and a way to take it further."""
+    address, token_file = server_url
+    run = GeneratedRun("growing", "plus", state="running", run_id="run-growing")
+
+    def post(steps):
+        post_run(address, run, token_file.read_text().strip(), steps)
+
+    post(100)
+    return post
+
+
+@pytest.fixture
 def lonely(tmp_path):
     """A dashboard without a server: its address, and how to start the server that it waits for."""
     require("chromium")

@@ -112,6 +112,28 @@ def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
     assert page.evaluate(drawn) == 4
 
 
+def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing):
+    page = watched.page
+    page.goto(f"{watched.url}/compare?run=run-growing&run=run-plain")
+    page.wait_for_selector(LEGEND)
+    last = """() => { const traces = document.querySelector('#compare-chart-0 .js-plotly-plot').data;
+        return traces.filter(trace => trace.name === 'growing')[0].x.at(-1) }"""
+    assert page.evaluate(last) == 100
+    page.locator("#compare-chart-0").scroll_into_view_if_needed()
+    box = page.locator("#compare-chart-0 .nsewdrag").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.2, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=5)
+    page.mouse.up()
+    shown = "() => document.querySelector('#compare-chart-0 .js-plotly-plot').layout.xaxis.range"
+    zoom = page.evaluate(shown)
+    growing(200)
+    page.wait_for_function(f"({last})() === 200")
+    assert page.evaluate(shown) == zoom
+    assert 10 < zoom[0] < zoom[1] < 190
+
+
 def test_an_unknown_run_says_so(watched):
     watched.page.goto(f"{watched.url}/run/never-existed")
     watched.page.get_by_text("Nothing is stored under this address").wait_for()

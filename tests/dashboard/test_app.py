@@ -27,8 +27,8 @@ def refresh(search):
     """The request that a browser makes to refresh the comparison."""
     names = ("compare-alert", "compare-numbers", "compare-verdicts", "compare-table")
     outputs = [{"id": name, "property": "children"} for name in names]
-    outputs += [{"id": f"compare-chart-{place}", "property": "figure"} for place in range(4)]
-    outputs += [{"id": "compare-tick", "property": "disabled"}]
+    outputs += [{"id": "compare-figures", "property": "data"}]
+    outputs += [{"id": "compare-tick", "property": name} for name in ("disabled", "interval")]
     joined = "...".join(f"{entry['id']}.{entry['property']}" for entry in outputs)
     return {
         "output": f"..{joined}..",
@@ -106,7 +106,7 @@ def test_a_refresh_fills_the_page_and_stops_when_all_runs_are_finished(http):
     ]
     assert answer["compare-alert"]["children"] is None
     assert answer["compare-tick"]["disabled"] is True
-    assert len(answer["compare-chart-0"]["figure"]["data"]) >= 2
+    assert len(answer["compare-figures"]["data"][0]["data"]) >= 2
     live = http.post("/_dash-update-component", json=refresh("?run=run-live")).get_json()["response"]
     assert live["compare-tick"]["disabled"] is False
 
@@ -131,8 +131,8 @@ def test_a_metric_that_the_server_refuses_spoils_only_its_own_chart(http, server
     address = "?run=run-plain&metric=nonsense"
     answer = http.post("/_dash-update-component", json=refresh(address)).get_json()["response"]
     assert answer["compare-alert"]["children"] is None
-    assert answer["compare-chart-0"]["figure"]["data"]
-    assert "unknown_metric" in answer["compare-chart-3"]["figure"]["layout"]["annotations"][0]["text"]
+    assert answer["compare-figures"]["data"][0]["data"]
+    assert "unknown_metric" in answer["compare-figures"]["data"][3]["layout"]["annotations"][0]["text"]
 
 
 def test_the_address_leads_to_the_page(http):

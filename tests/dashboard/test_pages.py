@@ -4,6 +4,7 @@ import pytest
 from collage_dashboard.app import render
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_parts import COLUMNS, numbers, table, verdicts
+from collage_dashboard.pages.controls import LIVE_MILLISECONDS, pace
 from collage_dashboard.pages.run_figures import draw
 from collage_dashboard.pages.run_parts import about, head, summary
 from collage_dashboard.pages.run_tabs import TABS, panel
@@ -167,6 +168,11 @@ def test_about_tells_declared_from_observed_and_names_the_source_of_u(server):
     assert "Strategy observed Plain" in whole
     assert "the optimizer's own rule in fp64" in whole
     assert "config: learning_rate 0.0002" in whole
+
+
+def test_a_slow_server_is_asked_less_often():
+    assert pace(0.1) == LIVE_MILLISECONDS
+    assert pace(5.0) == 20_000
 
 
 def test_limits_stand_on_every_page(reader):

@@ -53,6 +53,6 @@ def class_shares(answers: Mapping[str, wire.Series], *, height: int = 320) -> go
         height=height,
         hovermode="x unified",
         xaxis=axis(AXIS_TITLES[first.axis], showgrid=False),
-        yaxis=axis("share of the elements", range=[0, 1]),
+        yaxis=axis("share of the elements", autorangeoptions={"clipmin": 0, "clipmax": 1}),
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
     )

@@ -111,6 +111,6 @@ def _layer_axis(layers: list[str], height: int, selected: str | None) -> dict[st
         tickmode="array",
         tickvals=shown,
         ticktext=texts,
-        range=[len(layers) - 0.5, -0.5],
+        autorange="reversed",
         showgrid=False,
     )

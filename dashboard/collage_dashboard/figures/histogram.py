@@ -47,7 +47,7 @@ def update_histogram(answer: wire.Histogram, *, height: int = 300) -> go.Figure:
             "|u| / gap, octaves",
             tickvals=list(range(_FIRST, _LAST + 2, 4)),
             ticktext=[f"2<sup>{octave}</sup>".replace("-", "−") for octave in range(_FIRST, _LAST + 2, 4)],
-            range=[_FIRST - 1.2, _LAST + 2.2],
+            autorangeoptions={"include": [_FIRST - 1.2, _LAST + 2.2]},
         ),
         yaxis=axis("share of the updates", rangemode="tozero"),
     )

@@ -58,7 +58,7 @@ def curves(metric: str, lines: Sequence[Curve], *, smoothing: float = 0.0, heigh
         height=height + _LEGEND_ROW * ((len(lines) - 1) // _LEGEND_COLUMNS),
         hovermode="x unified" if len(lines) > 1 else "x",
         xaxis=axis(AXIS_TITLES[first.axis]),
-        yaxis=axis(description.axis_title, **({"range": span} if span else {})),
+        yaxis=axis(description.axis_title, **({"autorangeoptions": {"include": span}} if span else {})),
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
         showlegend=len(lines) > 1,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import dash
 import dash_mantine_components as dmc
 import plotly.graph_objects as go
-from dash import Input, Output, State, dcc, html, no_update
+from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import chart_card, chart_note, limits_note, notice, problem_page
 from collage_dashboard.descriptions import describe, metric_choices
@@ -17,7 +18,7 @@ from collage_dashboard.figures import Curve, curves
 from collage_dashboard.figures.style import empty_figure
 from collage_dashboard.identities import identify
 from collage_dashboard.pages.comparison_parts import numbers, table, verdicts
-from collage_dashboard.pages.controls import LIVE_MILLISECONDS, axis_control, smoothing_control
+from collage_dashboard.pages.controls import LIVE_MILLISECONDS, axis_control, pace, smoothing_control
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.throughput import lacks_throughput, with_throughput
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
@@ -52,6 +53,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         [
             dcc.Location(id="compare-address", refresh=False),
             dcc.Store(id="compare-shown", data=search),
+            dcc.Store(id="compare-figures"),
             dcc.Interval(id="compare-tick", interval=LIVE_MILLISECONDS),
             html.Div([dcc.Link("Runs", href="/"), " / Comparison"], className="crumbs"),
             html.Div(_picker(view, list(known.values())), className="toolbar"),
@@ -81,30 +83,40 @@ def figure(comparison: wire.Comparison, smoothing: float) -> go.Figure:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app)
+    charts = [f"compare-chart-{place}" for place in range(len(CHARTS) + 1)]
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("collage", "keepZoom"),
+        *(Output(name, "figure") for name in charts),
+        Input("compare-figures", "data"),
+        *(State(name, "figure") for name in charts),
+        prevent_initial_call=True,
+    )
 
     @app.callback(
         Output("compare-alert", "children"),
         Output("compare-numbers", "children"),
         Output("compare-verdicts", "children"),
         Output("compare-table", "children"),
-        *(Output(f"compare-chart-{place}", "figure") for place in range(len(CHARTS) + 1)),
+        Output("compare-figures", "data"),
         Output("compare-tick", "disabled"),
+        Output("compare-tick", "interval"),
         Input("compare-shown", "data"),
         Input("compare-tick", "n_intervals"),
     )
     def refresh(search: str | None, _ticks: int | None) -> tuple[Any, ...]:
-        view = read_address("/compare", search)
+        view, start = read_address("/compare", search), time.monotonic()
         try:
             answers = _ask(reader, view)
             runs = _measured(reader, view, answers)
         except CollageError as error:
-            return (notice(explain(error)), *[no_update] * (len(CHARTS) + 4), False)
+            return (notice(explain(error)), *[no_update] * 4, False, LIVE_MILLISECONDS)
         figures = [
             figure(answer, view.smoothing) if isinstance(answer, wire.Comparison) else empty_figure(str(answer))
             for answer in answers.values()
         ]
         live = any(run.state == "running" for run in runs)
-        return (None, numbers(runs), verdicts(runs), table(runs), *figures, not live)
+        wait = pace(time.monotonic() - start)
+        return (None, numbers(runs), verdicts(runs), table(runs), figures, not live, wait)
 
 
 def _register_navigation(app: dash.Dash) -> None:

@@ -9,10 +9,15 @@ from dash import html
 
 from collage_dashboard.view import View
 
-__all__ = ["AXIS_CHOICES", "LIVE_MILLISECONDS", "axis_control", "labelled", "smoothing_control"]
+__all__ = ["AXIS_CHOICES", "LIVE_MILLISECONDS", "axis_control", "labelled", "pace", "smoothing_control"]
 
 LIVE_MILLISECONDS: Final = 3000
 AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
+
+
+def pace(seconds: float) -> int:
+    """Milliseconds until the next refresh after one that took `seconds`: a slow server is asked less often."""
+    return max(LIVE_MILLISECONDS, round(4000 * seconds))
 
 
 def axis_control(identifier: str, view: View) -> Any:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, Input, Output, State, dcc, html, no_update
+from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import limits_note, notice
 from collage_dashboard.descriptions import metric_choices
 from collage_dashboard.figures.heatmap import short_layer
-from collage_dashboard.pages.controls import LIVE_MILLISECONDS, axis_control, labelled, smoothing_control
+from collage_dashboard.pages.controls import LIVE_MILLISECONDS, axis_control, labelled, pace, smoothing_control
 from collage_dashboard.pages.run_figures import draw
 from collage_dashboard.pages.run_parts import head, summary
 from collage_dashboard.pages.run_tabs import DEFAULT_METRIC, TABS, layer_metrics, panel
@@ -49,6 +50,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         [
             dcc.Location(id="run-address", refresh=False),
             dcc.Store(id="run-shown", data={"pathname": pathname, "search": search}),
+            dcc.Store(id="run-figures"),
             dcc.Interval(id="run-tick", interval=LIVE_MILLISECONDS),
             html.Div([dcc.Link("Runs", href="/"), " / ", run.project], className="crumbs"),
             html.Div(head(run), id="run-head"),
@@ -65,6 +67,14 @@ def layout(view: View, reader: Reader) -> html.Div:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app, reader)
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("collage", "keepZoomByName"),
+        Output(_FIGURES, "figure"),
+        Input("run-figures", "data"),
+        State(_FIGURES, "figure"),
+        State(_FIGURES, "id"),
+        prevent_initial_call=True,
+    )
 
     @app.callback(
         Output("run-alert", "children"),
@@ -84,17 +94,22 @@ def register(app: dash.Dash, reader: Reader) -> None:
         return None, head(run), summary(run, compared), run.state != "running"
 
     @app.callback(
-        Output(_FIGURES, "figure"),
+        Output("run-figures", "data"),
+        Output("run-tick", "interval"),
         Input("run-shown", "data"),
         Input("run-tick", "n_intervals"),
         State(_FIGURES, "id"),
     )
-    def redraw(shown: dict[str, str], _ticks: int | None, wanted: list[dict[str, str]]) -> list[Any]:
-        view = read_address(shown["pathname"], shown["search"])
+    def redraw(shown: dict[str, str], _ticks: int | None, wanted: list[dict[str, str]]) -> tuple[Any, ...]:
+        view, start = read_address(shown["pathname"], shown["search"]), time.monotonic()
         try:
-            return [draw(entry["kind"], entry["metric"], view, reader) for entry in wanted]
+            figures = {
+                f"{entry['kind']} {entry['metric']}": draw(entry["kind"], entry["metric"], view, reader)
+                for entry in wanted
+            }
         except CollageError:
-            return [no_update] * len(wanted)
+            return no_update, LIVE_MILLISECONDS
+        return figures, pace(time.monotonic() - start)
 
 
 def _register_navigation(app: dash.Dash, reader: Reader) -> None:

@@ -56,8 +56,7 @@ def test_the_selected_layer_keeps_its_label_whatever_is_thinned_out():
 
 
 def test_depth_runs_downwards():
-    low, high = heatmap(heatmap_answer([[0.9], [0.8]])).layout.yaxis.range
-    assert low > high
+    assert heatmap(heatmap_answer([[0.9], [0.8]])).layout.yaxis.autorange == "reversed"
 
 
 def test_without_a_value_it_says_so():

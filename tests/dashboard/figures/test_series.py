@@ -103,10 +103,11 @@ def test_smooth_against_the_weighted_mean_written_out():
 
 def test_rounding_noise_does_not_fill_the_axis():
     figure = curves("edq_ratio", [Curve("run", RED, series([0.99999, 1.00001]))])
-    low, high = figure.layout.yaxis.range
+    low, high = figure.layout.yaxis.autorangeoptions.include
     assert high - low == pytest.approx(SMALLEST_SPAN)
     assert low < 0.99999 < 1.00001 < high
-    assert curves("edq_ratio", [Curve("run", RED, series([0.5, 1.0]))]).layout.yaxis.range is None
+    wide = curves("edq_ratio", [Curve("run", RED, series([0.5, 1.0]))])
+    assert wide.layout.yaxis.autorangeoptions.include is None
 
 
 def test_the_ideal_is_a_dotted_line_where_there_is_one():
