@@ -148,22 +148,50 @@ class Watch:
     def _repr_markdown_(self) -> str:
         return f"```text\n{self}\n```"
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._depth and _inside_own_step(optimizer):
             self._depth += 1
-            return
+            return None
         # A depth left over from a step that raised is dropped here.
         self._depth = 1
         self._measuring = False
         if self._guard.disabled:
-            return
+            return None
         if self._step is None:
             self._start(optimizer)
         assert self._step is not None
         measured = (self._step + 1) % self._governor.interval == 0
-        if measured or self.options.oracle:
-            closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
-            self._look(optimizer, measured, closure)
+        if not measured and not self.options.oracle:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None or self._closure_seen:
+            self._look(optimizer, measured, closure is not None)
+            return None
+        looking = self._looking_after(closure, optimizer, measured)
+        return ((args[0], looking, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looking})
+
+    def _looking_after(self, closure: Callable[[], Any], optimizer: Optimizer, measured: bool) -> Callable[[], Any]:
+        """The closure, followed by the look that a step without one gets before it: the gradient is known then.
+
+        An optimizer that evaluates it again moves the parameters between: that step is not measured, and from
+        then on only what changed is.
+        """
+        evaluations = 0
+
+        def evaluate() -> Any:
+            nonlocal evaluations
+            loss = closure()
+            evaluations += 1
+            if evaluations == 1:
+                self._look(optimizer, measured, closure=False)
+            else:
+                self._closure_seen = True
+                self._measuring = False
+            return loss
+
+        return evaluate
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth > 1:

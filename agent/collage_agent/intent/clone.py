@@ -83,20 +83,20 @@ def undecorated_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
 def isolated(device: torch.device) -> Iterator[None]:
     """Nothing outside notices what runs inside: no process-wide optimizer hook fires, random states are restored.
 
-    Does not synchronise: the states of random generators live on the host.
+    Does not synchronise: the states of random generators live on the host. The hooks' tables are exchanged and
+    not emptied, since a hook in them may be what is running.
     """
     before, after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-    kept_before, kept_after = dict(before), dict(after)
     host_state = torch.get_rng_state()
     device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    before.clear()
-    after.clear()
+    torch_optimizer._global_optimizer_pre_hooks = OrderedDict()
+    torch_optimizer._global_optimizer_post_hooks = OrderedDict()
     try:
         with torch.no_grad():
             yield
     finally:
-        before.update(kept_before)
-        after.update(kept_after)
+        torch_optimizer._global_optimizer_pre_hooks = before
+        torch_optimizer._global_optimizer_post_hooks = after
         torch.set_rng_state(host_state)
         if device_state is not None:
             torch.cuda.set_rng_state(device_state, device)
