@@ -22,7 +22,7 @@ from collage_monitor import wire
 
 __all__ = ["bytes_per_parameter", "describe"]
 
-_CLOSURE_NOTE = "steps evaluate a closure several times: no one gradient leads to them, only what changed is measured"
+_CLOSURE_NOTE = "steps evaluate a closure repeatedly: no one gradient leads to them, only what changed is measured"
 
 
 def describe(

@@ -27,7 +27,7 @@ ORACLE_SAMPLE: Final = 1024
 _Entry = tuple[int, int, int, float, torch.dtype | None]
 _Signature = tuple[bool, int, tuple[_Entry, ...]]
 _NO_STATE: Final[dict[str, Any]] = {}
-_CLOSURE: Final = BeforeAfter("the step evaluates a closure several times, so no one gradient leads to it")
+_CLOSURE: Final = BeforeAfter("the step evaluates a closure repeatedly, so no one gradient leads to it")
 
 
 @dataclass

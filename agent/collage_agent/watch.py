@@ -113,6 +113,11 @@ class Watch:
         return self._step
 
     @property
+    def removed(self) -> bool:
+        """Whether the watch has ended."""
+        return not self._handles
+
+    @property
     def info(self) -> wire.WatchInfo:
         """What is watched and how, as it travels."""
         return describe(

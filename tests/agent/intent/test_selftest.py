@@ -1,0 +1,129 @@
+"""Which optimizers may be stepped on samples, and that asking leaves no trace."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from collage_agent.intent.selftest import failure_of
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def parameters():
+    return [nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(4))]
+
+
+ELEMENTWISE = {
+    "SGD": lambda p: torch.optim.SGD(p, 1e-2),
+    "SGD fused": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
+    "AdamW rate 1e-8": lambda p: torch.optim.AdamW(p, lr=1e-8),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW capturable": lambda p: torch.optim.AdamW(p, capturable=True),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+}
+
+
+class Normalised(torch.optim.Optimizer):
+    """u = −lr · g / ‖g‖: each element depends on all of its tensor."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
+
+
+class GlobalScale(Normalised):
+    """Divides by the norm of all gradients together."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            norm = torch.stack([parameter.grad.norm() for parameter in stepped]).norm()
+            for parameter in stepped:
+                parameter.sub_(group["lr"] * parameter.grad / norm)
+
+
+class Adapting(Normalised):
+    """Elementwise steps beside a distance estimate over all elements, which would change the rate later."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    group["distance"] = group.get("distance", 0.0) + float(parameter.grad.abs().sum())
+                    parameter.sub_(group["lr"] * parameter.grad)
+
+
+class Noisy(Normalised):
+    """Adds random numbers to the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * (parameter.grad + torch.randn_like(parameter)))
+
+
+NOT_ELEMENTWISE = {
+    "Adafactor": (lambda p: torch.optim.Adafactor(p), "not elementwise"),
+    "normalised": (Normalised, "not elementwise"),
+    "global scale": (GlobalScale, "not elementwise"),
+    "adapting": (Adapting, "depends on all elements"),
+    "noisy": (Noisy, "does not repeat"),
+    "LBFGS": (lambda p: torch.optim.LBFGS(p), "cannot step"),
+    "SparseAdam": (lambda p: torch.optim.SparseAdam(p), "cannot step"),
+}
+if hasattr(torch.optim, "Muon"):
+    NOT_ELEMENTWISE["Muon"] = (lambda p: torch.optim.Muon(p[:1]), "cannot step")
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_pass(name):
+    optimizer = ELEMENTWISE[name](parameters())
+    assert failure_of(optimizer, optimizer.param_groups[0]) is None
+
+
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_others_are_refused_with_the_reason(name):
+    make, reason = NOT_ELEMENTWISE[name]
+    optimizer = make(parameters())
+    assert reason in str(failure_of(optimizer, optimizer.param_groups[0]))
+
+
+def test_the_test_leaves_parameters_state_hooks_and_random_numbers_alone():
+    own = parameters()
+    optimizer = Noisy(own)
+    values = [parameter.detach().clone() for parameter in own]
+    calls: list[int] = []
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    states = torch.get_rng_state(), random.getstate()
+    try:
+        failure_of(optimizer, optimizer.param_groups[0])
+    finally:
+        handle.remove()
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert not calls
+    assert not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(values, own, strict=True))
+    assert all(parameter.grad is None for parameter in own)

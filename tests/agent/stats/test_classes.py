@@ -1,0 +1,71 @@
+"""Classes counted by block, against the definitions element by element in exact fractions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collage_agent.stats import CLASS_COUNTS, class_codes, count_classes, edq_products, leave_out, nonfinite
+
+from tests.reference import diagnostics
+
+BLOCK = 32
+
+
+def count(theta, gradient, u, e, visible):
+    rows = torch.stack((theta, gradient, e, visible, u)).clone()
+    left_out = nonfinite(rows.sum(0))
+    bad_gradient, bad_parameter = nonfinite(gradient), nonfinite(theta + e)
+    leave_out(rows, left_out)
+    _, _, e, visible, u = rows
+    codes = class_codes(u, e, visible, edq_products(u, e.unsqueeze(0))[0], left_out, bad_gradient, bad_parameter)
+    return count_classes(codes, BLOCK)
+
+
+def random_case(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(20 * BLOCK, generator=generator, dtype=torch.float64)
+
+    def some(share):
+        return torch.rand(20 * BLOCK, generator=generator) < share
+
+    theta, gradient, u = normal(), normal(), normal()
+    e = u * torch.tensor([0.0, 1.0, 0.5, 1.5, 0.4999, 1.5001, -1.0, 2.0], dtype=torch.float64).repeat(80)
+    visible = torch.where(some(0.3), 0.0, e)
+    u[some(0.2)] = 0.0
+    e[some(0.2)] = -0.0
+    gradient[some(0.02)] = torch.nan
+    theta[some(0.02)] = torch.inf
+    return theta, gradient, u, e, visible
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_equal_the_definitions(seed):
+    case = random_case(seed)
+    expected = diagnostics.classes(*(diagnostics.exact(values) for values in case))
+    found = dict(zip(CLASS_COUNTS, count(*case).sum(1).tolist(), strict=True))
+    active = found["lost"] + found["distorted"] + found["faithful"]
+    found["idle"] = len(case[0]) - found["nonfinite"] - active
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_a_block_full_of_one_class_does_not_spill_into_the_next_count():
+    ones = torch.ones(BLOCK, dtype=torch.float64)
+    counts = dict(zip(CLASS_COUNTS, count(ones, ones, ones, ones, ones)[:, 0].tolist(), strict=True))
+    assert counts == {**dict.fromkeys(CLASS_COUNTS, 0.0), "faithful": float(BLOCK)}
+
+
+def test_a_block_too_long_for_its_fields_is_refused():
+    with pytest.raises(ValueError, match="at most 32"):
+        count_classes(torch.zeros(64, dtype=torch.uint8), 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_nonfinite_flags_every_nan_and_infinity_and_nothing_else(dtype):
+    info = torch.finfo(dtype)
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, info.max, info.min, info.tiny, torch.nan, torch.inf, -torch.inf], dtype=dtype
+    )
+    assert nonfinite(values).tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert nonfinite(-values).tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1]

@@ -1,0 +1,30 @@
+"""Decrements of moving averages against exact fractions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collage_agent.stats import state_decrement_block_sums
+
+from tests.reference import diagnostics
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_decrements_equal_the_exact_sums(seed):
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.randn(320, generator=generator, dtype=torch.float64)
+    intended = before * 0.9 + 0.2 * torch.randn(320, generator=generator, dtype=torch.float64)
+    observed = intended.to(torch.bfloat16).double()
+    expected = diagnostics.decrements(*(diagnostics.exact(x) for x in (before, intended, observed)))
+    states = torch.stack((before.abs(), intended, observed)).unsqueeze(1)
+    wanted, seen = state_decrement_block_sums(states, torch.zeros(320, dtype=torch.uint8), 32).sum(-1)[:, 0]
+    assert float(seen) == pytest.approx(float(expected[0]), rel=1e-12)
+    assert float(wanted) == pytest.approx(float(expected[1]), rel=1e-12)
+
+
+def test_elements_left_out_and_states_that_are_not_finite_enter_no_sum():
+    before = torch.tensor([[1.0, 1.0, torch.inf, 1.0]], dtype=torch.float64)
+    intended = torch.tensor([[0.5, 0.5, torch.inf, torch.nan]], dtype=torch.float64)
+    states = torch.stack((before, intended, intended))
+    left_out = torch.tensor([1, 0, 0, 0], dtype=torch.uint8)
+    assert state_decrement_block_sums(states, left_out, 4)[:, 0, 0].tolist() == [-0.5, -0.5]

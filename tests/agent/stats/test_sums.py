@@ -1,0 +1,69 @@
+"""Sums over blocks and tensors, and their variances, against numpy and exact fractions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from collage_agent.stats import Columns, edq_block_sums, edq_products, squared_block_sums
+from collage_agent.stats.variance import product_rows, ratio_variances
+
+from tests.reference import diagnostics
+
+
+def test_block_sums_equal_the_exact_ones():
+    rows = torch.randn(3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    exact: Any = [diagnostics.exact(row) for row in rows]
+    squares = squared_block_sums(rows, 32)
+    products = edq_block_sums(edq_products(rows[0], rows[1:]), 32)
+    for block in range(2):
+        part = slice(32 * block, 32 * block + 32)
+        for row in range(3):
+            expected = diagnostics.total(x * x for x in exact[row][part])
+            assert float(squares[row, block]) == pytest.approx(float(expected), rel=1e-15 * 8)
+        for row in (1, 2):
+            expected = diagnostics.total(x * y for x, y in zip(exact[0][part], exact[row][part], strict=True))
+            assert float(products[row - 1, block]) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_columns_add_up_blocks_of_the_same_tensor():
+    values = torch.arange(12, dtype=torch.float64).view(2, 6)
+    columns = Columns(torch.tensor([0, 2, 2, 0, 1, 2]), 4)
+    assert columns.sums(values).tolist() == [[3.0, 4.0, 8.0, 0.0], [15.0, 10.0, 26.0, 0.0]]
+
+
+def test_variances_equal_the_textbook_formula():
+    generator = np.random.default_rng(5)
+    sizes, populations = (7, 12, 5), (70, 12, 30)
+    of_block = torch.tensor([tensor for tensor, size in enumerate(sizes) for _ in range(size)])
+    a, b = (torch.from_numpy(generator.normal(3.0, 1.0, len(of_block))) for _ in range(2))
+    columns = Columns(of_block, 3)
+    numerators, denominators = a.view(1, 1, -1), b.view(1, -1)
+    sums = columns.sums(torch.stack((a, b)))
+    found = ratio_variances(
+        columns.sums(product_rows(numerators, denominators)),
+        sums[:1].unsqueeze(0),
+        sums[1:],
+        torch.tensor(sizes, dtype=torch.float64),
+        torch.tensor(populations, dtype=torch.float64),
+    )
+    for tensor in (0, 2):
+        mine = of_block == tensor
+        expected = diagnostics.variances(a[mine].tolist(), b[mine].tolist(), populations[tensor])
+        assert found[:, 0, tensor].tolist() == pytest.approx(expected, rel=1e-10)
+    assert found[:, 0, 1].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_one_block_of_many_has_no_variance_and_a_whole_tensor_of_one_block_has_none_to_speak_of():
+    one = torch.ones(3, 2, dtype=torch.float64)
+    found = ratio_variances(
+        one,
+        torch.ones(1, 1, 2, dtype=torch.float64),
+        one[:1],
+        one[0],
+        torch.tensor([9.0, 1.0], dtype=torch.float64),
+    )
+    assert found[:, 0, 0].isnan().all()
+    assert found[:, 0, 1].tolist() == [0.0, 0.0, 0.0]

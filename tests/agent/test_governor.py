@@ -1,0 +1,91 @@
+"""The governor: first fewer steps, then a smaller sample, and back when there is room."""
+
+from __future__ import annotations
+
+import pytest
+from collage_agent import governor as module
+from collage_agent.governor import Governor
+from collage_agent.watch import watch
+
+from tests.agent.training import mlp, train
+
+
+class Clock:
+    """The process's CPU clock, under control."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def process_time(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def run(governor, clock, measured, agent, rest):
+    """Measured steps that cost `agent` seconds each beside `rest`; whether the sample shrank, each time."""
+    shrunk = []
+    for _ in range(measured):
+        clock.seconds += agent + rest
+        governor.spent(agent)
+        shrunk.append(governor.judge())
+    return shrunk
+
+
+def test_a_cost_above_the_budget_doubles_the_interval_again_and_again(clock):
+    governor = Governor(10, 4096, 0.01)
+    assert governor.interval == 10
+    run(governor, clock, 6, agent=0.05, rest=1.0)
+    assert governor.interval == 20
+    run(governor, clock, 4, agent=0.05, rest=1.0)
+    assert governor.interval == 40
+    assert governor.overhead_ratio == pytest.approx(0.05)
+    assert governor.agent_cpu_seconds == pytest.approx(0.5)
+
+
+def test_then_the_sample_is_halved_down_to_the_oracle_s(clock):
+    governor = Governor(1, 4096, 0.01)
+    shrunk = run(governor, clock, 60, agent=0.5, rest=1.0)
+    assert governor.interval == 64
+    assert governor.sample == 1024
+    assert sum(shrunk) == 2
+
+
+def test_it_looks_more_often_again_when_there_is_room(clock):
+    governor = Governor(10, 4096, 0.01)
+    run(governor, clock, 6, agent=0.05, rest=1.0)
+    run(governor, clock, 8, agent=0.001, rest=1.0)
+    assert governor.interval == 10
+
+
+def test_without_a_budget_nothing_changes(clock):
+    governor = Governor(10, "all", None)
+    assert not any(run(governor, clock, 50, agent=5.0, rest=1.0))
+    assert governor.interval == 10
+
+
+def test_the_worker_s_cpu_counts(clock):
+    governor = Governor(10, 4096, 0.01, lambda: 3.0)
+    clock.seconds = 13.0
+    assert governor.overhead_ratio == pytest.approx(0.3)
+
+
+def test_a_smaller_sample_goes_on_measuring_with_the_oracle():
+    model = mlp(width=130)
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    train(model, optimizer, 3)
+    assert handle.summary()["layers"]["2.weight"]["sampled"] == 4096
+    handle._meter.shrink_sample(1024)
+    train(model, optimizer, 2, start=3)
+    values = handle.summary()["layers"]["2.weight"]
+    assert values["sampled"] == 1024
+    assert values["oracle_steps"] == 5
+    assert values["edq_oracle_ratio"] is not None

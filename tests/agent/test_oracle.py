@@ -1,0 +1,107 @@
+"""The oracle against an fp64 optimizer that trains beside on the same gradients, whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collage_agent.optim import CollageAdamW
+from collage_agent.watch import watch
+
+from tests.agent.training import mlp, mlp_loss, train
+
+
+class Companion:
+    """fp64 copies of all weights, stepped by their own torch optimizer with the live gradients."""
+
+    def __init__(self, model, make):
+        self.live = list(model.parameters())
+        self.start = [p.detach().double().clone() for p in self.live]
+        self.twins = [torch.nn.Parameter(start.clone()) for start in self.start]
+        self.optimizer = make(self.twins)
+
+    def step(self):
+        before = [twin.detach().clone() for twin in self.twins]
+        for twin, live in zip(self.twins, self.live, strict=True):
+            twin.grad = live.grad.detach().double()
+        self.optimizer.step()
+        return [twin.detach() - old for twin, old in zip(self.twins, before, strict=True)]
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+        lambda p: torch.optim.NAdam(p, lr=1e-3),
+    ],
+    ids=["AdamW", "SGD", "NAdam"],
+)
+def test_the_oracle_is_an_fp64_optimizer_fed_the_same_gradients(make):
+    model = mlp(width=30)
+    optimizer = make(model.parameters())
+    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    companion = Companion(model, make)
+    for step in range(12):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        before = flat(model.parameters())
+        o = flat(companion.step())
+        optimizer.step()
+        e = flat(model.parameters()) - before
+    values = handle.summary()["model"]
+    ours, theirs = flat(companion.twins) - flat(companion.start), flat(model.parameters()) - flat(companion.start)
+    assert values["oracle_steps"] == 12
+    assert values["edq_oracle_ratio"] == pytest.approx(float(o @ e / (o @ o)), rel=1e-8)
+    assert values["oracle_displacement_ratio"] == pytest.approx(float(ours @ theirs / (ours @ ours)), rel=1e-8)
+    assert values["oracle_drift_ratio"] == pytest.approx(float((theirs - ours).norm() / ours.norm()), rel=1e-8)
+
+
+def test_the_oracle_follows_a_sample_of_large_tensors_and_its_interval_is_open():
+    model = mlp(width=90)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=2, oracle=True, budget=None)
+    train(model, optimizer, 6)
+    layers = handle.summary()["layers"]
+    low, high = (layers["2.weight"][f"edq_oracle_ratio_{end}"] for end in ("low", "high"))
+    assert low < layers["2.weight"]["edq_oracle_ratio"] < high
+    assert layers["2.bias"]["edq_oracle_ratio_low"] == layers["2.bias"]["edq_oracle_ratio_high"]
+
+
+def test_tensors_that_skip_steps_are_stepped_by_the_oracle_only_when_they_are_live():
+    model = mlp(width=30)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    train(model, optimizer, 2)
+    model[2].requires_grad_(False)
+    train(model, optimizer, 3, start=2)
+    model[2].requires_grad_(True)
+    train(model, optimizer, 2, start=5)
+    layers = handle.summary()["layers"]
+    assert layers["0.weight"]["oracle_steps"] == 7
+    assert layers["2.weight"]["oracle_steps"] == 4
+    assert layers["2.weight"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=0.5)
+
+
+def test_an_error_in_the_state_is_seen_by_the_oracle_and_the_decrements_but_not_by_edq():
+    """Falling gradients, beta2 0.999: light's second moment cannot decay, plus' does."""
+    ratios = {}
+    for strategy in ("light", "plus"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+        optimizer = CollageAdamW(model.parameters(), lr=1e-4, weight_decay=0.0, strategy=strategy)
+        handle = watch(model, optimizer, every=150, oracle=True, budget=None)
+        noise = torch.Generator().manual_seed(1)
+        for step in range(600):
+            gradient = 1e-2 * 0.99**step * (1 + 0.1 * torch.randn(64, 64, generator=noise))
+            model.weight.grad = gradient.to(torch.bfloat16)
+            optimizer.step()
+        ratios[strategy] = handle.summary()["model"]
+    assert ratios["light"]["edq_ratio"] == pytest.approx(1.0, abs=0.02)
+    assert ratios["light"]["state_decrement_ratio/exp_avg_sq"] < 0.1
+    assert ratios["light"]["edq_oracle_ratio"] < 0.9
+    assert ratios["plus"]["state_decrement_ratio/exp_avg_sq"] == pytest.approx(1.0, abs=0.02)
+    assert ratios["plus"]["edq_oracle_ratio"] == pytest.approx(1.0, abs=0.05)

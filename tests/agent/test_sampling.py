@@ -1,0 +1,77 @@
+"""Blocks: aligned, without replacement, a prefix when fewer, the ragged tail as a smaller unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from collage_agent.gather import BlockLayout, Staging
+from collage_agent.sampling import block_elements, draw
+
+
+@pytest.mark.parametrize(("itemsize", "block"), [(1, 32), (2, 32), (4, 16)])
+def test_a_block_is_a_cache_line(itemsize, block):
+    assert block_elements(itemsize) == block
+
+
+@pytest.mark.parametrize("elements", [32 * 5_000, 32 * 5_000 + 7, 32 * (2**20 + 3) + 1])
+def test_a_smaller_sample_is_a_prefix_of_a_larger_one(elements):
+    small, large = draw("w", elements, 2, 2048), draw("w", elements, 2, 8192)
+    assert np.array_equal(large.rows[: len(small.rows)], small.rows[: len(large.rows)])
+    assert len(set(large.rows.tolist())) == len(large.rows)
+    assert large.blocks == 256
+    assert large.rows.max() < elements // 32
+
+
+def test_the_draw_depends_on_seed_name_and_shard_alone():
+    first = draw("w", 320_000, 2, 2048, seed=1)
+    assert np.array_equal(first.rows, draw("w", 320_000, 2, 2048, seed=1).rows)
+    for other in ({"seed": 2}, {"seed": 1, "shard": 1}):
+        assert not np.array_equal(first.rows, draw("w", 320_000, 2, 2048, **other).rows)
+    assert not np.array_equal(first.rows, draw("v", 320_000, 2, 2048, seed=1).rows)
+
+
+@pytest.mark.parametrize("elements", [1, 31, 32, 33, 4096])
+def test_a_tensor_no_larger_than_the_cap_is_measured_whole(elements):
+    sample = draw("w", elements, 2, 4096)
+    assert sample.whole
+    assert sample.sampled == sample.elements == elements
+
+
+def test_every_block_the_ragged_one_included_is_drawn_equally_often():
+    drawn: Counter[int] = Counter()
+    for seed in range(4000):
+        sample = draw("w", 10 * 32 + 5, 2, 128, seed=seed)
+        drawn.update([*sample.rows.tolist(), *([10] if sample.tail else [])])
+        assert sample.blocks == 4
+    expected = 4000 * 4 / 11
+    assert all(abs(drawn[block] - expected) < 5 * expected**0.5 for block in range(11))
+
+
+def test_gathering_reads_exactly_the_chosen_elements():
+    tensors = [torch.arange(n, dtype=torch.float32) + 1000.0 * i for i, n in enumerate((1000, 40, 16, 1), start=1)]
+    samples = [draw(f"t{i}", tensor.numel(), 4, 128) for i, tensor in enumerate(tensors)]
+    layout = BlockLayout(samples, tensors)
+    staging = Staging(layout, torch.float32)
+    layout.gather(tensors, staging)
+    values = staging.values.view(-1, layout.block)
+    for index, (tensor, sample) in enumerate(zip(tensors, samples, strict=True)):
+        found = values[layout.columns == index].flatten()
+        found = found[found != 0]
+        blocks = sample.rows.tolist() + ([sample.elements // 16] if sample.tail else [])
+        wanted = [x for block in blocks for x in tensor[16 * block : 16 * block + 16].tolist()]
+        assert sorted(found.tolist()) == sorted(wanted)
+    assert len(layout.padding) == layout.slots - sum(sample.sampled for sample in samples)
+
+
+def test_positions_of_a_smaller_sample_are_found_and_a_foreign_one_is_refused():
+    tensors = [torch.zeros(5000), torch.zeros(300)]
+    large = BlockLayout([draw("a", 5000, 4, 2048), draw("b", 300, 4, 2048)], tensors)
+    small = BlockLayout([draw("a", 5000, 4, 512), draw("b", 300, 4, 128)], tensors)
+    positions = torch.from_numpy(large.positions_of(small))
+    assert torch.equal(large.columns[positions], small.columns)
+    foreign = BlockLayout([draw("a", 5000, 4, 2048, seed=9), draw("b", 300, 4, 128)], tensors)
+    with pytest.raises(ValueError, match="same seed"):
+        large.positions_of(foreign)

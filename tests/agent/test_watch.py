@@ -1,0 +1,375 @@
+"""Hooks in awkward company: schedulers, subclasses, global hooks, scalers, closures, failures, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from collage_agent import guard
+from collage_agent.measure import Meter
+from collage_agent.options import Exclude
+from collage_agent.watch import watch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
+from tests.reference.intended import full_precision_update
+
+
+class Recorder:
+    """A reporter that keeps what it gets."""
+
+    def __init__(self):
+        self.first_steps: list[int] = []
+        self.measurements: list = []
+
+    def started(self, first_step):
+        self.first_steps.append(first_step)
+
+    def measured(self, measurement):
+        self.measurements.append(measurement)
+
+    @property
+    def steps(self):
+        return [measurement.step for measurement in self.measurements]
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **options})
+
+
+def test_measured_steps_are_those_divisible_and_the_first_is_told_once():
+    model, recorder = mlp(), Recorder()
+    optimizer = adamw(model)
+    handle = watch(model, optimizer, every=3, budget=None, reporter=recorder)
+    assert repr(handle).endswith("not started>")
+    assert handle.summary() == {"step": None, "model": {}, "layers": {}}
+    train(model, optimizer, 10)
+    assert recorder.first_steps == [1]
+    assert recorder.steps == [3, 6, 9]
+    assert handle.step == 10
+    last = recorder.measurements[-1]
+    assert last.totals.shape == (len(last.layout.statistics), len(last.layout.layers))
+    assert last.totals.dtype == torch.float64
+    assert last.scalars["bytes_per_parameter"] == pytest.approx(8.0)
+    assert last.scalars["agent_cpu_seconds"] > 0
+    assert last.layout is recorder.measurements[0].layout
+
+
+def test_every_statistic_key_is_in_the_catalogue():
+    from collage_monitor.metrics import statistic
+
+    model, recorder = mlp(), Recorder()
+    optimizer = adamw(model)
+    watch(model, optimizer, every=1, oracle=True, reporter=recorder)
+    train(model, optimizer, 2)
+    keys = recorder.measurements[-1].layout.statistics
+    assert len(set(keys)) == len(keys)
+    for key in keys:
+        statistic(key)
+
+
+def test_the_step_number_goes_on_from_the_optimizer_s_state_or_from_what_is_said():
+    model = mlp()
+    optimizer = adamw(model)
+    train(model, optimizer, 7)
+    recorder, told = Recorder(), Recorder()
+    handle = watch(model, optimizer, every=1, reporter=recorder)
+    other = watch(model, optimizer, every=1, reporter=told, first_step=101)
+    train(model, optimizer, 2)
+    assert recorder.first_steps == [8]
+    assert told.first_steps == [101]
+    assert (handle.step, other.step) == (9, 102)
+
+
+def test_a_scheduler_that_patches_step_is_followed():
+    model, seen = mlp(), []
+    optimizer = adamw(model, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    handle = watch(model, optimizer, every=1, sample="all")
+    for step in range(4):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        expected = sum(float(u.square().sum()) for u in full_precision_update(optimizer).values())
+        optimizer.step()
+        scheduler.step()
+        seen.append(handle.summary()["model"]["intended_norm"] ** 2 / expected)
+    assert seen == pytest.approx([1.0] * 4, rel=1e-9)
+
+
+def test_a_subclass_that_calls_super_is_one_step_and_foreign_hooks_see_no_shadow():
+    class Careful(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model, calls = mlp(), []
+    optimizer = Careful(model.parameters(), lr=1e-3)
+    foreign = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("post")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("own")),
+    ]
+    try:
+        train(model, optimizer, 2)
+        before = calls.copy()
+        calls.clear()
+        handle = watch(model, optimizer, every=1, oracle=True)
+        train(model, optimizer, 2, start=2)
+    finally:
+        for hook in foreign:
+            hook.remove()
+    assert handle.step == 4
+    assert calls == before
+    assert handle.summary()["model"]["edq_ratio"] is not None
+
+
+def test_a_step_that_raises_does_not_confuse_the_count():
+    class Failing(torch.optim.AdamW):
+        fail = False
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            if self.fail:
+                raise RuntimeError("out of luck")
+            return super().step(closure)
+
+    model = mlp()
+    optimizer = Failing(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1)
+    train(model, optimizer, 2)
+    optimizer.fail = True
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(model, optimizer, 1, start=2)
+    optimizer.fail = False
+    train(model, optimizer, 2, start=3)
+    assert handle.step == 4
+    assert handle.summary()["step"] == 4
+
+
+def test_fused_loss_scaling_is_undone_and_a_skipped_step_is_not_reported():
+    model = mlp(dtype=torch.float32)
+    optimizer = adamw(model, fused=True)
+    plain_model = copy.deepcopy(model)
+    plain = adamw(plain_model, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    handle = watch(model, optimizer, every=1, sample="all", oracle=True)
+    reference = watch(plain_model, plain, every=1, sample="all")
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(mlp_loss(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    train(plain_model, plain, 3)
+    scaled, expected = handle.summary()["model"], reference.summary()["model"]
+    assert scaled["intended_norm"] == pytest.approx(expected["intended_norm"], rel=1e-5)
+    assert scaled["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert scaled["edq_oracle_ratio"] == pytest.approx(1.0, abs=1e-3)
+    optimizer.zero_grad()
+    scaler.scale(mlp_loss(model, 3)).backward()
+    model[0].weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert handle.summary()["model"].get("edq_ratio") is None
+    optimizer.zero_grad()
+    scaler.scale(mlp_loss(model, 4)).backward()
+    scaler.step(optimizer)
+    assert handle.summary()["model"]["oracle_displacement_ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_closure_evaluated_repeatedly_leaves_only_what_changed_and_says_so():
+    model = mlp(dtype=torch.float32)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    handle = watch(model, optimizer, every=1, oracle=True)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = mlp_loss(model, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+    values = handle.summary()["model"]
+    assert values["effective_norm"] > 0
+    assert values["unchanged_ratio"] < 1
+    for key in ("edq_ratio", "lost_update_ratio", "grad_norm", "intended_norm"):
+        assert values.get(key) is None
+    assert handle.info.intent == "before-after"
+    assert "closure" in handle.info.intent_reason
+    assert "unknown" in str(handle)
+
+
+def test_an_optimizer_that_is_not_elementwise_is_measured_before_and_after():
+    model = mlp()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    handle = watch(model, optimizer, every=1, oracle=True)
+    train(model, optimizer, 3)
+    values = handle.summary()["model"]
+    assert values["effective_norm"] > 0
+    assert values["grad_norm"] > 0
+    assert values["edq_ratio"] is None
+    assert handle.info.intent == "before-after"
+    assert "Adafactor is not elementwise" in str(handle)
+
+
+def test_loading_a_checkpoint_restarts_the_oracle_and_goes_on():
+    model = mlp()
+    optimizer = adamw(model)
+    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    train(model, optimizer, 4)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 3, start=4)
+    assert handle.summary()["model"]["oracle_steps"] == 7
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, 2, start=4)
+    assert handle.summary()["model"]["oracle_steps"] == 2
+
+
+def test_removing_ends_it_and_copies_are_not_watched():
+    model = mlp()
+    optimizer = adamw(model)
+    handle = watch(model, optimizer, every=1)
+    train(model, optimizer, 2)
+    other_model, other = copy.deepcopy((model, optimizer))
+    train(other_model, other, 3)
+    assert handle.step == 2
+    handle.remove()
+    handle.remove()
+    train(model, optimizer, 2)
+    assert handle.step == 2
+    assert handle.summary()["step"] == 2
+
+
+def test_a_removed_watch_frees_the_model():
+    model = mlp()
+    optimizer = adamw(model)
+    handle = watch(model, optimizer, every=1)
+    train(model, optimizer, 1)
+    alive = weakref.ref(model)
+    handle.remove()
+    del handle, model, optimizer
+    gc.collect()
+    assert alive() is None
+
+
+def test_nothing_raises_into_training_and_repeated_failure_disables(monkeypatch, caplog):
+    guard.raise_in_tests(False)
+    model, optimizer = (made := mlp()), adamw(made)
+    handle = watch(model, optimizer, every=1)
+
+    def broken(*_, **__):
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(Meter, "after", broken)
+    losses = train(model, optimizer, 6)
+    assert len(losses) == 6
+    assert handle.step == 6
+    assert caplog.text.count("no luck") >= 1
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+    monkeypatch.undo()
+    train(model, optimizer, 2)
+    assert handle.summary()["step"] is None
+    assert "switched off" in handle.info.intent_reason
+
+
+def test_out_of_memory_disables_at_once(monkeypatch):
+    guard.raise_in_tests(False)
+    model, optimizer = (made := mlp()), adamw(made)
+    handle = watch(model, optimizer, every=1)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Meter, "before", full)
+    train(model, optimizer, 2)
+    assert "full" in handle.info.intent_reason
+
+
+def test_a_reporter_that_raises_is_swallowed_too():
+    guard.raise_in_tests(False)
+
+    class Broken(Recorder):
+        def measured(self, measurement):
+            raise OSError("disk")
+
+    model, optimizer = (made := mlp()), adamw(made)
+    watch(model, optimizer, every=1, reporter=Broken())
+    assert len(train(model, optimizer, 3)) == 3
+
+
+def test_tied_weights_count_once_under_the_first_name():
+    model = small_gpt()
+    optimizer = adamw(model)
+    handle = watch(model, optimizer, every=1)
+    train(model, optimizer, 1, gpt_loss)
+    layers = handle.summary()["layers"]
+    assert "token.weight" in layers
+    assert "head.weight" not in layers
+    assert handle.info.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_layers_are_chosen_by_name():
+    model = mlp()
+    optimizer = adamw(model)
+    only = watch(model, optimizer, every=1, layers=r"^2\.")
+    without = watch(model, optimizer, every=1, layers=Exclude("bias"))
+    train(model, optimizer, 1)
+    assert set(only.summary()["layers"]) == {"2.weight", "2.bias"}
+    assert set(without.summary()["layers"]) == {"0.weight", "2.weight", "4.weight"}
+
+
+def test_wrappers_do_not_show_in_names():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    model = mlp()
+    optimizer = adamw(model)
+    handle = watch(Wrapper(Wrapper(model)), optimizer, every=1)
+    train(model, optimizer, 1)
+    assert "0.weight" in handle.summary()["layers"]
+
+
+def test_float64_parameters_are_left_out_and_that_is_said():
+    model = mlp(dtype=torch.float32)
+    model[4].double()
+    optimizer = adamw(model)
+    handle = watch(model, optimizer, every=1)
+    assert "4.weight (float64 is not measurable)" in handle.info.intent_reason
+    with pytest.raises(ValueError, match="float64 is not measurable"):
+        watch(model, optimizer, layers="^4")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every=0; pass at least 1"),
+        ({"every": 2.5}, TypeError, "every=2.5"),
+        ({"sample": "some"}, TypeError, "or 'all'"),
+        ({"sample": 3}, ValueError, "at least 64"),
+        ({"windows": (8,)}, ValueError, "windows"),
+        ({"budget": 0.0}, ValueError, "budget=0.0"),
+        ({"strategy": "magic"}, ValueError, "choose one of plain"),
+        ({"layers": "("}, ValueError, "not a regular expression"),
+        ({"layers": "nowhere"}, ValueError, "selects no parameter"),
+        ({"first_step": 0}, ValueError, "first_step=0"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_by_value(options, error, message):
+    model = mlp()
+    with pytest.raises(error, match=message):
+        watch(model, adamw(model), **options)
+
+
+def test_arguments_of_the_wrong_kind_are_refused():
+    model = mlp()
+    wrong: list = [[adamw(model), adamw(model)], [model, model]]
+    for arguments in wrong:
+        with pytest.raises(TypeError, match="pass the torch"):
+            watch(*arguments)
+    with pytest.raises(ValueError, match="at least one regular expression"):
+        Exclude()
