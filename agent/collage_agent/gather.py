@@ -39,6 +39,7 @@ class BlockLayout:
         self.block = samples[0].block
         self.device = local(parameters[0]).device
         self._orders = [_memory_order(local(parameter)) for parameter in parameters]
+        self._plain = all(type(parameter) in (Tensor, Parameter) for parameter in parameters)
         self._sampled: list[tuple[int, Tensor, slice]] = []
         self._pieces: list[tuple[int, int, int]] = []
         columns, numbers = [_EMPTY], [_EMPTY]
@@ -91,7 +92,7 @@ class BlockLayout:
 
         `lasting` says that the same tensors will come again, as weights and states do: views of them are kept.
         """
-        if lasting:
+        if lasting and self._plain:
             staging.keep_views_of(tensors, self)
             sampled, pieces = staging.views
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -21,7 +21,7 @@ from collage_agent.parameters import WatchedParameter
 from collage_agent.sampling import TensorSample, draw
 from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "differing", "out_of_lock_step"]
 
 ORACLE_SAMPLE: Final = 1024
 _Entry = tuple[int, int, int, float, torch.dtype | None]
@@ -32,12 +32,13 @@ _CLOSURE: Final = BeforeAfter("the step evaluates a closure repeatedly, so no on
 
 @dataclass
 class _Planned:
-    """A bucket with what is fixed until the next plan."""
+    """A bucket with what is fixed until the next plan, and which tensors of it are out of step this time."""
 
     bucket: Bucket
     sizes: SampleSizes
     columns: Tensor
     followed: list[tuple[Followed, SampleSizes, Tensor]]
+    apart: Tensor | None = None
 
 
 class Meter:
@@ -114,7 +115,9 @@ class Meter:
             bucket = planned.bucket
             group = self.watched[bucket.members[0]].group
             bucket.intent.refresh(optimizer)
-            bucket.gather_before(optimizer.param_groups[group], _states(optimizer, bucket))
+            states = _states(optimizer, bucket)
+            planned.apart = out_of_lock_step(states)
+            bucket.gather_before(optimizer.param_groups[group], states)
 
     def after(self, optimizer: Optimizer) -> Tensor:
         """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`."""
@@ -123,7 +126,10 @@ class Meter:
         for planned in self._plan:
             followed = [follower for follower, _, _ in planned.followed]
             blocks = planned.bucket.measure(_states(optimizer, planned.bucket), scale, followed)
-            found.append((*bucket_totals(planned.bucket, planned.sizes, blocks), planned.columns))
+            keys, totals = bucket_totals(planned.bucket, planned.sizes, blocks)
+            if planned.apart is not None:
+                totals = torch.where(planned.apart, torch.nan, totals)
+            found.append((keys, totals, planned.columns))
             for follower, sizes, columns in planned.followed:
                 found.append((ORACLE_STATISTICS, oracle_totals(follower, sizes), columns))
         return self._assembled(found, skipped)
@@ -276,6 +282,24 @@ def _gradient(watched: WatchedParameter) -> Tensor:
 def _states(optimizer: Optimizer, bucket: Bucket) -> list[dict[str, Any]]:
     # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
     return [optimizer.state.get(parameter, {}) for parameter in bucket.parameters]
+
+
+def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """bool [tensors]: whose step counter differs from the first one's; None where counters live on the host.
+
+    On the host counters decide about the buckets. On a device reading them would synchronise it: tensors that
+    missed a step there are stepped with a wrong counter by the shadow, and so not reported.
+    """
+    steps = [state.get("step") for state in states]
+    if not all(isinstance(step, Tensor) and not step.is_cpu for step in steps):
+        return None
+    return differing([step.reshape(()) for step in steps if isinstance(step, Tensor)])
+
+
+def differing(counters: Sequence[Tensor]) -> Tensor:
+    """bool [n]: which of n counters [()] differ from the first. No synchronisation."""
+    stacked = torch.stack(list(counters))
+    return stacked.ne(stacked[0])
 
 
 def _step_count(state: dict[str, Any]) -> float:

@@ -53,13 +53,18 @@ def watched_parameters(
     }
     watched: list[WatchedParameter] = []
     left_out: list[str] = []
+    taken: set[str] = set()
     for name, parameter, module_type in _named(model, optimizer):
-        if id(parameter) not in groups or not options.selects(name) or parameter.numel() == 0:
+        if id(parameter) not in groups or not options.selects(_plain_name(name)) or parameter.numel() == 0:
             continue
         if parameter.dtype == torch.float64 or not parameter.is_floating_point():
             left_out.append(f"{name} ({str(parameter.dtype).removeprefix('torch.')} is not measurable)")
             continue
-        watched.append(WatchedParameter(name[:_LONGEST_NAME], parameter, groups[id(parameter)], module_type))
+        short = _plain_name(name)[:_LONGEST_NAME]
+        # A model may itself have a part called "module": then the full name tells the two apart.
+        own_name = name[:_LONGEST_NAME] if short in taken else short
+        taken.add(own_name)
+        watched.append(WatchedParameter(own_name, parameter, groups[id(parameter)], module_type))
     return watched, left_out
 
 
@@ -69,7 +74,7 @@ def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor
         for own, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield _plain_name(f"{prefix}.{own}" if prefix else own), parameter, type(module).__name__
+                yield f"{prefix}.{own}" if prefix else own, parameter, type(module).__name__
     group: dict[str, Any]
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

@@ -258,6 +258,10 @@ class Watch:
             "agent_cpu_seconds": self._governor.agent_cpu_seconds,
             "agent_overhead_ratio": self._governor.overhead_ratio,
         }
+        if self._governor.interval != self.options.every:
+            scalars["agent_interval"] = float(self._governor.interval)
+        if self._governor.sample != self.options.sample:
+            scalars["agent_sample"] = float(self._governor.sample)
         if self._bytes_per_parameter is not None:
             scalars["bytes_per_parameter"] = self._bytes_per_parameter
         assert self._step is not None

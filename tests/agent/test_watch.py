@@ -373,3 +373,29 @@ def test_arguments_of_the_wrong_kind_are_refused():
             watch(*arguments)
     with pytest.raises(ValueError, match="at least one regular expression"):
         Exclude()
+
+
+def test_two_parts_that_wrappers_names_would_confuse_keep_apart():
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(40))
+            self.module = torch.nn.Linear(4, 10, bias=False)
+
+    model = Both()
+    optimizer = adamw(model)
+    handle = watch(model, optimizer, every=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert set(handle.summary()["layers"]) == {"weight", "module.weight"}
+
+
+def test_the_governor_s_choice_is_reported():
+    model, recorder = mlp(), Recorder()
+    optimizer = adamw(model)
+    watch(model, optimizer, every=1, budget=1e-6, reporter=recorder)
+    train(model, optimizer, 40)
+    assert recorder.steps[:8] == [1, 2, 3, 4, 5, 6, 8, 10]
+    assert recorder.measurements[-1].scalars["agent_interval"] > 2
+    assert "agent_interval" not in recorder.measurements[0].scalars
