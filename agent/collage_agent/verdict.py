@@ -7,37 +7,17 @@ the states' decrements or the oracle must agree. Otherwise the verdict is "unkno
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from collage_monitor import wire
-from collage_monitor.metrics import split_key
+from collage_monitor.judgement import STATE_TOLERANCE, judge, state_decrements
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["Health", "health", "verdict"]
+__all__ = ["verdict"]
 
-Health = Literal["healthy", "losing updates", "steps are off", "states are stuck", "unknown"]
 Values = Mapping[str, float | None]
 
-_EDQ_TOLERANCE: Final = 0.05
-_STATE_TOLERANCE: Final = 0.1
-_STEP_TOLERANCE: Final = 0.05
 _WORST: Final = 3
-
-
-def health(model: Values) -> Health:
-    """The state of a run, from the model's finished metrics of a measured step."""
-    edq = model.get("edq_ratio")
-    states = [value for _, value in _decrements(model)]
-    oracle = model.get("edq_oracle_ratio")
-    if edq is None:
-        return "unknown"
-    if edq < 1 - _EDQ_TOLERANCE:
-        return "losing updates"
-    if any(value < 1 - _STATE_TOLERANCE for value in states):
-        return "states are stuck"
-    if abs(edq - 1) > _EDQ_TOLERANCE or (oracle is not None and abs(oracle - 1) > _STEP_TOLERANCE):
-        return "steps are off"
-    return "healthy" if states or oracle is not None else "unknown"
 
 
 def verdict(summary: Mapping[str, Any], info: wire.WatchInfo) -> str:
@@ -47,7 +27,7 @@ def verdict(summary: Mapping[str, Any], info: wire.WatchInfo) -> str:
     if summary["step"] is None:
         return f"{head}: nothing measured yet; the first measured step is the next one divisible by {info.every}"
     model = summary["model"]
-    lines = [f"{head}, step {summary['step']}: {health(model)}"]
+    lines = [f"{head}, step {summary['step']}: {judge(model).health}"]
     if info.intent_reason:
         lines.append(f"  note: {info.intent_reason}")
     if info.intent == "before-after":
@@ -91,9 +71,9 @@ def _worst_layers(layers: Mapping[str, Values]) -> Iterator[str]:
 
 
 def _states(model: Values) -> Iterator[str]:
-    found = list(_decrements(model))
-    for name, value in found:
-        if value < 1 - _STATE_TOLERANCE:
+    found = state_decrements(model)
+    for name, value in found.items():
+        if value < 1 - STATE_TOLERANCE:
             told = "it hardly decays, grows too large and makes later steps wrong; EDQ cannot see that"
         else:
             told = "it decays as it should"
@@ -125,7 +105,7 @@ def _grid(model: Values) -> Iterator[str]:
 
 
 def _advice(model: Values, info: wire.WatchInfo) -> Iterator[str]:
-    state = health(model)
+    state = judge(model).health
     if state == "unknown":
         yield "EDQ alone proves nothing: watch with oracle=True to know"
     elif state == "steps are off":
@@ -139,13 +119,6 @@ def _advice(model: Values, info: wire.WatchInfo) -> Iterator[str]:
                 f'try collage_agent.optim.CollageAdamW(strategy="{plus.name}") ({plus.bytes_per_parameter} bytes a '
                 f'parameter) or "{master.name}" ({master.bytes_per_parameter})'
             )
-
-
-def _decrements(model: Values) -> Iterator[tuple[str, float]]:
-    for key, value in model.items():
-        name, label = split_key(key)
-        if name == "state_decrement_ratio" and label is not None and value is not None:
-            yield label, value + 0.0
 
 
 def _interval(model: Values, name: str, form: str = ".4f") -> str:

@@ -13,7 +13,7 @@ from collage_dashboard.descriptions import Description, describe
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
 from collage_dashboard.identities import Identity, is_stochastic
 from collage_dashboard.reader import Problem
-from collage_dashboard.verdict import LIMITS, Verdict
+from collage_monitor.judgement import LIMITS, Judgement
 
 __all__ = [
     "Entry",
@@ -31,7 +31,8 @@ __all__ = [
 
 RETRY_MILLISECONDS: Final = 3000
 _STATE_COLOURS: Final = {"running": "blue", "finished": "gray", "failed": "red", "stale": "yellow"}
-_VERDICT_MARKS: Final = {"agrees": "✓", "disagrees": "!", "unknown": "?"}
+_VERDICT_MARKS: Final = {"healthy": ("✓", "agrees"), "unknown": ("?", "unknown")}
+_BAD_MARK: Final = ("!", "disagrees")
 _ENTRIES_SHOWN: Final = 6
 
 
@@ -110,11 +111,12 @@ def help_text(title: str, description: Description) -> dmc.Tooltip:
     )
 
 
-def verdict_line(verdict: Verdict, identity: Identity | None = None) -> html.Div:
-    """A verdict in one line; its mark is no traffic light."""
+def verdict_line(judgement: Judgement, identity: Identity | None = None) -> html.Div:
+    """A judgement in one line; its mark is no traffic light."""
+    mark, kind = _VERDICT_MARKS.get(judgement.health, _BAD_MARK)
     label = [run_label(identity), " "] if identity else []
     return html.Div(
-        [html.Span(_VERDICT_MARKS[verdict.level], className=f"mark mark-{verdict.level}"), *label, verdict.text],
+        [html.Span(mark, className=f"mark mark-{kind}"), *label, judgement.text],
         className="verdict",
     )
 

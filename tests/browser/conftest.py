@@ -36,13 +36,13 @@ class Watched:
     foreign: list = field(default_factory=list)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runs():
     """The demo's five runs, and one that still runs."""
     return [*demo_runs(), GeneratedRun("stochastic, live", "stochastic", state="running", run_id="run-live")]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server_url(tmp_path_factory, runs):
     """The address of a server that holds the runs; it asks for the token in its folder."""
     require("chromium")
@@ -55,7 +55,7 @@ def server_url(tmp_path_factory, runs):
         yield f"http://127.0.0.1:{port}", folder / "token"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def dashboard_url(server_url):
     """The address of a dashboard that reads from the server."""
     address, token_file = server_url
@@ -93,7 +93,7 @@ def lonely(tmp_path):
         yield f"http://127.0.0.1:{port}", serve
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
     """Debian's Chromium, without a window."""
     from playwright.sync_api import sync_playwright

@@ -13,9 +13,9 @@ from collage_dashboard.components import Entry, number_card, run_label, verdict_
 from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.formatting import count, interval, number
 from collage_dashboard.identities import Identity, identify, is_stochastic, strategy_title
-from collage_dashboard.verdict import judge
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
+from collage_monitor.judgement import judge
 
 __all__ = ["COLUMNS", "Column", "numbers", "table", "verdicts"]
 

@@ -13,8 +13,8 @@ from collage_dashboard.components import Entry, number_card, state_badge, verdic
 from collage_dashboard.descriptions import state_key
 from collage_dashboard.formatting import byte_count, count, interval, number, when
 from collage_dashboard.identities import strategy_title
-from collage_dashboard.verdict import judge
 from collage_monitor import wire
+from collage_monitor.judgement import judge
 
 __all__ = ["about", "head", "summary"]
 
