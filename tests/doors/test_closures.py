@@ -62,5 +62,5 @@ def test_a_closure_that_is_evaluated_again_leaves_only_what_changed():
     assert_same_training(without, with_agent)
     assert handle is not None
     assert handle.info.intent == "before-after"
-    assert "several times" in handle.info.intent_reason
+    assert "repeatedly" in handle.info.intent_reason
     assert handle.summary()["model"]["unchanged_ratio"] is not None

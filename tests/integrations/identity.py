@@ -17,7 +17,7 @@ def recorded(model, optimizer, losses):
         "states": [_copied(optimizer.state.get(parameter, {})) for parameter in parameters],
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": np.random.get_state()[1].tolist(),
+        "numpy": np.random.get_state(legacy=False)["state"]["key"].tolist(),
     }
 
 

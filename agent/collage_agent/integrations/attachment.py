@@ -1,0 +1,108 @@
+"""What every integration does between a framework's events: begin a run, watch, log, end what it began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from torch import nn
+from torch.optim import Optimizer
+
+from collage_agent import session
+from collage_agent.guard import Guard
+from collage_agent.options import Exclude, WatchOptions
+from collage_agent.watch import Watch
+
+__all__ = ["Attachment", "WatchArguments", "innermost", "needs"]
+
+
+class WatchArguments(TypedDict, total=False):
+    """The options of `collage_agent.watch`, as an integration takes them."""
+
+    every: int
+    sample: int | Literal["all"]
+    layers: str | Sequence[str] | Exclude | None
+    strategy: str | None
+    oracle: bool
+    windows: Sequence[int]
+    budget: float | None
+    first_step: int | None
+
+
+class Attachment:
+    """Watches for one training, and the run if none was there. Only the constructor raises.
+
+    project, name: for `init`, as run_options, other arguments of it. watch_options: for each watch.
+
+    Raises:
+        ValueError, TypeError: a watch option that cannot be used.
+    """
+
+    def __init__(
+        self,
+        project: str | None,
+        name: str | None,
+        run_options: Mapping[str, Any] | None,
+        watch_options: WatchArguments,
+    ) -> None:
+        values: dict[str, Any] = {**watch_options}
+        WatchOptions(**{**values, "windows": tuple(values.get("windows", ()))})
+        self._run_options = {"project": project, "name": name, **(run_options or {})}
+        self._watch_options = watch_options
+        self._guard = Guard()
+        self._began_run = False
+        self.handles: list[Watch] = []
+
+    def begin_run(self, config: Mapping[str, Any] | None = None) -> None:
+        """Begin a run, unless the training has begun one itself; that one is used, and left to the training."""
+        try:
+            if session.current_run() is None:
+                session.init(**{"config": config, **self._run_options})
+                self._began_run = True
+        except Exception as error:
+            self._guard.caught("beginning a run", error)
+
+    def watch(self, model: nn.Module, optimizers: Iterable[Any], *, first_step: int | None = None) -> None:
+        """Watch each optimizer, out of whatever wraps it; one that cannot be watched is named in the log."""
+        options: WatchArguments = {**self._watch_options}
+        options.setdefault("first_step", first_step)
+        for optimizer in optimizers:
+            try:
+                self.handles.append(session.watch(model, innermost(optimizer), **options))
+            except Exception as error:
+                self._guard.caught("watching", error)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record scalars at the watched optimizer's step."""
+        session.log(values)
+
+    def end(self) -> None:
+        """Finish the run if it was begun here (the verdict is printed), and take the hooks off."""
+        if self._began_run:
+            session.finish()
+            self._began_run = False
+        for handle in self.handles:
+            handle.remove()
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """The optimizer inside the wrappers that frameworks put around it (each keeps it as `.optimizer`).
+
+    Raises:
+        TypeError: there is no torch optimizer inside.
+    """
+    inner = optimizer
+    while (wrapped := getattr(inner, "optimizer", None)) is not None:
+        inner = wrapped
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"optimizer={type(optimizer).__name__}; pass a torch.optim.Optimizer, or one that wraps it")
+    return inner
+
+
+def needs(library: str, error: ImportError) -> ImportError:
+    """The error for an integration whose library is not installed."""
+    return ImportError(
+        f"collage_agent.integrations.{library} needs {library} ({error}); "
+        f"pip install {library}, or pip install 'collage-monitor[integrations]'",
+        name=library,
+    )

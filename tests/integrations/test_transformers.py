@@ -1,0 +1,116 @@
+"""The Hugging Face callback on a small real model: what it reports, and that it leaves the training alone."""
+
+import pytest
+import torch
+from collage_agent import current_run, finish, init
+from collage_agent.integrations.transformers import CollageCallback
+from collage_agent.transport import MemoryTransport
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from tests.integrations.identity import assert_same_training, recorded
+from tests.integrations.reported import begun, scalars_of, steps_of
+
+STEPS = 24
+
+
+class Losses(TrainerCallback):
+    """Keeps what the trainer logs."""
+
+    def __init__(self):
+        self.values = []
+
+    def on_log(self, args, state, control, logs=None, **objects):
+        self.values += [(key, logs[key]) for key in ("loss", "grad_norm", "eval_loss") if key in logs]
+
+
+def arguments(folder, **options):
+    return TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=4,
+        save_strategy=options.pop("save_strategy", "no"),
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=7,
+        max_steps=options.pop("max_steps", STEPS),
+        **options,
+    )
+
+
+def windows():
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 64, (40, 16), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer_for(folder, callbacks, **options):
+    set_seed(11)
+    size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    # Dropout stays on: it would show a random state that the agent moved.
+    model = GPT2LMHeadModel(GPT2Config(**size, eos_token_id=0, bos_token_id=0, loss_type="ForCausalLM"))
+    data = windows()
+    return Trainer(
+        model.to(torch.bfloat16),
+        arguments(folder, **options),
+        train_dataset=data,
+        eval_dataset=data[:8],
+        callbacks=callbacks,
+    )
+
+
+def trained(folder, callback=None, **options):
+    losses = Losses()
+    trainer = trainer_for(folder, [losses, *([callback] if callback else [])], **options)
+    trainer.train()
+    optimizer = trainer.optimizer
+    return recorded(trainer.model, getattr(optimizer, "optimizer", optimizer), losses.values)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, {"bf16": True}])
+def test_training_is_bit_identical_with_and_without_the_callback(tmp_path, options):
+    without = trained(tmp_path, **options)
+    callback = CollageCallback(run_options={"mode": "offline"}, every=2, sample=512, oracle=True)
+    with_callback = trained(tmp_path, callback, **options)
+    assert_same_training(without, with_callback)
+    assert callback.handles[0].summary()["model"]["edq_ratio"] is not None
+
+
+def test_the_run_carries_steps_scalars_and_configuration(tmp_path, capsys):
+    transport = MemoryTransport()
+    callback = CollageCallback("words", "first", run_options={"transport": transport}, every=8)
+    trained(tmp_path, callback, eval_strategy="steps", eval_steps=12)
+    assert current_run() is None
+    assert steps_of(transport) == [8, 16, 24]
+    scalars = scalars_of(transport)
+    assert {step for step, _ in scalars["loss"]} == {4, 8, 12, 16, 20, 24}
+    assert {step for step, _ in scalars["validation_loss"]} == {12, 24}
+    assert {"learning_rate", "grad_norm_unclipped", "epoch"} <= scalars.keys()
+    assert begun(transport).name == "first"
+    assert begun(transport).config["learning_rate"] == 1e-3
+    assert "step 24" in capsys.readouterr().out
+    assert callback.handles[0].info.optimizer == "AdamW"
+
+
+def test_steps_go_on_after_a_resume(tmp_path):
+    callback = CollageCallback(run_options={"mode": "offline"}, every=4)
+    trained(tmp_path, callback, max_steps=8, save_strategy="steps", save_steps=8)
+    transport = MemoryTransport()
+    again = CollageCallback(run_options={"transport": transport}, every=4)
+    trainer_for(tmp_path, [again], max_steps=16).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert steps_of(transport) == [12, 16]
+
+
+def test_a_run_of_the_training_is_used_and_left_open(tmp_path):
+    transport = MemoryTransport()
+    mine = init("mine", transport=transport)
+    trained(tmp_path, CollageCallback("other", every=8))
+    assert current_run() is mine
+    finish()
+    assert steps_of(transport) == [8, 16, 24]
+
+
+def test_a_wrong_option_is_refused_where_it_is_written():
+    with pytest.raises(ValueError, match="every=0"):
+        CollageCallback(every=0)
