@@ -1,0 +1,49 @@
+"""What would make the training thread wait for a device: only step counters on the host may be read back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from collage_agent.optim import CollageAdamW
+from collage_agent.watch import Watch, watch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.agent.training import mlp, train
+
+READING: Any = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.bincount)
+
+
+class Listening(TorchDispatchMode):
+    """Keeps the arguments of every operation that hands a value to the host, or a shape that depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.read: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in READING:
+            self.read.append(args[0].detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, CollageAdamW], ids=["AdamW", "SGD", "ours"])
+def test_a_measured_step_reads_nothing_but_step_counters(make, monkeypatch):
+    model = mlp()
+    optimizer = make(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    train(model, optimizer, 3)
+    listening = Listening()
+    for name in ("_look", "_measure"):
+        original = getattr(Watch, name)
+
+        def listened(*arguments, _original=original):
+            with listening:
+                return _original(*arguments)
+
+        monkeypatch.setattr(Watch, name, listened)
+    train(model, optimizer, 2, start=3)
+    assert handle.summary()["step"] == 5
+    assert {tuple(tensor.shape) for tensor in listening.read} <= {()}
+    assert {float(tensor) for tensor in listening.read} <= {3.0, 4.0, 5.0}
