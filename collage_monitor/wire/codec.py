@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from collage_monitor.errors import WireError
-from collage_monitor.wire.messages import Index, Report, ReportBatch
+from collage_monitor.wire.messages import Gap, Index, Report, ReportBatch
 from collage_monitor.wire.numbers import Number, block_from_bytes, block_to_bytes, from_number, to_number
 
 __all__ = ["JSON", "MSGPACK", "decode_batch", "decode_message", "encode_batch", "encode_json", "encode_message"]
@@ -39,6 +39,7 @@ class _JsonReport(msgspec.Struct, kw_only=True, frozen=True):
 
 class _JsonBatch(msgspec.Struct, kw_only=True, frozen=True):
     reports: list[_JsonReport]
+    gaps: list[Gap] = msgspec.field(default_factory=list)
 
 
 _DECODE_JSON_BATCH = msgspec.json.Decoder(_JsonBatch).decode
@@ -72,7 +73,7 @@ def encode_batch(batch: ReportBatch, content_type: str = MSGPACK) -> bytes:
     """A batch of reports, as msgpack or JSON."""
     if content_type == MSGPACK:
         return _ENCODE_MSGPACK(batch)
-    return _ENCODE_JSON(_JsonBatch(reports=[_to_json(report) for report in batch.reports]))
+    return _ENCODE_JSON(_JsonBatch(reports=[_to_json(report) for report in batch.reports], gaps=batch.gaps))
 
 
 def decode_batch(data: bytes, content_type: str = MSGPACK) -> ReportBatch:
@@ -84,7 +85,8 @@ def decode_batch(data: bytes, content_type: str = MSGPACK) -> ReportBatch:
     try:
         if content_type == MSGPACK:
             return _DECODE_BATCH(data)
-        return ReportBatch(reports=[_from_json(report) for report in _DECODE_JSON_BATCH(data).reports])
+        batch = _DECODE_JSON_BATCH(data)
+        return ReportBatch(reports=[_from_json(report) for report in batch.reports], gaps=batch.gaps)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _wire_error(error) from error
 

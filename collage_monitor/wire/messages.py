@@ -15,6 +15,7 @@ from msgspec import Meta, Struct, field
 __all__ = [
     "Attempt",
     "AttemptCreate",
+    "Gap",
     "LIMITS",
     "Layer",
     "Report",
@@ -172,7 +173,16 @@ class Report(Struct, kw_only=True, frozen=True):
     model: bytes | None = None
 
 
+class Gap(Struct, kw_only=True, frozen=True):
+    """Reports that will never come: seq `first_seq` to `last_seq`, both included, were given up for `reason`."""
+
+    first_seq: Index
+    last_seq: Index
+    reason: Name
+
+
 class ReportBatch(Struct, kw_only=True, frozen=True):
-    """Reports of one stream, in any order."""
+    """Reports of one stream, in any order, and the numbers of those that were given up since the last batch."""
 
     reports: list[Report]
+    gaps: list[Gap] = field(default_factory=list)

@@ -8,8 +8,8 @@ from collage_agent.transport import MemoryTransport
 from collage_agent.transport.replay import Replay
 
 from collage_monitor.errors import NotAuthorised, ServerUnreachable, Unavailable
-from collage_monitor.wire import AttemptCreate, ReportBatch, RunCreate, StreamCreate
-from tests.agent_delivery.doubles import QUICK, make_run, measurement
+from collage_monitor.wire import AttemptCreate, Gap, ReportBatch, RunCreate, StreamCreate, decode_batch
+from tests.agent_delivery.doubles import QUICK, eventually, make_run, measurement
 
 HASTY = replace(QUICK, first_pause_seconds=0.001, longest_pause_seconds=0.002, linger_seconds=0.0, batch_reports=3)
 
@@ -82,3 +82,72 @@ def test_introductions_always_precede_what_they_introduce(tmp_path):
         if ReportBatch in kinds:
             firsts = [kinds.index(kind) for kind in (RunCreate, AttemptCreate, StreamCreate, ReportBatch)]
             assert firsts == sorted(firsts)
+
+
+def replayed(folder):
+    """What a calm server gets of the spools in a folder."""
+    calm = MemoryTransport()
+    replay = Replay(folder, folder / "none", calm, HASTY, lambda seconds: True)
+    while replay.step(100):
+        pass
+    return calm
+
+
+def gaps_of(transport):
+    return [gap for message in transport.messages if isinstance(message, ReportBatch) for gap in message.gaps]
+
+
+def numbers_in(gaps, reason):
+    return [seq for gap in gaps if gap.reason == reason for seq in range(gap.first_seq, gap.last_seq + 1)]
+
+
+def test_a_full_spool_is_counted_and_sent_as_a_numbered_gap(tmp_path):
+    run = make_run(tmp_path, limits=replace(HASTY, spool_bytes=20_000), mode="offline")
+    run.started(1)
+    for step in range(1, 401):
+        run.log({"loss": 1.0}, step=step)
+        eventually(lambda step=step: len(run._outlet._queue) == 0)
+    run.finish()
+    dropped = run.reports_dropped["spool_full"]
+    calm = replayed(tmp_path)
+    lost = numbers_in(gaps_of(calm), "spool_full")
+    arrived = [report.seq for report in calm.reports]
+    assert len(lost) == dropped > 100
+    assert sorted(lost + arrived) == list(range(arrived[-1] + 1))
+    assert arrived == sorted(arrived)
+    assert max(report.scalars.get("reports_dropped", 0.0) for report in calm.reports) == dropped
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_what_the_server_refuses_for_good_is_a_gap(tmp_path, server, status):
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    run.log({"loss": 1.0}, step=1)
+    eventually(lambda: run.reports_sent == 1)
+    server.script = [status]
+    run.log({"loss": 1.0}, step=2)
+    eventually(lambda: run.reports_dropped == {f"refused_{status}": 1})
+    run.log({"loss": 1.0}, step=3)
+    run.finish()
+    batches = [decode_batch(body) for _, path, _, body in server.requests if path.endswith("/reports")]
+    assert [gap for batch in batches for gap in batch.gaps] == [
+        Gap(first_seq=1, last_seq=1, reason=f"refused_{status}")
+    ]
+
+
+def test_a_damaged_spool_arrives_without_what_was_damaged(tmp_path):
+    run = make_run(tmp_path, limits=replace(HASTY, batch_reports=1), mode="offline")
+    run.started(1)
+    for step in range(1, 11):
+        run.log({"loss": 1.0}, step=step)
+        eventually(lambda step=step: run.reports_spooled == step)
+    run.finish()
+    (path,) = tmp_path.glob("spool/*/*.spool")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    calm = replayed(tmp_path)
+    (gap,) = gaps_of(calm)
+    assert (gap.first_seq, gap.reason) == (gap.last_seq, "spool_damaged")
+    assert sorted([report.seq for report in calm.reports] + [gap.first_seq]) == list(range(10))
+    assert list(tmp_path.glob("spool/*")) == []

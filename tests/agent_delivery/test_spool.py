@@ -1,15 +1,17 @@
 """The spool file: order, durability, torn ends, locks and damage."""
 
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from collage_agent.transport.envelope import Envelope
 from collage_agent.transport.spool import SpoolFile, abandoned_spools, spool_path
 
 from collage_monitor.errors import WireError
-from collage_monitor.wire import Report, ReportBatch, RunCreate
+from collage_monitor.wire import AttemptCreate, Gap, Report, ReportBatch, RunCreate
 
 
 def reports(*seqs):
@@ -109,13 +111,118 @@ os.kill(os.getpid(), signal.SIGKILL)
     found.close()
 
 
-def test_a_full_spool_refuses_and_stays_as_it_was(tmp_path):
-    spool = SpoolFile(spool_path(tmp_path, "run", "stream"), limit_bytes=300)
+def test_a_full_spool_gives_up_its_older_half_and_says_which(tmp_path):
+    path = spool_path(tmp_path, "run", "stream")
+    spool = SpoolFile(path, limit_bytes=4_000)
+    introductions = [
+        Envelope("project", "run", "stream", RunCreate(run_id="run")),
+        Envelope("project", "run", "stream", AttemptCreate(launch_id="launch", first_step=1)),
+    ]
+    for envelope in introductions:
+        spool.append(envelope)
+    lost: list[int] = []
+    for seq in range(100):
+        for gap in spool.append(reports(seq)):
+            assert gap.reason == "spool_full"
+            lost += range(gap.first_seq, gap.last_seq + 1)
+        assert path.stat().st_size <= 4_000
+    assert lost == list(range(len(lost)))
+    assert 50 < len(lost) < 100
+    assert spool.reports == 100 - len(lost)
+    gap = Gap(first_seq=0, last_seq=lost[-1], reason="spool_full")
+    told = replace(reports(), body=ReportBatch(reports=[], gaps=[gap]))
+    assert read_all(spool) == [*introductions, told, *(reports(seq) for seq in range(len(lost), 100))]
+    assert (spool.reports, spool.is_empty) == (0, True)
+    spool.close()
+    assert list(tmp_path.glob("spool/*")) == []
+
+
+def test_what_was_read_makes_room_before_anything_is_given_up(tmp_path):
+    spool = SpoolFile(spool_path(tmp_path, "run", "stream"), limit_bytes=4_000)
+    for seq in range(20):
+        assert spool.append(reports(seq)) == []
+    for seq in range(15):
+        assert spool.peek() == reports(seq)
+        spool.advance(reports(seq))
+    assert [gap for seq in range(20, 32) for gap in spool.append(reports(seq))] == []
+    assert read_all(spool) == [reports(seq) for seq in range(15, 32)]
+    spool.close()
+
+
+def test_a_shortened_spool_stays_locked_and_outlives_its_process(tmp_path):
+    path = spool_path(tmp_path, "run", "stream")
+    spool = SpoolFile(path, limit_bytes=2_000)
+    gaps = [gap for seq in range(40) for gap in spool.append(reports(seq))]
+    other = spool_path(tmp_path, "other", "other")
+    assert list(abandoned_spools(tmp_path, other)) == []
+    spool.close()
+    (found,) = abandoned_spools(tmp_path, other)
+    assert read_all(found)[1:] == [reports(seq) for seq in range(gaps[-1].last_seq + 1, 40)]
+    found.close()
+
+
+def test_a_message_too_long_for_the_spool_is_refused(tmp_path):
+    spool = SpoolFile(spool_path(tmp_path, "run", "stream"), limit_bytes=500)
     spool.append(reports(0))
-    with pytest.raises(OSError, match="would exceed 300 bytes"):
+    with pytest.raises(OSError, match="too long"):
         spool.append(reports(*range(1, 20)))
     assert read_all(spool) == [reports(0)]
     spool.close()
+
+
+@pytest.mark.parametrize("place", ["mark", "length", "checksum", "payload"])
+def test_a_damaged_record_costs_itself_only(tmp_path, place, caplog):
+    path = spool_path(tmp_path, "run", "stream")
+    spool = SpoolFile(path)
+    begins = []
+    for seq in range(6):
+        begins.append(path.stat().st_size if path.exists() else None)
+        spool.append(reports(2 * seq, 2 * seq + 1))
+    spool.close()
+    content = bytearray(path.read_bytes())
+    begin = begins[2]
+    assert begin is not None
+    content[begin + {"mark": 3, "length": 9, "checksum": 13, "payload": 60}[place]] ^= 0x55
+    path.write_bytes(content)
+    (found,) = abandoned_spools(tmp_path, tmp_path)
+    assert read_all(found) == [reports(2 * seq, 2 * seq + 1) for seq in (0, 1, 3, 4, 5)]
+    assert found.damaged == [Gap(first_seq=4, last_seq=5, reason="spool_damaged")]
+    assert "left out" in caplog.text
+    found.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_in_a_file_never_gives_a_false_report(tmp_path, seed):
+    random_bytes = random.Random(seed)
+    path = spool_path(tmp_path, "run", "stream")
+    spool = SpoolFile(path)
+    for seq in range(50):
+        spool.append(reports(seq))
+    spool.close()
+    content = bytearray(path.read_bytes())
+    for _ in range(10):
+        content[random_bytes.randrange(20, len(content))] = random_bytes.randrange(256)
+    path.write_bytes(content)
+    (found,) = abandoned_spools(tmp_path, tmp_path)
+    read = read_all(found)
+    assert 40 <= len(read) <= 50
+    assert [envelope for envelope in read if envelope not in [reports(seq) for seq in range(50)]] == []
+    found.close()
+
+
+def test_a_mark_on_the_border_of_two_blocks_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("collage_agent.transport.records._BLOCK", 64)
+    path = spool_path(tmp_path, "run", "stream")
+    spool = SpoolFile(path)
+    for seq in range(40):
+        spool.append(reports(*range(100 * seq, 100 * seq + 1 + seq % 7)))
+    spool.close()
+    content = bytearray(path.read_bytes())
+    content[18] ^= 1
+    path.write_bytes(content)
+    (found,) = abandoned_spools(tmp_path, tmp_path)
+    assert len(read_all(found)) == 39
+    found.close()
 
 
 def test_an_envelope_that_is_none_raises():

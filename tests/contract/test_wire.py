@@ -94,6 +94,16 @@ def test_a_report_of_scalars_alone(content_type):
     assert wire.decode_batch(wire.encode_batch(batch, content_type), content_type) == batch
 
 
+@BOTH
+def test_a_batch_names_what_will_never_come(content_type):
+    gaps = [wire.Gap(first_seq=3, last_seq=7, reason="spool_full")]
+    report = wire.Report(seq=8, step=1, time=2.0)
+    batch = wire.ReportBatch(reports=[report], gaps=gaps)
+    assert wire.decode_batch(wire.encode_batch(batch, content_type), content_type) == batch
+    without = msgspec.msgpack.encode({"reports": [msgspec.to_builtins(report)]})
+    assert wire.decode_batch(without) == wire.ReportBatch(reports=[report])
+
+
 def test_blocks_are_little_endian_in_c_order():
     assert wire.block_to_bytes(np.array([[1.0, 2.0]])) == bytes.fromhex("000000000000f03f0000000000000040")
     big = np.array([1.0, 2.0], dtype=">f8")

@@ -7,14 +7,15 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
 import msgspec
 
 from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.envelope import Envelope, Transport
-from collage_agent.transport.spool import SpoolFile
+from collage_agent.transport.spool import SpoolFile, join_gap
 from collage_monitor.errors import (
     CollageError,
     NotAuthorised,
@@ -23,7 +24,7 @@ from collage_monitor.errors import (
     ServerUnreachable,
     Unavailable,
 )
-from collage_monitor.wire import BatchAnswer, ReportBatch, RunCreate
+from collage_monitor.wire import BatchAnswer, Gap, ReportBatch, RunCreate
 
 __all__ = ["Delivery"]
 
@@ -37,7 +38,8 @@ class Delivery:
     """Takes envelopes in order and never raises.
 
     While anything waits in the spool, newer envelopes queue up behind it, so the server sees one order. A report
-    leaves this object's care only when the server has answered for it, or when it is counted in `dropped`.
+    leaves this object's care only when the server has answered for it, or when it is counted in `dropped`; the next
+    batch then names its seq as a gap, so that the server does not wait for it.
     Without a transport everything stays in the spool.
     """
 
@@ -70,6 +72,7 @@ class Delivery:
         self._pause_seconds = limits.first_pause_seconds
         self._registrations: dict[str, Envelope] = {}
         self._named: set[str] = set()
+        self._gaps: list[Gap] = []
 
     def send(self, envelope: Envelope) -> None:
         """Deliver an envelope, or keep it behind those that wait."""
@@ -88,6 +91,7 @@ class Delivery:
         some = False
         for _ in range(envelopes):
             envelope = self.spool.peek()
+            self._give_up_damaged()
             if envelope is None or not (self._discard(envelope) or self._deliver(envelope)):
                 break
             self.spool.advance(envelope)
@@ -113,7 +117,7 @@ class Delivery:
         """True when the matter is settled: acknowledged, or refused for good and counted."""
         assert self._transport is not None
         try:
-            answer = self._transport.send(envelope, self._wait)
+            answer = self._transport.send(self._telling_gaps(envelope), self._wait)
         except _LATER as error:
             self._pause(error)
             return False
@@ -128,6 +132,7 @@ class Delivery:
             return False
         else:
             self._count(answer)
+            self._gaps_were_told(envelope)
         self._resume()
         return True
 
@@ -146,9 +151,12 @@ class Delivery:
 
     def _deliver_halves(self, envelope: Envelope, body: ReportBatch) -> None:
         middle = len(body.reports) // 2
-        for part in (body.reports[:middle], body.reports[middle:]):
-            half = msgspec.structs.replace(body, reports=part)
-            half_envelope = Envelope(envelope.project, envelope.run_id, envelope.stream_id, half)
+        halves = (
+            msgspec.structs.replace(body, reports=body.reports[:middle]),
+            msgspec.structs.replace(body, reports=body.reports[middle:], gaps=[]),
+        )
+        for half in halves:
+            half_envelope = replace(envelope, body=half)
             if not self._deliver(half_envelope):
                 self._keep(half_envelope)
 
@@ -184,9 +192,34 @@ class Delivery:
                 for known in self._registrations.values():
                     self.spool.append(_allowing_resume(known))
             if not (begins and envelope.kind in self._registrations):
-                self.spool.append(envelope)
+                gave_way = self.spool.append(self._telling_gaps(envelope))
+                self._gaps_were_told(envelope)
+                # The spool keeps their numbers itself.
+                self._count_lost(gave_way, f"{self.spool.path} is full: its oldest reports gave way")
         except OSError as error:
             self._drop(envelope, "spool_failed", f"reports cannot be kept in {self.spool.path}: {error}")
+
+    def _give_up_damaged(self) -> None:
+        if self.spool.damaged:
+            gaps, self.spool.damaged = self.spool.damaged, []
+            self._count_lost(gaps, f"{self.spool.path} was damaged: some of its reports are lost")
+            self._gaps += gaps
+
+    def _count_lost(self, gaps: Iterable[Gap], text: str) -> None:
+        for gap in gaps:
+            self.dropped[gap.reason] += gap.last_seq - gap.first_seq + 1
+            self._say(gap.reason, text)
+
+    def _telling_gaps(self, envelope: Envelope) -> Envelope:
+        """A batch of reports with the gaps that the server has not heard of; another message as it is."""
+        if not self._gaps or not isinstance(envelope.body, ReportBatch):
+            return envelope
+        body = msgspec.structs.replace(envelope.body, gaps=[*envelope.body.gaps, *self._gaps])
+        return replace(envelope, body=body)
+
+    def _gaps_were_told(self, envelope: Envelope) -> None:
+        if isinstance(envelope.body, ReportBatch):
+            self._gaps.clear()
 
     def _pause(self, error: CollageError) -> None:
         if self.last_error is None:
@@ -217,8 +250,12 @@ class Delivery:
         self._drop(envelope, reason, text)
 
     def _drop(self, envelope: Envelope, reason: str, text: str = "") -> None:
-        if envelope.report_count:
+        if isinstance(envelope.body, ReportBatch):
             self.dropped[reason] += envelope.report_count
+            if not self.stopped:
+                self._gaps = [*envelope.body.gaps, *self._gaps]
+                for report in envelope.body.reports:
+                    join_gap(self._gaps, Gap(first_seq=report.seq, last_seq=report.seq, reason=reason))
         if text:
             self._say(reason, text)
 
@@ -236,5 +273,4 @@ def _allowing_resume(envelope: Envelope) -> Envelope:
     """A registration that may be repeated: the question whether the run may exist was for the first time only."""
     if not isinstance(envelope.body, RunCreate) or envelope.body.resume == "allow":
         return envelope
-    body = msgspec.structs.replace(envelope.body, resume="allow")
-    return Envelope(envelope.project, envelope.run_id, envelope.stream_id, body)
+    return replace(envelope, body=msgspec.structs.replace(envelope.body, resume="allow"))

@@ -1,8 +1,8 @@
 """What could not be sent yet, on disk: an append-only file per process, read in order, safe against a torn end.
 
-A file is a magic line and records of (length, CRC-32, msgpack envelope), little-endian. It is written without a
-buffer, so a killed process loses nothing that was appended. While its writer lives it holds a lock on the file;
-a file that nobody holds was left behind and is sent by whoever takes it over.
+A file is a magic line and records of msgpack envelopes. It is written without a buffer, so a killed process loses
+nothing that was appended. While its writer lives it holds a lock on the file; a file that nobody holds was left
+behind and is sent by whoever takes it over.
 """
 
 from __future__ import annotations
@@ -10,24 +10,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import struct
 import sys
 import time
-import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from collage_agent.transport.envelope import Envelope
+from collage_agent.transport.records import (
+    LONGEST_PAYLOAD,
+    MAGIC,
+    copy_range,
+    next_record,
+    packed,
+    records,
+    write_all,
+)
 from collage_monitor.errors import WireError
+from collage_monitor.wire import Gap, ReportBatch
 
-__all__ = ["SpoolFile", "abandoned_spools", "spool_path"]
+__all__ = ["SpoolFile", "abandoned_spools", "join_gap", "spool_path"]
 
 _LOG = logging.getLogger("collage_agent")
-_MAGIC: Final = b"collage-spool-1\n"
-_HEADER: Final = struct.Struct("<II")
-_LONGEST_RECORD: Final = 64 * 2**20
 _SUFFIX: Final = ".spool"
+_SHORTER_SUFFIX: Final = ".shorter"
 
 
 def spool_path(folder: Path, run_id: str, stream_id: str) -> Path:
@@ -49,16 +56,22 @@ def abandoned_spools(folder: Path, own: Path) -> Iterator[SpoolFile]:
 class SpoolFile:
     """Appends at the end, reads from the front. The file is made by the first append and removed once all is read.
 
-    Reading again after a crash begins at the front: the server knows repeated reports by their seq.
+    Reading again after a crash begins at the front: the server knows repeated reports by their seq. At the size
+    limit the older half gives way; `append` tells which reports went.
     """
 
     def __init__(self, path: Path, limit_bytes: int = 2**40) -> None:
         self.path = path
         self._limit_bytes = limit_bytes
         self._descriptor: int | None = None
-        self._read_at = self._end = len(_MAGIC)
+        self._read_at = self._end = len(MAGIC)
+        self._peeked_end: int | None = None
+        self._expected_seq: int | None = None
+        self._skipped = False
         self.reports = 0
         """Reports appended here and not read yet; unknown, so 0, for a file taken over."""
+        self.damaged: list[Gap] = []
+        """Reports that stood in damaged records, as far as their neighbours tell; taken away by the reader."""
 
     @classmethod
     def take_over(cls, path: Path) -> SpoolFile | None:
@@ -68,7 +81,8 @@ class SpoolFile:
             descriptor = os.open(path, os.O_RDWR)
         except OSError:
             return None
-        if not _lock(descriptor) or os.pread(descriptor, len(_MAGIC), 0) != _MAGIC:
+        held = _lock(descriptor) and os.fstat(descriptor).st_nlink > 0
+        if not held or os.pread(descriptor, len(MAGIC), 0) != MAGIC:
             os.close(descriptor)
             return None
         spool._descriptor = descriptor
@@ -80,54 +94,69 @@ class SpoolFile:
         """Whether everything appended has been read."""
         return self._read_at >= self._end
 
-    def append(self, envelope: Envelope) -> None:
+    def append(self, envelope: Envelope) -> list[Gap]:
         """Write one envelope at the end; survives the death of the process when this returns.
 
+        Returns the reports that had to give way to it, as ranges of their seq.
+
         Raises:
-            OSError: no space, no permission, or beyond the size limit; the file is as it was.
+            OSError: no space, no permission, or longer than the size limit; the file is as it was.
         """
         payload = envelope.to_bytes()
-        record = _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
-        if self._end + len(record) > self._limit_bytes or len(payload) > _LONGEST_RECORD:
-            raise OSError(f"{self.path} would exceed {self._limit_bytes} bytes")
+        record = packed(payload)
+        if len(payload) > LONGEST_PAYLOAD or 2 * len(record) > self._limit_bytes:
+            raise OSError(f"a message of {len(payload)} bytes is too long for it")
         descriptor = self._opened()
+        gaps = []
+        if self._end + len(record) > self._limit_bytes:
+            gaps = self._shorten()
+            descriptor = self._opened()
         try:
-            _write_all(descriptor, record, self._end)
+            write_all(descriptor, record, self._end)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, self._end)
             raise
         self._end += len(record)
         self.reports += envelope.report_count
+        return gaps
 
     def peek(self) -> Envelope | None:
         """The oldest envelope that was not read; None at the end. Damaged records are left out with a log line."""
-        while not self.is_empty:
-            payload = self._payload()
-            if payload is None:
-                _LOG.warning("%s: its end is torn, %d bytes are lost", self.path, self._end - self._read_at)
-                self._read_at = self._end
-                return None
+        while not self.is_empty and self._descriptor is not None:
+            record = next_record(self._descriptor, self._read_at, self._end)
+            until = self._end if record is None else record.begin
+            if until > self._read_at:
+                self._skip(until, "damaged or torn")
+            if record is None:
+                break
             try:
-                return Envelope.from_bytes(payload)
+                envelope = Envelope.from_bytes(record.payload)
             except WireError as error:
-                _LOG.warning("%s: one record left out: %s", self.path, error)
-                self._read_at += _HEADER.size + len(payload)
+                self._skip(record.end, str(error))
+                continue
+            self._peeked_end = record.end
+            self._notice_missing(envelope)
+            return envelope
         return None
 
     def advance(self, envelope: Envelope) -> None:
         """The envelope from `peek` is dealt with; after the last one the file is emptied."""
-        payload = self._payload()
-        self._read_at += _HEADER.size + len(payload or b"")
+        if self._peeked_end is None:
+            # It had to give way in the meantime, and was counted then.
+            return
+        self._read_at, self._peeked_end = self._peeked_end, None
         self.reports = max(0, self.reports - envelope.report_count)
         if self.is_empty and self._descriptor is not None:
-            os.ftruncate(self._descriptor, len(_MAGIC))
-            self._read_at = self._end = len(_MAGIC)
+            os.ftruncate(self._descriptor, len(MAGIC))
+            self._read_at = self._end = len(MAGIC)
 
     def close(self) -> None:
         """Let go of the file; remove it, and its folder, when nothing is left to read."""
         if self._descriptor is None:
             return
+        with contextlib.suppress(OSError):
+            self._shorter_path.unlink(missing_ok=True)
         if self.is_empty:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -144,18 +173,81 @@ class SpoolFile:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _payload(self) -> bytes | None:
-        """The record at the read position, None when it is torn."""
-        if self._descriptor is None:
-            return None
-        header = os.pread(self._descriptor, _HEADER.size, self._read_at)
-        if len(header) < _HEADER.size:
-            return None
-        length, checksum = _HEADER.unpack(header)
-        if length > min(_LONGEST_RECORD, self._end - self._read_at - _HEADER.size):
-            return None
-        payload = os.pread(self._descriptor, length, self._read_at + _HEADER.size)
-        return payload if zlib.crc32(payload) == checksum else None
+    @property
+    def _shorter_path(self) -> Path:
+        return self.path.with_suffix(_SHORTER_SUFFIX)
+
+    def _skip(self, until: int, why: str) -> None:
+        _LOG.warning("%s: %d bytes are left out: %s", self.path, until - self._read_at, why)
+        self._read_at = until
+        self._skipped = True
+
+    def _notice_missing(self, envelope: Envelope) -> None:
+        """What stood between the last readable report and this one was lost with the damage."""
+        if not isinstance(envelope.body, ReportBatch) or not envelope.body.reports:
+            return
+        first, last = _first_and_last(envelope.body)
+        expected, self._expected_seq = self._expected_seq, last + 1
+        if self._skipped and expected is not None and expected < first:
+            self.damaged.append(Gap(first_seq=expected, last_seq=first - 1, reason="spool_damaged"))
+        self._skipped = False
+
+    def _shorten(self) -> list[Gap]:
+        """Rewrite the file without what was read and, where that is not enough, without the older half.
+
+        Introductions stay: without them the server could not place what follows. A batch without reports takes
+        the place of what went, and of the gaps that it told.
+        """
+        source = self._opened()
+        cut = max(self._read_at, self._end - self._limit_bytes // 2)
+        begin: dict[str, Envelope] = {}
+        given_up: list[Gap] = []
+        to_tell: list[Gap] = []
+        for record in records(source, len(MAGIC), self._end):
+            if record.begin >= cut:
+                cut = record.begin
+                break
+            envelope = _readable(record.payload)
+            if envelope is None:
+                continue
+            if not isinstance(envelope.body, ReportBatch):
+                begin[envelope.kind] = envelope
+            elif record.begin >= self._read_at:
+                gone = [
+                    Gap(first_seq=report.seq, last_seq=report.seq, reason="spool_full")
+                    for report in envelope.body.reports
+                ]
+                for gap in gone:
+                    join_gap(given_up, gap)
+                for gap in (*envelope.body.gaps, *gone):
+                    join_gap(to_tell, gap)
+                begin[envelope.kind] = replace(envelope, body=ReportBatch(reports=[], gaps=to_tell))
+        else:
+            cut = self._end
+        self._rewrite(source, [packed(envelope.to_bytes()) for envelope in begin.values()], cut)
+        self.reports = max(0, self.reports - sum(gap.last_seq - gap.first_seq + 1 for gap in given_up))
+        return given_up
+
+    def _rewrite(self, source: int, first: list[bytes], cut: int) -> None:
+        """Replace the file by one with these records and what stands behind `cut`, under the same lock."""
+        target = os.open(self._shorter_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            _lock(target)
+            begin = MAGIC + b"".join(first)
+            write_all(target, begin, 0)
+            copy_range(source, cut, self._end, target, len(begin))
+            os.replace(self._shorter_path, self.path)
+        except OSError:
+            os.close(target)
+            with contextlib.suppress(OSError):
+                self._shorter_path.unlink()
+            raise
+        os.close(source)
+        self._descriptor = target
+        self._end = len(begin) + self._end - cut
+        # Introductions are sent again, which does no harm.
+        self._read_at = len(MAGIC)
+        self._peeked_end = None
 
     def _opened(self) -> int:
         """The descriptor, made and locked on first use; again when somebody removed the file in between."""
@@ -165,12 +257,35 @@ class SpoolFile:
         for _ in range(20):
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             if _lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
-                _write_all(descriptor, _MAGIC, 0)
+                try:
+                    write_all(descriptor, MAGIC, 0)
+                except OSError:
+                    os.close(descriptor)
+                    raise
                 self._descriptor = descriptor
                 return descriptor
             os.close(descriptor)
             time.sleep(0.05)
         raise OSError(f"{self.path} is locked by another process")
+
+
+def _readable(payload: bytes) -> Envelope | None:
+    try:
+        return Envelope.from_bytes(payload)
+    except WireError:
+        return None
+
+
+def _first_and_last(batch: ReportBatch) -> tuple[int, int]:
+    numbers = [report.seq for report in batch.reports]
+    return min(numbers), max(numbers)
+
+
+def join_gap(gaps: list[Gap], gap: Gap) -> None:
+    """Add a gap, as one with the last where it goes on from there for the same reason."""
+    if gaps and gaps[-1].reason == gap.reason and gaps[-1].last_seq + 1 == gap.first_seq:
+        gap = Gap(first_seq=gaps.pop().first_seq, last_seq=gap.last_seq, reason=gap.reason)
+    gaps.append(gap)
 
 
 def _lock(descriptor: int) -> bool:
@@ -184,10 +299,3 @@ def _lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
