@@ -171,6 +171,19 @@ class Client:
         """Delete a run for good."""
         return self._send("DELETE", f"/runs/{run_id}", wire.Deleted)
 
+    def create_token(self, create: wire.TokenCreate) -> wire.TokenCreated:
+        """Make a token; its secret is in this answer and nowhere else. Needs an administrator's token."""
+        body = wire.encode_message(create, wire.JSON)
+        return self._send("POST", "/tokens", wire.TokenCreated, content=body, content_type=wire.JSON)
+
+    def tokens(self) -> wire.TokenList:
+        """Every token without its secret. Needs an administrator's token."""
+        return self._get("/tokens", wire.TokenList)
+
+    def revoke_token(self, token_id: str) -> wire.Token:
+        """Revoke a token for good. Needs an administrator's token."""
+        return self._send("DELETE", f"/tokens/{token_id}", wire.Token)
+
     def healthy(self) -> bool:
         """Whether the server answers and says that it is well."""
         try:

@@ -1,5 +1,6 @@
 """What travels between agent, server and readers: messages, answers, and their two encodings."""
 
+from collage_monitor.wire.access import ROLES, Act, ActPage, Role, Token, TokenCreate, TokenCreated, TokenList
 from collage_monitor.wire.answers import (
     BatchAnswer,
     Catalogue,
@@ -54,6 +55,8 @@ from collage_monitor.wire.numbers import (
 )
 
 __all__ = [
+    "Act",
+    "ActPage",
     "Attempt",
     "AttemptCreate",
     "BatchAnswer",
@@ -75,9 +78,11 @@ __all__ = [
     "LoggedScalar",
     "MSGPACK",
     "Number",
+    "ROLES",
     "RejectedReport",
     "Report",
     "ReportBatch",
+    "Role",
     "Run",
     "RunCreate",
     "RunPage",
@@ -86,6 +91,10 @@ __all__ = [
     "Stream",
     "StreamCreate",
     "StreamList",
+    "Token",
+    "TokenCreate",
+    "TokenCreated",
+    "TokenList",
     "WatchInfo",
     "WorstLayer",
     "block_from_bytes",

@@ -18,10 +18,12 @@ from collage_server.description import add_description
 from collage_server.failures import add_error_handlers
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.middleware import AccessControl, RequestIdentity
+from collage_server.principals import TokenDirectory
+from collage_server.quotas import Quotas
 from collage_server.settings import Settings
 from collage_server.store import SqliteStore, Store
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "make_store"]
 
 
 def create_app(
@@ -32,7 +34,7 @@ def create_app(
     The store is opened and the writer started when the application starts, and both are closed when it stops:
     what waits is committed first.
     """
-    components = _components(settings, store or _sqlite(settings), clock)
+    components = _components(settings, store or make_store(settings), clock)
     app = FastAPI(
         title="Collage Monitor",
         version=__version__,
@@ -46,7 +48,8 @@ def create_app(
     app.include_router(health.router)
     add_description(app)
     add_error_handlers(app)
-    app.add_middleware(AccessControl, access=Access(settings))
+    access = Access(settings, components.directory, components.store.access)
+    app.add_middleware(AccessControl, access=access)
     app.add_middleware(RequestIdentity)
     return app
 
@@ -62,6 +65,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     finally:
         await components.writer.stop(components.settings.shutdown_seconds)
         await asyncio.to_thread(components.sealer.stop, components.settings.shutdown_seconds)
+        await components.directory.close()
         await asyncio.to_thread(components.store.close)
 
 
@@ -75,11 +79,14 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         registry=StreamRegistry(store.stream_record),
         counters=counters,
         in_flight=InFlight(settings.in_flight_bytes),
+        directory=TokenDirectory(store.access, settings.token, clock=clock),
+        quotas=Quotas(settings, store.access),
         clock=clock,
     )
 
 
-def _sqlite(settings: Settings) -> Store:
+def make_store(settings: Settings) -> Store:
+    """The store that these settings name, not opened yet."""
     return SqliteStore(
         settings.folder / "collage.sqlite",
         stale_after_seconds=settings.stale_after_seconds,

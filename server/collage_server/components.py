@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
+from collage_server.principals import TokenDirectory
+from collage_server.quotas import Quotas
 from collage_server.settings import Settings
 from collage_server.store import Store
 
@@ -25,6 +27,8 @@ class Components:
     registry: StreamRegistry
     counters: IngestCounters
     in_flight: InFlight
+    directory: TokenDirectory
+    quotas: Quotas
     clock: Callable[[], float]
 
 

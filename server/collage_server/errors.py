@@ -33,6 +33,8 @@ __all__ = [
     "Unauthorised",
     "Unprocessable",
     "UnsupportedMediaType",
+    "unknown_run",
+    "unknown_stream",
 ]
 
 
@@ -131,3 +133,13 @@ class StoreUnusable(ServerError):
     """The database cannot be opened or is newer than this server."""
 
     code = "store_unusable"
+
+
+def unknown_run(run_id: str) -> NotFound:
+    """The answer for a run that was never seen, and word for word for one of another project."""
+    return NotFound(f"no run {run_id!r}; GET /api/v1/runs lists them", field="run_id")
+
+
+def unknown_stream(stream_id: str) -> NotFound:
+    """The answer for a stream that was never seen, and word for word for one of another project."""
+    return NotFound(f"no stream {stream_id!r}; POST /api/v1/runs/RUN/streams registers one", field="stream_id")

@@ -5,7 +5,7 @@ Values are those of the newest measured step, read from the store, so that every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -42,19 +42,21 @@ SCALAR_GAUGES: Final = {
 }
 
 
-def exposition(components: Components) -> bytes:
-    """The whole page, in a registry of its own."""
+def exposition(components: Components, projects: Collection[str] | None = None) -> bytes:
+    """The whole page, in a registry of its own; for some projects, their runs alone."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Runs(components))
-    registry.register(_Server(components))
+    registry.register(_Runs(components, projects))
+    if projects is None:
+        registry.register(_Server(components))
     return generate_latest(registry)
 
 
 class _Runs(Collector):
     """Runs that are running and not stale."""
 
-    def __init__(self, components: Components) -> None:
+    def __init__(self, components: Components, projects: Collection[str] | None) -> None:
         self._components = components
+        self._projects = projects
 
     def collect(self) -> Iterable[Metric]:
         families = _Families()
@@ -65,7 +67,7 @@ class _Runs(Collector):
     def _running(self) -> Iterator[RunRecord]:
         cursor: str | None = None
         while True:
-            query = RunQuery(state="running", cursor=cursor, limit=_PAGE)
+            query = RunQuery(projects=self._projects, state="running", cursor=cursor, limit=_PAGE)
             stale_after = self._components.settings.stale_after_seconds
             page = self._components.store.runs(query, self._components.clock(), stale_after)
             yield from page.runs

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from collage_monitor import __version__, wire
 from collage_server.api.answers import answer, describes
+from collage_server.auth import principal_of
 from collage_server.components import components_of
 from collage_server.errors import Busy
 from collage_server.exposition import exposition
@@ -39,5 +40,6 @@ def readyz(request: Request) -> Response:
 
 @router.get("/metrics", **describes(None))
 def metrics(request: Request) -> Response:
-    """Running runs in the Prometheus text format."""
-    return Response(exposition(components_of(request)), media_type=CONTENT_TYPE_LATEST)
+    """Running runs in the Prometheus text format, those of the token's projects."""
+    text = exposition(components_of(request), principal_of(request).projects)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

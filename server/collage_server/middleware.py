@@ -42,7 +42,7 @@ class RequestIdentity:
 
 
 class AccessControl:
-    """Refuses requests without the token; without one configured, those not from this machine's own pages."""
+    """Admits requests by token, role and project, and leaves their principal in the request's state."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app = app
@@ -51,7 +51,9 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self.access.check(scope["path"], Headers(scope=scope))
+                scope["state"]["principal"] = await self.access.admit(
+                    scope["method"], scope["path"], scope["query_string"], Headers(scope=scope)
+                )
             except ServerError as error:
                 await error_of(error, scope["state"]["request_id"])(scope, receive, send)
                 return

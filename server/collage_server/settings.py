@@ -20,6 +20,18 @@ __all__ = ["LOOPBACK_HOSTS", "Settings", "SettingsError", "settings_from_environ
 LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 _PREFIX = "COLLAGE_SERVER_"
 _SECRET = frozenset({"token"})
+_POSITIVE = (
+    "body_bytes",
+    "in_flight_bytes",
+    "commit_bytes",
+    "seal_interval_seconds",
+    "stale_after_seconds",
+    "shutdown_seconds",
+    "busy_timeout_seconds",
+    "runs_per_project",
+    "tags_per_project",
+    "layers_per_project",
+)
 
 
 class SettingsError(CollageError, ValueError):
@@ -47,6 +59,9 @@ class Settings:
     seal_interval_seconds: float = 5.0
     shutdown_seconds: float = 10.0
     busy_timeout_seconds: float = 30.0
+    runs_per_project: int = 10_000
+    tags_per_project: int = 10_000
+    layers_per_project: int = 5_000_000
 
     def __post_init__(self) -> None:
         if self.token is None and not self.no_auth:
@@ -55,13 +70,7 @@ class Settings:
             raise SettingsError(
                 f"--no-auth serves loopback only, not host {self.host!r}; pass --token-file instead"
             )
-        for name in (
-            "body_bytes",
-            "in_flight_bytes",
-            "commit_bytes",
-            "stale_after_seconds",
-            "seal_interval_seconds",
-        ):
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
 

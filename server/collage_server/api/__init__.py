@@ -6,6 +6,7 @@ from fastapi import APIRouter
 
 from collage_server.api import (
     attempts,
+    audit,
     catalogue,
     compare,
     heatmap,
@@ -16,6 +17,7 @@ from collage_server.api import (
     runs,
     series,
     streams,
+    tokens,
     worst,
 )
 
@@ -40,6 +42,8 @@ def api_router() -> APIRouter:
         worst,
         compare,
         catalogue,
+        tokens,
+        audit,
     ):
         router.include_router(module.router)
     return router

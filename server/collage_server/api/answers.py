@@ -13,6 +13,8 @@ __all__ = ["DESCRIBED", "answer", "describes", "error_response", "schemas"]
 
 _REFERENCE: Final = "#/components/schemas/{name}"
 DESCRIBED: Final = (
+    wire.Act,
+    wire.ActPage,
     wire.Attempt,
     wire.AttemptCreate,
     wire.BatchAnswer,
@@ -33,6 +35,10 @@ DESCRIBED: Final = (
     wire.Stream,
     wire.StreamCreate,
     wire.StreamList,
+    wire.Token,
+    wire.TokenCreate,
+    wire.TokenCreated,
+    wire.TokenList,
     wire.WorstLayer,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
@@ -10,11 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
+from collage_server.administration import new_act
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import RunId
+from collage_server.auth import principal_of
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
+from collage_server.principals import Principal
 from collage_server.queries import run_answer
 from collage_server.store import RunQuery, RunRecord
 
@@ -24,7 +28,11 @@ router = APIRouter(tags=["runs"])
 Filter = Annotated[str | None, Query(max_length=512)]
 
 
-def _answer(components: Components, record: RunRecord) -> wire.Run:
+def _answer(components: Components, record: RunRecord, reader: Principal) -> wire.Run:
+    """The run as this principal may see it: who only sends learns nothing of what others sent."""
+    if not reader.may("read"):
+        record = dataclasses.replace(record, config={}, notes="", tags=[], watch=None, scalars={})
+        return run_answer(record, None, components.clock(), components.settings.stale_after_seconds)
     point = components.store.latest(record.run_id)
     return run_answer(record, point, components.clock(), components.settings.stale_after_seconds)
 
@@ -47,8 +55,9 @@ async def create_run(request: Request, project: Annotated[str, Path(min_length=1
     _check(create)
 
     def work() -> tuple[wire.Run, bool]:
+        components.quotas.check_create(project, create)
         record, is_new = components.store.create_run(project, create, components.clock())
-        return _answer(components, record), is_new
+        return _answer(components, record, principal_of(request)), is_new
 
     run, is_new = await run_in_threadpool(work)
     return answer(run, 201 if is_new else 200)
@@ -69,10 +78,18 @@ def list_runs(
     """A page of runs, newest first; `q` searches names, ids and notes."""
     components = components_of(request)
     query = RunQuery(
-        project=project, strategy=strategy, group=group, tag=tag, state=state, q=q, cursor=cursor, limit=limit
+        project=project,
+        projects=principal_of(request).projects,
+        strategy=strategy,
+        group=group,
+        tag=tag,
+        state=state,
+        q=q,
+        cursor=cursor,
+        limit=limit,
     )
     page = components.store.runs(query, components.clock(), components.settings.stale_after_seconds)
-    runs = [_answer(components, record) for record in page.runs]
+    runs = [_answer(components, record, principal_of(request)) for record in page.runs]
     return answer(wire.RunPage(runs=runs, cursor=page.cursor))
 
 
@@ -80,7 +97,7 @@ def list_runs(
 def get_run(request: Request, run_id: RunId) -> Response:
     """One run."""
     components = components_of(request)
-    return answer(_answer(components, components.store.run(run_id)))
+    return answer(_answer(components, components.store.run(run_id), principal_of(request)))
 
 
 @router.patch("/runs/{run_id}", **describes(wire.Run, wire.RunUpdate))
@@ -90,7 +107,10 @@ async def update_run(request: Request, run_id: RunId) -> Response:
     change = await message(request, wire.RunUpdate)
 
     def work() -> wire.Run:
-        return _answer(components, components.store.update_run(run_id, change, components.clock()))
+        if change.tags:
+            components.quotas.check_tags(components.store.run(run_id).project, change.tags)
+        record = components.store.update_run(run_id, change, components.clock())
+        return _answer(components, record, principal_of(request))
 
     return answer(await run_in_threadpool(work))
 
@@ -99,6 +119,16 @@ async def update_run(request: Request, run_id: RunId) -> Response:
 def delete_run(request: Request, run_id: RunId) -> Response:
     """Delete a run for good; its id answers 410 from now on."""
     components = components_of(request)
-    components.store.delete_run(run_id, components.clock())
+    project, now = components.store.run(run_id).project, components.clock()
+    components.store.delete_run(run_id, now)
     components.registry.forget_run(run_id)
+    act = new_act(
+        now,
+        principal_of(request).actor,
+        "run.delete",
+        run_id,
+        project=project,
+        request_id=request.state.request_id,
+    )
+    components.store.access.record(act)
     return answer(wire.Deleted(run_id=run_id))

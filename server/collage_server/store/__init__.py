@@ -1,5 +1,6 @@
 """Storage: the only room that knows a database. Everything outside goes through the contract."""
 
+from collage_server.store.access_contract import AccessStore, ProjectUsage
 from collage_server.store.contract import (
     GroupOutcome,
     LatestPoint,
@@ -17,9 +18,11 @@ from collage_server.store.contract import (
 from collage_server.store.sqlite import SqliteStore
 
 __all__ = [
+    "AccessStore",
     "GroupOutcome",
     "LatestPoint",
     "Points",
+    "ProjectUsage",
     "ReportGroup",
     "RunPageRecord",
     "RunQuery",

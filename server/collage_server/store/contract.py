@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
+from collage_server.store.access_contract import AccessStore
 
 __all__ = [
     "GroupOutcome",
@@ -67,9 +68,10 @@ class GroupOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RunQuery:
-    """Filters of the run list; None does not filter."""
+    """Filters of the run list; None does not filter. `projects` are those that the asker may see."""
 
     project: str | None = None
+    projects: Collection[str] | None = None
     strategy: str | None = None
     group: str | None = None
     tag: str | None = None
@@ -194,6 +196,10 @@ class Store(Protocol):
 
     Unknown ids raise NotFound, deleted runs Gone, contradictions Conflict. Times are Unix seconds.
     """
+
+    @property
+    def access(self) -> AccessStore:
+        """Tokens, the audit log, and whose a run is."""
 
     def open(self) -> None:
         """Open the database and bring its schema up to date."""

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Engine, text
 from collage_monitor import wire
 from collage_server.errors import StoreUnusable
 from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
+from collage_server.store.access import SqlAccess
 from collage_server.store.contract import (
     FloatArray,
     GroupOutcome,
@@ -45,6 +46,7 @@ class SqlStore(ABC):
         self._engine: Engine | None = None
         self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
         self._newest_lock = Lock()
+        self._access = SqlAccess(self._reading, self._writing)
 
     @abstractmethod
     def _connect(self) -> Engine:
@@ -64,6 +66,11 @@ class SqlStore(ABC):
         if self._engine is None:
             raise StoreUnusable("the store is not open")
         return self._engine
+
+    @property
+    def access(self) -> SqlAccess:
+        """Tokens, the audit log, and whose a run is."""
+        return self._access
 
     def open(self) -> None:
         """Open the database and bring its schema up to date."""

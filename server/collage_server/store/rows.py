@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, select
 
 from collage_monitor.wire import Number, to_number
-from collage_server.errors import Gone, NotFound
+from collage_server.errors import Gone, NotFound, unknown_run
 from collage_server.store import schema
 
 __all__ = [
@@ -67,7 +67,7 @@ def missing_run(connection: Connection, run_id: str) -> NotFound | Gone:
     tomb = schema.deleted_run
     if connection.execute(select(tomb.c.run_id).where(tomb.c.run_id == run_id)).first():
         return Gone(f"run {run_id!r} was deleted; start a new run with a new run_id", field="run_id")
-    return NotFound(f"no run {run_id!r}; GET /api/v1/runs lists them", field="run_id")
+    return unknown_run(run_id)
 
 
 def require_run(connection: Connection, run_id: str) -> None:

@@ -42,6 +42,10 @@ def create_run(connection: Connection, project: str, create: wire.RunCreate, now
     if known is not None:
         _resume(connection, dict(known), project, create, now)
         return False
+    tomb = schema.deleted_run
+    buried = connection.execute(select(tomb.c.project).where(tomb.c.run_id == create.run_id)).scalar()
+    if buried is not None and buried != project:
+        raise _taken(create.run_id)
     missing = missing_run(connection, create.run_id)
     if not isinstance(missing, NotFound):
         raise missing
@@ -70,10 +74,7 @@ def _resume(
 ) -> None:
     """Set the run running again; what the request states replaces what is stored."""
     if known["project"] != project:
-        raise Conflict(
-            f"run_id {create.run_id!r} is taken by another project; leave run_id out to get a new one",
-            field="run_id",
-        )
+        raise _taken(create.run_id)
     launched = select(schema.attempt.c.attempt).where(schema.attempt.c.run_id == create.run_id)
     if create.resume == "never" and connection.execute(launched.limit(1)).first():
         raise Conflict(
@@ -96,6 +97,12 @@ def _resume(
     )
     if create.tags:
         _set_tags(connection, create.run_id, create.tags)
+
+
+def _taken(run_id: str) -> Conflict:
+    return Conflict(
+        f"run_id {run_id!r} is taken by another project; leave run_id out to get a new one", field="run_id"
+    )
 
 
 def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
@@ -150,6 +157,8 @@ def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
         (_RUN.c.group, query.group),
     ]
     filters: list[ColumnElement[bool]] = [column == value for column, value in equal if value is not None]
+    if query.projects is not None:
+        filters.append(_RUN.c.project.in_(sorted(query.projects)))
     if query.tag is not None:
         tagged = select(schema.run_tag.c.run_id).where(schema.run_tag.c.tag == query.tag)
         filters.append(_RUN.c.run_id.in_(tagged))
@@ -174,7 +183,7 @@ def _after(statement: Select[Any], cursor: str) -> Select[Any]:
     try:
         created_text, _, run_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
         created_at = float.fromhex(created_text)
-    except (ValueError, binascii.Error) as error:
+    except (ValueError, OverflowError, binascii.Error) as error:
         raise Unprocessable(
             f"cursor {cursor!r} is not one of this server's; start again without it", field="cursor"
         ) from error

@@ -57,6 +57,7 @@ run: Final = Table(
     Column("updated_at", Double, nullable=False),
 )
 Index("run_by_age", run.c.created_at, run.c.run_id)
+Index("run_by_project", run.c.project)
 
 run_tag: Final = Table(
     "run_tag",

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 from collage_monitor import wire
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
-from collage_server.errors import Conflict, NotFound, Unprocessable
+from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
 from collage_server.store import schema
 from collage_server.store.contract import IntArray, StreamRecord
 from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
@@ -234,7 +234,7 @@ def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
     """One stream by its id."""
     row = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == stream_id)).first()
     if row is None:
-        raise NotFound(f"no stream {stream_id!r}; POST /api/v1/runs/RUN/streams registers one", field="stream_id")
+        raise unknown_stream(stream_id)
     require_run(connection, row.run_id)
     return _record(row)
 

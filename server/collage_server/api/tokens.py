@@ -1,0 +1,52 @@
+"""Tokens: make, list, revoke."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server import administration
+from collage_server.api.answers import answer, describes
+from collage_server.api.bodies import message
+from collage_server.auth import principal_of
+from collage_server.components import components_of
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["access"])
+
+
+@router.post("/tokens", **describes(wire.TokenCreated, wire.TokenCreate, status=201))
+async def create_token(request: Request) -> Response:
+    """Make a token; `secret` is said in this answer and never again."""
+    components = components_of(request)
+    create = await message(request, wire.TokenCreate)
+    actor, request_id = principal_of(request).actor, request.state.request_id
+    created = await run_in_threadpool(
+        administration.create_token, components.store.access, create, components.clock(), actor, request_id
+    )
+    components.directory.forget()
+    return answer(created, 201)
+
+
+@router.get("/tokens", **describes(wire.TokenList))
+def list_tokens(request: Request) -> Response:
+    """Every token without its secret, newest first, revoked ones too."""
+    return answer(wire.TokenList(tokens=components_of(request).store.access.tokens()))
+
+
+@router.delete("/tokens/{token_id}", **describes(wire.Token))
+async def revoke_token(request: Request, token_id: Annotated[str, Path(max_length=64)]) -> Response:
+    """Revoke a token: at once in this process, within five seconds in every other of this database."""
+    components = components_of(request)
+    actor, request_id = principal_of(request).actor, request.state.request_id
+    revoked = await run_in_threadpool(
+        administration.revoke_token, components.store.access, token_id, components.clock(), actor, request_id
+    )
+    components.directory.forget()
+    return answer(revoked)

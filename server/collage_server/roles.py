@@ -1,0 +1,95 @@
+"""Which role may use which route: one table, held complete by a test and printed in docs/access.md.
+
+A route that is missing here does not exist for any token but an administrator's, so a new route fails closed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
+
+from collage_monitor.wire import ROLES, Role
+
+__all__ = ["GRANTS", "RULES", "Capability", "matched_rule", "matrix"]
+
+Capability = Literal["open", "any", "ingest", "read", "operate", "admin"]
+"""What a route needs: nothing, any valid token, or a role that grants it."""
+
+GRANTS: Final[Mapping[Role, frozenset[Capability]]] = {
+    "ingest": frozenset({"any", "ingest"}),
+    "read": frozenset({"any", "read"}),
+    "operate": frozenset({"any", "ingest", "read", "operate"}),
+    "admin": frozenset({"any", "ingest", "read", "operate", "admin"}),
+}
+
+RULES: Final[Mapping[tuple[str, str], Capability]] = {
+    ("GET", "/healthz"): "open",
+    ("GET", "/readyz"): "open",
+    ("GET", "/docs"): "open",
+    ("GET", "/openapi.json"): "open",
+    ("GET", "/metrics"): "read",
+    ("GET", "/api/v1/metrics-catalogue"): "any",
+    ("GET", "/api/v1/alerts-catalogue"): "any",
+    ("POST", "/api/v1/projects/{project}/runs"): "ingest",
+    ("POST", "/api/v1/runs/{run_id}/attempts"): "ingest",
+    ("POST", "/api/v1/runs/{run_id}/streams"): "ingest",
+    ("POST", "/api/v1/streams/{stream_id}/reports"): "ingest",
+    ("PATCH", "/api/v1/runs/{run_id}"): "ingest",
+    ("DELETE", "/api/v1/runs/{run_id}"): "operate",
+    ("GET", "/api/v1/runs"): "read",
+    ("GET", "/api/v1/runs/{run_id}"): "read",
+    ("GET", "/api/v1/runs/{run_id}/streams"): "read",
+    ("GET", "/api/v1/runs/{run_id}/layers"): "read",
+    ("GET", "/api/v1/runs/{run_id}/latest"): "read",
+    ("GET", "/api/v1/runs/{run_id}/worst"): "read",
+    ("GET", "/api/v1/runs/{run_id}/series"): "read",
+    ("GET", "/api/v1/runs/{run_id}/heatmap"): "read",
+    ("GET", "/api/v1/runs/{run_id}/histogram"): "read",
+    ("GET", "/api/v1/compare"): "read",
+    ("GET", "/api/v1/tokens"): "admin",
+    ("POST", "/api/v1/tokens"): "admin",
+    ("DELETE", "/api/v1/tokens/{token_id}"): "admin",
+    ("GET", "/api/v1/audit"): "admin",
+}
+
+
+def matched_rule(method: str, path: str) -> tuple[Capability, dict[str, str]] | None:
+    """The capability that a request needs and the ids in its path; None where no rule stands.
+
+    `path` is decoded, as routing sees it.
+    """
+    given = path.split("/")
+    for parts, capability in _BY_SHAPE.get((method, len(given)), ()):
+        if all(part == value if part[:1] != "{" else value for part, value in zip(parts, given, strict=True)):
+            ids = {part[1:-1]: value for part, value in zip(parts, given, strict=True) if part[:1] == "{"}
+            return capability, ids
+    return None
+
+
+def matrix() -> str:
+    """The table of routes and roles as Markdown."""
+    lines = ["| Route | no token | " + " | ".join(ROLES) + " |", "|---|" + ":-:|" * (len(ROLES) + 1)]
+    lines += _rows()
+    return "\n".join(lines) + "\n"
+
+
+def _rows() -> Iterator[str]:
+    for (method, path), capability in RULES.items():
+        allowed = [capability == "open", *(capability == "open" or capability in GRANTS[role] for role in ROLES)]
+        cells = " | ".join("yes" if entry else "–" for entry in allowed)
+        yield f"| `{method} {path}` | {cells} |"
+
+
+def _by_shape() -> dict[tuple[str, int], list[tuple[list[str], Capability]]]:
+    shapes: dict[tuple[str, int], list[tuple[list[str], Capability]]] = {}
+    for (method, template), capability in RULES.items():
+        parts = template.split("/")
+        shapes.setdefault((method, len(parts)), []).append((parts, capability))
+    return shapes
+
+
+_BY_SHAPE: Final = _by_shape()
+
+if __name__ == "__main__":
+    sys.stdout.write(matrix())

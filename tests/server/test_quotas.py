@@ -1,0 +1,58 @@
+"""What one project may hold: refused with 422 and the limit, and no other project feels it."""
+
+from __future__ import annotations
+
+import pytest
+
+from collage_monitor import wire
+from tests.server.guarded import door
+
+
+def create(guarded, run_id, project="p", tags=()):
+    message = wire.RunCreate(run_id=run_id, tags=list(tags))
+    return guarded.ask("POST", f"/api/v1/projects/{project}/runs", message=message)
+
+
+def limit_of(answer):
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    return error["field"], error["limit"]
+
+
+def test_runs(tmp_path):
+    with door(tmp_path, runs_per_project=2) as guarded:
+        assert create(guarded, "a").status_code == 201
+        assert create(guarded, "b").status_code == 201
+        assert limit_of(create(guarded, "c")) == ("runs_per_project", 2)
+        assert create(guarded, "a").status_code == 200, "resuming is always allowed"
+        assert create(guarded, "c", project="q").status_code == 201
+        guarded.ask("DELETE", "/api/v1/runs/a")
+        assert create(guarded, "d").status_code == 201
+
+
+def test_tags_count_once_however_many_runs_bear_them(tmp_path):
+    with door(tmp_path, tags_per_project=3) as guarded:
+        assert create(guarded, "a", tags=["x", "y"]).status_code == 201
+        assert create(guarded, "b", tags=["x", "y", "z"]).status_code == 201
+        assert limit_of(create(guarded, "c", tags=["w"])) == ("tags_per_project", 3)
+        assert limit_of(create(guarded, "a", tags=["w"])) == ("tags_per_project", 3)
+        for tags, status in ((["w"], 422), (["z"], 200)):
+            answer = guarded.ask("PATCH", "/api/v1/runs/a", message=wire.RunUpdate(tags=tags))
+            assert answer.status_code == status
+
+
+def test_layers(tmp_path):
+    with door(tmp_path, layers_per_project=5) as guarded:
+        guarded.fill("p", "a")
+        assert create(guarded, "b").status_code == 201
+        guarded.fill("p", "b")
+        assert limit_of(create(guarded, "c")) == ("layers_per_project", 5)
+
+
+@pytest.mark.parametrize("name", ["runs_per_project", "tags_per_project", "layers_per_project"])
+def test_the_message_names_the_setting(tmp_path, name):
+    with door(tmp_path, **{name: 1}) as guarded:
+        guarded.fill("p", "a")
+        create(guarded, "b")
+        message = create(guarded, "c", tags=["x", "y"]).json()["error"]["message"]
+        assert "COLLAGE_SERVER_" in message

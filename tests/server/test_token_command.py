@@ -1,0 +1,69 @@
+"""`collage-monitor token`: on the host and through the API."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from collage_server.token_command import token
+
+from tests.server.test_process import serving
+
+
+@pytest.fixture
+def call(monkeypatch):
+    for name in ("COLLAGE_TOKEN", "COLLAGE_SERVER_URL", "COLLAGE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments, code=0):
+        result = CliRunner().invoke(token, [str(part) for part in arguments])
+        assert result.exit_code == code, (result.output, result.exception)
+        return result
+
+    return call
+
+
+def runs(url, secret):
+    return httpx.get(
+        f"{url}/api/v1/runs", headers={"Authorization": f"Bearer {secret}"}, trust_env=False
+    ).status_code
+
+
+def test_on_the_host_while_a_server_runs_and_through_it(call, tmp_path):
+    host = ("--host", "--dir", tmp_path)
+    first = call("create", *host, "--name", "first", "--role", "admin").stdout.split()[0]
+    with serving(tmp_path) as (_, _, ready):
+        url = ready["server_url"]
+        there = ("--server-url", url, "--token", first)
+        made = json.loads(
+            call("create", *there, "--name", "x", "--role", "read", "--project", "p", "--json").stdout
+        )
+        assert runs(url, made["secret"]) == 200
+        token_id = made["token"]["token_id"]
+        assert token_id in call("list", *there).stdout
+        assert made["secret"] not in call("list", *host).stdout
+        call("revoke", *there, token_id)
+        assert runs(url, made["secret"]) == 401
+        # With the data folder's own token instead of an administrator's.
+        assert "revoked" in call("list", "--server-url", url, "--dir", tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--role", "read"),
+        ("--role", "admin", "--project", "p"),
+        ("--role", "read", "--project", "p", "--all-projects"),
+        ("--role", "root", "--all-projects"),
+    ],
+)
+def test_unclear_reach_is_refused(call, tmp_path, arguments):
+    call("create", "--host", "--dir", tmp_path, "--name", "n", *arguments, code=2)
+    assert "no tokens yet" in call("list", "--host", "--dir", tmp_path).stdout
+
+
+def test_without_a_server_the_message_names_the_way_on_the_host(call, tmp_path):
+    result = call("list", "--server-url", "http://127.0.0.1:1", "--dir", tmp_path, code=1)
+    assert "--host" in result.output

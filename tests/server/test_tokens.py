@@ -1,0 +1,298 @@
+"""Tokens: shown once, stored hashed, revoked everywhere within five seconds, confined to their projects."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+
+import pytest
+from collage_server.administration import create_token, revoke_token
+from collage_server.errors import Busy
+from collage_server.principals import SERVER_TOKEN, TokenDirectory, digest_of
+from collage_server.store import SqliteStore
+
+from collage_monitor import wire
+from tests.server.guarded import OWN, door
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    with door(tmp_path) as opened:
+        yield opened
+
+
+def listed(guarded):
+    answer = guarded.ask("GET", "/api/v1/tokens")
+    return {
+        token.token_id: token for token in wire.decode_message(answer.content, wire.TokenList, wire.JSON).tokens
+    }
+
+
+def test_the_secret_is_shown_once_and_stored_nowhere(guarded, tmp_path):
+    secret, token = guarded.token("operate", ["p", "p", "q"])
+    assert len(secret) >= 43
+    assert token.projects == ["p", "q"]
+    assert listed(guarded)[token.token_id] == token
+    for path in ("/api/v1/tokens", "/api/v1/audit"):
+        assert secret not in guarded.ask("GET", path).text
+    with closing(sqlite3.connect(tmp_path / "collage.sqlite")) as connection:
+        [[digest]] = connection.execute("SELECT digest FROM token").fetchall()
+        assert digest == digest_of(secret)
+    assert not [p for p in tmp_path.iterdir() if secret.encode() in p.read_bytes()]
+
+
+def test_two_tokens_never_share_a_secret(guarded):
+    assert len({guarded.token("read")[0] for _ in range(5)}) == 5
+
+
+def test_a_revoked_token_is_refused_at_once_and_stays_listed(guarded):
+    secret, token = guarded.token("read", ["p"])
+    assert guarded.ask("GET", "/api/v1/runs", secret).status_code == 200
+    guarded.clock.now += 1
+    for _ in range(2):
+        answer = guarded.ask("DELETE", f"/api/v1/tokens/{token.token_id}")
+        assert answer.json()["revoked_at"] == guarded.clock.now
+    assert guarded.ask("GET", "/api/v1/runs", secret).status_code == 401
+    assert listed(guarded)[token.token_id].revoked_at == guarded.clock.now
+    assert [act.action for act in guarded.acts()] == ["token.revoke", "token.create"]
+
+
+def test_an_unknown_token_to_revoke_is_404(guarded):
+    answer = guarded.ask("DELETE", "/api/v1/tokens/none")
+    assert (answer.status_code, answer.json()["error"]["field"]) == (404, "token_id")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"name": "n", "role": "root", "projects": null}', "role"),
+        (b'{"name": "", "role": "read", "projects": null}', "name"),
+        (b'{"name": "n", "role": "read", "projects": []}', "projects"),
+        (b'{"name": "n", "role": "read", "projects": [""]}', "projects[0]"),
+        (b'{"name": "n", "role": "admin", "projects": ["p"]}', "projects"),
+    ],
+)
+def test_bad_tokens(guarded, body, field):
+    headers = {"Authorization": f"Bearer {OWN}", "Content-Type": wire.JSON}
+    answer = guarded.client.post("/api/v1/tokens", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, field)
+    assert listed(guarded) == {}
+
+
+def test_who_did_what_stands_in_the_audit_log(guarded):
+    secret, token = guarded.token("operate", ["p"], name="night shift")
+    guarded.fill("p", "r1", secret)
+    guarded.clock.now += 5
+    answer = guarded.ask("DELETE", "/api/v1/runs/r1", secret, **{"X-Request-Id": "req-7"})
+    assert answer.status_code == 200
+    deleted, created = guarded.acts()
+    assert (deleted.actor, deleted.action, deleted.subject, deleted.project) == (
+        token.token_id,
+        "run.delete",
+        "r1",
+        "p",
+    )
+    assert (deleted.request_id, deleted.time) == ("req-7", guarded.clock.now)
+    assert (created.actor, created.action, created.subject) == ("server-token", "token.create", token.token_id)
+    assert created.details == {"name": "night shift", "role": "operate", "projects": ["p"]}
+
+
+def test_the_audit_log_comes_in_pages_that_skip_nothing(guarded):
+    made = [guarded.token("read")[1].token_id for _ in range(5)]
+    seen, cursor = [], None
+    while True:
+        path = "/api/v1/audit?limit=2" + (f"&cursor={cursor}" if cursor else "")
+        page = wire.decode_message(guarded.ask("GET", path).content, wire.ActPage, wire.JSON)
+        seen += [act.subject for act in page.acts]
+        cursor = page.cursor
+        if cursor is None:
+            break
+    assert sorted(seen) == sorted(made)
+    assert guarded.ask("GET", "/api/v1/audit?cursor=zz").status_code == 422
+
+
+def test_runs_of_other_projects_are_not_listed_nor_exposed(guarded):
+    for project in ("p", "q"):
+        guarded.fill(project, f"{project}-1")
+    secret, _ = guarded.token("read", ["p"])
+    runs = guarded.ask("GET", "/api/v1/runs", secret).json()["runs"]
+    assert [run["run_id"] for run in runs] == ["p-1"]
+    assert guarded.ask("GET", "/api/v1/runs?project=q", secret).json()["runs"] == []
+    text = guarded.ask("GET", "/metrics", secret).text
+    assert 'run_id="p-1"' in text
+    assert "q-1" not in text
+    assert "collage_server_reports" not in text
+    everything = guarded.ask("GET", "/metrics", guarded.token("read")[0]).text
+    assert 'run_id="q-1"' in everything
+    assert "collage_server_reports_total" in everything
+
+
+def test_compare_with_one_foreign_run_is_404(guarded):
+    for project in ("p", "q"):
+        guarded.fill(project, f"{project}-1")
+    secret, _ = guarded.token("read", ["p"])
+    assert guarded.ask("GET", "/api/v1/compare?metric=loss&run=p-1", secret).status_code == 200
+    answer = guarded.ask("GET", "/api/v1/compare?metric=loss&run=p-1&run=q-1", secret)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (404, "run_id")
+    sneaky = guarded.ask("GET", "/api/v1/compare?metric=loss&run=p-1&r%75n=q-1", secret)
+    assert sneaky.status_code == 404
+    many = "&".join(f"run=x{i}" for i in range(1001))
+    assert guarded.ask("GET", f"/api/v1/compare?metric=loss&{many}", secret).status_code == 422
+
+
+def test_a_run_id_of_another_project_is_409_deleted_or_not(guarded):
+    guarded.fill("q", "q-1")
+    secret, _ = guarded.token("operate", ["p"])
+    create = wire.RunCreate(run_id="q-1")
+    first = guarded.ask("POST", "/api/v1/projects/p/runs", secret, create)
+    guarded.ask("DELETE", "/api/v1/runs/q-1")
+    second = guarded.ask("POST", "/api/v1/projects/p/runs", secret, create)
+    assert (first.status_code, second.status_code) == (409, 409)
+    assert first.json()["error"]["message"] == second.json()["error"]["message"]
+    assert guarded.ask("GET", "/api/v1/runs/q-1", secret).status_code == 404
+    assert guarded.ask("GET", "/api/v1/runs/q-1").status_code == 410
+
+
+def test_who_only_sends_learns_nothing_of_what_was_sent_before(guarded):
+    guarded.ask(
+        "POST", "/api/v1/projects/p/runs", message=wire.RunCreate(run_id="r1", config={"lr": 1.0}, notes="n")
+    )
+    guarded.fill("p", "r1")
+    secret, _ = guarded.token("ingest", ["p"])
+    run = guarded.ask("POST", "/api/v1/projects/p/runs", secret, wire.RunCreate(run_id="r1")).json()
+    assert (run["config"], run["notes"], run["latest"]) == ({}, "", {})
+    assert guarded.ask("GET", "/api/v1/runs/r1").json()["config"] == {"lr": 1.0}
+
+
+def test_percent_encoding_does_not_change_whose_a_run_is(guarded):
+    guarded.fill("q", "q-1")
+    secret, _ = guarded.token("operate", ["p"])
+    assert guarded.ask("GET", "/api/v1/runs/%71-1", secret).status_code == 404
+    assert guarded.ask("GET", "/api/v1/runs/p%2F..%2Fq-1", secret).status_code == 404
+
+
+def test_last_use_is_written_at_most_once_a_minute(guarded):
+    secret, token = guarded.token("read", ["p"])
+    store = guarded.app.state.components.store.access
+    directory = guarded.app.state.components.directory
+    written = []
+    note = store.note_uses
+
+    def counted(uses):
+        written.append(dict(uses))
+        note(uses)
+
+    store.note_uses = counted
+    for _ in range(20):
+        guarded.ask("GET", "/api/v1/runs", secret)
+        directory._loaded_at -= 2.0
+    assert len(written) <= 1
+    guarded.client.portal.call(directory.close)
+    assert listed(guarded)[token.token_id].last_used_at == guarded.clock.now
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = SqliteStore(tmp_path / "other.sqlite", stale_after_seconds=600.0)
+    opened.open()
+    yield opened.access
+    opened.close()
+
+
+class Elapsed:
+    """A monotonic clock that moves only when told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def made(store, role="read", projects=None):
+    return create_token(store, wire.TokenCreate(name="n", role=role, projects=projects), 1.0, "host")
+
+
+def test_a_revocation_by_another_process_is_in_force_within_five_seconds(store):
+    created, elapsed = made(store), Elapsed()
+    directory = TokenDirectory(store, OWN, clock=lambda: 1.0, monotonic=elapsed)
+
+    async def scenario():
+        secret = created.secret.encode()
+        known = await directory.principal(secret)
+        assert known is not None
+        assert known.actor == created.token.token_id
+        assert await directory.principal(OWN.encode()) is SERVER_TOKEN
+        revoke_token(store, created.token.token_id, 2.0, "host")
+        elapsed.now += 5.0
+        assert await directory.principal(secret) is None
+
+    asyncio.run(scenario())
+
+
+def test_an_old_copy_is_not_trusted_when_the_database_is_away(store):
+    created, elapsed = made(store), Elapsed()
+    directory = TokenDirectory(store, OWN, clock=lambda: 1.0, monotonic=elapsed)
+
+    async def scenario():
+        secret = created.secret.encode()
+        assert await directory.principal(secret) is not None
+        store.valid_tokens = lambda: 1 / 0
+        elapsed.now += 2.0
+        assert await directory.principal(secret) is not None
+        elapsed.now += 3.0
+        with pytest.raises(Busy):
+            await directory.principal(secret)
+        assert await directory.principal(OWN.encode()) is SERVER_TOKEN
+
+    asyncio.run(scenario())
+
+
+def test_a_token_made_elsewhere_is_known_soon_and_guesses_cost_few_reads(store):
+    elapsed, reads = Elapsed(), []
+    directory = TokenDirectory(store, None, clock=lambda: 1.0, monotonic=elapsed)
+    valid = store.valid_tokens
+
+    def counted():
+        reads.append(1)
+        return valid()
+
+    store.valid_tokens = counted
+
+    async def scenario():
+        for _ in range(100):
+            assert await directory.principal(b"guess") is None
+        assert len(reads) == 1
+        secret = made(store, "ingest", ["p"]).secret.encode()
+        elapsed.now += 0.3
+        found = await directory.principal(secret)
+        assert found is not None
+        assert (found.role, found.projects) == ("ingest", frozenset({"p"}))
+
+    asyncio.run(scenario())
+
+
+def test_a_change_here_is_in_force_although_an_older_read_was_under_way(store):
+    created = made(store)
+    directory = TokenDirectory(store, None, clock=lambda: 1.0, monotonic=Elapsed())
+    valid = store.valid_tokens
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        go = asyncio.Event()
+
+        def slow():
+            found = valid()
+            asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10)
+            return found
+
+        store.valid_tokens = slow
+        asking = asyncio.create_task(directory.principal(created.secret.encode()))
+        await asyncio.sleep(0.05)
+        revoke_token(store, created.token.token_id, 2.0, "host")
+        directory.forget()
+        go.set()
+        assert await asking is None
+
+    asyncio.run(scenario())
