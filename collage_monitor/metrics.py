@@ -343,6 +343,20 @@ _SCALARS = (
         "CPU of the agent over the rest of the process's CPU, since attach.",
     ),
     Scalar(
+        "agent_interval",
+        "Measuring interval",
+        "steps",
+        "agent",
+        "Steps between measured ones, where the governor had to lengthen it.",
+    ),
+    Scalar(
+        "agent_sample",
+        "Sample",
+        "elements",
+        "agent",
+        "Elements looked at in each tensor, where the governor had to shorten the sample.",
+    ),
+    Scalar(
         "reports_dropped",
         "Reports dropped",
         "reports",
