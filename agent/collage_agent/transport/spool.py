@@ -30,7 +30,7 @@ from collage_agent.transport.records import (
 from collage_monitor.errors import WireError
 from collage_monitor.wire import Gap, ReportBatch
 
-__all__ = ["SpoolFile", "abandoned_spools", "join_gap", "spool_path"]
+__all__ = ["SpoolFile", "abandoned_spools", "join_gap", "spool_path", "waiting_spools"]
 
 _LOG = logging.getLogger("collage_agent")
 _SUFFIX: Final = ".spool"
@@ -47,10 +47,14 @@ def abandoned_spools(folder: Path, own: Path) -> Iterator[SpoolFile]:
 
     Those of the run that `own` belongs to come first, then the oldest.
     """
-    found = (folder / "spool").glob(f"*/*{_SUFFIX}")
-    for path in sorted(found, key=lambda path: (path.parent != own.parent, path.name)):
+    for path in sorted(waiting_spools(folder), key=lambda path: path.parent != own.parent):
         if path != own and (spool := SpoolFile.take_over(path)) is not None:
             yield spool
+
+
+def waiting_spools(folder: Path) -> list[Path]:
+    """All spool files in `folder`, held or not, by the age of their streams."""
+    return sorted((folder / "spool").glob(f"*/*{_SUFFIX}"), key=lambda path: path.name)
 
 
 class SpoolFile:
@@ -93,6 +97,11 @@ class SpoolFile:
     def is_empty(self) -> bool:
         """Whether everything appended has been read."""
         return self._read_at >= self._end
+
+    @property
+    def bytes_left(self) -> int:
+        """Bytes that wait to be read."""
+        return max(0, self._end - self._read_at)
 
     def append(self, envelope: Envelope) -> list[Gap]:
         """Write one envelope at the end; survives the death of the process when this returns.

@@ -1,0 +1,1 @@
+"""Verbs of `collage-monitor` that the agent brings."""
