@@ -233,7 +233,7 @@ class Run:
             _say("reports given up: " + ", ".join(f"{count} ({reason})" for reason, count in dropped.items()))
 
 
-_HOW_TO_VIEW = "`collage-monitor up` starts a server; the next run in online mode sends what is left there."
+_HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor replay` sends it what is left there."
 
 
 def _kept(value: Any) -> Any:

@@ -179,6 +179,20 @@ def test_a_growing_layout_extends_the_stream(tmp_path):
 STATISTICS_BEFORE = ("elements",)
 
 
+def test_time_never_goes_backwards_and_keeps_its_pace(tmp_path, monkeypatch):
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    clock = iter([100.0, 101.0, 100.9, 41.0, 42.0, 44.0, 30.0, 31.0, 500.0])
+    for step in range(1, 10):
+        with monkeypatch.context() as patch:
+            now = next(clock)
+            patch.setattr("collage_agent.run.time.time", lambda now=now: now)
+            run.log({"loss": 1.0}, step=step)
+    run.finish()
+    times = [report.time for report in transport.reports]
+    assert times == [100.0, 101.0, 101.0, 101.0, 102.0, 104.0, 104.0, 105.0, 574.0]
+
+
 def test_two_watches_fill_their_own_columns_even_under_one_name(tmp_path):
     transport = MemoryTransport()
     run = make_run(tmp_path, transport)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +16,12 @@ from collage_agent.measurement import Layout, Measurement
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.wire import LIMITS, Layer, Report, WatchInfo, block_to_bytes
 
-__all__ = ["Item", "KeptTensor", "Logged", "Measured", "ReportMaker", "Started", "moment_on"]
+__all__ = ["Item", "KeptTensor", "Logged", "Measured", "ReportMaker", "Started", "SteadyTime", "moment_on"]
 
 _LOG = logging.getLogger("collage_agent")
 _ITEM_BYTES = 512
+_CLOCK_WAS_SET_SECONDS = 1.0
+"""A report this much older than the one before it means that the clock was set back."""
 
 
 def moment_on(device: torch.device) -> torch.cuda.Event | None:
@@ -107,6 +110,25 @@ class _Draft:
     model: NDArray[np.float64] | None = None
 
 
+class SteadyTime:
+    """Times of one stream that never go backwards, whatever is done to the machine's clock.
+
+    Where the clock was set back, time goes on from the last report at the clock's pace: durations stay right.
+    """
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+        self._offset = 0.0
+
+    def of(self, time: float) -> float:
+        """The time to report for a moment that the clock gave as `time`; Unix seconds."""
+        steady = time + self._offset
+        if steady < self._last - _CLOCK_WAS_SET_SECONDS:
+            self._offset += self._last - steady
+        self._last = max(self._last, time + self._offset)
+        return self._last
+
+
 class ReportMaker:
     """Layers and statistics of one stream, in the order in which they were first seen, and its next seq.
 
@@ -122,6 +144,7 @@ class ReportMaker:
         self._unreadable: set[str] = set()
         self._known: dict[int, Layout] = {}
         self._next_seq = 0
+        self._time = SteadyTime()
 
     @property
     def statistics(self) -> list[str]:
@@ -193,12 +216,13 @@ class ReportMaker:
 
     def _numbered(self, draft: _Draft) -> Report:
         seq, self._next_seq = self._next_seq, self._next_seq + 1
+        time = self._time.of(draft.time)
         if draft.block is None or draft.model is None:
-            return Report(seq=seq, step=draft.step, time=draft.time, scalars=draft.scalars)
+            return Report(seq=seq, step=draft.step, time=time, scalars=draft.scalars)
         return Report(
             seq=seq,
             step=draft.step,
-            time=draft.time,
+            time=time,
             scalars=draft.scalars,
             statistic_count=draft.block.shape[0],
             layer_count=draft.block.shape[1],
