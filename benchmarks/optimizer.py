@@ -86,6 +86,18 @@ def own_step(seed: int, strategy: str, **options: str) -> Step:
     return optimizer.step
 
 
+def measured_step(seed: int, strategy: str, **options: str) -> Step:
+    """Our AdamW with whole-tensor statistics from inside every step."""
+    plain = own_step(seed, strategy, **options)
+    optimizer: CollageAdamW = plain.__self__  # type: ignore[attr-defined]
+
+    def step() -> None:
+        optimizer.measure_next_step()
+        plain()
+
+    return step
+
+
 def gated_contenders(seed: int) -> dict[str, Step]:
     """What the stated ratios compare."""
     return {
@@ -94,6 +106,8 @@ def gated_contenders(seed: int) -> dict[str, Step]:
         "plus eager": own_step(seed, "plus"),
         "plus compiled fast": own_step(seed, "plus", compiled="fast"),
         "plus compiled bit-identical": own_step(seed, "plus", compiled="bit-identical"),
+        "plus eager, measured": measured_step(seed, "plus"),
+        "plus compiled bit-identical, measured": measured_step(seed, "plus", compiled="bit-identical"),
     }
 
 
@@ -105,6 +119,7 @@ def further_contenders(seed: int) -> dict[str, Step]:
         "torch fp32 fused, no copies": torch_step(seed, torch.float32, fused=True),
         "torch fp32 master foreach": torch_master_step(seed, foreach=True),
         "torch fp32 master for-loop": torch_master_step(seed, foreach=False),
+        "plus compiled fast, measured": measured_step(seed, "plus", compiled="fast"),
         "plus eager, storage arithmetic": own_step(seed, "plus", arithmetic="storage"),
     }
     for strategy in ("plain", "stochastic", "kahan", "light", "light-stochastic", "full", "master-weights"):
@@ -144,12 +159,17 @@ def ratio(times: dict[str, list[float]], name: str, base: str) -> tuple[float, .
     return tuple(own / other for own, other in zip(times[name], times[base], strict=True))
 
 
+def added(times: dict[str, list[float]], name: str) -> tuple[float, ...]:
+    """What statistics add to a step, in steps."""
+    return tuple(value - 1 for value in ratio(times, f"{name}, measured", name))
+
+
 def extra_memory_mib(seed: int) -> float:
     """How far the resident memory rises above parameters and states during an eager step of plus."""
     step = own_step(seed, "plus")
     step()
     optimizer = step.__self__  # type: ignore[attr-defined]
-    optimizer._workspaces.clear()
+    optimizer._runtime.workspaces.clear()
     # Freed scratch stays in the heap, where the next step would find it again: give it back first.
     ctypes.CDLL(None).malloc_trim(0)
     before = _resident_kib("VmRSS")
@@ -181,6 +201,12 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
             "ratio",
             ratio(times, "plus compiled bit-identical", fused),
             2.5,
+        ),
+        Figure("measuring added / plus eager", "ratio", added(times, "plus eager"), 1.5),
+        Figure(
+            "measuring added / plus compiled bit-identical (aim 1.6)",
+            "ratio",
+            added(times, "plus compiled bit-identical"),
         ),
         Figure("extra memory of an eager step", "MiB", (memory,), EXTRA_MEMORY_LIMIT_MIB),
     ]

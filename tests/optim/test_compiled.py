@@ -54,6 +54,25 @@ def test_bit_identical_form_of_others(optimizer_class, options):
     assert_same_bits(*eager_and_compiled(optimizer_class, "bit-identical", **options))
 
 
+def test_measured_step_has_the_eager_totals_and_bits():
+    members, others = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    eager = CollageAdamW(members, strategy="plus")
+    own = CollageAdamW(others, strategy="plus", compiled="bit-identical")
+    for step in range(4):
+        give_gradients(members, others, step=step)
+        if step == 3:
+            members[3].grad[[5, 9000]] = others[3].grad[[5, 9000]] = float("inf")
+        for optimizer in (eager, own):
+            optimizer.measure_next_step()
+            optimizer.step()
+    for member, other in zip(members, others, strict=True):
+        expected, found = eager.step_totals()[member], own.step_totals()[other]
+        assert torch.equal(found[:10], expected[:10])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(own.stored_parameter(other), eager.stored_parameter(member), equal_nan=True)
+    assert own.step_totals()[others[3]][1] == 2
+
+
 @pytest.mark.nightly
 def test_fast_form_stays_within_its_bound():
     """A square root's last bit moves an update by 2**-22 of itself: ten steps of 1e-3 by far less than 1e-8."""

@@ -6,6 +6,7 @@ between.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +19,18 @@ from collage_agent.optim.rules import Moment, Rule
 from collage_agent.optim.seeding import Seeding
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Kept, Strategy
 
-__all__ = ["Step", "advance_in_storage", "advance_in_working"]
+__all__ = ["Moved", "Step", "advance_in_storage", "advance_in_working"]
 
 _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
 
 
 @dataclass(frozen=True)
 class Step:
-    """All that one tensor's step needs to know beside its tensors."""
+    """All that one tensor's step needs to know beside its tensors.
+
+    record: takes a tensor's position and its totals, where the step is a measured one; `compiled` then returns
+    totals.
+    """
 
     rule: Rule
     strategy: Strategy
@@ -35,7 +40,16 @@ class Step:
     scalars: Mapping[str, Scalar]
     workspace: Workspace
     seeding: Seeding | None = None
-    compiled: Callable[[State, Mapping[str, Scalar]], None] | None = None
+    compiled: Callable[[State, Mapping[str, Scalar]], Tensor | None] | None = None
+    record: Callable[[int, Tensor], None] | None = None
+
+
+class Moved(NamedTuple):
+    """A chunk's step in wide arithmetic: stored weight before it, displacement, gradient (negated to maximise)."""
+
+    before: Tensor
+    displacement: Tensor
+    gradient: Tensor
 
 
 def advance_in_working(
@@ -44,10 +58,11 @@ def advance_in_working(
     chunk: State,
     scalars: Mapping[str, Scalar] | None = None,
     generator: torch.Generator | None = None,
-) -> None:
+) -> Moved:
     """Wide arithmetic: load all components as fp32, compute, split once on storing.
 
     scalars: in place of the step's own, where they are tensors that a compiler must not take for constants.
+    Returns what went in, in scratch that the next chunk overwrites.
     """
     gradient = arithmetic.load(chunk["gradient"])
     if step.maximize:
@@ -64,6 +79,7 @@ def advance_in_working(
         source = generator if step.strategy.stochastic_moment(moment.second) else None
         low = chunk.get(moment.name + LOW_COMPONENT_SUFFIX)
         _store(arithmetic, moments[moment.name], chunk[moment.name], low, source)
+    return Moved(value, displacement, gradient)
 
 
 def _store_parameter(
@@ -74,16 +90,16 @@ def _store_parameter(
     chunk: State,
     generator: torch.Generator | None,
 ) -> None:
-    """Move the weight, given its wide value, and store it as the strategy says."""
+    """Store the weight, given its wide value, after its displacement, as the strategy says; both are left alone."""
     parameter, low = chunk["parameter"], chunk.get(PARAMETER_LOW)
     if step.strategy.parameter is Kept.COMPENSATED and low is not None:
         # The compensation takes the displacement up before the weight does: two small numbers, added in fp32.
-        pending = displacement.add_(low)
+        pending = arithmetic.load(low).add_(displacement)
         before = arithmetic.load(parameter)
         parameter.copy_(arithmetic.load(parameter).add_(pending))
         low.copy_(pending.sub_(before.neg_().add_(parameter)))
         return
-    value.add_(displacement)
+    value = arithmetic.total(value, displacement)
     if step.strategy.parameter is Kept.WIDE:
         chunk[MASTER_PARAMETER].copy_(value)
     _store(arithmetic, value, parameter, low, generator)

@@ -111,6 +111,10 @@ class Working:
     def quotient(self, a: Tensor, b: Tensor) -> Tensor:
         return a / b if self._workspace is None else torch.div(a, b, out=self.take(a))
 
+    def total(self, a: Tensor, b: Tensor) -> Tensor:
+        """a + b."""
+        return a + b if self._workspace is None else torch.add(a, b, out=self.take(a))
+
     def difference(self, a: Tensor, b: Tensor) -> Tensor:
         """a - b."""
         return a - b if self._workspace is None else torch.sub(a, b, out=self.take(a))

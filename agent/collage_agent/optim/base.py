@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from collage_agent.optim import checkpoints
 from collage_agent.optim.advance import Step
-from collage_agent.optim.arithmetic import State, Working, Workspace
+from collage_agent.optim.arithmetic import State, Working
 from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
 from collage_agent.optim.guards import (
     check_moments,
@@ -18,9 +18,11 @@ from collage_agent.optim.guards import (
     log_once,
     range_findings,
 )
+from collage_agent.optim.observing import observe_around
 from collage_agent.optim.rules import Rule
+from collage_agent.optim.runtime import Runtime
 from collage_agent.optim.seeding import Seeding
-from collage_agent.optim.stepping import Member, chunk_elements, step_tensors, working_dtype
+from collage_agent.optim.stepping import Member, component_names, step_tensors, working_dtype
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -47,14 +49,12 @@ class CollageOptimizer(Optimizer):
     rule: ClassVar[Rule]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._workspaces: dict[tuple[torch.device, torch.dtype], Workspace] = {}
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._runtime = Runtime()
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_workspaces", {})
-        self.__dict__.setdefault("_generators", {})
+        self.__dict__.setdefault("_runtime", Runtime())
 
     @property
     def strategy(self) -> str:
@@ -100,6 +100,7 @@ class CollageOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._runtime.begin_step()
         position = 0
         for group in self.param_groups:
             members = self._members(group, position)
@@ -138,8 +139,7 @@ class CollageOptimizer(Optimizer):
         plans: dict[tuple[int, torch.dtype, torch.device], tuple[Step, list[Member]]] = {}
         for member in members:
             parameter, state = member.parameter, member.state
-            as_torch = strict and strategy.name == "plain"
-            if as_torch and self.rule.torch_step(group, parameter, member.gradient, state):
+            if strict and strategy.name == "plain" and self._stepped_by_torch(group, strategy, member):
                 continue
             state["step"] += 1
             key = (int(state["step"].item()), parameter.dtype, parameter.device)
@@ -147,6 +147,18 @@ class CollageOptimizer(Optimizer):
                 plans[key] = (self._step(group, strategy, strict, *key), [])
             plans[key][1].append(member)
         return list(plans.values())
+
+    def _stepped_by_torch(self, group: dict[str, Any], strategy: Strategy, member: Member) -> bool:
+        """Let torch's own for-loop make the step where it has the rule, observed from outside on a measured one."""
+        arguments = (group, member.parameter, member.gradient, member.state)
+        record = self._runtime.record
+        if record is None or not self.rule.in_torch:
+            return self.rule.torch_step(*arguments)
+        number = int(member.state["step"].item()) + 1
+        step = self._step(group, strategy, True, number, member.parameter.dtype, member.parameter.device)
+        components = member.components(["parameter", "gradient", *component_names(strategy, step.moments)])
+        record(member.position, observe_around(step, components, lambda: self.rule.torch_step(*arguments)))
+        return True
 
     def _step(
         self,
@@ -170,6 +182,7 @@ class CollageOptimizer(Optimizer):
                 dtype,
                 device.type,
                 tuple(scalars),
+                measured=self._runtime.record is not None,
             )
             compiled = compiled_step(structure)
         return Step(
@@ -179,24 +192,13 @@ class CollageOptimizer(Optimizer):
             storage_arithmetic=strict,
             maximize=group["maximize"],
             scalars=scalars if compiled is None else scalar_tensors(scalars, working_dtype(dtype)),
-            workspace=self._workspace(device, working_dtype(dtype)),
-            seeding=Seeding(group["seed"], number, self._generator(device)) if strategy.stochastic else None,
+            workspace=self._runtime.workspace(device, working_dtype(dtype)),
+            seeding=Seeding(group["seed"], number, self._runtime.generator(device))
+            if strategy.stochastic
+            else None,
             compiled=compiled,
+            record=self._runtime.record,
         )
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """The source of stochastic rounding on a device, beside the process-wide generators."""
-        found = self._generators.get(device)
-        if found is None:
-            found = self._generators[device] = torch.Generator(device)
-        return found
-
-    def _workspace(self, device: torch.device, dtype: torch.dtype) -> Workspace:
-        """The scratch for a device and wide format: made once, shared by all tensors."""
-        found = self._workspaces.get((device, dtype))
-        if found is None:
-            found = self._workspaces[device, dtype] = Workspace(chunk_elements(device), dtype, device)
-        return found
 
     def _initial_state(self, group: dict[str, Any], strategy: Strategy, parameter: Tensor) -> State:
         check_dtype(strategy, parameter.dtype)
@@ -225,6 +227,20 @@ class CollageOptimizer(Optimizer):
             return state[MASTER_PARAMETER].detach().to(torch.float64, copy=True)
         stored = p.detach().to(torch.float64, copy=True)
         return stored.add_(state[PARAMETER_LOW]) if PARAMETER_LOW in state else stored
+
+    def measure_next_step(self) -> None:
+        """Ask for `step_totals` of the next step. That step costs about twice as much and changes the same bits."""
+        self._runtime.measure_next = True
+
+    def step_totals(self) -> dict[Tensor, Tensor]:
+        """Totals of the last measured step: parameter to fp64 [len(STEP_TOTALS)], on its device, unsynchronised.
+
+        Whole tensors (of a sharded one: this process's shard), rows named by `STEP_TOTALS`. u is the displacement
+        that the step itself computed in fp32 arithmetic, and in storage arithmetic the unrounded one in fp64.
+        Empty before the first measured step; parameters without gradient are missing.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {parameters[position]: totals for position, totals in self._runtime.totals.items()}
 
     def exact_rule(self) -> Callable[..., tuple[Tensor, State]]:
         """The function that makes this optimizer's step in fp64: `exact_displacement`."""

@@ -12,11 +12,14 @@ from functools import lru_cache
 from types import FunctionType
 
 import torch
+from torch import Tensor
 
 from collage_agent.optim.advance import Step, advance_in_working
 from collage_agent.optim.arithmetic import Scalar, State, Working, Workspace
+from collage_agent.optim.codes import CodedChunk
+from collage_agent.optim.observing import observe_working_chunk
 from collage_agent.optim.rules import Moment, Rule
-from collage_agent.optim.stepping import Member, component_names, step_tensors
+from collage_agent.optim.stepping import Member, chunk_elements, chunks, component_names, step_tensors
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, Kept, Strategy
 
 __all__ = ["COMPILED_FORMS", "Advance", "Structure", "check_compiled", "compiled_step", "scalar_tensors"]
@@ -28,7 +31,7 @@ moves an update by at most 2**-22 of itself."""
 _TESTED_ELEMENTS = 4099
 _FAST_TOLERANCE = 2.0**-15
 
-Advance = Callable[[State, Mapping[str, Scalar]], None]
+Advance = Callable[[State, Mapping[str, Scalar]], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Structure:
     dtype: torch.dtype
     device_type: str
     scalar_names: tuple[str, ...]
+    measured: bool = False
 
 
 def check_compiled(form: str | None, arithmetic: str, strategy: Strategy) -> None:
@@ -88,14 +92,40 @@ def _compile(structure: Structure) -> Advance:
     root = wide if structure.form == "fast" else torch.float64
     step = _step(structure, {})
 
-    def advance(components: State, scalars: Mapping[str, Scalar]) -> None:
-        advance_in_working(step, Working(None, wide, root), components, scalars)
+    def advance(components: State, scalars: Mapping[str, Scalar], observed: State | None = None) -> None:
+        arithmetic = Working(None, wide, root)
+        if observed is None:
+            advance_in_working(step, arithmetic, components, scalars)
+        else:
+            CodedChunk.write(observe_working_chunk(step, arithmetic, components, scalars), observed)
 
     # The compiler counts recompilations by code object: each structure gets its own, or the ninth would be refused.
     code = advance.__code__.replace(co_name=f"advance_{structure.strategy.name.replace('-', '_')}")
-    own = FunctionType(code, advance.__globals__, code.co_name, None, advance.__closure__)
+    own = FunctionType(code, advance.__globals__, code.co_name, advance.__defaults__, advance.__closure__)
     options: dict[str, str | int | bool | Callable[..., object]] = {"emulate_precision_casts": True}
-    return torch.compile(own, dynamic=True, fullgraph=True, options=options)
+    whole = torch.compile(own, dynamic=True, fullgraph=True, options=options)
+    return _measured(structure, wide, whole) if structure.measured else whole
+
+
+def _measured(
+    structure: Structure, wide: torch.dtype, advance: Callable[[State, Mapping[str, Scalar], State], None]
+) -> Advance:
+    """The compiled step on chunks whose observations stay in the cache, their totals added."""
+    shows_all = structure.strategy.parameter is Kept.SINGLE
+    scratch: list[CodedChunk] = []
+
+    def stepped(components: State, scalars: Mapping[str, Scalar]) -> Tensor | None:
+        device = components["parameter"].device
+        size = chunk_elements(device)
+        if not scratch:
+            scratch.append(CodedChunk(size, wide, device, shows_all))
+        for chunk in chunks(components, size):
+            elements = chunk["parameter"].numel()
+            advance(chunk, scalars, scratch[0].tensors(elements))
+            scratch[0].count(elements)
+        return scratch[0].totals()
+
+    return stepped
 
 
 def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from collage_agent.optim.advance import Step, advance_in_storage, advance_in_working
 from collage_agent.optim.arithmetic import State, Working
+from collage_agent.optim.observing import observe_storage_chunk, observe_working_chunk
 from collage_agent.optim.rules import Moment
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, Kept, Strategy
+from collage_agent.optim.totals import STEP_TOTALS, totals_of
 
-__all__ = ["Member", "chunk_elements", "component_names", "step_tensors", "working_dtype"]
+__all__ = ["Member", "chunk_elements", "chunks", "component_names", "step_tensors", "working_dtype"]
 
 _CPU_CHUNK_ELEMENTS = 1 << 18
 _CPU_SHORT_CHUNK_ELEMENTS = 1 << 16
@@ -57,8 +59,9 @@ class Member:
         return {name: _local((own[name] if name in own else self.state[name]).detach()) for name in names}
 
 
-def _chunks(tensors: State, elements: int, size: int) -> Iterator[State]:
+def chunks(tensors: State, size: int) -> Iterator[State]:
     """Slice flat tensors of one length into chunks of `size`."""
+    elements = tensors["parameter"].numel()
     for start in range(0, elements, size):
         length = min(size, elements - start)
         yield {name: tensor.narrow(0, start, length) for name, tensor in tensors.items()}
@@ -88,9 +91,9 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     for member in members:
         components = member.components(names)
         elements = components["parameter"].numel()
-        together = elements <= _SMALL_ELEMENTS and step.seeding is None
+        together = elements <= _SMALL_ELEMENTS and step.seeding is None and step.record is None
         if not together or not all(tensor.is_contiguous() for tensor in components.values()):
-            _step_one(step, components, member.position)
+            step_components(step, components, member.position)
             continue
         small.append({name: tensor.view(-1) for name, tensor in components.items()})
         gathered += elements
@@ -101,7 +104,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
         _step_together(step, small)
 
 
-def _step_one(step: Step, components: State, position: int) -> None:
+def step_components(step: Step, components: State, position: int) -> None:
     """Step one tensor's components, of one shape and any strides."""
     # What is not contiguous is stepped in a copy: flat memory would do if all layouts agreed, but they may differ.
     dense = {name: tensor.contiguous() for name, tensor in components.items()}
@@ -125,16 +128,32 @@ def _step_together(step: Step, members: list[State]) -> None:
 
 
 def _step_flat(step: Step, flat: State, position: int) -> None:
-    """Step flat vectors of one length, compiled as a whole or chunk by chunk."""
+    """Step flat vectors of one length, compiled as a whole or chunk by chunk; record their totals if asked to."""
     elements = flat["parameter"].numel()
+    totals = []
     if step.compiled is not None and elements:
-        step.compiled(flat, step.scalars)
-        return
-    generator = None if step.seeding is None else step.seeding.at(position)
-    allocating = step.storage_arithmetic or generator is not None
-    for chunk in _chunks(flat, elements, chunk_elements(flat["parameter"].device, allocating)):
-        if step.storage_arithmetic:
-            advance_in_storage(step, chunk, generator)
-        else:
-            step.workspace.restart()
-            advance_in_working(step, Working(step.workspace), chunk, generator=generator)
+        totals.append(step.compiled(flat, step.scalars))
+    else:
+        generator = None if step.seeding is None else step.seeding.at(position)
+        allocating = step.storage_arithmetic or generator is not None
+        for chunk in chunks(flat, chunk_elements(flat["parameter"].device, allocating)):
+            totals.append(_step_chunk(step, chunk, generator))
+    if step.record is not None:
+        found = [total for total in totals if total is not None]
+        empty = torch.zeros(len(STEP_TOTALS), dtype=torch.float64, device=flat["parameter"].device)
+        step.record(position, torch.stack(found).sum(0) if found else empty)
+
+
+def _step_chunk(step: Step, chunk: State, generator: torch.Generator | None) -> Tensor | None:
+    """Advance one chunk; its totals on a measured step, else None."""
+    if step.storage_arithmetic:
+        if step.record is not None:
+            return observe_storage_chunk(step, chunk, generator)
+        advance_in_storage(step, chunk, generator)
+        return None
+    step.workspace.restart()
+    arithmetic = Working(step.workspace)
+    if step.record is not None:
+        return totals_of(observe_working_chunk(step, arithmetic, chunk, generator=generator))
+    advance_in_working(step, arithmetic, chunk, generator=generator)
+    return None

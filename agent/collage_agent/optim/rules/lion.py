@@ -20,6 +20,10 @@ class LionRule:
     """
 
     @property
+    def in_torch(self) -> bool:
+        return False
+
+    @property
     def moves_by_learning_rate(self) -> bool:
         return True
 

@@ -1,0 +1,196 @@
+"""Totals from inside a measured step, against totals recomputed in fp64 from what can be seen outside."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from collage_agent.optim import (
+    STEP_TOTALS,
+    STRATEGIES,
+    CollageAdamW,
+    CollageLion,
+    CollageSGD,
+    observing,
+    stepping,
+    totals,
+)
+from collage_agent.optim.codes import CodedChunk
+
+from tests.optim.models import assert_same_bits, give_gradients, parameters, train
+
+SHAPES = ((300, 50), (7,), (1,))
+COUNTS = STEP_TOTALS[:10]
+
+
+def reference(u, e, visible, gradient):
+    """The definitions, in fp64, element by element."""
+    u, e, visible, gradient = (tensor.double().reshape(-1) for tensor in (u, e, visible, gradient))
+    bad = ~(torch.isfinite(u) & torch.isfinite(e) & torch.isfinite(gradient))
+    u, e, visible = (tensor[~bad] for tensor in (u, e, visible))
+    wanted, moved = u != 0, e != 0
+    far = (e - u).abs() > 0.5 * u.abs()
+    found = {
+        "elements": bad.numel(),
+        "nonfinite": bad.sum(),
+        "idle": (~wanted).sum(),
+        "stray": (~wanted & moved).sum(),
+        "lost": (wanted & ~moved).sum(),
+        "distorted": (wanted & moved & far).sum(),
+        "reversed": (wanted & moved & far & (torch.sign(u) * e < 0)).sum(),
+        "faithful": (wanted & moved & ~far).sum(),
+        "lost_visible": (wanted & (visible == 0)).sum(),
+        "unchanged": (visible == 0).sum(),
+        "intended_squared_sum": (u * u).sum(),
+        "intended_effective_sum": (u * e).sum(),
+        "effective_squared_sum": (e * e).sum(),
+        "intended_visible_sum": (u * visible).sum(),
+        "visible_squared_sum": (visible * visible).sum(),
+    }
+    return {name: float(value) for name, value in found.items()}
+
+
+def check(row, expected, tolerance=1e-5):
+    found = dict(zip(STEP_TOTALS, row.tolist(), strict=True))
+    assert {name: found[name] for name in COUNTS} == {name: expected[name] for name in COUNTS}
+    for name in STEP_TOTALS[10:]:
+        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=1e-30), name
+
+
+@pytest.fixture
+def intentions(monkeypatch):
+    """The step's own u, chunk by chunk, taken down beside the totals."""
+    taken = []
+    real = totals.totals_of
+
+    def spy(observation):
+        taken.append(observation.intended.clone())
+        return real(observation)
+
+    for module in (observing, stepping):
+        monkeypatch.setattr(module, "totals_of", spy)
+    return taken
+
+
+CASES: list[tuple[Any, dict[str, Any]]] = [(CollageAdamW, {"strategy": name}) for name in STRATEGIES]
+CASES += [(CollageAdamW, {"strategy": name, "arithmetic": "storage"}) for name in STRATEGIES]
+CASES += [
+    (CollageSGD, {"strategy": "kahan", "momentum": 0.9, "lr": 1e-2}),
+    (CollageSGD, {"strategy": "plain", "momentum": 0.9, "lr": 1e-2, "arithmetic": "storage"}),
+    (CollageLion, {"strategy": "plain", "arithmetic": "storage"}),
+    (CollageLion, {"strategy": "light", "maximize": True}),
+]
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), CASES, ids=str)
+def test_totals_of_a_measured_step(optimizer_class, options, intentions):
+    members = parameters(shapes=SHAPES)
+    optimizer = optimizer_class(members, **options)
+    train(optimizer, members, 4)
+    give_gradients(members, step=5, scale=1e-3)
+    before = [(optimizer.stored_parameter(member), member.detach().double()) for member in members]
+    optimizer.measure_next_step()
+    optimizer.step()
+    found = optimizer.step_totals()
+    assert list(found) == members
+    for index, member in enumerate(members):
+        stored, visible = before[index]
+        effective = optimizer.stored_parameter(member) - stored
+        change = member.detach().double() - visible
+        check(found[member], reference(intentions[index], effective, change, member.grad))
+
+
+@pytest.mark.parametrize("options", [{}, {"arithmetic": "storage"}, {"strategy": "plain", "arithmetic": "storage"}])
+def test_measuring_changes_no_bit(options):
+    first, second = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    plain, measured = CollageAdamW(first, **options), CollageAdamW(second, **options)
+    for step in range(6):
+        give_gradients(first, second, step=step)
+        if step % 2:
+            measured.measure_next_step()
+        plain.step()
+        measured.step()
+    assert_same_bits(plain, measured)
+
+
+def test_the_intended_update_is_the_exact_one():
+    (member,) = parameters(shapes=((5000,),))
+    optimizer = CollageAdamW([member], strategy="plus")
+    train(optimizer, [member], 3)
+    give_gradients([member], step=9)
+    state = optimizer.state[member]
+    joined = {"exp_avg": state["exp_avg"].double()}
+    joined["exp_avg_sq"] = state["exp_avg_sq"].double() + state["exp_avg_sq_low"].double()
+    exact, _ = optimizer.exact_displacement(
+        optimizer.param_groups[0], joined, optimizer.stored_parameter(member), member.grad, 4
+    )
+    optimizer.measure_next_step()
+    optimizer.step()
+    found = dict(zip(STEP_TOTALS, optimizer.step_totals()[member].tolist(), strict=True))
+    assert found["intended_squared_sum"] == pytest.approx(float((exact * exact).sum()), rel=1e-5)
+
+
+def test_only_the_next_step_is_measured():
+    members = parameters()
+    optimizer = CollageAdamW(members)
+    train(optimizer, members, 1)
+    assert optimizer.step_totals() == {}
+    optimizer.measure_next_step()
+    train(optimizer, members, 1)
+    first = optimizer.step_totals()
+    train(optimizer, members, 1)
+    second = optimizer.step_totals()
+    assert all(torch.equal(first[member], second[member]) for member in members)
+    assert copy.deepcopy(optimizer).step_totals() == {}
+
+
+def test_empty_parameters_have_empty_totals():
+    empty = torch.nn.Parameter(torch.zeros(0, 4, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([empty])
+    optimizer.measure_next_step()
+    train(optimizer, [empty], 1)
+    assert optimizer.step_totals()[empty].tolist() == [0.0] * len(STEP_TOTALS)
+
+
+def test_parameters_without_gradient_are_missing():
+    members = parameters()
+    optimizer = CollageAdamW(members)
+    give_gradients(members[1:], step=1)
+    optimizer.measure_next_step()
+    optimizer.step()
+    assert list(optimizer.step_totals()) == members[1:]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_counted_and_left_out(value):
+    (member,) = parameters(shapes=((1000,),))
+    optimizer = CollageAdamW([member], strategy="plus")
+    give_gradients([member], step=1)
+    member.grad[[3, 500]] = value
+    optimizer.measure_next_step()
+    optimizer.step()
+    found = dict(zip(STEP_TOTALS, optimizer.step_totals()[member].tolist(), strict=True))
+    assert found["nonfinite"] == 2
+    assert found["faithful"] + found["idle"] + found["lost"] + found["distorted"] == 998
+    assert found["intended_squared_sum"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_class_of_element(dtype):
+    """One of each, tiny numbers among them whose products would underflow."""
+    tiny = 1e-30 if dtype == torch.float32 else 1e-300
+    u = torch.tensor([0, 0, 1, 1, 1, 1, 1, tiny, -tiny, tiny, float("nan"), 2], dtype=dtype)
+    e = torch.tensor([0, 1, 0, 1, 0.5, 0.4, -1, tiny, tiny, 0, 1, 2], dtype=dtype)
+    visible = torch.tensor([0, 1, 0, 0, 1, 1, 1, 0, tiny, 0, 1, 2], dtype=dtype)
+    gradient = torch.ones(12, dtype=dtype)
+    gradient[11] = float("inf")
+    expected = reference(u, e, visible, gradient)
+    assert [expected[name] for name in COUNTS[1:8]] == [2, 2, 1, 2, 3, 2, 3]
+    check(totals.totals_of(totals.Observation(u.clone(), e.clone(), visible.clone(), gradient)), expected)
+    same = reference(u, e, e, gradient)
+    check(totals.totals_of(totals.Observation(u.clone(), e.clone(), None, gradient)), same)
+    for shown, wanted in ((visible, expected), (None, same)):
+        coded = CodedChunk(20, dtype, torch.device("cpu"), shows_all=shown is None)
+        CodedChunk.write(totals.Observation(u, e, shown, gradient), coded.tensors(12))
+        coded.count(12)
+        check(coded.totals(), wanted)
