@@ -17,7 +17,7 @@ def give_gradients(*sets, step, scale=1e-2):
     for members in zip(*sets, strict=True):
         gradient = torch.randn(members[0].shape, generator=generator) * scale
         for member in members:
-            member.grad = gradient.to(member.dtype)
+            member.grad = gradient.to(member.device, member.dtype)
 
 
 def train(optimizer, members, steps, first=1):

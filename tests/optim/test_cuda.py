@@ -1,0 +1,80 @@
+"""The CUDA lane: vectors, parity and strategies on a device, against the same on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from collage_agent import numerics
+from collage_agent.optim import STRATEGIES, CollageAdamW
+
+from tests.numerics.bits import finite_patterns, from_bits, to_hexadecimal
+from tests.optim.models import give_gradients, parameters, tensors_of
+
+pytestmark = pytest.mark.gpu
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors.json").read_text(encoding="utf-8"))
+NEAREST = [name for name, strategy in STRATEGIES.items() if not strategy.stochastic]
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['operation']}-{vector['note']}")
+def test_vector_on_the_device(vector):
+    dtype = getattr(torch, vector["dtype"])
+    operands = [from_bits([pattern], dtype).cuda() for pattern in vector["inputs"]]
+    results = getattr(numerics, vector["operation"])(*operands)
+    assert to_hexadecimal(*(result.cpu() for result in results)) == vector["outputs"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gaps_and_rounding_on_the_device(dtype):
+    x = finite_patterns(dtype)
+    direction = torch.ones(x.numel())
+    assert torch.equal(numerics.ulp(x.cuda()).cpu(), numerics.ulp(x))
+    assert torch.equal(numerics.gap_towards(x.cuda(), direction.cuda()).cpu(), numerics.gap_towards(x, direction))
+    between = x.double() + numerics.ulp(x).double() * 0.5000001
+    assert torch.equal(numerics.round_to(between.cuda(), dtype).cpu(), numerics.round_to(between, dtype))
+
+
+@pytest.mark.parametrize("strategy", NEAREST)
+def test_device_and_cpu_give_the_same_bits(strategy):
+    """Sums, products, quotients and the fp64 root are rounded correctly on both."""
+    here = parameters()
+    there = [torch.nn.Parameter(member.detach().cuda()) for member in here]
+    optimizers = CollageAdamW(here, strategy=strategy), CollageAdamW(there, strategy=strategy)
+    for step in range(20):
+        give_gradients(here, step=step)
+        for member, other in zip(here, there, strict=True):
+            other.grad = None if member.grad is None else member.grad.cuda()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = tensors_of(optimizers[1])
+    for key, tensor in tensors_of(optimizers[0]).items():
+        assert torch.equal(found[key].cpu(), tensor), key
+
+
+def test_plain_in_storage_arithmetic_is_torch_on_the_device():
+    ours = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
+    theirs = [torch.nn.Parameter(member.detach().clone()) for member in ours]
+    optimizer = CollageAdamW(ours, strategy="plain", arithmetic="storage")
+    reference = torch.optim.AdamW(theirs, foreach=False)
+    for step in range(20):
+        give_gradients(ours, theirs, step=step)
+        optimizer.step()
+        reference.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_synchronisation_in_a_step():
+    members = [torch.nn.Parameter(member.detach().cuda()) for member in parameters()]
+    optimizer = CollageAdamW(members, strategy="plus")
+    for member in members:
+        member.grad = torch.full_like(member, 1e-2)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.measure_next_step()
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.step_totals()[members[0]][0] == members[0].numel()
