@@ -63,8 +63,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await components.writer.stop(components.settings.shutdown_seconds)
-        await asyncio.to_thread(components.sealer.stop, components.settings.shutdown_seconds)
+        quarter = components.settings.shutdown_seconds / 4
+        await components.writer.stop(quarter)
+        await asyncio.to_thread(components.sealer.stop, quarter)
         await components.directory.close()
         await asyncio.to_thread(components.store.close)
 

@@ -13,6 +13,7 @@ import uvicorn
 
 from collage_monitor.local import data_folder, ensure_token
 from collage_server.app import create_app
+from collage_server.logs import configure
 from collage_server.settings import Settings, settings_from_environment
 
 __all__ = ["serve"]
@@ -28,31 +29,24 @@ __all__ = ["serve"]
     help="File that holds the token. Default: `token` in the folder.",
 )
 @click.option("--no-auth", is_flag=True, help="Ask for no token; on loopback only.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="One line a record. Default: text.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 @click.option("--print-settings", is_flag=True, help="Print the settings, secrets masked, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
-def serve(
-    host: str | None,
-    port: int | None,
-    folder: Path | None,
-    token_file: Path | None,
-    no_auth: bool,
-    print_settings: bool,
-    as_json: bool,
-) -> None:
+def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
     """Take in reports, keep them, answer questions about them. Ctrl-C stops, after the last commit."""
-    settings = _settings(host, port, folder, token_file, no_auth)
+    settings = _settings(**flags)
     if print_settings:
         click.echo(json.dumps(settings.masked(), indent=2))
         return
+    configure(settings.log_format, settings.log_level, [settings.token or ""])
     with contextlib.suppress(KeyboardInterrupt):
         _Server(settings, as_json).run()
 
 
-def _settings(
-    host: str | None, port: int | None, folder: Path | None, token_file: Path | None, no_auth: bool
-) -> Settings:
+def _settings(folder: Path | None, token_file: Path | None, no_auth: bool, **flags: Any) -> Settings:
     where = data_folder(folder)
-    flags: dict[str, Any] = {"host": host, "port": port, "folder": where, "no_auth": no_auth or None}
+    flags |= {"folder": where, "no_auth": no_auth or None}
     if token_file is not None:
         flags["token"] = _read_token(token_file)
     elif not no_auth:
@@ -81,10 +75,12 @@ class _Server(uvicorn.Server):
             create_app(settings),
             host=settings.host,
             port=settings.port,
+            log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=int(settings.shutdown_seconds),
+            # Half of the time for requests under way; the other half commits what they left (`app`).
+            timeout_graceful_shutdown=max(round(settings.shutdown_seconds / 2), 1),
         )
         super().__init__(config)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from http import HTTPStatus
 from typing import Any, Final
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from collage_monitor import wire
 from collage_server.api.answers import error_response
 from collage_server.errors import ServerError
 
-__all__ = ["add_error_handlers", "error_of"]
+__all__ = ["add_error_handlers", "bug_of", "error_of"]
 
 _LOG: Final = logging.getLogger(__name__)
 _BOUNDS: Final = ("le", "ge", "lt", "gt", "max_length", "min_length")
@@ -35,12 +37,22 @@ def error_of(error: ServerError, request_id: str | None) -> Response:
     return error_response(error.status, body, headers)
 
 
+def bug_of(error: Exception, scope: Scope, request_id: str | None) -> Response:
+    """The response to an error that nobody foresaw: it is logged whole, the answer names only its kind."""
+    _LOG.error("%s %s failed", scope["method"], quote(scope["path"]), exc_info=error)
+    body = wire.ErrorBody(
+        code="internal_error",
+        message=f"the server failed ({type(error).__name__}); its log says more under this request_id",
+        request_id=request_id,
+    )
+    return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, body)
+
+
 def add_error_handlers(app: FastAPI) -> None:
-    """Teach the application the one shape for its own errors, bad parameters, unknown routes, and bugs."""
+    """Teach the application the one shape for its own errors, bad parameters and unknown routes."""
     app.add_exception_handler(ServerError, _ours)
     app.add_exception_handler(HTTPException, _routing)
     app.add_exception_handler(RequestValidationError, _parameters)
-    app.add_exception_handler(Exception, _bug)
 
 
 def _request_id(request: Request) -> str | None:
@@ -79,13 +91,3 @@ async def _parameters(request: Request, error: Exception) -> Response:
         request_id=_request_id(request),
     )
     return error_response(HTTPStatus.UNPROCESSABLE_ENTITY, body)
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    body = wire.ErrorBody(
-        code="internal_error",
-        message=f"the server failed ({type(error).__name__}); its log says more under this request_id",
-        request_id=_request_id(request),
-    )
-    return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, body)

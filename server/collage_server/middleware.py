@@ -1,25 +1,31 @@
-"""What stands before every route: a request id, and who may ask."""
+"""What stands before every route: a request id, a log record, an answer to bugs, and who may ask."""
 
 from __future__ import annotations
 
+import logging
 import secrets
+import time
 from typing import Final
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collage_server.auth import Access
 from collage_server.errors import ServerError
-from collage_server.failures import error_of
+from collage_server.failures import bug_of, error_of
+from collage_server.logs import REQUEST_ID
+from collage_server.principals import Principal
 
 __all__ = ["AccessControl", "RequestIdentity"]
 
 _HEADER: Final = "x-request-id"
 _LONGEST_ID: Final = 64
+_LOG: Final = logging.getLogger("collage_server.requests")
 
 
 class RequestIdentity:
-    """Gives each request an id, the client's own where it sends a sane one, and answers with it."""
+    """Gives each request an id, the client's own where it sends a sane one, answers with it, and logs with it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -32,13 +38,39 @@ class RequestIdentity:
         sane = 0 < len(given) <= _LONGEST_ID and given.replace("-", "").isalnum() and given.isascii()
         request_id = given if sane else secrets.token_hex(8)
         scope.setdefault("state", {})["request_id"] = request_id
+        REQUEST_ID.set(request_id)
+        started, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)[_HEADER] = request_id
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:
+                raise
+            await bug_of(error, scope, request_id)(scope, receive, send_with_id)
+        _log(scope, status, time.perf_counter() - started)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    level = logging.DEBUG if status < 400 else logging.INFO if status < 500 else logging.WARNING
+    if not _LOG.isEnabledFor(level):
+        return
+    principal: Principal | None = scope["state"].get("principal")
+    # The query is left out: it may hold what a person searched for.
+    about = {
+        "method": scope["method"],
+        "path": quote(scope["path"]),
+        "status": status,
+        "duration_seconds": round(seconds, 6),
+        "actor": None if principal is None else principal.actor,
+    }
+    _LOG.log(level, "%(method)s %(path)s %(status)s in %(duration_seconds).6f s", about, extra=about)
 
 
 class AccessControl:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from collage_monitor.errors import CollageError
 from collage_monitor.local import SERVER_PORT
@@ -19,7 +20,9 @@ __all__ = ["LOOPBACK_HOSTS", "Settings", "SettingsError", "settings_from_environ
 
 LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 _PREFIX = "COLLAGE_SERVER_"
+_NOT_OURS = "COLLAGE_SERVER_URL"
 _SECRET = frozenset({"token"})
+_PASSWORD = re.compile(r"(://[^/@\s:]*:)[^/@\s]*@")
 _POSITIVE = (
     "body_bytes",
     "in_flight_bytes",
@@ -62,6 +65,8 @@ class Settings:
     runs_per_project: int = 10_000
     tags_per_project: int = 10_000
     layers_per_project: int = 5_000_000
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
         if self.token is None and not self.no_auth:
@@ -70,17 +75,24 @@ class Settings:
             raise SettingsError(
                 f"--no-auth serves loopback only, not host {self.host!r}; pass --token-file instead"
             )
+        if not 0 <= self.port < 65_536:
+            raise SettingsError(f"port must be from 0 to 65535, not {self.port}")
         for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise SettingsError(f"{name} must be positive and finite, not {value}")
 
     def masked(self) -> dict[str, Any]:
         """Every setting as plain JSON values; secrets are masked."""
-        values = dataclasses.asdict(self)
-        return {
-            name: "***" if name in _SECRET and value else str(value) if isinstance(value, Path) else value
-            for name, value in values.items()
-        }
+        return {name: _shown(name, value) for name, value in dataclasses.asdict(self).items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    if name in _SECRET and value:
+        return "***"
+    if isinstance(value, str):
+        return _PASSWORD.sub(r"\1***@", value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def settings_from_environment(environment: Mapping[str, str] | None = None, **flags: Any) -> Settings:
@@ -92,7 +104,11 @@ def settings_from_environment(environment: Mapping[str, str] | None = None, **fl
     values = os.environ if environment is None else environment
     hints = typing.get_type_hints(Settings)
     given: dict[str, Any] = {}
-    for name in (entry.name for entry in dataclasses.fields(Settings)):
+    known = [entry.name for entry in dataclasses.fields(Settings)]
+    for name in values:
+        if name.startswith(_PREFIX) and name != _NOT_OURS and name.removeprefix(_PREFIX).lower() not in known:
+            raise SettingsError(f"{name} is no setting; `collage-monitor serve --print-settings` lists them all")
+    for name in known:
         text = values.get(_PREFIX + name.upper())
         if text is not None:
             given[name] = _read(name, text, hints[name])
@@ -103,6 +119,10 @@ def settings_from_environment(environment: Mapping[str, str] | None = None, **fl
 def _read(name: str, text: str, hint: Any) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind is not type(None))
+    if typing.get_origin(kind) is Literal:
+        if text in typing.get_args(kind):
+            return text
+        raise SettingsError(f"{_PREFIX}{name.upper()}={text!r}; set one of {', '.join(typing.get_args(kind))}")
     if kind is bool:
         if text.lower() in {"1", "true", "yes", "on"}:
             return True

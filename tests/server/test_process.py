@@ -20,11 +20,12 @@ SERVE = [sys.executable, "-c", "from collage_monitor.command import main; main()
 
 
 @contextmanager
-def serving(folder, *flags):
-    """(process, client, ready line) of a server on a free port."""
+def serving(folder, *flags, stderr=None, **settings):
+    """(process, client, ready line) of a server on a free port; `settings` reach it through its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
+    environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
     command = [*SERVE, "--dir", str(folder), "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
     output = process.stdout
     assert output is not None
     try:

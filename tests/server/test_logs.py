@@ -1,0 +1,94 @@
+"""Logs: one line a record, a request id in each, and no secret in any."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+from collage_server.logs import REQUEST_ID, configure
+
+from tests.server.test_process import serving
+
+SECRET = "collage_" + "s" * 43
+
+
+@pytest.fixture
+def written():
+    """configure(form) on a buffer, undone afterwards."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    buffer = io.StringIO()
+
+    def begin(form, secrets=()):
+        configure(form, "debug", secrets, buffer)
+        return buffer
+
+    yield begin
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_secrets_are_masked_wherever_they_come_from(written, form):
+    buffer = written(form, ["own-secret"])
+    try:
+        raise ValueError(f"about {SECRET} and own-secret")
+    except ValueError:
+        logging.getLogger("x").exception("Authorization: Bearer abc.def, %s", SECRET)
+    text = buffer.getvalue()
+    for secret in (SECRET, "own-secret", "abc.def"):
+        assert secret not in text
+    assert "ValueError" in text
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_message_cannot_forge_a_line(written, form):
+    buffer = written(form)
+    logging.getLogger("x").warning("one\n2026-11-21T00:00:00.000Z INFO x forged\r\x1b[31m")
+    assert len(buffer.getvalue().splitlines()) == 1
+    assert "\x1b" not in buffer.getvalue()
+
+
+def test_json_lines_carry_the_request(written):
+    buffer = written("json")
+    token = REQUEST_ID.set("req-1")
+    try:
+        logging.getLogger("x").info("%(method)s", {"method": "GET"}, extra={"method": "GET", "status": 404})
+    finally:
+        REQUEST_ID.reset(token)
+    entry = json.loads(buffer.getvalue())
+    assert (entry["message"], entry["request_id"], entry["status"], entry["level"]) == ("GET", "req-1", 404, "info")
+    assert entry["time"].endswith("Z")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_servers_log_names_refused_requests_and_holds_no_token(tmp_path, form):
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as stderr,
+        serving(tmp_path / "data", "--log-format", form, "--log-level", "debug", stderr=stderr) as (
+            process,
+            client,
+            _,
+        ),
+    ):
+        own = (tmp_path / "data" / "token").read_text(encoding="ascii").strip()
+        headers = {"Authorization": f"Bearer {own}", "X-Request-Id": "find-me"}
+        body = {"name": "n", "role": "read", "projects": ["p"]}
+        made = client.post("/api/v1/tokens", json=body, headers=headers).json()["secret"]
+        client.get("/api/v1/runs/none", headers=headers)
+        client.get("/api/v1/runs/a%0Ab", headers={"Authorization": f"Bearer {made}"})
+        client.get("/api/v1/runs", params={"q": made}, headers={"Authorization": "Bearer wrong-one"})
+        process.terminate()
+        process.wait(20)
+    text = log.read_text()
+    for secret in (own, made, "wrong-one"):
+        assert secret not in text
+    assert "find-me" in text
+    assert "a%0Ab" in text
+    if form == "json":
+        entries = [json.loads(line) for line in text.splitlines()]
+        refused = [entry for entry in entries if entry.get("status") == 404]
+        assert (refused[0]["request_id"], refused[0]["actor"]) == ("find-me", "server-token")

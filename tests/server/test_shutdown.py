@@ -1,0 +1,67 @@
+"""A real process ends within its deadline: what was acknowledged is stored, whatever its clients do meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import httpx
+
+from collage_monitor import wire
+from tests.server.samples import report
+from tests.server.test_process import prepare, send, serving
+
+DEADLINE_SECONDS = 4.0
+
+
+def post(url, worker, acknowledged, refused, stop):
+    """Send reports one by one until told to stop; note what was acknowledged and which statuses refused."""
+    with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as client:
+        while not stop.is_set():
+            batch = wire.ReportBatch(reports=[report(acknowledged[worker], acknowledged[worker] + 1)])
+            try:
+                send(client, f"/streams/s{worker}/reports", batch, wire.encode_batch)
+                acknowledged[worker] += 1
+            except httpx.HTTPStatusError as error:
+                refused.append(error.response.status_code)
+            except httpx.HTTPError:
+                return
+
+
+def test_a_server_under_load_drains_and_closes_within_its_deadline(tmp_path):
+    refused: list[int] = []
+    acknowledged, stop = [0] * 4, threading.Event()
+    with serving(tmp_path, "--no-auth", shutdown_seconds=DEADLINE_SECONDS) as (process, client, ready):
+        prepare(client)
+        senders = [
+            threading.Thread(target=post, args=(ready["server_url"], i, acknowledged, refused, stop))
+            for i in range(4)
+        ]
+        address = urlsplit(ready["server_url"])
+        with closing(socket.create_connection((address.hostname, address.port))) as stalled:
+            # A client that announces a body and never sends it must not hold the server up.
+            head = "POST /api/v1/streams/s0/reports HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\nx"
+            stalled.sendall(head.encode())
+            for sender in senders:
+                sender.start()
+            while sum(acknowledged) < 40:
+                threading.Event().wait(0.01)
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+            assert time.monotonic() - began < DEADLINE_SECONDS + 2.0
+        stop.set()
+        for sender in senders:
+            sender.join(30)
+            assert not sender.is_alive()
+    assert set(refused) <= {503}
+    assert {path.name for path in tmp_path.iterdir()} == {"collage.sqlite"}, "the log was folded into the database"
+    with serving(tmp_path, "--no-auth") as (_, client, _):
+        streams = client.get("/api/v1/runs/r1/streams").json()["streams"]
+        stored = {entry["stream_id"]: entry["reports"] for entry in streams}
+    for worker, count in enumerate(acknowledged):
+        assert count <= stored[f"s{worker}"] <= count + 1
