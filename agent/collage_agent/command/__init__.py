@@ -1,1 +1,1 @@
-"""Verbs of `collage-monitor` that the agent brings."""
+"""The agent's verbs of `collage-monitor`: run, doctor, audit."""

@@ -1,0 +1,327 @@
+"""What an audit finds, in plain words: one function a question, each asked of all parameters together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Literal
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from collage_agent.audit.kept import SECOND_MOMENTS, KeptParameter, dtype_name, is_narrow
+from collage_agent.numerics.formats import format_of, ulp
+from collage_agent.optim import MASTER_PARAMETER, PARAMETER_LOW, STRATEGIES
+from collage_agent.optim.strategies import Kept
+
+__all__ = ["Finding", "Severity", "find"]
+
+Severity = Literal["problem", "warning", "note"]
+
+_SHARE_THAT_MATTERS: Final = 0.01
+_EXAMPLES: Final = 3
+_CHUNK: Final = 2**22
+
+
+class Finding(Struct, frozen=True):
+    """One thing that was seen: how bad, what it is called, what it means, the parameters, what to do."""
+
+    severity: Severity
+    code: str
+    text: str
+    layers: list[str]
+    action: str = ""
+
+
+def find(kept: Sequence[KeptParameter]) -> list[Finding]:
+    """Every finding about what is kept, the worst first. Reads each tensor once or twice; host only."""
+    questions: tuple[Callable[[Sequence[KeptParameter]], Iterator[Finding]], ...] = (
+        _nonfinite,
+        _missing_components,
+        _zeroed_lows,
+        _overlapping_lows,
+        _stale_masters,
+        _stuck_second_moments,
+        _zero_second_moments,
+        _single_weights,
+        _cast_states,
+        _cast_weights,
+        _no_states,
+    )
+    found = [finding for question in questions for finding in question(kept)]
+    order = ("problem", "warning", "note")
+    return sorted(found, key=lambda finding: order.index(finding.severity))
+
+
+def _nonfinite(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    broken = [
+        f"{entry.name} ({label})"
+        for entry in kept
+        for label, tensor in entry.tensors()
+        if not bool(torch.isfinite(tensor).all())
+    ]
+    if broken:
+        yield Finding(
+            "problem",
+            "nonfinite",
+            f"NaN or infinity in {len(broken)} tensors: {_some(broken)}",
+            broken,
+            "go back to an earlier checkpoint; a NaN in an optimizer state spreads with the next step",
+        )
+
+
+def _missing_components(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    """A strategy that the optimizer declares needs components that are not there."""
+    missing: dict[str, list[str]] = {}
+    for entry in kept:
+        strategy = STRATEGIES.get(str(entry.group.get("strategy")))
+        if strategy is None or not entry.has_state or entry.weight is None or not is_narrow(entry.weight.dtype):
+            continue
+        needed = strategy.parameter_state
+        if (needed == PARAMETER_LOW and entry.low is None) or (needed == MASTER_PARAMETER and entry.master is None):
+            missing.setdefault(f"{needed} (strategy {strategy.name!r})", []).append(entry.name)
+        for name in entry.averages:
+            if strategy.kept(name in SECOND_MOMENTS) is Kept.PAIR and name not in entry.average_lows:
+                missing.setdefault(f"the low component of {name} (strategy {strategy.name!r})", []).append(
+                    entry.name
+                )
+    for what, layers in missing.items():
+        yield Finding(
+            "problem",
+            "component-missing",
+            f"{what} is missing for {len(layers)} parameters: {_some(layers)}",
+            layers,
+            "it was dropped on the way; resuming starts it from zero, so that what it held is lost: save the "
+            "optimizer's whole state_dict",
+        )
+
+
+def _zeroed_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    zeroed = [
+        entry.name
+        for entry in kept
+        if entry.low is not None and (entry.step or 0) > 1 and entry.elements >= 64 and not bool(entry.low.any())
+    ]
+    if zeroed:
+        yield Finding(
+            "problem",
+            "residual-zero",
+            f"the weight's low component is zero everywhere in {len(zeroed)} parameters, after many steps: "
+            f"{_some(zeroed)}",
+            zeroed,
+            "something dropped or folded it: a torch.compile around the optimizer, or a resume that skipped it",
+        )
+
+
+def _overlapping_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    """A low component larger than the weight's gap belongs to another weight."""
+    foreign = [
+        entry.name
+        for entry in kept
+        if entry.low is not None
+        and entry.weight is not None
+        and entry.low.dtype == entry.weight.dtype
+        and _share(_wider_than_a_gap, entry.low, entry.weight) > _SHARE_THAT_MATTERS
+    ]
+    if foreign:
+        yield Finding(
+            "warning",
+            "residual-foreign",
+            f"the low component is larger than the weight's own gap in {len(foreign)} parameters: {_some(foreign)}",
+            foreign,
+            "weight and low component come from different moments or models; load both from one checkpoint",
+        )
+
+
+def _stale_masters(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    stale, rounded = [], []
+    for entry in kept:
+        if entry.master is None or entry.weight is None or not is_narrow(entry.weight.dtype):
+            continue
+        if _share(_differs_when_rounded, entry.master, entry.weight) > _SHARE_THAT_MATTERS:
+            stale.append(entry.name)
+        elif (
+            entry.elements >= 64
+            and (entry.step or 0) > 1
+            and _share(_representable, entry.master, entry.weight) == 1
+        ):
+            rounded.append(entry.name)
+    if stale:
+        yield Finding(
+            "problem",
+            "master-stale",
+            f"the fp32 master weight does not round to the weight in {len(stale)} parameters: {_some(stale)}",
+            stale,
+            "one of them was changed without the other; the next step writes the master's value back",
+        )
+    if rounded:
+        yield Finding(
+            "problem",
+            "master-rounded",
+            f"the master weight holds nothing beyond the weight's own bits in {len(rounded)} parameters: "
+            f"{_some(rounded)}",
+            rounded,
+            "it was cast to the weight's dtype and back: what the master kept is lost",
+        )
+
+
+def _stuck_second_moments(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    """A decay below half a gap of every number of the format: rounding to nearest gives the old value back."""
+    stuck: dict[tuple[str, float], list[str]] = {}
+    for entry in kept:
+        decay = _second_decay(entry)
+        for name, average in entry.averages.items():
+            if name not in SECOND_MOMENTS or name in entry.average_lows or not is_narrow(average.dtype):
+                continue
+            stochastic = str(entry.group.get("strategy", "")).endswith("stochastic")
+            if (
+                decay is not None
+                and not stochastic
+                and decay < 2.0 ** -(format_of(average.dtype).mantissa_bits + 2)
+            ):
+                stuck.setdefault((dtype_name(average.dtype), 1 - decay), []).append(entry.name)
+    for (dtype, beta2), layers in stuck.items():
+        yield Finding(
+            "problem",
+            "second-moment-stuck",
+            f"the second moment is one {dtype} number with beta2 = {beta2:.6g} in {len(layers)} parameters: it can "
+            f"grow but not decay, so that steps become too small once gradients fall: {_some(layers)}",
+            layers,
+            'keep it as a pair (strategy="plus") or in fp32, round it stochastically, or lower beta2',
+        )
+
+
+def _zero_second_moments(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    zeroed = []
+    for entry in kept:
+        first, second = entry.averages.get("exp_avg"), entry.averages.get("exp_avg_sq")
+        if first is not None and second is not None:
+            share = _share(_zero_where_moving, second, first)
+            if share > _SHARE_THAT_MATTERS:
+                zeroed.append(f"{entry.name} ({share:.0%})")
+    if zeroed:
+        yield Finding(
+            "problem",
+            "second-moment-zero",
+            f"exp_avg_sq is 0 where exp_avg is not, in {len(zeroed)} parameters: {_some(zeroed)}",
+            zeroed,
+            "squares of small gradients fell below the format's range, so that eps alone bounds the step: keep the "
+            "second moment in bfloat16 pairs or fp32",
+        )
+
+
+def _single_weights(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    plain = [entry for entry in kept if entry.strategy in ("plain", "fp32-states") and entry.has_state]
+    if plain:
+        dtypes = sorted({dtype_name(entry.weight.dtype) for entry in plain if entry.weight is not None})
+        layers = [entry.name for entry in plain]
+        yield Finding(
+            "warning",
+            "single-weight",
+            f"{len(layers)} parameters are kept as one {' or '.join(dtypes)} number and nothing else: every update "
+            "below half a gap is rounded away, unless rounding is stochastic, which no checkpoint shows",
+            layers,
+            "see what the learning rate loses (--learning-rate), or watch a run: collage_agent.watch",
+        )
+
+
+def _cast_states(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    cast = [
+        entry.name
+        for entry in kept
+        if entry.weight is not None
+        and entry.weight.dtype == torch.float32
+        and any(is_narrow(average.dtype) for average in entry.averages.values())
+    ]
+    if cast:
+        yield Finding(
+            "warning",
+            "states-cast",
+            f"states are narrower than the fp32 weights in {len(cast)} parameters: {_some(cast)}",
+            cast,
+            "if that was not meant, the checkpoint or the optimizer casts them: look at the dtype before saving",
+        )
+
+
+def _cast_weights(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    """Weights stored as fp32 that hold nothing beyond 16 bits went through a narrower format."""
+    wide = [entry for entry in kept if entry.weight is not None and entry.weight.dtype == torch.float32]
+    told = [entry for entry in wide if entry.elements >= 64 and entry.weight is not None and _varies(entry.weight)]
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = torch.zeros((), dtype=dtype)
+        if told and all(_share(_representable, _weight(entry), narrow) == 1 for entry in told):
+            yield Finding(
+                "warning",
+                "weights-cast",
+                f"all {len(told)} fp32 weights are exact {dtype_name(dtype)} numbers: they were cast on the way",
+                [entry.name for entry in told],
+                "if the run was to keep fp32 weights, they have been rounded: save them before any cast",
+            )
+            return
+
+
+def _no_states(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    if kept and not any(entry.has_state for entry in kept):
+        yield Finding(
+            "note",
+            "weights-only",
+            "there is no optimizer state here: how the run keeps averages and master weights is unknown",
+            [],
+            "pass the folder or file that also holds the optimizer's state_dict",
+        )
+    missing = [entry.name for entry in kept if not entry.has_state]
+    if missing and len(missing) < len(kept):
+        yield Finding(
+            "note",
+            "no-state",
+            f"{len(missing)} parameters have no optimizer state: {_some(missing)}; frozen, never used, or dropped",
+            missing,
+        )
+
+
+def _second_decay(entry: KeptParameter) -> float | None:
+    if "betas" in entry.group:
+        return 1 - float(entry.group["betas"][1])
+    return 1 - float(entry.group["alpha"]) if "alpha" in entry.group else None
+
+
+def _share(condition: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor) -> float:
+    """Share of elements for which the condition holds; in chunks, so that memory stays bounded."""
+    one, other = one.reshape(-1), other.reshape(-1)
+    whole = other.numel() == 1 != one.numel()
+    count = 0
+    for start in range(0, one.numel(), _CHUNK):
+        part = other if whole else other[start : start + _CHUNK]
+        count += int(condition(one[start : start + _CHUNK], part).sum())
+    return count / one.numel() if one.numel() else 0.0
+
+
+def _wider_than_a_gap(low: Tensor, weight: Tensor) -> Tensor:
+    return low.double().abs() > ulp(weight).double()
+
+
+def _differs_when_rounded(master: Tensor, weight: Tensor) -> Tensor:
+    return master.to(weight.dtype) != weight
+
+
+def _representable(wide: Tensor, narrow: Tensor) -> Tensor:
+    return wide.to(narrow.dtype).to(wide.dtype) == wide
+
+
+def _zero_where_moving(second: Tensor, first: Tensor) -> Tensor:
+    return (second == 0) & (first != 0)
+
+
+def _varies(tensor: Tensor) -> bool:
+    return bool((tensor != tensor.reshape(-1)[0]).any())
+
+
+def _weight(entry: KeptParameter) -> Tensor:
+    assert entry.weight is not None
+    return entry.weight
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _EXAMPLES} more" if len(listed) > _EXAMPLES else ""
+    return ", ".join(listed[:_EXAMPLES]) + more

@@ -1,0 +1,34 @@
+"""`audit`: what a checkpoint shows of how a run keeps its weights and states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+__all__ = ["audit"]
+
+
+@click.command("audit")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--learning-rate", type=float, help="What this rate would lose; default: the checkpoint's own.")
+@click.option("--strict", is_flag=True, help="End with status 1 when a problem is found.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.pass_context
+def audit(
+    context: click.Context, checkpoint: Path, learning_rate: float | None, strict: bool, as_json: bool
+) -> None:
+    """Say what the run behind CHECKPOINT really keeps, what was dropped, and what a learning rate would lose.
+
+    CHECKPOINT is a torch file, a safetensors file, or a folder of them. Nothing in it is executed.
+    """
+    from collage_agent.audit import audit_checkpoint, render
+
+    try:
+        result = audit_checkpoint(checkpoint, learning_rate)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--learning-rate") from error
+    click.echo(msgspec.json.encode(result).decode() if as_json else render(result))
+    if strict and any(finding.severity == "problem" for finding in result.findings):
+        context.exit(1)

@@ -1,0 +1,35 @@
+"""Checkpoints of real, short trainings."""
+
+import torch
+from torch import nn
+
+__all__ = ["network", "saved", "trained"]
+
+
+def network(dtype=torch.bfloat16, seed=0):
+    """Two linear layers around a norm: matrices and vectors, some of one shape."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.Linear(40, 24)).to(dtype)
+
+
+def trained(make, *, dtype=torch.bfloat16, steps=12, scale=1.0):
+    """A model and its optimizer after a few steps."""
+    model = network(dtype)
+    optimizer = make(model)
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(steps):
+        inputs = torch.randn(16, 24, generator=generator).to(dtype)
+        loss = (model(inputs).float() - 1).square().mean() * scale
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def saved(path, model, optimizer=None, **more):
+    """The usual file: state dicts under `model` and `optimizer`."""
+    content = {"model": model.state_dict(), **more}
+    if optimizer is not None:
+        content["optimizer"] = optimizer.state_dict()
+    torch.save(content, path)
+    return path

@@ -1,0 +1,222 @@
+"""What an audit finds in checkpoints of real optimizers, and in the same checkpoints damaged."""
+
+import pytest
+import torch
+from collage_agent.audit import audit_checkpoint
+from collage_agent.optim import CollageAdamW
+
+from tests.audit.checkpoints import saved, trained
+
+STRATEGIES = (
+    "plain",
+    "stochastic",
+    "kahan",
+    "light",
+    "light-stochastic",
+    "plus",
+    "full",
+    "fp32-states",
+    "master-weights",
+)
+
+
+def collage(strategy, betas=(0.9, 0.95), **options):
+    return lambda model: CollageAdamW(model.parameters(), lr=1e-3, betas=betas, strategy=strategy, **options)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def audited(tmp_path, model, optimizer=None, change=None, learning_rate=None):
+    """The audit after `change(weights, states)` has damaged the checkpoint."""
+    content = {"model": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    if optimizer is not None:
+        content["optimizer"] = optimizer.state_dict()
+    if change is not None:
+        change(content["model"], content.get("optimizer", {}).get("state"))
+    torch.save(content, tmp_path / "checkpoint.pt")
+    return audit_checkpoint(tmp_path / "checkpoint.pt", learning_rate)
+
+
+def codes(audit, severity=None):
+    return {finding.code for finding in audit.findings if severity in (None, finding.severity)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_of_our_strategies_is_recognised_and_nothing_is_called_dropped(tmp_path, strategy):
+    model, optimizer = trained(collage(strategy))
+    audit = audited(tmp_path, model, optimizer)
+    assert [entry.strategy for entry in audit.kept] == [strategy]
+    assert sum(entry.elements for entry in audit.kept) == sum(p.numel() for p in model.parameters())
+    broken = {
+        "component-missing",
+        "residual-zero",
+        "residual-foreign",
+        "master-stale",
+        "master-rounded",
+        "nonfinite",
+    }
+    assert not codes(audit) & broken
+    assert ("single-weight" in codes(audit)) is (strategy in ("plain", "fp32-states"))
+
+
+def test_bytes_are_those_of_weights_and_states(tmp_path):
+    expected = {"plain": 6, "light": 8, "plus": 10, "full": 12, "fp32-states": 10, "master-weights": 14}
+    for strategy, size in expected.items():
+        assert audited(tmp_path, *trained(collage(strategy))).kept[0].bytes_per_parameter == size
+
+
+@pytest.mark.parametrize("key", ["parameter_low", "exp_avg_sq_low"])
+def test_a_dropped_component_is_found(tmp_path, key):
+    def drop(weights, states):
+        for state in states.values():
+            del state[key]
+
+    audit = audited(tmp_path, *trained(collage("plus")), drop)
+    (finding,) = [finding for finding in audit.findings if finding.code == "component-missing"]
+    assert finding.severity == "problem"
+    assert len(finding.layers) == 6
+    assert key.removesuffix("_low") in finding.text
+
+
+def test_a_dropped_master_weight_is_found(tmp_path):
+    audit = audited(
+        tmp_path,
+        *trained(collage("master-weights")),
+        lambda weights, states: [state.pop("master_parameter") for state in states.values()],
+    )
+    assert "component-missing" in codes(audit, "problem")
+
+
+def test_a_zeroed_low_component_is_found(tmp_path):
+    def zero(weights, states):
+        states[0]["parameter_low"] = torch.zeros_like(states[0]["parameter_low"])
+
+    audit = audited(tmp_path, *trained(collage("light")), zero)
+    (finding,) = [finding for finding in audit.findings if finding.code == "residual-zero"]
+    assert finding.layers == ["0.weight"]
+
+
+def test_a_low_component_of_other_weights_is_found(tmp_path):
+    def shrink(weights, states):
+        weights["2.weight"].mul_(2**-6)
+
+    audit = audited(tmp_path, *trained(collage("light")), shrink)
+    (finding,) = [finding for finding in audit.findings if finding.code == "residual-foreign"]
+    assert finding.layers == ["2.weight"]
+
+
+def test_a_weight_changed_without_its_master_is_found(tmp_path):
+    audit = audited(
+        tmp_path, *trained(collage("master-weights")), lambda weights, states: weights["0.weight"].mul_(1.5)
+    )
+    assert [f.layers for f in audit.findings if f.code == "master-stale"] == [["0.weight"]]
+
+
+def test_a_master_weight_that_went_through_bfloat16_is_found(tmp_path):
+    def cast(weights, states):
+        for state in states.values():
+            state["master_parameter"] = state["master_parameter"].bfloat16().float()
+
+    audit = audited(tmp_path, *trained(collage("master-weights")), cast)
+    (finding,) = [finding for finding in audit.findings if finding.code == "master-rounded"]
+    assert set(finding.layers) == {"0.weight", "2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "beta2", "stuck"),
+    [("light", 0.999, True), ("light", 0.95, False), ("plus", 0.999, False), ("light-stochastic", 0.999, False)],
+)
+def test_a_second_moment_that_cannot_decay_is_found(tmp_path, strategy, beta2, stuck):
+    audit = audited(tmp_path, *trained(collage(strategy, betas=(0.9, beta2))))
+    assert ("second-moment-stuck" in codes(audit, "problem")) is stuck
+
+
+def test_torch_in_bfloat16_is_seen_as_it_is(tmp_path):
+    audit = audited(tmp_path, *trained(adamw))
+    assert [entry.strategy for entry in audit.kept] == ["plain"]
+    assert codes(audit) >= {"single-weight", "second-moment-stuck", "learning-rate-lost"}
+    assert audit.learning_rate == 1e-3
+
+
+def test_torch_in_float32_has_nothing_to_find_but_is_not_called_healthy(tmp_path):
+    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32))
+    assert [entry.strategy for entry in audit.kept] == ["float32"]
+    assert audit.findings == []
+    assert "nothing here proves a run healthy" in audit.conclusion
+
+
+def test_squares_that_fell_to_zero_in_float16_are_found(tmp_path):
+    def make(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    audit = audited(tmp_path, *trained(make, dtype=torch.float16, scale=1e-2))
+    assert "second-moment-zero" in codes(audit, "problem")
+
+
+def test_states_cast_beside_float32_weights_are_found(tmp_path):
+    def cast(weights, states):
+        for state in states.values():
+            state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
+
+    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), cast)
+    assert "states-cast" in codes(audit, "warning")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_weights_that_went_through_16_bits_are_found(tmp_path, dtype):
+    def cast(weights, states):
+        for name in weights:
+            weights[name] = weights[name].to(dtype).float()
+
+    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), cast)
+    (finding,) = [finding for finding in audit.findings if finding.code == "weights-cast"]
+    assert str(dtype).removeprefix("torch.") in finding.text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_found(tmp_path, value):
+    def break_one(weights, states):
+        weights["0.bias"][3] = value
+        states[2]["exp_avg"][1] = value
+
+    audit = audited(tmp_path, *trained(adamw), break_one)
+    (finding,) = [finding for finding in audit.findings if finding.code == "nonfinite"]
+    assert finding.layers == ["0.bias (weight)", "1.weight (exp_avg)"]
+
+
+def test_weights_alone_say_that_little_is_known(tmp_path):
+    audit = audited(tmp_path, trained(adamw)[0])
+    assert codes(audit) == {"weights-only"}
+    assert [entry.strategy for entry in audit.kept] == ["unknown"]
+
+
+def test_a_compensation_of_another_library_is_recognised(tmp_path):
+    def rename(weights, states):
+        for state in states.values():
+            state["kahan_comp"] = state.pop("parameter_low")
+
+    model, optimizer = trained(collage("kahan"))
+    for group in optimizer.param_groups:
+        del group["strategy"]
+    audit = audited(tmp_path, model, optimizer, rename)
+    assert [entry.strategy for entry in audit.kept] == ["light or kahan"]
+
+
+def test_states_that_lack_for_some_parameters_are_named(tmp_path):
+    model, optimizer = trained(lambda model: torch.optim.AdamW(model.named_parameters(), lr=1e-3))
+    audit = audited(tmp_path, model, optimizer, lambda weights, states: states.pop(1))
+    (finding,) = [finding for finding in audit.findings if finding.code == "no-state"]
+    assert finding.layers == ["0.bias"]
+
+
+def test_momentum_alone_is_not_judged_by_the_learning_rate(tmp_path):
+    audit = audited(tmp_path, *trained(lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)))
+    assert audit.total is None
+    assert any("not of the learning rate's size" in note for note in audit.notes)
+
+
+def test_saved_files_are_used_by_the_command_as_they_are(tmp_path):
+    path = saved(tmp_path / "a.pt", *trained(adamw), epoch=1)
+    assert audit_checkpoint(path).elements == 24 * 40 + 40 + 40 + 40 + 40 * 24 + 24
