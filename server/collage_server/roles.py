@@ -46,6 +46,7 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
     ("GET", "/api/v1/runs/{run_id}/series"): "read",
     ("GET", "/api/v1/runs/{run_id}/heatmap"): "read",
     ("GET", "/api/v1/runs/{run_id}/histogram"): "read",
+    ("GET", "/api/v1/runs/{run_id}/export"): "read",
     ("GET", "/api/v1/compare"): "read",
     ("GET", "/api/v1/tokens"): "admin",
     ("POST", "/api/v1/tokens"): "admin",

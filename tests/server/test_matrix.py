@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /api/v1/runs/{run_id}/series": READERS,
     "GET /api/v1/runs/{run_id}/heatmap": READERS,
     "GET /api/v1/runs/{run_id}/histogram": READERS,
+    "GET /api/v1/runs/{run_id}/export": READERS,
     "GET /api/v1/compare": READERS,
     "GET /api/v1/tokens": {"admin"},
     "POST /api/v1/tokens": {"admin"},

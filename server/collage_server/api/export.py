@@ -1,0 +1,57 @@
+"""Export: a whole run as JSON lines, CSV or Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from collage_server.api.answers import describes
+from collage_server.api.parameters import RunId
+from collage_server.components import Components, components_of
+from collage_server.export import ExportPlan, csv_bytes, jsonl_bytes, parquet_bytes, plan_export
+from collage_server.queries import run_answer
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["reading"])
+_MEDIA: Final = {
+    "jsonl": "application/x-ndjson",
+    "csv": "text/csv; charset=utf-8",
+    "parquet": "application/vnd.apache.parquet",
+}
+
+
+@router.get("/runs/{run_id}/export", **describes(None))
+def export_run(
+    request: Request,
+    run_id: RunId,
+    export_format: Annotated[Literal["jsonl", "csv", "parquet"], Query(alias="format")] = "jsonl",
+    layers: Annotated[bool, Query(description="Also what is known by layer.")] = True,
+) -> Response:
+    """All that is stored of a run, ranks merged, streamed; `Collage-Steps` says how many steps will come.
+
+    The run is read a slab at a time, so a long export keeps no other reader or writer waiting.
+    """
+    components = components_of(request)
+    plan = plan_export(components.store, run_id, layers=layers)
+    headers = {
+        "Collage-Steps": str(len(plan.steps)),
+        "Content-Disposition": f'attachment; filename="{run_id}.{export_format}"',
+    }
+    content = _content(components, plan, export_format)
+    return StreamingResponse(content, media_type=_MEDIA[export_format], headers=headers)
+
+
+def _content(components: Components, plan: ExportPlan, export_format: str) -> Iterator[bytes]:
+    store = components.store
+    if export_format == "csv":
+        return csv_bytes(store, plan)
+    if export_format == "parquet":
+        return parquet_bytes(store, plan)
+    point = store.latest(plan.run.run_id)
+    run = run_answer(plan.run, point, components.clock(), components.settings.stale_after_seconds)
+    return jsonl_bytes(store, plan, run)

@@ -1,0 +1,79 @@
+"""JSON lines: the run, its layers, then one line a step, and an end that says how many there were.
+
+What travels are the stored totals with all ranks merged, never ratios, so that an import loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor import wire
+from collage_server.export.slabs import ExportPlan, Slab, read_slabs
+from collage_server.store import Store
+
+__all__ = ["VERSION", "jsonl_bytes"]
+
+VERSION: Final = 1
+_ROOT: Final = "variance_product_root/"
+
+
+def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Iterator[bytes]:
+    """The export, some lines at a time.
+
+    A step's line has `step` and `time`; `scalars` where values were logged; where it was measured `first_step`
+    (smaller where the point merges several measured steps), `ranks`, `model` {statistic: total} and `layers`
+    {statistic: [total by layer, in the order of the layers' lines]}. null is "not reported".
+    """
+    head = {"kind": "run", "version": VERSION, "run": run, "statistics": plan.statistics, "steps": len(plan.steps)}
+    yield _line(head)
+    for layer in plan.layers:
+        yield _line({"kind": "layer", "layer": layer})
+    steps = 0
+    for slab in read_slabs(store, plan):
+        for line in _steps(slab):
+            yield _line(line)
+        steps += len(slab.steps)
+    yield _line({"kind": "end", "steps": steps})
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return wire.encode_json(value) + b"\n"
+
+
+def _steps(slab: Slab) -> Iterator[dict[str, Any]]:
+    points = slab.points
+    single = bool((points.counts == 1).all())
+    model, layers = _kept(points.totals, single), _kept(slab.layers, single)
+    measured = {step: index for index, step in enumerate(points.steps.tolist())}
+    for row, (step, time) in enumerate(zip(slab.steps.tolist(), slab.times.tolist(), strict=True)):
+        line: dict[str, Any] = {"kind": "step", "step": step, "time": time}
+        logged = {
+            name: wire.to_number(float(values[row])) for name, (values, there) in slab.scalars.items() if there[row]
+        }
+        if logged:
+            line["scalars"] = logged
+        if step in measured:
+            index = measured[step]
+            line["first_step"] = int(points.first_steps[index])
+            line["ranks"] = int(points.ranks[index])
+            line["model"] = dict(zip(model, _numbers(model, index), strict=True))
+            if layers:
+                line["layers"] = {key: wire.undefined_to_none(values[index]) for key, values in layers.items()}
+        yield line
+
+
+def _kept(totals: Mapping[str, NDArray[np.float64]], single: bool) -> dict[str, NDArray[np.float64]]:
+    """Without what the totals of a single step give anew, and without what nobody reported."""
+    return {
+        key: values
+        for key, values in totals.items()
+        if not (single and key.startswith(_ROOT)) and not np.isnan(values).all()
+    }
+
+
+def _numbers(totals: Mapping[str, NDArray[np.float64]], index: int) -> list[float | wire.Number | None]:
+    return wire.undefined_to_none(np.array([values[index] for values in totals.values()], dtype=np.float64))

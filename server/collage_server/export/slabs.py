@@ -1,0 +1,139 @@
+"""A run read slab by slab: a few hundred steps at a time, each in transactions of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor import wire
+from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Store
+
+__all__ = ["ExportPlan", "Slab", "plan_export", "read_slabs"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+_NUMBERS: Final = 2**22
+"""Numbers of totals by layer that one slab holds at most, unless a single step has more."""
+_POINTS: Final = 256
+_STEPS: Final = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class ExportPlan:
+    """What there is to export, as it stood when the export began: its steps, layers, statistics and scalars.
+
+    `steps` holds every step that was measured or has a logged value. Later steps are left out; a report that
+    comes late for one of these is in, or not, by when its slab is read.
+    """
+
+    run: RunRecord
+    steps: IntArray
+    layers: list[wire.Layer]
+    statistics: list[str]
+    scalars: Mapping[str, ScalarPoints]
+    slab_points: int
+    measured: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """Consecutive steps. `points.steps` is a subset of `steps`; `layers` holds totals [points, layers].
+
+    `scalars`: name → (values [steps], which of them were logged).
+    """
+
+    steps: IntArray
+    times: FloatArray
+    points: Points
+    layers: Mapping[str, FloatArray]
+    scalars: Mapping[str, tuple[FloatArray, NDArray[np.bool_]]]
+
+
+def plan_export(store: Store, run_id: str, *, layers: bool) -> ExportPlan:
+    """Look at the run once; `layers` False leaves out what is known by layer.
+
+    Raises:
+        NotFound, Gone: no such run.
+    """
+    record = store.run(run_id)
+    measured = store.model_points(run_id, ("measured_steps",), Selection()).steps
+    scalars = store.scalar_points(run_id, None, Selection())
+    known = store.layers(run_id) if layers else []
+    statistics = list(dict.fromkeys(key for stream in store.streams(run_id) for key in stream.statistics))
+    numbers = max(len(known) * len(statistics), 1)
+    return ExportPlan(
+        run=record,
+        steps=np.unique(np.concatenate([measured, *(entry.steps for entry in scalars.values())])),
+        layers=known,
+        statistics=[key for key in statistics if not key.startswith("variance_product_root/")],
+        scalars=scalars,
+        slab_points=min(max(_NUMBERS // numbers, 1), _POINTS),
+        measured=measured,
+    )
+
+
+def read_slabs(store: Store, plan: ExportPlan) -> Iterator[Slab]:
+    """The run from its first step to its last; empty slabs are left out."""
+    before = -1
+    for last in _ends(plan):
+        selection = Selection(first_step=before + 1, last_step=last)
+        slab = _read(store, plan, selection)
+        before = last
+        if len(slab.steps):
+            yield slab
+
+
+def _ends(plan: ExportPlan) -> list[int]:
+    """Last steps of the slabs: at most `slab_points` measured and `_STEPS` steps each."""
+    measured = np.searchsorted(plan.measured, plan.steps, side="right")
+    slab = np.arange(len(plan.steps)) // _STEPS + (measured - 1) // plan.slab_points
+    ends = np.append(np.flatnonzero(np.diff(slab)), len(slab) - 1) if len(slab) else np.zeros(0, dtype=np.int64)
+    return [int(step) for step in plan.steps[ends]]
+
+
+def _read(store: Store, plan: ExportPlan, selection: Selection) -> Slab:
+    run_id = plan.run.run_id
+    points = store.model_points(run_id, None, selection)
+    first, last = selection.first_step or 0, selection.last_step or 0
+    logged = {name: _between(entry, first, last) for name, entry in plan.scalars.items()}
+    logged = {name: entry for name, entry in logged.items() if len(entry.steps)}
+    steps = np.unique(np.concatenate([points.steps, *(entry.steps for entry in logged.values())]))
+    times = np.full(len(steps), -np.inf)
+    scalars = {}
+    for name, entry in logged.items():
+        place = np.searchsorted(steps, entry.steps)
+        values, there = np.full(len(steps), np.nan), np.zeros(len(steps), dtype=bool)
+        values[place], there[place] = entry.values, True
+        times[place] = np.maximum(times[place], entry.times)
+        scalars[name] = (values, there)
+    place = np.searchsorted(steps, points.steps)
+    times[place] = np.maximum(times[place], points.times)
+    return Slab(steps, times, points, _layers(store, plan, selection, points), scalars)
+
+
+def _between(entry: ScalarPoints, first: int, last: int) -> ScalarPoints:
+    chosen = slice(*np.searchsorted(entry.steps, (first, last + 1)).tolist())
+    return ScalarPoints(entry.steps[chosen], entry.times[chosen], entry.values[chosen])
+
+
+def _layers(store: Store, plan: ExportPlan, selection: Selection, points: Points) -> dict[str, FloatArray]:
+    """Totals by layer at the points' steps, read a few statistics at a time to bound what a chunk takes."""
+    if not plan.layers or not len(points.steps):
+        return {}
+    names = [layer.name for layer in plan.layers]
+    keys = list(points.totals)
+    group = max(_NUMBERS // (_POINTS * len(names)), 1)
+    found: dict[str, FloatArray] = {}
+    for start in range(0, len(keys), group):
+        part = store.layer_points(plan.run.run_id, keys[start : start + group], selection, names)
+        # Between two reads a late report may have added a step: only those of the model's points are kept.
+        there, place = np.isin(part.steps, points.steps), np.searchsorted(points.steps, part.steps)
+        for key, values in part.totals.items():
+            found[key] = np.full((len(points.steps), len(names)), np.nan)
+            found[key][place[there]] = values[there]
+    return found

@@ -1,0 +1,132 @@
+"""A run as one wide table: a row a step for the model, and one a step and layer. CSV and Parquet are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor.statistics import INTERVAL_PAIRS, finish_all, metric_keys
+from collage_server.export.slabs import ExportPlan, Slab, read_slabs
+from collage_server.store import Store
+
+__all__ = ["PLACES", "Columns", "column_names", "read_columns", "scalar_columns"]
+
+PLACES: Final = ("step", "first_step", "time", "ranks", "layer")
+"""The first columns; `layer` is empty in the rows of the whole model."""
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Some rows, oldest first, the model before its layers. Values are (numbers [rows], present [rows]).
+
+    A metric that is undefined, and a statistic that nobody reported, is absent; a logged NaN is present.
+    """
+
+    steps: NDArray[np.int64]
+    first_steps: NDArray[np.int64]
+    times: FloatArray
+    ranks: NDArray[np.int64]
+    layers: list[str]
+    values: dict[str, tuple[FloatArray, NDArray[np.bool_]]]
+
+
+def scalar_columns(plan: ExportPlan) -> dict[str, str]:
+    """Logged name → column; a name that a metric or statistic has, too, is set apart as `logged/NAME`."""
+    taken = {*PLACES, *_computed(plan)}
+    return {name: f"logged/{name}" if name in taken else name for name in plan.scalars}
+
+
+def column_names(plan: ExportPlan) -> list[str]:
+    """All columns after the places: logged scalars, metrics with their intervals, statistics."""
+    return [*scalar_columns(plan).values(), *_computed(plan)]
+
+
+def _computed(plan: ExportPlan) -> list[str]:
+    names = []
+    for key in metric_keys(plan.statistics):
+        names.append(key)
+        if key in INTERVAL_PAIRS and f"variance_numerator/{key}" in plan.statistics:
+            names += [f"{key}_low", f"{key}_high"]
+    return list(dict.fromkeys([*names, *plan.statistics]))
+
+
+def read_columns(store: Store, plan: ExportPlan) -> Iterator[Columns]:
+    """The table, some rows at a time."""
+    scalars, computed = scalar_columns(plan), _computed(plan)
+    names = [layer.name for layer in plan.layers]
+    for slab in read_slabs(store, plan):
+        yield _columns(slab, names, scalars, computed)
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """Where each row comes from: its step within the slab, and its layer, −1 for the model."""
+
+    steps: NDArray[np.int64]
+    layers: NDArray[np.int64]
+    order: NDArray[np.intp]
+
+
+def _order(slab: Slab, place: NDArray[np.intp], wide: int) -> _Order:
+    """The rows of the model and then those of the layers, put in order."""
+    count = len(slab.steps)
+    steps = np.concatenate([np.arange(count), np.repeat(place, wide)])
+    layers = np.concatenate([np.full(count, -1), np.tile(np.arange(wide), len(place))])
+    order = np.lexsort((layers, steps))
+    return _Order(steps[order], layers[order], order)
+
+
+def _columns(slab: Slab, names: list[str], scalars: dict[str, str], computed: list[str]) -> Columns:
+    points = slab.points
+    place = np.searchsorted(slab.steps, points.steps)
+    rows = _order(slab, place, len(names) if slab.layers else 0)
+    first_steps, ranks = slab.steps.copy(), np.zeros(len(slab.steps), dtype=np.int64)
+    first_steps[place], ranks[place] = points.first_steps, points.ranks
+    values = {column: _logged(slab, name, rows) for name, column in scalars.items()}
+    titles = ["", *names]
+    return Columns(
+        steps=slab.steps[rows.steps],
+        first_steps=first_steps[rows.steps],
+        times=slab.times[rows.steps],
+        ranks=ranks[rows.steps],
+        layers=[titles[index + 1] for index in rows.layers.tolist()],
+        values=values | _measured(slab, place, rows, computed),
+    )
+
+
+def _logged(slab: Slab, name: str, rows: _Order) -> tuple[FloatArray, NDArray[np.bool_]]:
+    there = np.zeros(len(rows.order), dtype=bool)
+    numbers = np.full(len(rows.order), np.nan)
+    if name in slab.scalars:
+        values, present = slab.scalars[name]
+        model = rows.layers < 0
+        numbers[model], there[model] = values[rows.steps[model]], present[rows.steps[model]]
+    return numbers, there
+
+
+def _measured(
+    slab: Slab, place: NDArray[np.intp], rows: _Order, computed: list[str]
+) -> dict[str, tuple[FloatArray, NDArray[np.bool_]]]:
+    model, layers = _finished(slab.points.totals), _finished(slab.layers)
+    wide = (len(rows.order) - len(slab.steps)) // max(len(place), 1)
+    values = {}
+    for key in computed:
+        stacked = np.full(len(slab.steps), np.nan)
+        stacked[place] = model.get(key, np.nan)
+        by_layer = np.full((len(place), wide), np.nan)
+        by_layer[:] = layers.get(key, np.nan)
+        joined = np.concatenate([stacked, by_layer.ravel()])[rows.order]
+        values[key] = (joined, ~np.isnan(joined))
+    return values
+
+
+def _finished(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    if not totals:
+        return {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {**finish_all(totals), **totals}

@@ -1,0 +1,154 @@
+"""Export: every number that was stored, ranks merged, in each format; streamed in slabs without a seam."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+from collage_server.export import slabs
+from collage_server.store import Selection
+
+from collage_monitor import wire
+from tests.server.samples import LAYERS, STATISTICS, block, model_of, report
+
+
+def lines_of(server, query=""):
+    answer = server.client.get(f"/api/v1/runs/r1/export{query}")
+    assert answer.status_code == 200, answer.text
+    return answer, [json.loads(line) for line in answer.text.splitlines()]
+
+
+def table_of(server, query="?format=csv"):
+    answer = server.client.get(f"/api/v1/runs/r1/export{query}")
+    assert answer.status_code == 200, answer.text
+    return list(csv.DictReader(io.StringIO(answer.text)))
+
+
+@pytest.fixture
+def filled(server):
+    server.filled(config={"width": 128})
+    odd = report(90, 55, measured=False, scalars={"loss": float("nan"), "edq_ratio": float("inf")})
+    server.reports([odd])
+    return server
+
+
+@pytest.mark.parametrize("slab_numbers", [2**22, 100])
+def test_json_lines_hold_what_was_sent(filled, monkeypatch, slab_numbers):
+    monkeypatch.setattr(slabs, "_NUMBERS", slab_numbers)
+    answer, lines = lines_of(filled)
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert answer.headers["collage-steps"] == "6"
+    assert answer.headers["content-disposition"] == 'attachment; filename="r1.jsonl"'
+    assert lines[0]["run"]["config"] == {"width": 128}
+    assert (lines[0]["statistics"], lines[0]["steps"]) == (STATISTICS, 6)
+    assert [line["layer"]["name"] for line in lines if line["kind"] == "layer"] == LAYERS
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [10, 20, 30, 40, 50, 55]
+    for line in steps[:5]:
+        values = block(line["step"])
+        assert line["time"] == 1_700_000_000.0 + line["step"]
+        assert (line["first_step"], line["ranks"]) == (line["step"], 1)
+        assert line["scalars"] == {"loss": 4.0 - 0.01 * line["step"], "tokens": 100.0 * line["step"]}
+        assert line["model"] == dict(zip(STATISTICS, model_of(values).tolist(), strict=True))
+        assert line["layers"] == dict(zip(STATISTICS, values.tolist(), strict=True))
+    assert steps[5] == {
+        "kind": "step",
+        "step": 55,
+        "time": 1_700_000_055.0,
+        "scalars": {"loss": "NaN", "edq_ratio": "Infinity"},
+    }
+    assert lines[-1] == {"kind": "end", "steps": 6}
+
+
+def test_without_layers_only_the_model_is_there(filled):
+    _, lines = lines_of(filled, "?layers=false")
+    assert {line["kind"] for line in lines} == {"run", "step", "end"}
+    assert all("layers" not in line for line in lines)
+
+
+def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
+    server.filled(steps=range(1, 301))
+    before = lines_of(server)[1]
+    store = server.app.state.components.store
+    server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
+    while store.seal("r1", clock()):
+        pass
+    assert not store.journal_runs()
+    after = lines_of(server)[1]
+    assert after[1:] == before[1:]
+    assert len(after) == 1 + len(LAYERS) + 300 + 1
+
+
+def test_csv_has_a_row_a_step_and_layer_with_finished_metrics(filled):
+    rows = table_of(filled)
+    assert len(rows) == 5 * (1 + len(LAYERS)) + 1
+    assert [row["layer"] for row in rows[:5]] == ["", *LAYERS, ""]
+    assert [int(row["step"]) for row in rows[:5]] == [10, 10, 10, 10, 20]
+    series = filled.series("edq_ratio")
+    model = [float(row["edq_ratio"]) for row in rows if not row["layer"] and row["edq_ratio"]]
+    assert model == series.values
+    assert [float(row["edq_ratio_low"]) for row in rows if not row["layer"] and row["edq_ratio_low"]] == series.low
+    heatmap = filled.get("/runs/r1/heatmap?metric=edq_ratio", wire.Heatmap)
+    for name, values in zip(heatmap.layers, heatmap.values, strict=True):
+        assert [float(row["edq_ratio"]) for row in rows if row["layer"] == name] == values
+    assert float(rows[1]["lost"]) == block(10)[STATISTICS.index("lost"), 0]
+
+
+def test_csv_tells_absent_from_not_a_number_and_a_logged_name_from_a_metric(filled):
+    rows = table_of(filled)
+    assert (rows[-1]["step"], rows[-1]["loss"], rows[-1]["logged/edq_ratio"]) == ("55", "NaN", "Infinity")
+    assert (rows[-1]["edq_ratio"], rows[-1]["tokens"], rows[-1]["ranks"]) == ("", "", "0")
+    assert {row["loss"] for row in rows if row["layer"]} == {""}
+
+
+def test_what_a_newer_attempt_hides_is_not_exported(server):
+    server.filled(steps=range(10, 60, 10))
+    server.attempt(launch_id="launch-2", first_step=31)
+    server.stream(stream_id="s1", launch_id="launch-2")
+    server.reports([report(0, 40, scalars={"loss": 9.0})], "s1")
+    steps = [line for line in lines_of(server)[1] if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [10, 20, 30, 40]
+    assert steps[-1]["scalars"] == {"loss": 9.0}
+
+
+def test_ranks_are_merged(server):
+    server.run()
+    server.attempt()
+    for rank in (0, 1):
+        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
+        server.reports([report(0, 10, rank=rank)], f"s{rank}")
+    step = next(line for line in lines_of(server)[1] if line["kind"] == "step")
+    assert step["ranks"] == 2
+    at = STATISTICS.index("lost")
+    assert step["layers"]["lost"] == (block(10)[at] + block(10, 1)[at]).tolist()
+
+
+def test_an_empty_run_and_unknown_ones(server):
+    server.run()
+    assert [line["kind"] for line in lines_of(server)[1]] == ["run", "end"]
+    assert len(table_of(server)) == 0
+    assert server.get("/runs/none/export", status=404).code == "not_found"
+    assert server.get("/runs/r1/export?format=xml", status=422).field == "format"
+    server.send("DELETE", "/runs/r1")
+    assert server.get("/runs/r1/export", status=410).code == "gone"
+
+
+def test_a_slab_is_bounded_by_measured_points_and_by_steps(server):
+    server.filled(steps=range(1, 40))
+    plan = slabs.plan_export(server.app.state.components.store, "r1", layers=True)
+    narrow = slabs.ExportPlan(**{**vars(plan), "slab_points": 7})
+    read = list(slabs.read_slabs(server.app.state.components.store, narrow))
+    assert [len(slab.points.steps) for slab in read] == [7, 7, 7, 7, 7, 4]
+    assert np.concatenate([slab.steps for slab in read]).tolist() == list(range(1, 40))
+    whole = server.app.state.components.store.model_points("r1", ("lost",), Selection()).totals["lost"]
+    assert np.concatenate([slab.points.totals["lost"] for slab in read]).tolist() == whole.tolist()
+
+
+def test_parquet_without_its_library_says_what_to_install(filled, monkeypatch):
+    monkeypatch.setattr("collage_server.export.parquet.find_spec", lambda _: None)
+    error = filled.get("/runs/r1/export?format=parquet", status=422)
+    assert error.field == "format"
+    assert "collage-monitor[parquet]" in error.message
