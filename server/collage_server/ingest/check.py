@@ -59,9 +59,12 @@ def _check(report: wire.Report, stream: StreamRecord) -> None:
     if len(report.scalars) > _SCALARS:
         raise _Refusal("too_many", f"{len(report.scalars)} scalars, at most {_SCALARS}", "scalars", _SCALARS)
     for name in report.scalars:
-        if not 0 < len(name) <= _NAME:
+        if not 0 < len(name) <= _NAME or "\0" in name:
             raise _Refusal(
-                "bad_name", f"scalar names have 1 to {_NAME} characters: {name[:40]!r}", "scalars", _NAME
+                "bad_name",
+                f"scalar names have 1 to {_NAME} characters, none of them NUL: {name[:40]!r}",
+                "scalars",
+                _NAME,
             )
     if report.statistics is not None or report.model is not None:
         _check_blocks(report, stream)

@@ -15,6 +15,7 @@ from collage_server.store.contract import (
     Store,
     StreamRecord,
 )
+from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.sqlite import SqliteStore
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "GroupOutcome",
     "LatestPoint",
     "Points",
+    "PostgresqlStore",
     "ProjectUsage",
     "ReportGroup",
     "RunPageRecord",

@@ -10,9 +10,10 @@ from threading import Lock
 from typing import Final
 
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
 from collage_monitor import wire
-from collage_server.errors import StoreUnusable
+from collage_server.errors import Busy, StoreUnusable, Unprocessable
 from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
 from collage_server.store.access import SqlAccess
 from collage_server.store.contract import (
@@ -29,9 +30,20 @@ from collage_server.store.contract import (
     Selection,
     StreamRecord,
 )
-from collage_server.store.migrate import migrate
 
 __all__ = ["SqlStore"]
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """What a database says, in this server's words: gone for a moment, or a value that it cannot hold."""
+    try:
+        yield
+    except OperationalError as error:
+        raise Busy(f"the database cannot do this now: {error.orig}", retry_after_seconds=5) from error
+    except DataError as error:
+        raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
+
 
 _CACHED_RUNS: Final = 1000
 
@@ -53,8 +65,20 @@ class SqlStore(ABC):
         """An engine on the database, its file or cluster made ready."""
 
     @abstractmethod
-    def _writing(self) -> AbstractContextManager[Connection]:
+    def _begin_reading(self) -> AbstractContextManager[Connection]:
+        """A read transaction on one snapshot."""
+
+    @abstractmethod
+    def _begin_writing(self) -> AbstractContextManager[Connection]:
         """A write transaction, committed durably on leaving."""
+
+    @abstractmethod
+    def _prepare_schema(self) -> None:
+        """Bring the schema up to date, or refuse to work on another one."""
+
+    @abstractmethod
+    def _claim(self, run_id: str) -> AbstractContextManager[bool]:
+        """Whether this process may seal the run, as long as the context lasts."""
 
     @abstractmethod
     def _insert_reports(self, connection: Connection, rows: Sequence[journal.ReportRow]) -> list[bool]:
@@ -75,8 +99,11 @@ class SqlStore(ABC):
     def open(self) -> None:
         """Open the database and bring its schema up to date."""
         self._engine = self._connect()
-        with self._writing() as connection:
-            migrate(connection)
+        try:
+            self._prepare_schema()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close every connection."""
@@ -91,11 +118,23 @@ class SqlStore(ABC):
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
-        with self.engine.connect() as connection, connection.begin():
+        with _translated(), self._begin_reading() as connection:
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        with _translated(), self._begin_writing() as connection:
             yield connection
 
     def create_run(self, project: str, create: wire.RunCreate, now: float) -> tuple[RunRecord, bool]:
         """Create a run or resume it; says whether it is new."""
+        try:
+            return self._create_run(project, create, now)
+        except IntegrityError:
+            return self._create_run(project, create, now)
+
+    def _create_run(self, project: str, create: wire.RunCreate, now: float) -> tuple[RunRecord, bool]:
+        """Once more where another process created the same run in between: it is then resumed."""
         with self._writing() as connection:
             is_new = runs.create_run(connection, project, create, now)
             return runs.read_run(connection, create.run_id), is_new
@@ -188,8 +227,8 @@ class SqlStore(ABC):
         """Turn some of the run's journal into chunks; True if there was something to do."""
         record = self.run(run_id)
         silent = record.updated_at < now - self._stale_after_seconds
-        with self._seal_lock:
-            return sealing.seal(
+        with self._seal_lock, self._claim(run_id) as mine:
+            return mine and sealing.seal(
                 run_id,
                 self._reading,
                 self._writing,

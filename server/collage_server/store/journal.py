@@ -26,7 +26,7 @@ _LATEST: Final = schema.run_latest
 _SLAB: Final = 256
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _OWN: Final = (_LATEST.c.run_id == bindparam("own_run"), _LATEST.c.stream_id == bindparam("own_stream"))
-_READ_LATEST: Final = select(_LATEST).where(*_OWN)
+_READ_LATEST: Final = select(_LATEST).where(*_OWN).with_for_update()
 _MOVING: Final = (
     "reports",
     "last_seq",
@@ -81,12 +81,9 @@ def append(
 ) -> list[GroupOutcome]:
     """Insert the groups' reports and bring `run_latest` forward, in the caller's transaction."""
     latest: dict[str, _Latest | None] = {}
-    for group in groups:
-        stream = group.stream
-        if stream.stream_id not in latest:
-            own = {"own_run": stream.run_id, "own_stream": stream.stream_id}
-            row = connection.execute(_READ_LATEST, own).first()
-            latest[stream.stream_id] = None if row is None else _Latest(row)
+    for run_id, stream_id in sorted({(group.stream.run_id, group.stream.stream_id) for group in groups}):
+        row = connection.execute(_READ_LATEST, {"own_run": run_id, "own_stream": stream_id}).first()
+        latest[stream_id] = None if row is None else _Latest(row)
     rows = [
         _row(group.stream, report)
         for group in groups

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 
 from collage_server.errors import StoreUnusable
 
-__all__ = ["head_revision", "migrate"]
+__all__ = ["current_revision", "head_revision", "known_revisions", "migrate"]
 
 _SCRIPTS = Path(__file__).parent / "migrations"
 
@@ -23,11 +23,10 @@ def migrate(connection: Connection, revision: str = "head") -> None:
     Raises:
         StoreUnusable: the schema's revision is unknown here, so a newer server made it.
     """
-    scripts = _scripts()
-    current = MigrationContext.configure(connection).get_current_revision()
-    if current == scripts.get_current_head():
+    current = current_revision(connection)
+    if current == head_revision():
         return
-    if current is not None and current not in {entry.revision for entry in scripts.walk_revisions()}:
+    if current is not None and current not in known_revisions():
         raise StoreUnusable(
             f"the database has schema revision {current!r}, which this server does not know: a newer "
             "server made it; start that version or a later one"
@@ -35,6 +34,16 @@ def migrate(connection: Connection, revision: str = "head") -> None:
     config = _config()
     config.attributes["connection"] = connection
     command.upgrade(config, revision)
+
+
+def current_revision(connection: Connection) -> str | None:
+    """The revision of the schema behind `connection`, None for an empty database."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def known_revisions() -> set[str]:
+    """Every revision that this server knows."""
+    return {entry.revision for entry in _scripts().walk_revisions()}
 
 
 def head_revision() -> str | None:

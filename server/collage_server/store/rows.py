@@ -70,7 +70,8 @@ def missing_run(connection: Connection, run_id: str) -> NotFound | Gone:
     return unknown_run(run_id)
 
 
-def require_run(connection: Connection, run_id: str) -> None:
-    """Raise NotFound or Gone unless the run exists."""
-    if connection.execute(select(schema.run.c.run_id).where(schema.run.c.run_id == run_id)).first() is None:
+def require_run(connection: Connection, run_id: str, *, lock: bool = False) -> None:
+    """Raise NotFound or Gone unless the run exists; `lock` keeps others from changing it in this transaction."""
+    statement = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id)
+    if connection.execute(statement.with_for_update() if lock else statement).first() is None:
         raise missing_run(connection, run_id)

@@ -38,7 +38,9 @@ _OWNED: Final = (
 
 def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:
     """Insert the run, or resume the one with this id; True when it is new."""
-    known = connection.execute(select(_RUN).where(_RUN.c.run_id == create.run_id)).mappings().first()
+    known = (
+        connection.execute(select(_RUN).where(_RUN.c.run_id == create.run_id).with_for_update()).mappings().first()
+    )
     if known is not None:
         _resume(connection, dict(known), project, create, now)
         return False
@@ -107,7 +109,7 @@ def _taken(run_id: str) -> Conflict:
 
 def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
     """Change the stated fields."""
-    require_run(connection, run_id)
+    require_run(connection, run_id, lock=True)
     stated = {
         name: getattr(change, name)
         for name in ("state", "name", "group", "notes")
@@ -120,13 +122,16 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
 
 def delete_run(connection: Connection, run_id: str, now: float) -> None:
     """Remove every row of the run; a tombstone stays, and its streams' ids, so that their reports answer 410."""
-    project = connection.execute(select(_RUN.c.project).where(_RUN.c.run_id == run_id)).scalar()
+    project = connection.execute(select(_RUN.c.project).where(_RUN.c.run_id == run_id).with_for_update()).scalar()
     if project is None:
         raise missing_run(connection, run_id)
     for table in _OWNED:
         connection.execute(delete(table).where(table.c.run_id == run_id))
     emptied = {"statistics": "[]", "layers": b"", "elements": b"", "replicas": b"", "watch": None}
     connection.execute(update(schema.stream).where(schema.stream.c.run_id == run_id).values(**emptied))
+    claim = schema.seal_claim.c.run_id
+    free = select(claim).where(claim == run_id).with_for_update(skip_locked=True)
+    connection.execute(delete(schema.seal_claim).where(claim.in_(free)))
     connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
 
 

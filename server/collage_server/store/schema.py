@@ -32,6 +32,7 @@ __all__ = [
     "run_latest",
     "run_tag",
     "scalar_chunk",
+    "seal_claim",
     "stream",
 ]
 
@@ -221,6 +222,9 @@ scalar_chunk: Final = Table(
     Column("data", LargeBinary, nullable=False),
 )
 """Logged values of one stream and name, [3][point_count] of eight bytes each: steps, times, values."""
+
+seal_claim: Final = Table("seal_claim", metadata, Column("run_id", _ID, primary_key=True))
+"""A row to lock: on a database with several servers, the one that holds it seals the run."""
 
 deleted_run: Final = Table(
     "deleted_run",

@@ -245,7 +245,9 @@ def _write(run_id: str, writing: Transaction, built: _Built, limits: SealLimits)
 
 
 def _require(connection: Connection, run_id: str) -> None:
-    if connection.execute(select(schema.run.c.run_id).where(schema.run.c.run_id == run_id)).first() is None:
+    """The run must still be there, and stay as long as this transaction lasts."""
+    mine = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id).with_for_update(read=True)
+    if connection.execute(mine).first() is None:
         raise Gone(f"run {run_id!r} was deleted while it was being sealed", field="run_id")
 
 
@@ -323,9 +325,9 @@ def _publish(connection: Connection, run_id: str, built: _Built, entries: Mappin
     for stream_id, seq in plan.reports:
         numbers[stream_id].append(seq)
     table = schema.run_latest
-    for stream_id, seqs in numbers.items():
+    for stream_id, seqs in sorted(numbers.items()):
         mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)
-        old = connection.execute(select(table.c.sealed).where(*mine)).scalar_one()
+        old = connection.execute(select(table.c.sealed).where(*mine).with_for_update()).scalar_one()
         merged = ranges_to_json(add_numbers(ranges_from_json(old), seqs))
         connection.execute(update(table).where(*mine).values(sealed=merged))
 

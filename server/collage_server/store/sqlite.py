@@ -18,6 +18,7 @@ from collage_server.store import schema
 from collage_server.store.contract import SealLimits
 from collage_server.store.database import SqlStore
 from collage_server.store.journal import ReportRow
+from collage_server.store.migrate import migrate
 
 __all__ = ["SqliteStore"]
 
@@ -56,8 +57,22 @@ class SqliteStore(SqlStore):
         event.listen(engine, "begin", _on_begin)
         return engine
 
+    def _prepare_schema(self) -> None:
+        with self._writing() as connection:
+            migrate(connection)
+
     @contextmanager
-    def _writing(self) -> Iterator[Connection]:
+    def _begin_reading(self) -> Iterator[Connection]:
+        with self.engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def _claim(self, run_id: str) -> Iterator[bool]:
+        """The file has one server; nobody else seals."""
+        yield True
+
+    @contextmanager
+    def _begin_writing(self) -> Iterator[Connection]:
         """The lock keeps this process's writers from polling for the file's own lock."""
         with self._write_lock, self.engine.connect() as plain:
             connection = plain.execution_options(begin="IMMEDIATE")

@@ -34,7 +34,7 @@ _MOST_ELEMENTS: Final = 2**53
 
 def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
     """Register a launch; sent again (by another rank, say) it keeps the lowest first step."""
-    require_run(connection, run_id)
+    require_run(connection, run_id, lock=True)
     table = schema.attempt
     mine = (table.c.run_id == run_id, table.c.launch_id == create.launch_id)
     known = connection.execute(select(table).where(*mine)).first()
@@ -61,7 +61,7 @@ def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCrea
 
 def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate, now: float) -> None:
     """Register a stream, or extend the one of this id."""
-    require_run(connection, run_id)
+    require_run(connection, run_id, lock=True)
     _check_names(create)
     table = schema.attempt
     attempt = connection.execute(

@@ -10,6 +10,8 @@ down_revision = "0001"
 
 _ID = sa.String(64)
 _NAME = sa.String(512)
+_PARTITIONS = 8
+_BY_RUN = "HASH (run_id)"
 
 
 def _key(*names: str) -> list[sa.Column[int]]:
@@ -18,6 +20,27 @@ def _key(*names: str) -> list[sa.Column[int]]:
 
 def upgrade() -> None:
     """Create the tables of chunks; reports sealed so far: none."""
+    _create_tables()
+    if op.get_bind().dialect.name == "postgresql":
+        _for_postgresql()
+
+
+def _for_postgresql() -> None:
+    """Partitions by run, and blocks stored as they are: a slice of one is then read without the rest."""
+    for table in ("point_chunk", "model_chunk", "layer_chunk", "scalar_chunk"):
+        column = "points" if table == "point_chunk" else "data"
+        op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STORAGE EXTERNAL")
+        for number in range(_PARTITIONS):
+            op.execute(
+                f"CREATE TABLE {table}_{number} PARTITION OF {table} "
+                f"FOR VALUES WITH (MODULUS {_PARTITIONS}, REMAINDER {number})"
+            )
+    for column in ("model", "statistics"):
+        op.execute(f"ALTER TABLE report ALTER COLUMN {column} SET STORAGE EXTERNAL")
+
+
+def _create_tables() -> None:
+    op.create_table("seal_claim", sa.Column("run_id", _ID, primary_key=True))
     op.add_column("run_latest", sa.Column("sealed", sa.Text, nullable=False, server_default="[]"))
     op.create_table(
         "entry",
@@ -36,6 +59,7 @@ def upgrade() -> None:
         sa.Column("points", sa.LargeBinary, nullable=False),
         sa.Column("contributor_ranks", sa.LargeBinary, nullable=False),
         sa.Column("contributors", sa.LargeBinary, nullable=False),
+        postgresql_partition_by=_BY_RUN,
     )
     op.create_table(
         "model_chunk",
@@ -46,6 +70,7 @@ def upgrade() -> None:
         sa.Column("point_count", sa.Integer, nullable=False),
         sa.Column("entries", sa.LargeBinary, nullable=False),
         sa.Column("data", sa.LargeBinary, nullable=False),
+        postgresql_partition_by=_BY_RUN,
     )
     op.create_table(
         "layer_chunk",
@@ -54,6 +79,7 @@ def upgrade() -> None:
         sa.Column("point_count", sa.Integer, nullable=False),
         sa.Column("layer_count", sa.Integer, nullable=False),
         sa.Column("data", sa.LargeBinary, nullable=False),
+        postgresql_partition_by=_BY_RUN,
     )
     op.create_table(
         "scalar_chunk",
@@ -63,4 +89,5 @@ def upgrade() -> None:
         sa.Column("part", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("point_count", sa.Integer, nullable=False),
         sa.Column("data", sa.LargeBinary, nullable=False),
+        postgresql_partition_by=_BY_RUN,
     )

@@ -1,0 +1,154 @@
+"""PostgreSQL: any number of servers on one database, nothing shared but it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Final
+
+from sqlalchemy import Connection, Engine, create_engine, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import ArgumentError, OperationalError
+
+from collage_server.errors import StoreUnusable
+from collage_server.store import schema
+from collage_server.store.contract import SealLimits
+from collage_server.store.database import SqlStore
+from collage_server.store.journal import REPORT_COLUMNS, ReportRow
+from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
+
+__all__ = ["PostgresqlStore"]
+
+_ARRAYS: Final = {
+    "run_id": "%s::text[]",
+    "stream_id": "%s::text[]",
+    "seq": "%s::bigint[]",
+    "step": "%s::bigint[]",
+    "time": "%s::float8[]",
+    "scalars": "%s::text[]",
+    "statistic_count": "%s::int[]",
+    "layer_count": "%s::int[]",
+    "model": "%b::bytea[]",
+    "statistics": "%b::bytea[]",
+}
+_INSERT: Final = (
+    f"INSERT INTO report ({', '.join(REPORT_COLUMNS)}) "
+    f"SELECT * FROM unnest({', '.join(_ARRAYS[name] for name in REPORT_COLUMNS)}) "
+    "ON CONFLICT DO NOTHING RETURNING stream_id, seq"
+)
+_DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
+_MIGRATION_LOCK: Final = 7_420_001
+
+
+class PostgresqlStore(SqlStore):
+    """A store at a SQLAlchemy URL. Rows are locked where two processes would otherwise decide on the same one.
+
+    `unsafe` serves a cluster that may lose what it acknowledged.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        stale_after_seconds: float,
+        limits: SealLimits | None = None,
+        unsafe: bool = False,
+        lock_timeout_seconds: float = 5.0,
+    ) -> None:
+        super().__init__(stale_after_seconds, limits or SealLimits())
+        self._url = url
+        self._unsafe = unsafe
+        self._lock_timeout_seconds = lock_timeout_seconds
+
+    def migrate(self) -> None:
+        """Bring the schema up to date, one process at a time; a lock that is not to be had is an error, no wait.
+
+        Raises:
+            StoreUnusable: the schema is newer than this server, or some table stays locked by others.
+        """
+        engine = self._connect()
+        try:
+            with engine.begin() as connection:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _MIGRATION_LOCK})
+                connection.execute(text(f"SET LOCAL lock_timeout = {int(1000 * self._lock_timeout_seconds)}"))
+                migrate(connection)
+        except OperationalError as error:
+            raise StoreUnusable(f"the schema cannot be changed now: {error.orig}; try again") from error
+        finally:
+            engine.dispose()
+
+    def _connect(self) -> Engine:
+        try:
+            url = self._url.replace("postgresql://", "postgresql+psycopg://", 1)
+            engine = create_engine(url, pool_size=10, max_overflow=30)
+        except (ArgumentError, ModuleNotFoundError) as error:
+            raise StoreUnusable(f"the database URL cannot be used: {error}") from error
+        try:
+            with engine.connect() as connection:
+                self._check_durability(connection)
+        except OperationalError as error:
+            engine.dispose()
+            raise StoreUnusable(f"PostgreSQL does not answer: {error.orig}") from error
+        except StoreUnusable:
+            engine.dispose()
+            raise
+        return engine
+
+    def _check_durability(self, connection: Connection) -> None:
+        """An answer promises durability; a cluster that does not keep that promise is refused."""
+        off = [f"{name} = off" for name in _DURABLE if connection.execute(text(f"SHOW {name}")).scalar() == "off"]
+        if off and not self._unsafe:
+            raise StoreUnusable(
+                f"PostgreSQL runs with {' and '.join(off)}: it may lose what this server has acknowledged; "
+                "switch it on, or set COLLAGE_SERVER_UNSAFE_DATABASE=1 to accept that"
+            )
+
+    def _prepare_schema(self) -> None:
+        with self.engine.connect() as connection:
+            current = current_revision(connection)
+        if current == head_revision():
+            return
+        if current is None or current in known_revisions():
+            raise StoreUnusable(
+                f"the database has schema revision {current}, this server needs {head_revision()}; "
+                "run `collage-monitor migrate` with the same --database first"
+            )
+        raise StoreUnusable(
+            f"the database has schema revision {current!r}, which this server does not know: a newer server "
+            "made it; start that version or a later one"
+        )
+
+    @contextmanager
+    def _begin_reading(self) -> Iterator[Connection]:
+        with self.engine.connect() as plain:
+            connection = plain.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def _begin_writing(self) -> Iterator[Connection]:
+        with self.engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def _claim(self, run_id: str) -> Iterator[bool]:
+        """The run's claim is a row lock: it ends with this process, however that ends."""
+        table = schema.seal_claim
+        with self._begin_writing() as connection:
+            connection.execute(insert(table).values(run_id=run_id).on_conflict_do_nothing())
+        with self._begin_writing() as connection:
+            mine = select(table.c.run_id).where(table.c.run_id == run_id).with_for_update(skip_locked=True)
+            yield connection.execute(mine).first() is not None
+
+    def _insert_reports(self, connection: Connection, rows: Sequence[ReportRow]) -> list[bool]:
+        if not rows:
+            return []
+        with closing(connection.connection.cursor()) as cursor:
+            cursor.execute(_INSERT, [list(column) for column in zip(*rows, strict=True)])
+            fresh = set(cursor.fetchall())
+        flags = []
+        for row in rows:
+            key = (row[1], row[2])
+            flags.append(key in fresh)
+            fresh.discard(key)
+        return flags

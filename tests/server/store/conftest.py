@@ -1,0 +1,47 @@
+"""The PostgreSQL cluster of the session, and a fresh migrated database a test."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+
+import pytest
+from collage_server.store import PostgresqlStore
+
+from tests.server.store.postgresql import Cluster, programs_or_skip
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A running cluster with a migrated template database."""
+    programs = programs_or_skip()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(folder, programs)
+        cluster.create()
+        cluster.start()
+        try:
+            cluster.execute("CREATE DATABASE migrated")
+            PostgresqlStore(cluster.url("migrated"), stale_after_seconds=600.0).migrate()
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+@pytest.fixture
+def database(cluster):
+    """The URL of a fresh database with this server's schema."""
+    name = f"test_{next(_numbers)}"
+    cluster.execute(f"CREATE DATABASE {name} TEMPLATE migrated")
+    yield cluster.url(name)
+    cluster.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def empty_database(cluster):
+    """The URL of a database without tables."""
+    name = f"test_{next(_numbers)}"
+    cluster.execute(f"CREATE DATABASE {name}")
+    yield cluster.url(name)
+    cluster.execute(f"DROP DATABASE {name} WITH (FORCE)")

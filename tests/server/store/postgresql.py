@@ -1,0 +1,104 @@
+"""A PostgreSQL cluster of the tests' own: made in a temporary folder, ended with the session."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Cluster", "find_programs", "programs_or_skip"]
+
+PROGRAMS = ("initdb", "postgres", "pg_isready", "psql")
+SETTINGS = ("max_connections=80", "shared_buffers=64MB", "listen_addresses=", "log_min_messages=fatal")
+
+
+def find_programs():
+    """The folder that holds the programs, or None; Debian keeps them off the path, by version."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    on_path = shutil.which("initdb")
+    found += [Path(on_path).resolve().parent] if on_path else []
+    return next((folder for folder in found if all((folder / name).exists() for name in PROGRAMS)), None)
+
+
+def programs_or_skip():
+    """The programs; without them the test is skipped, under CI it fails."""
+    programs = find_programs()
+    if programs is None:
+        if os.environ.get("CI"):
+            pytest.fail("no PostgreSQL programs (initdb, postgres); install postgresql")
+        pytest.skip("no PostgreSQL programs (initdb, postgres) on this machine")
+    return programs
+
+
+class Cluster:
+    """One server process on a Unix socket in `folder`; PostgreSQL refuses root, so root hands it to `postgres`."""
+
+    def __init__(self, folder, programs, settings=SETTINGS):
+        self.folder = Path(folder)
+        self.programs = programs
+        self.settings = settings
+        self.user = "postgres" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def create(self):
+        """initdb."""
+        if os.geteuid() == 0:
+            shutil.chown(self.folder, self.user)
+        arguments = ["-D", str(self.folder / "data"), "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync"]
+        subprocess.run([self.programs / "initdb", *arguments], check=True, capture_output=True, **self._identity())
+
+    def start(self):
+        """Start, and wait until it accepts connections."""
+        options = [part for setting in self.settings for part in ("-c", setting)]
+        command = [self.programs / "postgres", "-D", self.folder / "data", "-k", self.folder, *options]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self._identity()
+        )
+        ready = [self.programs / "pg_isready", "-h", str(self.folder), "-t", "1", "-q"]
+        for _ in range(300):
+            if subprocess.run(ready).returncode == 0:
+                return
+            assert self.process.poll() is None, "postgres ended at once"
+        raise TimeoutError("postgres did not accept connections")
+
+    def kill(self):
+        """As a power cut would: no shutdown checkpoint. Its children notice and end."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def stop(self):
+        """Fast shutdown."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+    def url(self, database):
+        """The SQLAlchemy URL of a database."""
+        return f"postgresql://postgres@/{database}?host={self.folder}"
+
+    def execute(self, statement, database="postgres"):
+        """Run one statement with psql."""
+        command = [
+            "psql",
+            "-h",
+            str(self.folder),
+            "-U",
+            "postgres",
+            "-d",
+            database,
+            "-v",
+            "ON_ERROR_STOP=1",
+            "-qAtc",
+        ]
+        return subprocess.run([*command, statement], check=True, capture_output=True, text=True).stdout.strip()
+
+    def _identity(self):
+        return {"user": self.user, "cwd": "/"} if os.geteuid() == 0 else {"cwd": "/"}

@@ -1,0 +1,281 @@
+"""PostgreSQL under the contract, and what only PostgreSQL has: several servers, partitions, refused clusters."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from collage_server.errors import Busy, Gone, StoreUnusable, Unprocessable
+from collage_server.store import PostgresqlStore, ReportGroup, Selection
+from collage_server.store.migrate import head_revision
+from collage_server.store.schema import metadata
+from sqlalchemy import text
+
+from collage_monitor import wire
+from tests.server.samples import report
+from tests.server.store.contract import LIMITS, NOW, StoreContract
+from tests.server.store.postgresql import Cluster, programs_or_skip
+from tests.server.store.sealing import SealingContract, seal_all, seen, unchanged
+
+ALL = Selection()
+
+
+def opened(url, **more):
+    store = PostgresqlStore(url, stale_after_seconds=600.0, limits=LIMITS, **more)
+    store.open()
+    return store
+
+
+@pytest.fixture
+def store(database):
+    store = opened(database)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def reopen(store, database):
+    again = []
+
+    def reopened():
+        store.close()
+        again.append(opened(database))
+        return again[0]
+
+    yield reopened
+    for entry in again:
+        entry.close()
+
+
+class TestPostgresql(StoreContract):
+    """The contract on PostgreSQL."""
+
+
+class TestPostgresqlSealing(SealingContract):
+    """Sealing on PostgreSQL."""
+
+
+def test_the_migrated_schema_is_that_of_the_code(store):
+    def ours(_object, name, kind, reflected, _compared):
+        return not (kind == "table" and reflected and name.rpartition("_")[2].isdigit())
+
+    with store.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "include_object": ours})
+        assert context.get_current_revision() == head_revision()
+        assert compare_metadata(context, metadata) == []
+
+
+def test_chunks_are_partitioned_by_run_and_blocks_stored_as_they_are(store):
+    with store.engine.connect() as connection:
+        strategies = dict(
+            connection.execute(text("SELECT partrelid::regclass::text, partstrat FROM pg_partitioned_table")).all()
+        )
+        storage = connection.execute(
+            text(
+                "SELECT attstorage FROM pg_attribute "
+                "WHERE attrelid = 'layer_chunk_3'::regclass AND attname = 'data'"
+            )
+        ).scalar()
+    assert strategies == dict.fromkeys(("point_chunk", "model_chunk", "layer_chunk", "scalar_chunk"), "h")
+    assert storage == "e"
+
+
+def test_an_empty_database_is_refused_until_it_is_migrated(empty_database):
+    with pytest.raises(StoreUnusable, match="collage-monitor migrate"):
+        opened(empty_database)
+    store = PostgresqlStore(empty_database, stale_after_seconds=600.0)
+    store.migrate()
+    store.migrate()
+    opened(empty_database).close()
+
+
+def test_a_newer_schema_is_refused_with_a_sentence(store, database):
+    with store.engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(StoreUnusable, match="a newer server"):
+        opened(database)
+
+
+def test_servers_migrating_at_once_do_it_once(empty_database):
+    errors = []
+
+    def migrate():
+        try:
+            PostgresqlStore(empty_database, stale_after_seconds=600.0).migrate()
+        except StoreUnusable as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=migrate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    opened(empty_database).close()
+
+
+def test_a_wrong_address_is_a_sentence():
+    with pytest.raises(StoreUnusable, match="does not answer"):
+        opened("postgresql://nobody@/none?host=/nonexistent")
+    with pytest.raises(StoreUnusable, match="URL"):
+        opened("no url at all")
+
+
+def test_text_that_it_cannot_hold_is_refused(store):
+    with pytest.raises(Unprocessable):
+        store.create_run("p", wire.RunCreate(run_id="r1", name="a\0b"), NOW)
+
+
+@pytest.mark.parametrize("setting", ["fsync=off", "synchronous_commit=off"])
+def test_a_cluster_that_may_lose_what_it_acknowledged_is_refused(setting):
+    programs = programs_or_skip()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(folder, programs, ("listen_addresses=", "shared_buffers=16MB", setting))
+        cluster.create()
+        cluster.start()
+        try:
+            name = setting.partition("=")[0]
+            with pytest.raises(StoreUnusable, match=f"{name} = off"):
+                opened(cluster.url("postgres"))
+            store = PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0, unsafe=True)
+            store.migrate()
+            store.open()
+            store.close()
+        finally:
+            cluster.stop()
+
+
+def test_two_servers_take_the_same_reports_and_store_each_once(store, database):
+    other = opened(database)
+    stream = StoreContract.fill(store)
+    accepted = []
+
+    def send(server, order):
+        for seq in order:
+            outcome = server.append([ReportGroup(stream, [report(seq, seq + 1)])], NOW)[0]
+            accepted.append(outcome.accepted)
+
+    threads = [
+        threading.Thread(target=send, args=(store, range(60))),
+        threading.Thread(target=send, args=(other, range(59, -1, -1))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(accepted) == 60
+    for server in (store, other):
+        [known] = server.streams("r1")
+        assert (known.reports, known.last_seq, known.last_step) == (60, 59, 60)
+        assert server.latest("r1").step == 60
+        assert server.run("r1").scalars["loss"].step == 60
+    unchanged(seen(store), seen(other))
+    other.close()
+
+
+def test_two_servers_creating_the_same_things_make_one_of_each(store, database):
+    servers = [store, opened(database)]
+    attempts, errors = [], []
+
+    def create(server, launch):
+        try:
+            for i in range(10):
+                server.create_run("p", wire.RunCreate(run_id=f"r{i}"), NOW)
+                create = wire.AttemptCreate(launch_id=launch, first_step=1)
+                attempts.append((i, launch, server.create_attempt(f"r{i}", create, NOW).attempt))
+                server.create_attempt(f"r{i}", wire.AttemptCreate(launch_id="shared", first_step=1), NOW)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=create, args=(server, f"launch-{number}")) for number, server in enumerate(servers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for i in range(10):
+        numbers = [attempt.attempt for attempt in store.run(f"r{i}").attempts]
+        assert numbers == [1, 2, 3]
+    servers[1].close()
+
+
+def test_only_one_server_seals_a_run_at_a_time(store, database):
+    other = opened(database)
+    stream = StoreContract.fill(store)
+    StoreContract.append(store, stream, *(report(i, i + 1) for i in range(40)))
+    with store._claim("r1") as mine:
+        assert mine
+        assert not other.seal("r1", NOW)
+    assert other.seal("r1", NOW)
+    other.close()
+
+
+def test_a_run_can_be_deleted_while_another_server_seals_it(store, database):
+    """The sealer holds its claim and then wants the run; the deletion holds the run: it must not want the claim."""
+    other = opened(database)
+    StoreContract.fill(store)
+    with store._claim("r1"):
+        other.delete_run("r1", NOW)
+    with pytest.raises(Gone):
+        store.seal("r1", NOW)
+    other.close()
+
+
+def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, database):
+    other = opened(database)
+    stream = StoreContract.fill(store)
+    done = threading.Event()
+
+    def seal(server):
+        while not done.is_set():
+            server.seal("r1", NOW)
+
+    sealers = [threading.Thread(target=seal, args=(server,)) for server in (store, other)]
+    for thread in sealers:
+        thread.start()
+    for start in range(0, 200, 10):
+        server = store if start % 20 else other
+        server.append([ReportGroup(stream, [report(i, i + 1) for i in range(start, start + 10)])], NOW)
+    done.set()
+    for thread in sealers:
+        thread.join()
+    seal_all(store)
+    assert store.streams("r1")[0].reports == 200
+    assert store.model_points("r1", ["lost"], ALL).steps.tolist() == list(range(1, 201))
+    again = other.append([ReportGroup(stream, [report(i, i + 1) for i in range(200)])], NOW)[0]
+    assert (again.accepted, again.duplicates) == (0, 200)
+    other.close()
+
+
+def test_what_was_acknowledged_survives_a_killed_cluster():
+    programs = programs_or_skip()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(folder, programs)
+        cluster.create()
+        cluster.start()
+        store = PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0, limits=LIMITS)
+        store.migrate()
+        store.open()
+        try:
+            stream = StoreContract.fill(store)
+            accepted = sum(StoreContract.append(store, stream, report(i, i + 1)).accepted for i in range(20))
+            cluster.kill()
+            with pytest.raises(Busy):
+                StoreContract.append(store, stream, report(20, 21))
+            cluster.start()
+            for _ in range(20):
+                try:
+                    accepted += StoreContract.append(store, stream, report(20, 21)).accepted
+                    break
+                except Busy:
+                    continue
+            assert accepted == 21
+            assert store.streams("r1")[0].reports == 21
+        finally:
+            store.close()
+            cluster.stop()
