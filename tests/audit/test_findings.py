@@ -28,7 +28,7 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def audited(tmp_path, model, optimizer=None, change=None, learning_rate=None):
+def audited(tmp_path, model, optimizer=None, *, change=None, learning_rate=None):
     """The audit after `change(weights, states)` has damaged the checkpoint."""
     content = {"model": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
     if optimizer is not None:
@@ -73,7 +73,7 @@ def test_a_dropped_component_is_found(tmp_path, key):
         for state in states.values():
             del state[key]
 
-    audit = audited(tmp_path, *trained(collage("plus")), drop)
+    audit = audited(tmp_path, *trained(collage("plus")), change=drop)
     (finding,) = [finding for finding in audit.findings if finding.code == "component-missing"]
     assert finding.severity == "problem"
     assert len(finding.layers) == 6
@@ -84,7 +84,7 @@ def test_a_dropped_master_weight_is_found(tmp_path):
     audit = audited(
         tmp_path,
         *trained(collage("master-weights")),
-        lambda weights, states: [state.pop("master_parameter") for state in states.values()],
+        change=lambda weights, states: [state.pop("master_parameter") for state in states.values()],
     )
     assert "component-missing" in codes(audit, "problem")
 
@@ -93,7 +93,7 @@ def test_a_zeroed_low_component_is_found(tmp_path):
     def zero(weights, states):
         states[0]["parameter_low"] = torch.zeros_like(states[0]["parameter_low"])
 
-    audit = audited(tmp_path, *trained(collage("light")), zero)
+    audit = audited(tmp_path, *trained(collage("light")), change=zero)
     (finding,) = [finding for finding in audit.findings if finding.code == "residual-zero"]
     assert finding.layers == ["0.weight"]
 
@@ -102,14 +102,14 @@ def test_a_low_component_of_other_weights_is_found(tmp_path):
     def shrink(weights, states):
         weights["2.weight"].mul_(2**-6)
 
-    audit = audited(tmp_path, *trained(collage("light")), shrink)
+    audit = audited(tmp_path, *trained(collage("light")), change=shrink)
     (finding,) = [finding for finding in audit.findings if finding.code == "residual-foreign"]
     assert finding.layers == ["2.weight"]
 
 
 def test_a_weight_changed_without_its_master_is_found(tmp_path):
     audit = audited(
-        tmp_path, *trained(collage("master-weights")), lambda weights, states: weights["0.weight"].mul_(1.5)
+        tmp_path, *trained(collage("master-weights")), change=lambda weights, states: weights["0.weight"].mul_(1.5)
     )
     assert [f.layers for f in audit.findings if f.code == "master-stale"] == [["0.weight"]]
 
@@ -119,7 +119,7 @@ def test_a_master_weight_that_went_through_bfloat16_is_found(tmp_path):
         for state in states.values():
             state["master_parameter"] = state["master_parameter"].bfloat16().float()
 
-    audit = audited(tmp_path, *trained(collage("master-weights")), cast)
+    audit = audited(tmp_path, *trained(collage("master-weights")), change=cast)
     (finding,) = [finding for finding in audit.findings if finding.code == "master-rounded"]
     assert set(finding.layers) == {"0.weight", "2.weight"}
 
@@ -160,7 +160,7 @@ def test_states_cast_beside_float32_weights_are_found(tmp_path):
         for state in states.values():
             state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
 
-    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), cast)
+    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), change=cast)
     assert "states-cast" in codes(audit, "warning")
 
 
@@ -170,7 +170,7 @@ def test_float32_weights_that_went_through_16_bits_are_found(tmp_path, dtype):
         for name in weights:
             weights[name] = weights[name].to(dtype).float()
 
-    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), cast)
+    audit = audited(tmp_path, *trained(adamw, dtype=torch.float32), change=cast)
     (finding,) = [finding for finding in audit.findings if finding.code == "weights-cast"]
     assert str(dtype).removeprefix("torch.") in finding.text
 
@@ -181,7 +181,7 @@ def test_what_is_not_finite_is_found(tmp_path, value):
         weights["0.bias"][3] = value
         states[2]["exp_avg"][1] = value
 
-    audit = audited(tmp_path, *trained(adamw), break_one)
+    audit = audited(tmp_path, *trained(adamw), change=break_one)
     (finding,) = [finding for finding in audit.findings if finding.code == "nonfinite"]
     assert finding.layers == ["0.bias (weight)", "1.weight (exp_avg)"]
 
@@ -200,13 +200,13 @@ def test_a_compensation_of_another_library_is_recognised(tmp_path):
     model, optimizer = trained(collage("kahan"))
     for group in optimizer.param_groups:
         del group["strategy"]
-    audit = audited(tmp_path, model, optimizer, rename)
+    audit = audited(tmp_path, model, optimizer, change=rename)
     assert [entry.strategy for entry in audit.kept] == ["light or kahan"]
 
 
 def test_states_that_lack_for_some_parameters_are_named(tmp_path):
     model, optimizer = trained(lambda model: torch.optim.AdamW(model.named_parameters(), lr=1e-3))
-    audit = audited(tmp_path, model, optimizer, lambda weights, states: states.pop(1))
+    audit = audited(tmp_path, model, optimizer, change=lambda weights, states: states.pop(1))
     (finding,) = [finding for finding in audit.findings if finding.code == "no-state"]
     assert finding.layers == ["0.bias"]
 

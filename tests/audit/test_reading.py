@@ -136,7 +136,7 @@ def test_where_order_does_not_tell_it_says_so(tmp_path):
 
 def test_named_parameters_need_no_order(tmp_path):
     def named(model):
-        return torch.optim.AdamW(list(reversed(list(model.named_parameters()))), lr=1e-3)
+        return torch.optim.AdamW([*model.named_parameters()][::-1], lr=1e-3)
 
     model, optimizer = trained(named)
     kept, _ = kept_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))

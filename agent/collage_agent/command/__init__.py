@@ -1,1 +1,1 @@
-"""The agent's verbs of `collage-monitor`: run, doctor, audit."""
+"""The agent's verbs of `collage-monitor`: run, audit, doctor, replay."""
