@@ -25,6 +25,7 @@ _SECRET = frozenset({"token"})
 _PASSWORD = re.compile(r"(://[^/@\s:]*:)[^/@\s]*@")
 _POSITIVE = (
     "body_bytes",
+    "decompressed_bytes",
     "in_flight_bytes",
     "commit_bytes",
     "seal_interval_seconds",
@@ -56,6 +57,7 @@ class Settings:
     token: str | None = field(default=None, repr=False)
     no_auth: bool = False
     body_bytes: int = LIMITS["body_bytes"]
+    decompressed_bytes: int = 64 * 2**20
     in_flight_bytes: int = 128 * 2**20
     commit_bytes: int = 16 * 2**20
     stale_after_seconds: float = 600.0

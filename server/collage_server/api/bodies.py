@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from collage_monitor import wire
 from collage_monitor.errors import WireError
+from collage_server.api.encodings import checked_encoding, decompress, decompressed_bound
 from collage_server.components import components_of
 from collage_server.errors import BadRequest, TooLarge, Unprocessable, UnsupportedMediaType
+from collage_server.ingest import Held
 
-__all__ = ["content_type_of", "declared_size", "message", "read_body", "unreadable"]
+__all__ = ["content_type_of", "declared_size", "held_body", "message", "read_body", "unreadable"]
 
 _Message = TypeVar("_Message")
+_JSON_GROWTH: Final = 16
 
 
 def content_type_of(request: Request) -> str:
     """The content type: msgpack or JSON, JSON when none is given.
 
     Raises:
-        UnsupportedMediaType: another type, or an encoded body.
+        UnsupportedMediaType: another type.
     """
     given = request.headers.get("content-type", wire.JSON).partition(";")[0].strip().lower()
     if given not in {wire.JSON, wire.MSGPACK}:
         raise UnsupportedMediaType(
             f"content type {given!r} is not spoken here; send {wire.MSGPACK} or {wire.JSON}", field="Content-Type"
-        )
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        raise UnsupportedMediaType(
-            f"content encoding {encoding!r} is not spoken here; send the body plain", field="Content-Encoding"
         )
     return given
 
@@ -52,12 +53,43 @@ def declared_size(request: Request, limit: int) -> int:
     return int(text)
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body, refused as soon as it grows beyond the limit.
+@contextmanager
+def held_body(request: Request) -> Iterator[Held]:
+    """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     Raises:
-        TooLarge: more bytes than `body_bytes`.
+        Busy: there is none.
     """
+    components = components_of(request)
+    with components.in_flight.hold(declared_size(request, components.settings.body_bytes)) as held:
+        yield held
+
+
+async def read_body(request: Request, held: Held) -> bytes:
+    """The whole body, decompressed, refused as soon as it grows beyond its limit.
+
+    `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.
+
+    Raises:
+        TooLarge: more bytes than `body_bytes`, or `decompressed_bytes` behind an encoding.
+        BadRequest: not what its Content-Encoding says.
+        UnsupportedMediaType: an encoding that is not spoken here.
+        Busy: the decompressed body does not fit beside what is in flight.
+    """
+    settings = components_of(request).settings
+    is_json = content_type_of(request) == wire.JSON
+    encoding = checked_encoding(request.headers.get("content-encoding", "identity"))
+    body = await _read_sent(request)
+    if encoding != "identity":
+        limit = settings.body_bytes if is_json else settings.decompressed_bytes
+        bound = decompressed_bound(body, encoding, limit)
+        held.resize(len(body) + bound)
+        body = await run_in_threadpool(decompress, body, encoding, bound)
+    held.resize(len(body) * (_JSON_GROWTH if is_json else 1))
+    return body
+
+
+async def _read_sent(request: Request) -> bytes:
     limit = components_of(request).settings.body_bytes
     declared_size(request, limit)
     parts: list[bytes] = []
@@ -82,7 +114,11 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
         Unprocessable: decodable, but a field is of a wrong type or beyond its bound.
     """
     content_type = content_type_of(request)
-    data = await read_body(request)
+    with held_body(request) as held:
+        return _decoded(await read_body(request, held), kind, content_type)
+
+
+def _decoded(data: bytes, kind: type[_Message], content_type: str) -> _Message:
     limit = wire.LIMITS["config_bytes"]
     if len(data) > limit and kind is wire.RunCreate:
         raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)

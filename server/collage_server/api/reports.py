@@ -12,7 +12,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.api.answers import answer, describes
-from collage_server.api.bodies import content_type_of, declared_size, read_body, unreadable
+from collage_server.api.bodies import content_type_of, held_body, read_body, unreadable
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest import check_batch
@@ -28,8 +28,8 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
     """Store a batch of reports exactly once; a bad report is named in `rejected`, its neighbours are kept."""
     components = components_of(request)
     content_type = content_type_of(request)
-    with components.in_flight.hold(declared_size(request, components.settings.body_bytes)):
-        body = await read_body(request)
+    with held_body(request) as held:
+        body = await read_body(request, held)
         try:
             batch = wire.decode_batch(body, content_type)
         except WireError as error:

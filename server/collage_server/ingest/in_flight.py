@@ -1,4 +1,4 @@
-"""Back-pressure: bytes of report bodies that are read but not yet acknowledged."""
+"""Back-pressure: bytes of request bodies that are read but not yet answered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from collage_server.errors import Busy
 
-__all__ = ["InFlight"]
+__all__ = ["Held", "InFlight"]
 
 
 class InFlight:
@@ -18,7 +18,7 @@ class InFlight:
         self.bytes = 0
 
     @contextmanager
-    def hold(self, size: int) -> Iterator[None]:
+    def hold(self, size: int) -> Iterator[Held]:
         """Take `size` bytes from the budget while the context lasts.
 
         A single body always passes when nothing else is in flight, however small the budget.
@@ -26,14 +26,34 @@ class InFlight:
         Raises:
             Busy: they do not fit.
         """
-        if self.bytes and self.bytes + size > self.limit:
+        held = Held(self)
+        held.resize(size)
+        try:
+            yield held
+        finally:
+            self.bytes -= held.size
+
+
+class Held:
+    """One request's part of the budget."""
+
+    def __init__(self, budget: InFlight) -> None:
+        self.size = 0
+        self._budget = budget
+
+    def resize(self, size: int) -> None:
+        """Hold so many bytes from now on.
+
+        Raises:
+            Busy: they do not fit beside what others hold.
+        """
+        others = self._budget.bytes - self.size
+        if size > self.size and others and others + size > self._budget.limit:
             raise Busy(
-                f"{self.bytes} bytes of reports are in flight, at most {self.limit}; send this batch again later",
-                limit=self.limit,
+                f"{others} bytes of other bodies are in flight, at most {self._budget.limit} in all; "
+                "send this one again later",
+                limit=self._budget.limit,
                 retry_after_seconds=1,
             )
-        self.bytes += size
-        try:
-            yield
-        finally:
-            self.bytes -= size
+        self._budget.bytes = others + size
+        self.size = size
