@@ -8,6 +8,7 @@ what these return. `Working` computes in the tensors' own wide format (fp32 in a
 from functools import lru_cache
 from typing import Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -55,7 +56,6 @@ class Workspace:
         self._device = device
         self._buffers: list[Tensor] = []
         self._taken = 0
-        self._double: Tensor | None = None
 
     def restart(self) -> None:
         """Begin a new chunk: all buffers are free again."""
@@ -68,19 +68,15 @@ class Workspace:
         self._taken += 1
         return self._buffers[self._taken - 1][:elements]
 
-    def double(self, elements: int) -> Tensor:
-        """The one fp64 scratch vector."""
-        if self._double is None:
-            self._double = torch.empty(self._elements, dtype=torch.float64, device=self._device)
-        return self._double[:elements]
-
 
 class Working:
     """Wide arithmetic: every operation in the operands' own format, into scratch where a workspace is given.
 
     Only products, sums and quotients, which are rounded correctly everywhere, so that results don't depend on the
-    position of an element or on the machine; the square root goes through fp64 because fp32's own is off by an
-    ulp for a fifth of all inputs on some of them.
+    position of an element or on the machine. torch's fp32 square root is off by an ulp for a fifth of all inputs on
+    some machines: numpy's is the processor's and correct, and so is fp64's rounded to fp32, elsewhere.
+    Without a workspace results are new tensors of `dtype` (the exact rule, the compiled step), and the root may be
+    taken in another format.
     """
 
     def __init__(
@@ -122,7 +118,12 @@ class Working:
     def square_root(self, a: Tensor) -> Tensor:
         if self._workspace is None:
             return a.to(self._root_dtype).sqrt().to(a.dtype)
-        return self.take(a).copy_(self._workspace.double(a.numel()).copy_(a).sqrt_())
+        root = self.take(a)
+        if a.device.type != "cpu":
+            return root.copy_(a.to(torch.float64).sqrt_())
+        with numpy.errstate(invalid="ignore"):
+            numpy.sqrt(a.numpy(), out=root.numpy())
+        return root
 
     def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
         return state[name].mul_(decay).add_(increment)

@@ -5,6 +5,7 @@ The names are those of the metric catalogue. Everything stays on the device; not
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -60,31 +61,38 @@ def totals_of(observation: Observation) -> Tensor:
         bad, observed = _without_nonfinite(observed)
     u, e = observed.intended, observed.effective
     visible = e if observed.visible is None else observed.visible
-    elements = u.numel()
-    counts = _class_counts(u, e, visible, observed.take)
-    finite = elements - bad
-    # What is left out is zero in u and e alike: it counts as neither wanted nor moved.
-    idle = finite - counts["wanted"]
-    lost = counts["wanted"] - counts["both"]
-    stray = counts["moved"] - counts["both"]
-    distorted = counts["far"] - lost - stray
-    rows = [
-        torch.full_like(bad, elements),
-        bad,
-        idle,
-        stray,
-        lost,
-        distorted,
-        counts["reversed"],
-        finite - idle - lost - distorted,
-        counts["wanted"] - counts["visible_both"],
-        finite - counts["visible_moved"],
-        torch.dot(u, u),
-        torch.dot(u, e),
-        torch.dot(e, e),
-    ]
-    rows += rows[-2:] if visible is e else [torch.dot(u, visible), torch.dot(visible, visible)]
-    return torch.stack([row.to(torch.float64) for row in rows])
+    elements = torch.full((), u.numel(), dtype=u.dtype, device=u.device)
+    sums = [torch.dot(u, u), torch.dot(u, e), torch.dot(e, e)]
+    sums += sums[1:] if visible is e else [torch.dot(u, visible), torch.dot(visible, visible)]
+    raw = [elements, bad, *_sign_sums(u, e, visible, observed.take), *sums]
+    return _class_matrix(u.device) @ torch.stack(raw).to(torch.float64)
+
+
+_RAW = ("elements", "bad", "wanted", "moved", "far", "both", "agreeing", "visible_moved", "visible_both")
+_CLASSES: dict[str, dict[str, float]] = {
+    "elements": {"elements": 1},
+    "nonfinite": {"bad": 1},
+    "idle": {"elements": 1, "bad": -1, "wanted": -1},
+    "stray": {"moved": 1, "both": -1},
+    "lost": {"wanted": 1, "both": -1},
+    "distorted": {"far": 1, "wanted": -1, "moved": -1, "both": 2},
+    "reversed": {"both": 0.5, "agreeing": -0.5},
+    "faithful": {"wanted": 1, "moved": 1, "both": -1, "far": -1},
+    "lost_visible": {"wanted": 1, "visible_both": -1},
+    "unchanged": {"elements": 1, "bad": -1, "visible_moved": -1},
+}
+
+
+@lru_cache(maxsize=8)
+def _class_matrix(device: torch.device) -> Tensor:
+    """fp64 [totals, raw sums]: every class is a combination of the raw counts, and the sums pass through.
+
+    What is left out is zero in u and e alike: it counts as neither wanted nor moved. An element is far from its
+    intention also when only one of the two is zero.
+    """
+    raw = (*_RAW, *STEP_TOTALS[len(_CLASSES) :])
+    rows = [[_CLASSES.get(name, {name: 1.0}).get(column, 0.0) for column in raw] for name in STEP_TOTALS]
+    return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
 def _all_finite(observed: Observation) -> bool:
@@ -105,25 +113,23 @@ def _without_nonfinite(observed: Observation) -> tuple[Tensor, Observation]:
     return torch.dot(bad, bad), Observation(intended, effective, visible, observed.gradient, observed.take)
 
 
-def _class_counts(u: Tensor, e: Tensor, visible: Tensor, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Counts from which the classes follow by subtraction, as sums of products of signs.
+def _sign_sums(u: Tensor, e: Tensor, visible: Tensor, take: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """The raw counts of `_RAW` from "wanted" on, as sums of products of signs.
 
-    A sign does not underflow. With s·t the product of the two signs, Σ (s·t)² counts where both move, and Σ s·t
-    those that agree less those that don't.
+    A sign does not underflow, and sums of whole numbers are exact in fp32 up to 2**24, more than a chunk has.
+    With s·t the product of the two signs, Σ (s·t)² counts where both move, and Σ s·t those that agree less those
+    that don't.
     """
     sign = torch.sign(u, out=take(u))
     moved = torch.sign(e, out=take(u))
-    counts = {"wanted": torch.dot(sign, sign), "moved": torch.dot(moved, moved)}
-    excess = torch.sub(e, u, out=take(u)).abs_()
+    found = [torch.dot(sign, sign), torch.dot(moved, moved)]
     half = torch.mul(u, sign, out=take(u)).mul_(0.5)
-    far = excess.sub_(half).sign_().clamp_(min=0)
-    counts["far"] = torch.dot(far, far)
+    far = torch.sub(e, u, out=take(u)).abs_().sub_(half).sign_().clamp_(min=0)
     agreement = moved.mul_(sign)
-    counts["both"] = torch.dot(agreement, agreement)
-    counts["reversed"] = (counts["both"] - agreement.sum()) * 0.5
+    found += [far.sum(), torch.dot(agreement, agreement), agreement.sum()]
     if visible is e:
-        return {**counts, "visible_both": counts["both"], "visible_moved": counts["moved"]}
+        return [*found, found[1], found[3]]
     moved = torch.sign(visible, out=moved)
-    counts["visible_moved"] = torch.dot(moved, moved)
+    found.append(torch.dot(moved, moved))
     agreement = moved.mul_(sign)
-    return {**counts, "visible_both": torch.dot(agreement, agreement)}
+    return [*found, torch.dot(agreement, agreement)]

@@ -1,0 +1,51 @@
+"""The wide arithmetic's square root is the correctly rounded one, and scratch does not leak into results."""
+
+import math
+from fractions import Fraction
+
+import numpy
+import pytest
+import torch
+from collage_agent.optim.arithmetic import Working, Workspace
+
+
+def workspace(elements, dtype=torch.float32):
+    return Workspace(elements, dtype, torch.device("cpu"))
+
+
+def test_square_root_is_correctly_rounded():
+    """x lies between the squares of the midpoints to the root's two neighbours, in exact rationals."""
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.exp2(torch.randint(-126, 126, (3000,), generator=generator).float())
+    x = torch.rand(3000, generator=generator) * scale
+    root = Working(workspace(3000)).square_root(x)
+    below = torch.nextafter(root, torch.zeros(()))
+    above = torch.nextafter(root, torch.full((), math.inf))
+    rows = zip(*(part.tolist() for part in (x, below, root, above)), strict=True)
+    for value, lower, found, upper in rows:
+        low = (Fraction(lower) + Fraction(found)) / 2
+        high = (Fraction(found) + Fraction(upper)) / 2
+        assert low * low <= Fraction(value) <= high * high
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_with_and_without_scratch_agree(dtype):
+    x = torch.cat(
+        [torch.rand(5000, dtype=dtype), torch.tensor([0.0, -0.0, 1e-45, math.inf, math.nan], dtype=dtype)]
+    )
+    roots = [Working(space, dtype).square_root(x) for space in (None, workspace(x.numel(), dtype))]
+    expected = torch.from_numpy(numpy.sqrt(x.numpy()))
+    torch.testing.assert_close(roots[0], expected, rtol=2.0**-52, atol=0, equal_nan=True)
+    torch.testing.assert_close(roots[1], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_root_of_a_negative_number_is_not_a_number_and_no_warning():
+    assert torch.isnan(Working(workspace(1)).square_root(torch.tensor([-1.0]))).all()
+
+
+def test_buffers_are_handed_out_in_turn_and_again():
+    space = workspace(8)
+    first, second = space.take(8), space.take(4)
+    assert first.data_ptr() != second.data_ptr()
+    space.restart()
+    assert space.take(3).data_ptr() == first.data_ptr()
