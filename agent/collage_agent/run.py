@@ -158,6 +158,12 @@ class Run:
         except Exception as error:
             self._guard.caught("finish", error)
 
+    def stop(self, seconds: float) -> None:
+        """Send or keep what is queued and report no more; the run stays open, because the job may be resumed."""
+        self._finished = True
+        if self._outlet is not None:
+            self._outlet.finish(None, seconds)
+
     def begin_in_child_process(self) -> None:
         """After a fork: a stream of its own, made when the child reports something; the parent keeps the run."""
         outlet, self._outlet = self._outlet, None

@@ -18,6 +18,7 @@ from collage_agent.measurement import Measurement
 from collage_agent.options import DEFAULTS, Exclude
 from collage_agent.run import Run
 from collage_agent.settings import read_settings, watch_defaults
+from collage_agent.termination import TerminationHandler
 from collage_agent.transport import Transport
 from collage_agent.watch import Watch
 from collage_agent.watch import watch as attach_watch
@@ -64,6 +65,12 @@ class _Session:
         self.runs_begun = 0
         self.waiting: list[tuple[weakref.ref[Watch], _WatchReporter]] = []
         self.handlers_registered = False
+        self.termination = TerminationHandler(self.flush_before_death)
+
+    def flush_before_death(self, seconds: float) -> None:
+        """Send or keep what is queued; the run stays open for a resumed attempt."""
+        if self.run is not None:
+            self.run.stop(seconds)
 
     def begin(self, run: Run) -> None:
         self.run = run
@@ -131,6 +138,8 @@ def init(
     if _SESSION.run is not None:
         _SESSION.run.finish()
     _SESSION.register_handlers()
+    if settings.mode != "disabled":
+        _SESSION.termination.install()
     run = Run(settings, make_identity(settings.run_id, nth_run=_SESSION.runs_begun), transport)
     _SESSION.begin(run)
     return run
@@ -201,6 +210,7 @@ def finish() -> None:
     if _SESSION.run is not None:
         _SESSION.run.finish()
         _SESSION.run = None
+        _SESSION.termination.uninstall()
 
 
 def current_run() -> Run | None:
@@ -216,5 +226,7 @@ def _at_exit() -> None:
 
 
 def _after_fork_in_child() -> None:
+    # A child that somebody ends dies at once, as it would without the agent.
+    _SESSION.termination.uninstall()
     if _SESSION.run is not None:
         _SESSION.run.begin_in_child_process()

@@ -1,0 +1,196 @@
+"""SIGTERM with real processes: what was logged is kept, and the process ends as it would without the agent."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from collage_agent.command.replay import send_spools
+from collage_agent.transport import MemoryTransport
+
+from collage_monitor.wire import RunUpdate
+
+BEGIN = """
+import os, signal, sys, threading, time
+import collage_agent as collage
+{before}
+collage.init(run_id="ended")
+for step in range(1, 51):
+    collage.log({{"loss": 1.0}}, step=step)
+{after}
+print("ready", flush=True)
+{loop}
+"""
+IN_PYTHON = "while True: time.sleep(0.01)"
+# Locked twice from C: a wait that a signal does not interrupt, as of a rank inside a collective.
+IN_NATIVE_CODE = """
+import ctypes
+lock = ctypes.CDLL(None).pthread_mutex_lock
+mutex = ctypes.create_string_buffer(64)
+lock(mutex)
+lock(mutex)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a training process and waits until it has logged 50 steps; what still lives at the end is killed."""
+    processes = []
+
+    def begin(before="", after="", loop=IN_PYTHON, mode="offline", address=""):
+        parts = {"before": before, "after": after, "loop": loop}
+        code = BEGIN.format(**{name: textwrap.dedent(part) for name, part in parts.items()})
+        settings = {"DIR": str(tmp_path), "MODE": mode, "SERVER_URL": address}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **{f"COLLAGE_{key}": text for key, text in settings.items()},
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert "ready\n" in iter(process.stdout.readline, "")
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def arrived(folder):
+    transport = MemoryTransport()
+    send_spools(folder, transport, 0.0)
+    return transport
+
+
+@pytest.mark.parametrize("loop", [IN_PYTHON, IN_NATIVE_CODE], ids=["python", "native"])
+def test_what_is_queued_is_kept_and_the_status_is_the_signals(start, tmp_path, loop):
+    process = start(loop=loop)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+    assert time.monotonic() - began < 10
+    transport = arrived(tmp_path)
+    assert [report.step for report in transport.reports] == list(range(1, 51))
+    assert [message for message in transport.messages if isinstance(message, RunUpdate)] == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_handler_of_the_training_keeps_the_signal(start, tmp_path, when):
+    own = """
+    def end(number, frame):
+        print("saving a checkpoint", flush=True)
+        sys.exit(7)
+    signal.signal(signal.SIGTERM, end)
+    """
+    process = start(**{when: own})
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert (process.returncode, output.count("saving")) == (7, 1)
+    transport = arrived(tmp_path)
+    assert [report.step for report in transport.reports] == list(range(1, 51))
+
+
+def test_a_handler_that_calls_the_one_before_it_goes_on(start, tmp_path):
+    process = start(
+        after="""
+        earlier = signal.getsignal(signal.SIGTERM)
+        def end(number, frame):
+            if callable(earlier):
+                earlier(number, frame)
+            print("still here", flush=True)
+        signal.signal(signal.SIGTERM, end)
+        """,
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "still here\n"
+    time.sleep(0.5)
+    assert process.poll() is None
+
+
+def test_an_ignored_signal_stays_ignored(start, tmp_path):
+    process = start(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+
+
+def test_children_have_the_signals_plain_meaning_and_leave_the_parent_alone(start, tmp_path):
+    process = start(
+        after="""
+        child = os.fork()
+        if child == 0:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            time.sleep(600)
+        time.sleep(0.3)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        """,
+    )
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+    assert len(arrived(tmp_path).reports) == 50
+
+
+def test_finishing_gives_the_signal_back(start):
+    start(
+        after="""
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        collage.finish()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.set_wakeup_fd(-1) == -1
+        time.sleep(0.3)
+        assert [thread.name for thread in threading.enumerate()] == ["MainThread"], threading.enumerate()
+        collage.init(mode="disabled")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        """,
+    )
+
+
+def test_a_run_begun_on_another_thread_leaves_the_signal_alone(start, tmp_path):
+    process = start(
+        before="""
+        before = collage.init
+        def on_a_thread(**arguments):
+            thread = threading.Thread(target=before, kwargs=arguments)
+            thread.start()
+            thread.join()
+        collage.init = on_a_thread
+        """,
+        after="assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL",
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+
+
+def test_an_event_loop_keeps_its_wakeup_descriptor(start, tmp_path):
+    process = start(
+        before="""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
+        """,
+        after="assert signal.set_wakeup_fd(writer) == writer",
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+    assert len(arrived(tmp_path).reports) == 50
+
+
+def test_the_server_gets_it_when_it_is_there(start, tmp_path, server):
+    process = start(mode="online", address=server.url)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == -signal.SIGTERM
+    assert sorted(server.steps()) == list(range(1, 51))
+    assert list(tmp_path.glob("spool/*")) == []
