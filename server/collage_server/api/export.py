@@ -32,18 +32,24 @@ def export_run(
     export_format: Annotated[Literal["jsonl", "csv", "parquet"], Query(alias="format")] = "jsonl",
     layers: Annotated[bool, Query(description="Also what is known by layer.")] = True,
 ) -> Response:
-    """All that is stored of a run, ranks merged, streamed; `Collage-Steps` says how many steps will come.
+    """All that is stored of a run, ranks merged, streamed; `Collage-Lines` says how many lines will come.
 
     The run is read a slab at a time, so a long export keeps no other reader or writer waiting.
     """
     components = components_of(request)
     plan = plan_export(components.store, run_id, layers=layers)
-    headers = {
-        "Collage-Steps": str(len(plan.steps)),
-        "Content-Disposition": f'attachment; filename="{run_id}.{export_format}"',
-    }
+    headers = {"Content-Disposition": f'attachment; filename="{run_id}.{export_format}"'}
+    if export_format != "parquet":
+        headers["Collage-Lines"] = str(_lines(plan, export_format))
     content = _content(components, plan, export_format)
     return StreamingResponse(content, media_type=_MEDIA[export_format], headers=headers)
+
+
+def _lines(plan: ExportPlan, export_format: str) -> int:
+    """Lines of the export, if nothing arrives late for its steps."""
+    if export_format == "csv":
+        return 1 + len(plan.steps) + len(plan.measured) * len(plan.layers)
+    return 1 + len(plan.layers) + len(plan.steps) + 1
 
 
 def _content(components: Components, plan: ExportPlan, export_format: str) -> Iterator[bytes]:

@@ -40,7 +40,7 @@ def test_json_lines_hold_what_was_sent(filled, monkeypatch, slab_numbers):
     monkeypatch.setattr(slabs, "_NUMBERS", slab_numbers)
     answer, lines = lines_of(filled)
     assert answer.headers["content-type"] == "application/x-ndjson"
-    assert answer.headers["collage-steps"] == "6"
+    assert answer.headers["collage-lines"] == str(len(lines))
     assert answer.headers["content-disposition"] == 'attachment; filename="r1.jsonl"'
     assert lines[0]["run"]["config"] == {"width": 128}
     assert (lines[0]["statistics"], lines[0]["steps"]) == (STATISTICS, 6)
@@ -85,6 +85,8 @@ def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
 def test_csv_has_a_row_a_step_and_layer_with_finished_metrics(filled):
     rows = table_of(filled)
     assert len(rows) == 5 * (1 + len(LAYERS)) + 1
+    answer = filled.client.get("/api/v1/runs/r1/export?format=csv")
+    assert answer.headers["collage-lines"] == str(len(rows) + 1)
     assert [row["layer"] for row in rows[:5]] == ["", *LAYERS, ""]
     assert [int(row["step"]) for row in rows[:5]] == [10, 10, 10, 10, 20]
     series = filled.series("edq_ratio")

@@ -1,0 +1,84 @@
+"""Loss curves from a CSV file: one column of steps, perhaps one of times, every other one a logged scalar."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from collage_monitor import wire
+from collage_monitor.importing.source import ImportRefusal, Source
+
+__all__ = ["read_curves"]
+
+_TIMES: Final = frozenset({"time", "wall time", "wall_time", "timestamp", "_timestamp"})
+_EXPORTED: Final = ["step", "first_step", "time", "ranks", "layer"]
+
+
+def read_curves(path: Path, *, step_column: str = "step", rename: Mapping[str, str] | None = None) -> Source:
+    """The curves in the file; empty cells are left out, `rename` gives columns another name.
+
+    Times are Unix seconds; without a column of times, every point gets the moment of the import.
+
+    Raises:
+        ImportRefusal: no column of steps, no other column, or a cell that is no number.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header = next(csv.reader(file), [])
+    if header[: len(_EXPORTED)] == _EXPORTED:
+        raise ImportRefusal(
+            f"{path} is an export of a whole run in CSV; export it with --format jsonl to import it"
+        )
+    step = _column(path, header, step_column)
+    chosen = {
+        index: (rename or {}).get(name, name)
+        for index, name in enumerate(header)
+        if index != step and name.strip().lower() not in _TIMES
+    }
+    limit = wire.LIMITS["scalars_per_report"]
+    if not 0 < len(chosen) <= limit:
+        raise ImportRefusal(
+            f"{path} has {len(chosen)} columns beside steps and times; 1 to {limit} can be imported at once"
+        )
+    return Source(name=path.stem, notes=f"Imported from {path.name}.", reports=_reports(path, header, step, chosen))
+
+
+def _column(path: Path, header: Sequence[str], wanted: str) -> int:
+    for index, name in enumerate(header):
+        if name.strip().lower() == wanted.lower():
+            return index
+    raise ImportRefusal(
+        f"{path} has no column {wanted!r}, only {', '.join(map(repr, header[:20]))}; name it with --step-column"
+    )
+
+
+def _reports(path: Path, header: Sequence[str], step: int, chosen: Mapping[int, str]) -> Iterator[wire.Report]:
+    now = time.time()
+    times = next((i for i, name in enumerate(header) if i != step and name.strip().lower() in _TIMES), None)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file)
+        next(rows, None)
+        for seq, row in enumerate(row for row in rows if row):
+            where = f"{path}, line {rows.line_num}"
+            if len(row) != len(header):
+                raise ImportRefusal(f"{where} has {len(row)} cells, the header has {len(header)}; repair the line")
+            number = _number(where, header[step], row[step])
+            if not number.is_integer() or not 0 <= number <= 2**53:
+                raise ImportRefusal(f"{where}: {row[step]!r} is no step; steps are whole numbers from 0")
+            yield wire.Report(
+                seq=seq,
+                step=int(number),
+                time=now if times is None else _number(where, header[times], row[times]),
+                scalars={name: _number(where, name, row[i]) for i, name in chosen.items() if row[i].strip()},
+            )
+
+
+def _number(where: str, name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ImportRefusal(
+            f"{where}, column {name!r}: {text!r} is not a number; empty the cell, or remove the column"
+        ) from error

@@ -1,0 +1,99 @@
+"""Sending a source to a server as a new, closed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Final
+
+from collage_monitor import wire
+from collage_monitor.errors import CollageError
+from collage_monitor.importing.source import ImportRefusal, Source
+from collage_monitor.transfer import TransferClient
+
+__all__ = ["send_source"]
+
+_LAUNCH: Final = "import"
+_BATCH_BYTES: Final = 4 * 2**20
+_BATCH_REPORTS: Final = 500
+_REPORT_BYTES: Final = 64
+
+
+def send_source(
+    client: TransferClient,
+    source: Source,
+    project: str,
+    run_id: str,
+    progress: Callable[[int], None] = lambda _: None,
+) -> wire.Run:
+    """Create the run, send its reports and close it; `progress` hears how many were sent.
+
+    The stream's id follows from the run's and a report's number from its place in the file, so the same import
+    with the same `run_id` goes on where another one broke off and stores nothing twice. One that fails leaves its
+    run in the state "failed".
+
+    Raises:
+        ImportRefusal: the server refused a report, or the file goes wrong.
+    """
+    run = client.create_run(
+        project,
+        wire.RunCreate(
+            run_id=run_id,
+            name=source.name,
+            group=source.group,
+            tags=source.tags,
+            notes=source.notes,
+            seed=source.seed,
+            config=source.config,
+        ),
+    )
+    try:
+        _send(client, source, run_id, progress)
+    except BaseException:
+        with suppress(CollageError):
+            client.update_run(run_id, wire.RunUpdate(state="failed"))
+        raise
+    return client.update_run(run.run_id, wire.RunUpdate(state="finished"))
+
+
+def _send(client: TransferClient, source: Source, run_id: str, progress: Callable[[int], None]) -> None:
+    # Times and steps are the file's: the attempt begins at 0, before all of them.
+    client.create_attempt(run_id, wire.AttemptCreate(launch_id=_LAUNCH, first_step=0))
+    stream_id = _stream_of(run_id)
+    client.create_stream(
+        run_id,
+        wire.StreamCreate(
+            stream_id=stream_id,
+            launch_id=_LAUNCH,
+            layers=source.layers,
+            statistics=source.statistics,
+            watch=source.watch,
+        ),
+    )
+    for reports in _batches(source.reports):
+        answer = client.send_reports(stream_id, wire.ReportBatch(reports=reports))
+        if answer.rejected:
+            first = answer.rejected[0]
+            raise ImportRefusal(
+                f"the server refused step {reports[first.index].step}: {first.message}; mend the file and "
+                "import it under another run id"
+            )
+        progress(len(reports))
+
+
+def _stream_of(run_id: str) -> str:
+    """The id of an imported run's only stream."""
+    return f"{run_id[-57:]}:import".lstrip("_.:-")
+
+
+def _batches(reports: Iterator[wire.Report]) -> Iterator[list[wire.Report]]:
+    batch: list[wire.Report] = []
+    size = 0
+    for report in reports:
+        batch.append(report)
+        size += _REPORT_BYTES * (1 + len(report.scalars)) + len(report.statistics or b"") + len(report.model or b"")
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_REPORTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

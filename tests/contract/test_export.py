@@ -1,0 +1,135 @@
+"""The verbs `export` and `import`: whole files or none, formats by ending, errors as sentences."""
+
+import json
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from collage_monitor.command import export as export_module
+from collage_monitor.command import import_ as import_module
+from collage_monitor.command.export import export
+from collage_monitor.command.import_ import import_run
+from collage_monitor.errors import CollageError, NotFound, ServerUnreachable
+from collage_monitor.importing import ImportRefusal
+from collage_monitor.transfer import TransferClient
+from tests.contract.test_client import RUN
+
+LINES = b'{"kind":"run"}\n{"kind":"end","steps":0}\n'
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """Sets what the server answers; returns the requests that it saw."""
+    monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def serve(answer):
+        def handle(request):
+            seen.append(request)
+            return answer(request) if callable(answer) else answer
+
+        def client(url, token):
+            return TransferClient(url, token, transport=httpx.MockTransport(handle))
+
+        monkeypatch.setattr(export_module, "TransferClient", client)
+        monkeypatch.setattr(import_module, "TransferClient", client)
+        return seen
+
+    return serve
+
+
+def test_export_writes_the_answer_under_the_run_s_name(served, tmp_path):
+    seen = served(httpx.Response(200, content=LINES, headers={"Collage-Lines": "2"}))
+    result = CliRunner().invoke(export, ["r1"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "r1.jsonl").read_bytes() == LINES
+    assert seen[0].url.path == "/api/v1/runs/r1/export"
+    assert dict(seen[0].url.params) == {"format": "jsonl", "layers": "true"}
+    assert "r1.jsonl  40 bytes" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["r1.jsonl"]
+
+
+def test_the_ending_says_the_format_and_json_describes_the_file(served, tmp_path):
+    seen = served(httpx.Response(200, content=b"step\n"))
+    result = CliRunner().invoke(export, ["r1", "--output", "t.csv", "--no-layers", "--json"])
+    assert json.loads(result.stdout) == {"run_id": "r1", "format": "csv", "file": "t.csv", "bytes": 5}
+    assert dict(seen[0].url.params) == {"format": "csv", "layers": "false"}
+    assert (tmp_path / "t.csv").read_bytes() == b"step\n"
+
+
+def test_export_to_standard_output(served, tmp_path):
+    served(httpx.Response(200, content=LINES))
+    result = CliRunner().invoke(export, ["r1", "--output", "-"])
+    assert result.stdout_bytes == LINES
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stream_that_breaks_off_leaves_no_file(served, tmp_path):
+    def broken():
+        yield LINES[:10]
+        raise httpx.RemoteProtocolError("peer closed connection without sending complete message body")
+
+    served(httpx.Response(200, content=broken()))
+    (tmp_path / "r1.jsonl").write_text("older")
+    result = CliRunner().invoke(export, ["r1"])
+    assert isinstance(result.exception, ServerUnreachable)
+    assert "run the export again" in str(result.exception)
+    assert (tmp_path / "r1.jsonl").read_text() == "older"
+    assert [path.name for path in tmp_path.iterdir()] == ["r1.jsonl"]
+
+
+def test_a_refusal_is_the_server_s_sentence(served, tmp_path):
+    served(httpx.Response(404, json={"error": {"code": "not_found", "message": "no run 'r1'"}}))
+    result = CliRunner().invoke(export, ["r1"])
+    assert isinstance(result.exception, NotFound)
+    assert str(result.exception) == "no run 'r1'"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_place_and_an_unknown_ending(served):
+    served(httpx.Response(200, content=LINES))
+    result = CliRunner().invoke(export, ["r1", "--output", "none/r1.csv"])
+    assert isinstance(result.exception, CollageError)
+    assert "choose another --output" in str(result.exception)
+    assert "say which with --format" in CliRunner().invoke(export, ["r1", "--output", "r1.xlsx"]).output
+
+
+def test_import_prints_the_new_run(served, tmp_path):
+    def answer(request):
+        if request.url.path.endswith("/reports"):
+            return httpx.Response(200, json={"accepted": 1, "duplicates": 0})
+        if request.url.path.endswith("/attempts"):
+            return httpx.Response(
+                200, json={"run_id": "r", "attempt": 1, "launch_id": "import", "first_step": 0, "created_at": 1.0}
+            )
+        if request.url.path.endswith("/streams"):
+            names = {"run_id": "r", "stream_id": "r:import", "statistics": []}
+            zeros = dict.fromkeys(("attempt", "rank", "world_size", "process_id", "layers", "reports"), 0)
+            return httpx.Response(
+                200, json={**names, **zeros, "last_seq": None, "last_step": None, "last_report_at": None}
+            )
+        return httpx.Response(200, json=RUN)
+
+    seen = served(answer)
+    (tmp_path / "c.csv").write_text("step,loss\n1,4.0\n")
+    result = CliRunner().invoke(import_run, ["c.csv", "--project", "p", "--name", "mine"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == ["r"]
+    assert [(request.method, request.url.path.rpartition("/")[2]) for request in seen][:3] == [
+        ("POST", "runs"),
+        ("POST", "attempts"),
+        ("POST", "streams"),
+    ]
+    assert seen[-1].method == "PATCH"
+    assert json.loads(seen[-1].content)["state"] == "finished"
+
+
+def test_import_says_what_it_cannot_read(served, tmp_path):
+    served(httpx.Response(500))
+    (tmp_path / "c.csv").write_text("a,b\n")
+    assert isinstance(CliRunner().invoke(import_run, ["c.csv", "--project", "p"]).exception, ImportRefusal)
+    (tmp_path / "c.txt").write_text("")
+    assert "--format" in CliRunner().invoke(import_run, ["c.txt", "--project", "p"]).output
+    assert "COLUMN=NAME" in CliRunner().invoke(import_run, ["c.csv", "--project", "p", "--rename", "x"]).output

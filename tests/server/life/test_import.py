@@ -1,0 +1,166 @@
+"""Import: a run made of an export answers every question as the old one does; curves of CSV files arrive."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from collage_monitor import wire
+from collage_monitor.importing import ImportRefusal, new_run_id, read_curves, read_lines, send_source
+from tests.server.life.bridge import transfer
+from tests.server.samples import report
+
+
+def export_to(server, path, run_id="r1"):
+    with transfer(server) as client, client.export(run_id, "jsonl") as stream:
+        path.write_bytes(b"".join(stream.parts))
+    return path
+
+
+def taken_in(server, path, run_id="again", project="q", **more):
+    with transfer(server, **more) as client:
+        return send_source(client, read_lines(path), project, run_id)
+
+
+@pytest.fixture
+def two_ranks(server):
+    """Two ranks that share the layers as shards, an older attempt in part hidden, odd scalars."""
+    server.run(name="original", tags=["a", "b"], notes="n", seed=7, config={"width": 128}, group="g")
+    server.attempt()
+    server.stream()
+    server.reports([report(i, step) for i, step in enumerate(range(10, 60, 10))])
+    server.attempt(launch_id="launch-2", first_step=31)
+    for rank in (0, 1):
+        server.stream(stream_id=f"t{rank}", launch_id="launch-2", rank=rank, world_size=2)
+        server.reports([report(i, step, rank=rank) for i, step in enumerate(range(40, 90, 10))], f"t{rank}")
+    odd = {"loss": float("nan"), "gradient_noise": float("-inf")}
+    server.reports([report(20, 85, measured=False, scalars=odd)], "t0")
+    return server
+
+
+def test_a_round_trip_keeps_every_number(two_ranks, tmp_path):
+    run = taken_in(two_ranks, export_to(two_ranks, tmp_path / "r1.jsonl"))
+    old = two_ranks.get("/runs/r1", wire.Run)
+    assert (run.project, run.state, run.name, run.run_id) == ("q", "finished", "original", "again")
+    for field in (
+        "tags",
+        "notes",
+        "seed",
+        "config",
+        "group",
+        "watch",
+        "latest",
+        "scalars",
+        "first_step",
+        "last_step",
+    ):
+        assert getattr(run, field) == getattr(old, field), field
+    for question in (
+        "series?metric=edq_ratio",
+        "series?metric=loss",
+        "series?metric=gradient_noise",
+        "series?metric=lost_update_ratio&layer=blocks.1.weight",
+        "series?metric=edq_ratio&axis=time",
+        "series?metric=edq_ratio&axis=tokens",
+        "series?metric=edq_ratio&points=3",
+        "heatmap?metric=edq_ratio",
+        "histogram",
+        "worst",
+        "layers",
+    ):
+        answers = [two_ranks.client.get(f"/api/v1/runs/{run_id}/{question}").json() for run_id in ("r1", "again")]
+        for answer in answers:
+            if isinstance(answer, dict):
+                for name in ("run_id", "ranks", "world_size"):
+                    answer.pop(name, None)
+        assert answers[0] == answers[1], question
+
+
+def test_the_export_of_an_import_is_the_export(two_ranks, tmp_path):
+    first = export_to(two_ranks, tmp_path / "first.jsonl")
+    taken_in(two_ranks, first)
+    second = export_to(two_ranks, tmp_path / "second.jsonl", "again")
+
+    def steps(path):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key != "ranks"} for line in lines[1:]]
+
+    assert steps(first) == steps(second)
+
+
+def test_an_import_sent_twice_stores_nothing_twice(two_ranks, tmp_path):
+    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+    taken_in(two_ranks, path)
+    taken_in(two_ranks, path)
+    streams = two_ranks.get("/runs/again/streams", wire.StreamList).streams
+    assert [(stream.stream_id, stream.reports) for stream in streams] == [("again:import", 9)]
+
+
+def test_a_busy_server_is_asked_again(two_ranks, tmp_path):
+    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+    assert taken_in(two_ranks, path, refuse=3).state == "finished"
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbled", "miscounted"])
+def test_a_damaged_file_is_refused_and_its_run_is_not_taken_for_whole(two_ranks, tmp_path, damage):
+    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    if damage == "cut":
+        path.write_text("".join(lines[:-2]))
+        with pytest.raises(ImportRefusal, match="no end line"):
+            read_lines(path)
+        return
+    lines[-3] = lines[-3][:40] + "\n" if damage == "garbled" else ""
+    path.write_text("".join(lines))
+    with pytest.raises(ImportRefusal, match="cannot be read" if damage == "garbled" else "8 are there"):
+        taken_in(two_ranks, path)
+    assert two_ranks.get("/runs/again", wire.Run).state == "failed"
+
+
+def test_another_version_and_other_files_are_refused(two_ranks, tmp_path):
+    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+    path.write_text(path.read_text().replace('"version":1', '"version":2', 1))
+    with pytest.raises(ImportRefusal, match="version 2"):
+        read_lines(path)
+    path.write_text('{"kind":"end"}\n')
+    with pytest.raises(ImportRefusal, match="does not describe a run"):
+        read_lines(path)
+
+
+def test_curves_of_a_csv_file(server, tmp_path):
+    path = tmp_path / "curve.csv"
+    path.write_text("Wall time,Step,Value,val\n1700000000,1,4.5,\n1700000010,2,nan,3.25\n\n1700000020,3.0,inf,\n")
+    with transfer(server) as client:
+        run = send_source(client, read_curves(path, rename={"Value": "loss"}), "p", "curve")
+    assert (run.name, run.state) == ("curve", "finished")
+    series = server.series("loss", "curve", axis="time")
+    assert (series.steps, series.positions) == ([1, 2, 3], [0.0, 10.0, 20.0])
+    assert series.values == [4.5, "NaN", "Infinity"]
+    assert server.series("val", "curve").values == [3.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a,b\n1,2\n", "no column 'step', only 'a', 'b'"),
+        ("step\n1\n", "0 columns beside steps"),
+        ("step,loss\n1,x\n", "line 2, column 'loss': 'x' is not a number"),
+        ("step,loss\n1.5,2\n", "'1.5' is no step"),
+        ("step,loss\n1,2,3\n", "line 2 has 3 cells"),
+        ("step,first_step,time,ranks,layer,loss\n", "--format jsonl"),
+        ("", "no column 'step'"),
+    ],
+)
+def test_what_is_wrong_with_a_csv_file_is_said(tmp_path, text, expected):
+    path = tmp_path / "curve.csv"
+    path.write_text(text)
+    with pytest.raises(ImportRefusal, match=expected):
+        list(read_curves(path).reports)
+
+
+def test_run_ids_are_new_sortable_and_accepted(server):
+    ids = [new_run_id() for _ in range(100)]
+    assert len(set(ids)) == 100
+    assert ids[0][:9] <= ids[-1][:9]
+    assert server.run(ids[0]).run_id == ids[0]
