@@ -21,7 +21,7 @@ from collage_server.middleware import AccessControl, RequestIdentity
 from collage_server.principals import TokenDirectory
 from collage_server.quotas import Quotas
 from collage_server.settings import Settings
-from collage_server.store import SqliteStore, Store
+from collage_server.store import PostgresqlStore, SqliteStore, Store
 
 __all__ = ["create_app", "make_store"]
 
@@ -88,6 +88,12 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
 
 def make_store(settings: Settings) -> Store:
     """The store that these settings name, not opened yet."""
+    if settings.database is not None:
+        return PostgresqlStore(
+            settings.database,
+            stale_after_seconds=settings.stale_after_seconds,
+            unsafe=settings.unsafe_database,
+        )
     return SqliteStore(
         settings.folder / "collage.sqlite",
         stale_after_seconds=settings.stale_after_seconds,

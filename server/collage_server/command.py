@@ -23,6 +23,7 @@ __all__ = ["serve"]
 @click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on. Default: 7420.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token.")
+@click.option("--database", help="postgresql://USER@HOST/NAME. Default: SQLite in the folder.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),

@@ -46,12 +46,15 @@ class SettingsError(CollageError, ValueError):
 class Settings:
     """Everything that can be set, with its default. Sizes in bytes, times in seconds.
 
-    `token` guards every route but /healthz, /readyz and the API description. `no_auth` does without one, on
-    loopback only. `in_flight_bytes` bounds the report bodies that are read but not yet acknowledged: beyond it
-    the answer is 503.
+    `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts a PostgreSQL that
+    may lose what was acknowledged. `token` guards every route but /healthz, /readyz and the API description.
+    `no_auth` does without one, on loopback only. `in_flight_bytes` bounds the report bodies that are read but not
+    yet acknowledged: beyond it the answer is 503.
     """
 
     folder: Path
+    database: str | None = field(default=None, repr=False)
+    unsafe_database: bool = False
     host: str = "127.0.0.1"
     port: int = SERVER_PORT
     token: str | None = field(default=None, repr=False)
