@@ -1,0 +1,62 @@
+"""`collage-monitor backup` and `restore`: one file that holds everything the database holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+from collage_monitor.local import data_folder
+from collage_server.settings import Settings, settings_from_environment
+from collage_server.store.backup import Backup, back_up
+from collage_server.store.backup import restore as restore_store
+
+__all__ = ["backup", "restore"]
+
+_DUMP = (
+    "the database is PostgreSQL, which has its own way: `pg_dump --format=custom --file=FILE DATABASE` while the "
+    "server serves, `pg_restore --dbname=DATABASE FILE` into an empty database"
+)
+
+
+@click.command("backup")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was made as JSON.")
+def backup(file: Path, folder: Path | None, as_json: bool) -> None:
+    """Copy the database into FILE while the server serves.
+
+    All that was acknowledged before the command began is in it, nothing that came after is promised. The server's
+    own token is not: it is the file `token` of the data folder.
+    """
+    settings = _settings(folder)
+    _say(back_up(settings.folder / "collage.sqlite", file, settings.busy_timeout_seconds), as_json)
+
+
+@click.command("restore")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder, without a database in it.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was restored as JSON.")
+def restore(file: Path, folder: Path | None, as_json: bool) -> None:
+    """Put the back-up FILE in place, with the server stopped; never over a database that is there."""
+    settings = _settings(folder)
+    _say(restore_store(file, settings.folder / "collage.sqlite"), as_json)
+
+
+def _settings(folder: Path | None) -> Settings:
+    # Neither verb asks for a token; settings do not exist without one.
+    settings = settings_from_environment(folder=data_folder(folder), no_auth=True, host="127.0.0.1")
+    if settings.database is not None:
+        raise click.ClickException(_DUMP)
+    return settings
+
+
+def _say(found: Backup, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found)))
+    else:
+        click.echo(
+            f"{found.file}  {found.bytes:,} bytes, {found.runs} runs, schema {found.schema_revision}, checked"
+        )

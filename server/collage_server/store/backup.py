@@ -1,0 +1,113 @@
+"""Back-up and restore of an SQLite store: one compact file, made while the server serves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from collage_server.errors import StoreUnusable
+from collage_server.store.migrate import known_revisions
+
+__all__ = ["Backup", "back_up", "inspect", "restore"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backup:
+    """A back-up that was read and found whole."""
+
+    file: str
+    bytes: int
+    schema_revision: str
+    runs: int
+
+
+def back_up(database: Path, target: Path, timeout_seconds: float = 30.0) -> Backup:
+    """Copy the database as it stands at one moment; all that was acknowledged before the call is in it.
+
+    Readers and writers go on meanwhile; only the write-ahead log grows until the copy is made. `target` stands
+    under its name when it is whole, checked and on the disk.
+
+    Raises:
+        StoreUnusable: no database, the target exists, or the copy cannot be made or read.
+    """
+    if not database.exists():
+        raise StoreUnusable(f"{database} does not exist; name the server's data folder with --dir")
+    _require_free(target)
+    with _passing(target) as part:
+        try:
+            with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=rw", uri=True)) as connection:
+                connection.execute(f"PRAGMA busy_timeout = {int(timeout_seconds * 1000)}")
+                connection.execute("VACUUM INTO ?", (str(part),))
+        except sqlite3.Error as error:
+            raise StoreUnusable(f"{database} cannot be copied to {target}: {error}") from error
+        found = inspect(part)
+    return Backup(file=str(target), bytes=found.bytes, schema_revision=found.schema_revision, runs=found.runs)
+
+
+def inspect(file: Path) -> Backup:
+    """Read a whole back-up.
+
+    Raises:
+        StoreUnusable: damaged, not a database of this program, or of a newer one.
+    """
+    try:
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            problem = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+            if problem != "ok":
+                raise StoreUnusable(f"{file} is damaged ({problem}); take another back-up")
+            revision = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+            runs = connection.execute("SELECT count(*) FROM run").fetchone()[0]
+    except sqlite3.Error as error:
+        raise StoreUnusable(f"{file} is no back-up of a Collage Monitor database: {error}") from error
+    if revision is None or revision[0] not in known_revisions():
+        raise StoreUnusable(f"{file} was made by a newer server; restore it with that version or a later one")
+    return Backup(file=str(file), bytes=file.stat().st_size, schema_revision=revision[0], runs=runs)
+
+
+def restore(file: Path, database: Path) -> Backup:
+    """Put a back-up in place; the next server that starts there migrates and serves it.
+
+    Raises:
+        StoreUnusable: the back-up is not whole, or a database is there already.
+    """
+    found = inspect(file)
+    database.parent.mkdir(parents=True, exist_ok=True)
+    for neighbour in (database, *(database.with_name(database.name + end) for end in ("-wal", "-shm", "-journal"))):
+        _require_free(neighbour)
+    with _passing(database) as part:
+        shutil.copyfile(file, part)
+    return found
+
+
+def _require_free(path: Path) -> None:
+    if path.exists():
+        raise StoreUnusable(f"{path} exists; stop what uses it and move it away first, or choose another name")
+
+
+@contextmanager
+def _passing(target: Path) -> Iterator[Path]:
+    """A passing name beside the target, which it gets once its bytes and its entry are on the disk."""
+    part = target.with_name(target.name + ".part")
+    try:
+        part.unlink(missing_ok=True)
+        yield part
+        _sync(part)
+        part.rename(target)
+        _sync(target.parent)
+    except OSError as error:
+        raise StoreUnusable(f"{target} cannot be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
