@@ -16,6 +16,8 @@ from typing import Final
 
 from ulid import ULID
 
+from collage_agent.agreement import agree
+
 __all__ = ["Identity", "make_identity", "new_id"]
 
 _LOG = logging.getLogger("collage_agent")
@@ -65,15 +67,19 @@ def make_identity(
 
     A single process makes its own ids. Ranks of one launch derive them from what their launcher gave to all of
     them (its run id, restart count, master address; on one machine also the parent process), so that they agree
-    without talking to each other. `nth_run` counts the runs begun in this process, the same number on each rank.
+    without talking to each other; over several machines they agree through the process group's store, if there is
+    one by now. `nth_run` counts the runs begun in this process, the same number on each rank.
     """
     values = os.environ if environment is None else environment
     rank, world_size = _rank_and_world_size(values)
     if world_size == 1 and "TORCHELASTIC_RUN_ID" not in values:
         chosen, launch = run_id or new_id(), new_id()
     else:
-        chosen = run_id or _shared_run_id(values, nth_run)
-        launch = _digest("launch", chosen, str(nth_run), *_launch_marks(values))
+        agreed = None
+        if not _on_one_machine(values):
+            agreed = agree(f"{nth_run}/{values.get('TORCHELASTIC_RESTART_COUNT', '')}", new_id(), values)
+        chosen = run_id or _shared_run_id(values, nth_run, agreed)
+        launch = _digest("launch", chosen, agreed or str(nth_run), *_launch_marks(values))
     return Identity(chosen, launch, new_id(), rank, world_size, os.getpid(), socket.gethostname())
 
 
@@ -95,17 +101,19 @@ def _rank_and_world_size(values: Mapping[str, str]) -> tuple[int, int]:
     return rank, world_size
 
 
-def _shared_run_id(values: Mapping[str, str], nth_run: int) -> str:
+def _shared_run_id(values: Mapping[str, str], nth_run: int, agreed: str | None) -> str:
     elastic = values.get("TORCHELASTIC_RUN_ID", "")
     if elastic not in {"", "none"}:
         # A launcher's id is the job's: a restarted launch resumes the run.
         name = _NOT_AN_ID.sub("-", elastic)
         readable = name if len(name) <= 48 and name[0].isalnum() else _digest("run", elastic)[:24]
         return readable if nth_run == 0 else f"{readable}-{nth_run + 1}"
+    if agreed is not None:
+        return agreed
     if not _on_one_machine(values):
         _LOG.warning(
-            "the ranks of this launch share no id, so each would report as a run of its own: "
-            "set COLLAGE_RUN_ID to one value on all ranks"
+            "the ranks of this launch share no id, so each would report as a run of its own: call init after "
+            "torch.distributed.init_process_group, or set COLLAGE_RUN_ID to one value on all ranks"
         )
         return new_id()
     begun, mark = _parent_process()

@@ -8,6 +8,8 @@ import textwrap
 import time
 
 import pytest
+import torch
+from collage_agent.agreement import agree
 from collage_agent.identity import make_identity, new_id
 from collage_agent.transport.spool import abandoned_spools
 
@@ -84,6 +86,79 @@ def test_nonsense_from_a_launcher_means_a_single_process(environment, caplog):
     identity = make_identity(None, environment=environment)
     assert (identity.rank, identity.world_size) == (0, 1)
     assert "make no sense" in caplog.text
+
+
+MACHINES = """
+import sys, torch.distributed as distributed
+from collage_agent.identity import make_identity
+if sys.argv[1] == "after":
+    distributed.init_process_group("gloo")
+identity = make_identity(None)
+again = make_identity(None, nth_run=1)
+print(identity.rank, identity.run_id, identity.launch_id, again.run_id, again.launch_id)
+if sys.argv[1] == "after":
+    distributed.barrier()
+    distributed.destroy_process_group()
+"""
+
+
+def identities_on_two_machines(when, **environment):
+    """What two processes print that believe to be on different machines."""
+    port = str(free_port())
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", MACHINES, when],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **shared, "RANK": str(number), **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    return [output.split()[1:] for output in outputs]
+
+
+def test_ranks_on_several_machines_agree_through_the_process_groups_store():
+    zero, one = identities_on_two_machines("after")
+    assert zero == one
+    assert len(set(zero)) == 4
+    # A second launch with the same settings is another one, of another run.
+    assert set(identities_on_two_machines("after")[0]).isdisjoint(zero)
+
+
+def test_before_the_process_group_there_is_nothing_to_agree_through():
+    zero, one = identities_on_two_machines("before")
+    assert zero[0] != one[0]
+
+
+def test_a_store_that_does_not_answer_is_left_alone(monkeypatch):
+    class Silent:
+        def clone(self):
+            return self
+
+        def compare_set(self, key, expected, desired):
+            time.sleep(5)
+            return b"late"
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", Silent)
+    began = time.monotonic()
+    assert agree("key", "mine", {}, seconds=0.2) is None
+    assert time.monotonic() - began < 3
+
+
+def test_a_store_that_fails_is_named(monkeypatch, caplog):
+    assert agree("key", "mine", {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "x"}) is None
+    assert "store was asked" in caplog.text
+
+
+def test_the_first_proposal_wins(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr("collage_agent.agreement._store", lambda environment, seconds: store)
+    assert [agree("key", word, {}) for word in ("first", "second")] == ["first", "first"]
+    assert agree("other", "third", {}) == "third"
 
 
 def test_two_processes_under_torchrun_report_to_one_run(tmp_path):
