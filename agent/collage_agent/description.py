@@ -39,18 +39,18 @@ def describe(
     kinds: Counter[str] = Counter()
     reasons: dict[str, None] = {}
     for entry in watched:
-        elements = local(entry.parameter).numel()
+        elements = entry.shard.elements
         dtypes[str(entry.parameter.dtype).removeprefix("torch.")] += elements
         intent = intents[entry.group]
         kinds[intent.kind] += elements
         if isinstance(intent, BeforeAfter):
             reasons[f"only what changed is known of group {entry.group}: {intent.reason}"] = None
-    intent_kind: Any = "before-after" if closure else kinds.most_common(1)[0][0]
+    intent_kind: Any = "before-after" if closure else _most_common(kinds, "shadow")
     return wire.WatchInfo(
         optimizer=type(optimizer).__name__,
         strategy=options.strategy,
         observed_strategy=observed_strategy(optimizer),
-        dtype=dtypes.most_common(1)[0][0],
+        dtype=_most_common(dtypes, "unknown"),
         intent=intent_kind,
         intent_reason="; ".join([*reasons, *([_CLOSURE_NOTE] if closure else []), *notes]),
         parameters=sum(dtypes.values()),
@@ -60,6 +60,11 @@ def describe(
         agent_version=collage_monitor.__version__,
         host=socket.gethostname(),
     )
+
+
+def _most_common(counted: Counter[str], otherwise: str) -> str:
+    """What most elements have; a rank may hold none."""
+    return counted.most_common(1)[0][0] if counted else otherwise
 
 
 def bytes_per_parameter(optimizer: Optimizer) -> float | None:

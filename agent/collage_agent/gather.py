@@ -39,6 +39,10 @@ class BlockLayout:
         self.block = samples[0].block
         self.device = local(parameters[0]).device
         self._orders = [_memory_order(local(parameter)) for parameter in parameters]
+        self._parts = [
+            None if sample.start is None else slice(sample.start, sample.start + sample.elements)
+            for sample in samples
+        ]
         self._plain = all(type(parameter) in (Tensor, Parameter) for parameter in parameters)
         self._sampled: list[tuple[int, Tensor, slice]] = []
         self._pieces: list[tuple[int, int, int]] = []
@@ -121,7 +125,9 @@ class BlockLayout:
         order = self._orders[index]
         if order is not None:
             tensor = tensor.permute(order)
-        return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
+        flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
+        part = self._parts[index]
+        return flat if part is None else flat[part]
 
 
 class Staging:

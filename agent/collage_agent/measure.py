@@ -19,6 +19,7 @@ from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.parameters import WatchedParameter
 from collage_agent.sampling import TensorSample, draw
+from collage_agent.shards import placed_alike
 from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
 
 __all__ = ["Meter", "differing", "out_of_lock_step"]
@@ -161,7 +162,7 @@ class Meter:
         for index, watched in enumerate(self.watched):
             parameter = watched.parameter
             gradient = parameter.grad
-            if gradient is None and not closure:
+            if (gradient is None and not closure) or not watched.shard.elements:
                 continue
             own = state_of(parameter, _NO_STATE)
             step = _step_count(own)
@@ -176,7 +177,8 @@ class Meter:
         closure, _, entries = signature
         for index, *rest in entries:
             parameter = self.watched[index].parameter
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            gradient = parameter.grad
+            if gradient is not None and (gradient.is_sparse or not placed_alike(parameter, gradient)):
                 continue
             shapes = tuple(
                 (key, value.dtype)
@@ -200,16 +202,23 @@ class Meter:
         return _Planned(bucket, SampleSizes(samples, bucket.layout), torch.tensor(members).to(device), followed)
 
     def _draw(self, index: int, cap: int | Literal["all"]) -> TensorSample:
-        watched = self.watched[index]
-        shard = local(watched.parameter)
-        return draw(watched.name, shard.numel(), shard.element_size(), cap, seed=self._seed, shard=self._shard)
+        watched, shard = self.watched[index], self.watched[index].shard
+        return draw(
+            watched.name,
+            shard.elements,
+            watched.parameter.element_size(),
+            cap,
+            seed=self._seed,
+            shard=self._shard + shard.number,
+            start=shard.start,
+        )
 
     def _attach_oracles(self, optimizer: Optimizer) -> list[Oracle]:
         cap = ORACLE_SAMPLE if self._sample == "all" else min(self._sample, ORACLE_SAMPLE)
         oracles = []
         kinds: dict[object, list[int]] = {}
         for index, watched in enumerate(self.watched):
-            if self._intents[watched.group].kind == "before-after" or watched.parameter.grad is None:
+            if self._intents[watched.group].kind == "before-after" or not _followed(watched):
                 continue
             own = optimizer.state.get(watched.parameter, {})
             key = (
@@ -271,6 +280,11 @@ class Meter:
             stepping += parts[:1] if present else []
         self._oracles = everyone
         return stepping
+
+
+def _followed(watched: WatchedParameter) -> bool:
+    gradient = watched.parameter.grad
+    return gradient is not None and watched.shard.elements > 0 and placed_alike(watched.parameter, gradient)
 
 
 def _gradient(watched: WatchedParameter) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.gather import local
 from collage_agent.options import WatchOptions
+from collage_agent.shards import Shard, Sharding
 from collage_monitor import wire
 
 __all__ = ["WatchedParameter", "watched_parameters"]
@@ -28,25 +28,28 @@ class WatchedParameter:
     parameter: Tensor
     group: int
     module_type: str
+    shard: Shard
 
     def layer(self) -> wire.Layer:
         """How the layer is announced: the whole tensor's shape, the shard's elements."""
         return wire.Layer(
             name=self.name,
-            shape=list(self.parameter.shape),
+            shape=list(self.shard.shape),
             dtype=str(self.parameter.dtype).removeprefix("torch."),
-            elements=local(self.parameter).numel(),
+            elements=self.shard.elements,
             module_type=self.module_type,
+            replica=self.shard.replica,
         )
 
 
 def watched_parameters(
-    model: nn.Module, optimizer: Optimizer, options: WatchOptions
+    model: nn.Module, optimizer: Optimizer, options: WatchOptions, sharding: Sharding
 ) -> tuple[list[WatchedParameter], list[str]]:
     """The parameters that the optimizer steps and the options select, in the model's order; and what was left out.
 
     A tied weight counts once, under its first name. Parameters that the model does not know are called
-    `group0.1` (group, position). float64 parameters are not measurable: their own rounding is fp64's.
+    `group0.1` (group, position). float64 parameters are not measurable: their own rounding is fp64's. Shards that
+    are empty on this rank are among them, so that every rank announces the layer.
     """
     groups = {
         id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
@@ -54,8 +57,8 @@ def watched_parameters(
     watched: list[WatchedParameter] = []
     left_out: list[str] = []
     taken: set[str] = set()
-    for name, parameter, module_type in _named(model, optimizer):
-        if id(parameter) not in groups or not options.selects(_plain_name(name)) or parameter.numel() == 0:
+    for name, parameter, module_type, shard in _named(model, optimizer, sharding):
+        if id(parameter) not in groups or not options.selects(_plain_name(name)) or 0 in shard.shape:
             continue
         if parameter.dtype == torch.float64 or not parameter.is_floating_point():
             left_out.append(f"{name} ({str(parameter.dtype).removeprefix('torch.')} is not measurable)")
@@ -64,23 +67,39 @@ def watched_parameters(
         # A model may itself have a part called "module": then the full name tells the two apart.
         own_name = name[:_LONGEST_NAME] if short in taken else short
         taken.add(own_name)
-        watched.append(WatchedParameter(own_name, parameter, groups[id(parameter)], module_type))
+        watched.append(WatchedParameter(own_name, parameter, groups[id(parameter)], module_type, shard))
     return watched, left_out
 
 
-def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, str]]:
+def _named(model: nn.Module, optimizer: Optimizer, sharding: Sharding) -> Iterator[tuple[str, Tensor, str, Shard]]:
+    for registered, parameter, module_type in _registered(model, optimizer):
+        for name, shard, own_type in sharding.pieces(registered, parameter):
+            yield name, parameter, own_type or module_type, shard
+
+
+def _registered(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, str]]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield f"{prefix}.{own}" if prefix else own, parameter, type(module).__name__
+                yield f"{prefix}.{own}" if prefix else own, parameter, _module_type(module)
     group: dict[str, Any]
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"group{index}.{position}", parameter, ""
+
+
+def _module_type(module: nn.Module) -> str:
+    """The class's name; `fully_shard` had put its own class, FSDPLinear for Linear, in its place."""
+    kind = type(module)
+    return (
+        kind.__name__.removeprefix("FSDP")
+        if any(k.__name__ == "FSDPModule" for k in kind.__mro__)
+        else kind.__name__
+    )
 
 
 def _plain_name(name: str) -> str:

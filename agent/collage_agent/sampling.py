@@ -23,13 +23,15 @@ class TensorSample:
 
     `rows` are the chosen full blocks in the order in which they were drawn, so that the first n of them are a
     smaller sample; `tail` says that the ragged last block, `elements % block` long, is among the chosen.
-    `blocks` of `population_blocks` were chosen, `sampled` of `elements` elements.
+    `blocks` of `population_blocks` were chosen, `sampled` of `elements` elements. `start`: the shard is only a part
+    of the flattened tensor that is registered, from there on.
     """
 
     elements: int
     block: int
     rows: NDArray[np.int64]
     tail: bool
+    start: int | None = None
 
     @property
     def tail_elements(self) -> int:
@@ -63,7 +65,14 @@ def block_elements(itemsize: int) -> int:
 
 
 def draw(
-    name: str, elements: int, itemsize: int, cap: int | Literal["all"], *, seed: int = 0, shard: int = 0
+    name: str,
+    elements: int,
+    itemsize: int,
+    cap: int | Literal["all"],
+    *,
+    seed: int = 0,
+    shard: int = 0,
+    start: int | None = None,
 ) -> TensorSample:
     """The sample of the tensor called `name`: at most `cap` elements in whole blocks, all if it is no larger.
 
@@ -72,11 +81,11 @@ def draw(
     block = block_elements(itemsize)
     population = -(-elements // block)
     if cap == "all" or elements <= cap:
-        return TensorSample(elements, block, np.arange(elements // block), elements % block > 0)
+        return TensorSample(elements, block, np.arange(elements // block), elements % block > 0, start)
     count = min(max(cap // block, 1), population)
     drawn = _permutation_prefix(_generator(seed, name, shard), population, count)
     ragged = population - 1 if elements % block else -1
-    return TensorSample(elements, block, drawn[drawn != ragged], bool((drawn == ragged).any()))
+    return TensorSample(elements, block, drawn[drawn != ragged], bool((drawn == ragged).any()), start)
 
 
 def _generator(seed: int, name: str, shard: int) -> np.random.Generator:

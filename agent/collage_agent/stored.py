@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.gather import local
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, CollageOptimizer
 
 __all__ = [
@@ -87,9 +86,7 @@ def observed_strategy(optimizer: Optimizer) -> str:
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and isinstance(state, dict):
             floats = [
-                value.dtype
-                for value in elementwise_state(local(parameter), state).values()
-                if value.is_floating_point()
+                value.dtype for value in elementwise_state(parameter, state).values() if value.is_floating_point()
             ]
             if floats and parameter.dtype.itemsize < 4 and all(dtype.itemsize >= 4 for dtype in floats):
                 return "fp32-states"

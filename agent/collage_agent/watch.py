@@ -20,6 +20,7 @@ from collage_agent.measure import Meter
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions
 from collage_agent.parameters import watched_parameters
+from collage_agent.shards import Sharding, stepping_optimizer
 from collage_agent.summary import summarise
 from collage_agent.verdict import verdict
 from collage_monitor import wire
@@ -84,14 +85,17 @@ class Watch:
         self.options = options
         self._model = model
         self._optimizer = optimizer
+        self._stepping = stepping_optimizer(optimizer)
         self._reporter = reporter
         self._guard = Guard()
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds)
-        watched, self._left_out = watched_parameters(model, optimizer, options)
-        if not watched:
+        sharding = Sharding(model, optimizer)
+        self._mixed_precision = sharding.mixed_precision
+        watched, self._left_out = watched_parameters(model, self._stepping, options, sharding)
+        if not watched and self._stepping is optimizer:
             raise ValueError(_nothing_to_watch(options, self._left_out))
-        self._intents = choose_intent(optimizer)
-        self._groups = _sizes_of(optimizer)
+        self._intents = choose_intent(self._stepping)
+        self._groups = _sizes_of(self._stepping)
         self._meter = Meter(watched, self._intents, options.sample, oracle=options.oracle, seed=seed, shard=shard)
         self._step: int | None = None
         self._depth = 0
@@ -101,7 +105,8 @@ class Watch:
         self._layout: Layout | None = None
         self._last: Measurement | None = None
         self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(self._before_step),
+            # A wrapper that shares out tensors copies them back after its inner optimizer's step.
+            self._stepping.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._state_was_loaded),
         ]
@@ -121,7 +126,7 @@ class Watch:
     def info(self) -> wire.WatchInfo:
         """What is watched and how, as it travels."""
         return describe(
-            self._optimizer,
+            self._stepping,
             self.options,
             self._meter.watched,
             self._intents,
@@ -210,7 +215,7 @@ class Watch:
             self._step += 1
         if self._measuring:
             self._measuring = False
-            self._measure(optimizer)
+            self._measure(self._stepping)
 
     def _start(self, optimizer: Optimizer) -> None:
         self._step = 0
@@ -253,7 +258,7 @@ class Watch:
 
     def _hand_over(self, totals: Tensor) -> None:
         if self._bytes_per_parameter is None:
-            self._bytes_per_parameter = bytes_per_parameter(self._optimizer)
+            self._bytes_per_parameter = bytes_per_parameter(self._stepping)
         scalars = {
             "agent_cpu_seconds": self._governor.agent_cpu_seconds,
             "agent_overhead_ratio": self._governor.overhead_ratio,
@@ -288,7 +293,8 @@ class Watch:
         self._groups = sizes
         self._intents = choose_intent(optimizer)
         known = {id(watched.parameter) for watched in self._meter.watched}
-        found, self._left_out = watched_parameters(self._model, optimizer, self.options)
+        sharding = Sharding(self._model, self._optimizer)
+        found, self._left_out = watched_parameters(self._model, optimizer, self.options, sharding)
         self._meter.extend([watched for watched in found if id(watched.parameter) not in known], self._intents)
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
@@ -296,6 +302,13 @@ class Watch:
 
     def _notes(self) -> list[str]:
         notes = [f"left out: {', '.join(self._left_out)}"] if self._left_out else []
+        if self._stepping is not self._optimizer:
+            notes.append(f"tensors are shared out over ranks by {type(self._optimizer).__name__}")
+        if self._mixed_precision:
+            cast = ", ".join(self._mixed_precision)
+            notes.append(
+                f"shards are cast to {cast} for the forward pass, after the step: that rounding is not seen"
+            )
         return [*notes, self._guard.reason] if self._guard.disabled else notes
 
 

@@ -1,0 +1,130 @@
+"""Models whose gradients are known exactly, on any number of processes, and the ways to spread them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+SHAPES = ((37, 11), (5,), (1, 3), (9, 7, 2), (2,))
+"""Shapes that no number of ranks divides evenly; some leave ranks with nothing."""
+
+
+class Part(nn.Module):
+    """Two parameters whose gradients are exactly the numbers that `gradient` gives."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        shape = SHAPES[index % len(SHAPES)]
+        self.index = index
+        self.weight = nn.Parameter(dyadic(shape, 100 + index))
+        self.bias = nn.Parameter(dyadic((index + 1,), 200 + index))
+
+    def forward(self, step):
+        parameters = (self.weight, self.bias)
+        return sum(
+            (parameter * gradient(parameter.shape, self.index, place, step).to(parameter.dtype)).sum()
+            for place, parameter in enumerate(parameters)
+        )
+
+
+class Injected(nn.Module):
+    """Parts in a row; the loss is linear in the weights, so that every rank's gradient is the same and exact."""
+
+    def __init__(self, parts: int = 5) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(index) for index in range(parts))
+
+    def forward(self, step):
+        return sum(part(step) for part in self.parts)
+
+
+def dyadic(shape, seed):
+    """Multiples of 1/64 between -1 and 1: exact in bfloat16, and so are their sums over a power of two of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-64, 65, shape, generator=generator).to(torch.float32) / 64
+
+
+def gradient(shape, index, place, step):
+    return dyadic(tuple(shape), 1000 * step + 10 * index + place)
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=2**-9, weight_decay=2**-4, foreach=True, **options)
+
+
+def injected(dtype):
+    return Injected().to(dtype)
+
+
+def replicated(dtype, model=None):
+    model = DistributedDataParallel(model or injected(dtype))
+    return model, adamw(model.parameters())
+
+
+def zero(dtype, model=None):
+    # Imported where it is used: the package warns about its own use of TorchScript.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(model or injected(dtype))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=2**-9, weight_decay=2**-4, foreach=True
+    )
+    return model, optimizer
+
+
+def fsdp1(dtype, model=None, *, use_orig_params, sharding=ShardingStrategy.FULL_SHARD, mixed_precision=None):
+    model = model or injected(dtype)
+    wrap = functools.partial(
+        FullyShardedDataParallel,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+        sharding_strategy=sharding,
+        mixed_precision=mixed_precision,
+    )
+    for index in range(0, len(model.parts), 2):
+        model.parts[index] = wrap(model.parts[index])
+    model = wrap(model)
+    return model, adamw(model.parameters())
+
+
+def fsdp2(dtype, model=None, *, mesh=None, policy=None):
+    model = model or injected(dtype)
+    options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
+    for part in model.parts[:3]:
+        fully_shard(part, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model, adamw(model.parameters())
+
+
+def hybrid(dtype):
+    """Two replicas of a model that is sharded over the other half of the ranks."""
+    mesh = init_device_mesh("cpu", (2, distributed.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+    return fsdp2(dtype, mesh=mesh)
+
+
+SPREAD: dict[str, Any] = {
+    "ddp": replicated,
+    "zero": zero,
+    "fsdp1 original": functools.partial(fsdp1, use_orig_params=True),
+    "fsdp1 flat": functools.partial(fsdp1, use_orig_params=False),
+    "fsdp1 unsharded": functools.partial(fsdp1, use_orig_params=True, sharding=ShardingStrategy.NO_SHARD),
+    "fsdp2": fsdp2,
+    "fsdp2 hybrid": hybrid,
+}
+HALF = torch.bfloat16
+MIXED: dict[str, Any] = {
+    "fsdp1": functools.partial(fsdp1, use_orig_params=True, mixed_precision=MixedPrecision(param_dtype=HALF)),
+    "fsdp2": functools.partial(fsdp2, policy=MixedPrecisionPolicy(param_dtype=HALF)),
+}

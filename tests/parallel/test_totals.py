@@ -1,0 +1,98 @@
+"""One, two and four processes measure the same thing, however the model is spread over them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.parallel.jobs import DTYPES, STEPS, alone
+from tests.parallel.launch import launch
+from tests.parallel.merged import merged_layers
+from tests.parallel.models import MIXED, SHAPES, SPREAD
+
+RELATIVE = 1e-12
+DEPENDS_ON_BLOCKS = {"active_blocks", "oracle_active_blocks"}
+"""Blocks are cut from each shard, so their number depends on the shards; everything else does not."""
+EVERYWHERE = [name for name in SPREAD if name != "fsdp2 hybrid"]
+
+
+@pytest.fixture(scope="module")
+def alone_by_dtype():
+    return {dtype: alone(dtype) for dtype in DTYPES}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return {count: launch("totals", count, tmp_path_factory.mktemp(f"totals{count}")) for count in (2, 4)}
+
+
+def is_count(key, value):
+    return (
+        math.isnan(value) or key.split("/")[0].endswith(("elements", "sampled", "histogram")) or value == int(value)
+    )
+
+
+def assert_equal_totals(ranks, expected):
+    for index in range(STEPS):
+        found, wanted = merged_layers(ranks, index), merged_layers([expected], index)
+        assert found.keys() == wanted.keys()
+        for name, values in wanted.items():
+            assert found[name].keys() == values.keys()
+            for key, value in values.items():
+                if key in DEPENDS_ON_BLOCKS:
+                    continue
+                if math.isnan(value):
+                    assert math.isnan(found[name][key]), (name, key)
+                elif is_count(key, value):
+                    assert found[name][key] == value, (index, name, key)
+                else:
+                    assert found[name][key] == pytest.approx(value, rel=RELATIVE, abs=0), (index, name, key)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SPREAD)
+def test_totals_do_not_depend_on_how_the_model_is_spread(name, dtype, processes, seen, alone_by_dtype):
+    if name == "fsdp2 hybrid" and processes == 2:
+        processes = 4
+    assert_equal_totals([rank[name, dtype] for rank in seen[processes]], alone_by_dtype[dtype])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_precision_steps_full_shards_and_says_so(name, seen, alone_by_dtype):
+    ranks = [rank[f"mixed {name}", torch.float32] for rank in seen[2]]
+    assert_equal_totals(ranks, alone_by_dtype[torch.float32])
+    for rank in ranks:
+        assert rank["info"].dtype == "float32"
+        assert "cast to bfloat16 for the forward pass" in rank["info"].intent_reason
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_every_rank_announces_shards_of_whole_tensors(name, seen):
+    ranks = [rank[name, torch.bfloat16] for rank in seen[4]]
+    announced: dict[str, dict[int, int]] = {}
+    for rank in ranks:
+        for layer in rank["layers"][-1]:
+            index, own = int(layer.name.split(".")[1]), layer.name.split(".")[2]
+            assert tuple(layer.shape) == (SHAPES[index] if own == "weight" else (index + 1,))
+            assert layer.module_type == "Part"
+            replicas = announced.setdefault(layer.name, {})
+            replicas[layer.replica] = replicas.get(layer.replica, 0) + layer.elements
+    expected = {"ddp": 4, "fsdp1 unsharded": 4, "fsdp2 hybrid": 2}.get(name, 1)
+    for layer_name, replicas in announced.items():
+        index, own = int(layer_name.split(".")[1]), layer_name.split(".")[2]
+        elements = math.prod(SHAPES[index]) if own == "weight" else index + 1
+        assert replicas == dict.fromkeys(range(expected), elements), layer_name
+    assert len(announced) == 2 * len(SHAPES)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_uneven_and_empty_shards_are_measured_as_far_as_they_go(name, seen):
+    for rank in seen[4]:
+        told = rank[name, torch.bfloat16]
+        assert told["info"].intent == "shadow"
+        assert told["text"]
+        for layer in told["layers"][-1]:
+            assert (told["summary"]["layers"][layer.name].get("grad_norm") is None) == (layer.elements == 0)
