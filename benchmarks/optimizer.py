@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from collage_agent.optim import CollageAdamW
+from collage_agent.optim.runtime import release_scratch
 from torch import Tensor
 
 from benchmarks._harness import Figure, Options, main
@@ -168,8 +169,7 @@ def extra_memory_mib(seed: int) -> float:
     """How far the resident memory rises above parameters and states during an eager step of plus."""
     step = own_step(seed, "plus")
     step()
-    optimizer = step.__self__  # type: ignore[attr-defined]
-    optimizer._runtime.workspaces.clear()
+    release_scratch()
     # Freed scratch stays in the heap, where the next step would find it again: give it back first.
     ctypes.CDLL(None).malloc_trim(0)
     before = _resident_kib("VmRSS")

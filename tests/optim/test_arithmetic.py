@@ -6,7 +6,11 @@ from fractions import Fraction
 import numpy
 import pytest
 import torch
+from collage_agent.optim import CollageAdamW
 from collage_agent.optim.arithmetic import Working, Workspace
+from collage_agent.optim.runtime import release_scratch, shared_workspace
+
+from tests.optim.models import parameters, train
 
 
 def workspace(elements, dtype=torch.float32):
@@ -49,3 +53,16 @@ def test_buffers_are_handed_out_in_turn_and_again():
     assert first.data_ptr() != second.data_ptr()
     space.restart()
     assert space.take(3).data_ptr() == first.data_ptr()
+
+
+def test_optimizers_share_their_scratch():
+    """An optimizer for each parameter, as in training that steps in the backward pass, is no reason for more."""
+    device = torch.device("cpu")
+    release_scratch()
+    before = shared_workspace(device, torch.float32)
+    members = parameters()
+    for member in members:
+        train(CollageAdamW([member]), [member], 1)
+    assert shared_workspace(device, torch.float32) is before
+    release_scratch()
+    assert shared_workspace(device, torch.float32) is not before

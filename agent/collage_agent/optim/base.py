@@ -20,7 +20,7 @@ from collage_agent.optim.guards import (
 )
 from collage_agent.optim.observing import observe_around
 from collage_agent.optim.rules import Rule
-from collage_agent.optim.runtime import Runtime
+from collage_agent.optim.runtime import Runtime, shared_workspace
 from collage_agent.optim.seeding import Seeding
 from collage_agent.optim.stepping import Member, component_names, step_tensors, working_dtype
 from collage_agent.optim.strategies import (
@@ -192,7 +192,7 @@ class CollageOptimizer(Optimizer):
             storage_arithmetic=strict,
             maximize=group["maximize"],
             scalars=scalars if compiled is None else scalar_tensors(scalars, working_dtype(dtype)),
-            workspace=self._runtime.workspace(device, working_dtype(dtype)),
+            workspace=shared_workspace(device, working_dtype(dtype)),
             seeding=Seeding(group["seed"], number, self._runtime.generator(device))
             if strategy.stochastic
             else None,

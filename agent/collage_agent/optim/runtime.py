@@ -1,8 +1,9 @@
-"""What an optimizer needs only while it runs: scratch, generators, and the totals of a measured step.
+"""What optimizers need only while they run: scratch, generators, and the totals of a measured step.
 
 None of it is state: a copy or a checkpoint starts without it.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,7 +13,26 @@ from torch import Tensor
 from collage_agent.optim.arithmetic import Workspace
 from collage_agent.optim.stepping import chunk_elements
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "release_scratch", "shared_workspace"]
+
+_SCRATCH = threading.local()
+
+
+def shared_workspace(device: torch.device, dtype: torch.dtype) -> Workspace:
+    """The scratch for a device and wide format: one a thread, for all optimizers.
+
+    Training that steps in the backward pass has an optimizer for every parameter, and would have as many scratches.
+    """
+    spaces: dict[tuple[torch.device, torch.dtype], Workspace] = _SCRATCH.__dict__.setdefault("spaces", {})
+    found = spaces.get((device, dtype))
+    if found is None:
+        found = spaces[device, dtype] = Workspace(chunk_elements(device), dtype, device)
+    return found
+
+
+def release_scratch() -> None:
+    """Free this thread's scratch; the next step makes it anew."""
+    _SCRATCH.__dict__.pop("spaces", None)
 
 
 @dataclass
@@ -22,18 +42,10 @@ class Runtime:
     measure_next: the next step is a measured one. totals: by position, of the last measured step.
     """
 
-    workspaces: dict[tuple[torch.device, torch.dtype], Workspace] = field(default_factory=dict)
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
     measure_next: bool = False
     totals: dict[int, Tensor] = field(default_factory=dict)
     record: Callable[[int, Tensor], None] | None = None
-
-    def workspace(self, device: torch.device, dtype: torch.dtype) -> Workspace:
-        """The scratch for a device and wide format, shared by all tensors."""
-        found = self.workspaces.get((device, dtype))
-        if found is None:
-            found = self.workspaces[device, dtype] = Workspace(chunk_elements(device), dtype, device)
-        return found
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The source of stochastic rounding on a device, beside the process-wide generators."""
