@@ -136,7 +136,13 @@ class StreamCreate(Struct, kw_only=True, frozen=True):
 
 
 class Stream(Struct, kw_only=True, frozen=True):
-    """A stream as the server knows it. `reports` counts the stored ones, exactly once each."""
+    """A stream as the server knows it. `reports` counts the stored ones, exactly once each.
+
+    Its health: `given_up` numbers the agent said will never come; `missing` more below `last_seq` have not come
+    (yet), at least; `lag_steps` it stands behind the furthest stream of the attempt; `last_report_at` is the
+    server's clock. `clock_skew_seconds` is how far the agent's clock was ahead of the server's at most, so at the report
+    that took least time to arrive: negative is a late clock, or reports that were long under way.
+    """
 
     run_id: str
     stream_id: str
@@ -151,6 +157,10 @@ class Stream(Struct, kw_only=True, frozen=True):
     last_step: int | None
     last_report_at: float | None
     watch: WatchInfo | None = None
+    given_up: int = 0
+    missing: int = 0
+    lag_steps: int | None = None
+    clock_skew_seconds: float | None = None
 
 
 class Report(Struct, kw_only=True, frozen=True):

@@ -12,6 +12,7 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import RunId
 from collage_server.components import components_of
+from collage_server.queries.streams import with_health
 
 __all__ = ["router"]
 
@@ -30,5 +31,6 @@ async def create_stream(request: Request, run_id: RunId) -> Response:
 
 @router.get("/runs/{run_id}/streams", **describes(wire.StreamList))
 def list_streams(request: Request, run_id: RunId) -> Response:
-    """The run's streams, by attempt and rank, with the number of stored reports of each."""
-    return answer(wire.StreamList(run_id=run_id, streams=components_of(request).store.streams(run_id)))
+    """The run's streams, by attempt and rank: what is stored, what is missing, who lags, whose clock is off."""
+    streams = with_health(components_of(request).store.streams(run_id))
+    return answer(wire.StreamList(run_id=run_id, streams=streams))

@@ -249,6 +249,9 @@ class Store(Protocol):
     def journal_runs(self) -> list[str]:
         """Runs that have reports in the journal."""
 
+    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap]) -> None:
+        """Keep which reports of a stream will never come; the same gap twice is one."""
+
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""
 

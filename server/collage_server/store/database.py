@@ -14,6 +14,7 @@ from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
 from collage_monitor import wire
 from collage_server.errors import Busy, StoreUnusable, Unprocessable
+from collage_server.store import gaps as gap_ranges
 from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
 from collage_server.store.access import SqlAccess
 from collage_server.store.contract import (
@@ -193,6 +194,11 @@ class SqlStore(ABC):
         """Store all groups in one transaction; durable when it returns."""
         with self._writing() as connection:
             return journal.append(connection, groups, now, self._insert_reports)
+
+    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap]) -> None:
+        """Keep which reports of a stream will never come."""
+        with self._writing() as connection:
+            gap_ranges.note_gaps(connection, stream.run_id, stream.stream_id, gaps)
 
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""

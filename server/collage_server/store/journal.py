@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ _MOVING: Final = (
     "measured_seq",
     "measured_step",
     "scalars",
+    "clock_skew_seconds",
 )
 _WRITE_LATEST: Final = update(_LATEST).where(*_OWN).values({name: bindparam(name) for name in _MOVING})
 
@@ -50,12 +52,14 @@ class _Latest:
         self.sealed = ranges_from_json(row.sealed)
         self.own = {"own_run": row.run_id, "own_stream": row.stream_id}
         self.moved = False
+        self.newest_time = -math.inf
 
     def absorb(self, report: wire.Report) -> None:
         """Count one newly stored report and keep what is newest of it."""
         values = self.values
         self.moved = True
         values["reports"] += 1
+        self.newest_time = max(self.newest_time, report.time)
         values["last_seq"] = _highest(values["last_seq"], report.seq)
         values["last_step"] = _highest(values["last_step"], report.step)
         if values["first_step"] is None or report.step < values["first_step"]:
@@ -72,7 +76,9 @@ class _Latest:
 
     def parameters(self, now: float) -> dict[str, Any]:
         """What the update statement binds."""
-        self.values.update(last_report_at=now, scalars=to_json(self.scalars))
+        skews = [self.newest_time - now, self.values["clock_skew_seconds"]]
+        skew = max(entry for entry in skews if entry is not None)
+        self.values.update(last_report_at=now, scalars=to_json(self.scalars), clock_skew_seconds=skew)
         return {**self.values, **self.own}
 
 

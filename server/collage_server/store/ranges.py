@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-__all__ = ["Ranges", "add_numbers", "contains", "ranges_from_json", "ranges_to_json"]
+__all__ = ["Ranges", "add_numbers", "add_ranges", "contains", "ranges_from_json", "ranges_to_json"]
 
 Ranges = Sequence[tuple[int, int]]
 """Sorted, disjoint, not adjacent: (first, last), both inclusive."""
@@ -33,8 +33,13 @@ def contains(ranges: Ranges, number: int) -> bool:
 
 def add_numbers(ranges: Ranges, numbers: Iterable[int]) -> list[tuple[int, int]]:
     """The ranges with these numbers added."""
+    return add_ranges(ranges, ((number, number) for number in numbers))
+
+
+def add_ranges(ranges: Ranges, added: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges with others added, which may overlap."""
     merged: list[tuple[int, int]] = []
-    for first, last in sorted([*ranges, *((number, number) for number in numbers)]):
+    for first, last in sorted([*ranges, *added]):
         if merged and first <= merged[-1][1] + 1:
             merged[-1] = (merged[-1][0], max(merged[-1][1], last))
         else:

@@ -146,9 +146,11 @@ run_latest: Final = Table(
     Column("measured_step", BigInteger),
     Column("scalars", Text, nullable=False),
     Column("sealed", Text, nullable=False, server_default="[]"),
+    Column("given_up", Text, nullable=False, server_default="[]"),
+    Column("clock_skew_seconds", Double),
 )
-"""Per stream, written with its reports: counts, newest places, `scalars` {name: [step, value]}, and `sealed`: the
-ranges [[first_seq, last_seq], …] that have left the journal for chunks."""
+"""Per stream, written with its reports: counts, newest places, `scalars` {name: [step, value]}; `sealed`, the
+ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come."""
 
 entry: Final = Table(
     "entry",

@@ -16,6 +16,8 @@ from collage_monitor.metrics import statistic
 from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
 from collage_server.store import schema
 from collage_server.store.contract import IntArray, StreamRecord
+from collage_server.store.gaps import count_numbers
+from collage_server.store.ranges import ranges_from_json
 from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
 
 __all__ = [
@@ -270,14 +272,26 @@ def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
             process_id=record.process_id,
             layers=len(record.layers),
             statistics=list(record.statistics),
-            reports=rows[record.stream_id].reports,
-            last_seq=rows[record.stream_id].last_seq,
-            last_step=rows[record.stream_id].last_step,
-            last_report_at=rows[record.stream_id].last_report_at,
             watch=record.watch,
+            **_arrived(rows[record.stream_id]),
         )
         for record in sorted(records, key=lambda record: (record.attempt, record.rank, record.stream))
     ]
+
+
+def _arrived(row: Row[Any]) -> dict[str, Any]:
+    """What `run_latest` says of a stream. A report given up may have come nevertheless: `missing` is a bound."""
+    given_up = count_numbers(ranges_from_json(row.given_up))
+    expected = 0 if row.last_seq is None else row.last_seq + 1
+    return {
+        "reports": row.reports,
+        "last_seq": row.last_seq,
+        "last_step": row.last_step,
+        "last_report_at": row.last_report_at,
+        "given_up": given_up,
+        "missing": max(expected - row.reports - given_up, 0),
+        "clock_skew_seconds": row.clock_skew_seconds,
+    }
 
 
 def read_layers(connection: Connection, run_id: str) -> list[wire.Layer]:
