@@ -12,6 +12,10 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
+	$(PIP) --constraint constraints.txt --editable '.[all]'
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp
 	$(PIP) --constraint constraints.txt --editable '.[all,dev]'
 	touch $@
 
@@ -21,11 +25,11 @@ demo: $(VENV)/.stamp  ## Train five strategies, watched; DEMO_EXIT=1 ends afterw
 up: $(VENV)/.stamp  ## Start server and dashboard
 	$(BIN)/collage-monitor up
 
-test: $(VENV)/.stamp  ## Every test but the long lanes
+test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly and not gpu"
 
-check: $(VENV)/.stamp  ## Format, lint, types, boundaries, sizes, compose file
+check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, compose file
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -33,20 +37,20 @@ check: $(VENV)/.stamp  ## Format, lint, types, boundaries, sizes, compose file
 	$(BIN)/python tools/sizes.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 
-format: $(VENV)/.stamp
+format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-nightly: $(VENV)/.stamp exhaustive  ## The long lanes
+nightly: $(VENV)/.stamp-dev exhaustive  ## The long lanes
 	$(BIN)/python -m pytest -m nightly
 
-exhaustive: $(VENV)/.stamp  ## Error-free transformations over all pairs of 16-bit numbers
+exhaustive: $(VENV)/.stamp-dev  ## Error-free transformations over all pairs of 16-bit numbers
 	$(BIN)/python -m tests.numerics.exhaustive
 
-gpu: $(VENV)/.stamp  ## The CUDA lane
+gpu: $(VENV)/.stamp-dev  ## The CUDA lane
 	$(BIN)/python -m pytest -m gpu
 
-bench: $(VENV)/.stamp  ## Every benchmark
+bench: $(VENV)/.stamp-dev  ## Every benchmark
 	for name in watch ingest optimizer; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
