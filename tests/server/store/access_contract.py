@@ -1,0 +1,99 @@
+"""What access control asks of any store; a backend's test file only names the backend."""
+
+from __future__ import annotations
+
+import pytest
+from collage_server.administration import create_token, new_act, revoke_token
+from collage_server.errors import NotFound, Unprocessable
+from collage_server.principals import digest_of
+from collage_server.store import ProjectUsage, ReportGroup
+
+from collage_monitor import wire
+from tests.server.samples import report, stream_create
+
+NOW = 1_700_000_000.0
+
+
+def make(store, role="read", projects=None, now=NOW):
+    return create_token(store.access, wire.TokenCreate(name="n", role=role, projects=projects), now, "host")
+
+
+def fill(store, project, run_id, tags=()):
+    store.create_run(project, wire.RunCreate(run_id=run_id, tags=list(tags)), NOW)
+    store.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=1), NOW)
+    store.create_stream(run_id, stream_create(f"{run_id}-s", "l"), NOW)
+
+
+class AccessContract:
+    """Needs the fixture `store`: open and empty."""
+
+    def test_tokens_are_found_by_digest_until_revoked(self, store):
+        first, second = make(store, "ingest", ["p", "q"]), make(store, "admin", now=NOW + 1)
+        assert store.access.valid_tokens() == {
+            digest_of(first.secret): first.token,
+            digest_of(second.secret): second.token,
+        }
+        assert store.access.tokens() == [second.token, first.token]
+        revoked = revoke_token(store.access, first.token.token_id, NOW + 2, "host")
+        assert revoke_token(store.access, first.token.token_id, NOW + 9, "host") == revoked
+        assert list(store.access.valid_tokens()) == [digest_of(second.secret)]
+        assert [act.action for act in store.access.acts(None, 10).acts] == [
+            "token.revoke",
+            "token.create",
+            "token.create",
+        ]
+
+    def test_an_unknown_token_cannot_be_revoked(self, store):
+        with pytest.raises(NotFound):
+            revoke_token(store.access, "none", NOW, "host")
+        assert store.access.acts(None, 10).acts == []
+
+    def test_last_use_only_moves_forward(self, store):
+        made = [make(store).token.token_id for _ in range(2)]
+        store.access.note_uses(dict.fromkeys(made, NOW + 5))
+        store.access.note_uses({made[0]: NOW + 3, made[1]: NOW + 8, "gone": NOW})
+        found = {token.token_id: token.last_used_at for token in store.access.tokens()}
+        assert found == {made[0]: NOW + 5, made[1]: NOW + 8}
+
+    def test_pages_of_acts_skip_nothing_at_equal_times(self, store):
+        acts = [new_act(NOW, "host", "test", str(i), details={"i": i}) for i in range(7)]
+        for act in acts:
+            store.access.record(act)
+        seen, cursor = [], None
+        while True:
+            page = store.access.acts(cursor, 3)
+            seen += page.acts
+            cursor = page.cursor
+            if cursor is None:
+                break
+        assert sorted(seen, key=lambda act: act.subject) == acts
+        for bad in ("zz", "MHgxcDk5OTk5OTkgYQ=="):
+            with pytest.raises(Unprocessable):
+                store.access.acts(bad, 3)
+
+    def test_whose_a_run_and_a_stream_are_outlives_deletion(self, store):
+        fill(store, "p", "r1")
+        for _ in range(2):
+            assert store.access.project_of("r1") == "p"
+            assert store.access.project_of_stream("r1-s") == "p"
+            if store.access.usage("p").runs:
+                store.delete_run("r1", NOW)
+        assert store.access.project_of("none") is None
+        assert store.access.project_of_stream("none") is None
+
+    def test_usage_counts_one_project(self, store):
+        fill(store, "p", "r1", ["x", "y"])
+        fill(store, "p", "r2", ["y", "z"])
+        fill(store, "q", "r3", ["w"])
+        assert store.access.usage("p") == ProjectUsage(runs=2, tags=3, layers=6)
+        assert store.access.usage("p", ["x", "w", "w"]).tags == 4
+        assert store.access.usage("none") == ProjectUsage(runs=0, tags=0, layers=0)
+
+    def test_gaps_and_the_clock_of_a_stream(self, store):
+        fill(store, "p", "r1")
+        record = store.stream_record("r1-s")
+        store.append([ReportGroup(record, [report(0, 10, time=NOW + 2.0), report(4, 20, time=NOW - 9.0)])], NOW)
+        store.note_gaps(record, [wire.Gap(first_seq=1, last_seq=2, reason="full")])
+        store.note_gaps(record, [wire.Gap(first_seq=2, last_seq=2, reason="full")])
+        [stream] = store.streams("r1")
+        assert (stream.given_up, stream.missing, stream.clock_skew_seconds) == (2, 1, 2.0)
