@@ -230,7 +230,9 @@ class Delivery:
         if isinstance(error, NotAuthorised):
             # Another token will not appear within seconds.
             self._pause_seconds = self._limits.longest_pause_seconds
-        pause = max(self._pause_seconds * random.uniform(0.5, 1.0), min(asked or 0.0, _LONGEST_RETRY_AFTER_SECONDS))
+        # A generator of its own: the training's random numbers must come out as they would without the agent.
+        jitter = random.Random().uniform(0.5, 1.0)
+        pause = max(self._pause_seconds * jitter, min(asked or 0.0, _LONGEST_RETRY_AFTER_SECONDS))
         self._next_try = self._clock() + pause
         self._pause_seconds = min(2 * self._pause_seconds, self._limits.longest_pause_seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 from collections.abc import Callable
 from typing import Final
 from urllib.parse import quote
@@ -39,15 +40,17 @@ class HttpTransport:
         self._limits = limits
         self._check_first = check_first
         self._client: httpx.Client | None = None
+        # The training's own random numbers must come out as they would without the agent.
+        self._random = random.Random()
 
     def send(self, envelope: Envelope, wait: Callable[[float], bool]) -> BatchAnswer:
         """Deliver one message, repeating it for `retry_seconds` while the server is away or busy."""
-        pauses = tenacity.wait_random_exponential(multiplier=0.1, max=2.0)
+        longest = tenacity.wait_exponential(multiplier=0.1, max=2.0)
 
         def pause(state: tenacity.RetryCallState) -> float:
             error = state.outcome.exception() if state.outcome is not None else None
             asked = error.retry_after_seconds if isinstance(error, Unavailable) else None
-            return max(pauses(state), asked or 0.0)
+            return max(self._random.uniform(0.0, longest(state)), asked or 0.0)
 
         def sleep(seconds: float) -> None:
             if wait(seconds):
