@@ -112,7 +112,8 @@ def test_states_find_their_weights_across_groups_with_and_without_decay(tmp_path
     def grouped(model):
         matrices = [p for p in model.parameters() if p.dim() == 2]
         vectors = [p for p in model.parameters() if p.dim() == 1]
-        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3)
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-3)
 
     model, optimizer = trained(grouped)
     kept, notes = kept_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
@@ -127,7 +128,8 @@ def test_where_order_does_not_tell_it_says_so(tmp_path):
     def scattered(model):
         vectors = [p for p in model.parameters() if p.shape == (40,)]
         others = [p for p in model.parameters() if p.shape != (40,)]
-        return torch.optim.AdamW([{"params": [*others, vectors[2]]}, {"params": vectors[:2]}], lr=1e-3)
+        groups = [{"params": [*others, vectors[2]]}, {"params": vectors[:2]}]
+        return torch.optim.AdamW(groups, lr=1e-3)
 
     kept, notes = kept_parameters(read_checkpoint(saved(tmp_path / "a.pt", *trained(scattered))))
     assert sum(entry.weight is None for entry in kept) == 3
@@ -136,7 +138,8 @@ def test_where_order_does_not_tell_it_says_so(tmp_path):
 
 def test_named_parameters_need_no_order(tmp_path):
     def named(model):
-        return torch.optim.AdamW([*model.named_parameters()][::-1], lr=1e-3)
+        parameters = list(model.named_parameters())
+        return torch.optim.AdamW(parameters[::-1], lr=1e-3)
 
     model, optimizer = trained(named)
     kept, _ = kept_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))

@@ -1,0 +1,79 @@
+"""`run`: start a training program so that its optimizers are watched, without a change of its code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from typing import Final
+
+import click
+
+__all__ = ["run"]
+
+_VARIABLES: Final = {
+    "project": "PROJECT",
+    "name": "RUN_NAME",
+    "run_id": "RUN_ID",
+    "group": "RUN_GROUP",
+    "tags": "TAGS",
+    "mode": "MODE",
+    "server_url": "SERVER_URL",
+    "folder": "DIR",
+    "every": "EVERY",
+    "sample": "SAMPLE",
+    "budget": "BUDGET",
+}
+"""Options and the environment variables, without COLLAGE_, that carry them to every process of the program."""
+
+
+@click.command("run", context_settings={"ignore_unknown_options": False})
+@click.option("--project", help="Project of the run.")
+@click.option("--name", help="Name of the run; default: the script's.")
+@click.option("--run-id", help="Resume this run, or begin it under this id.")
+@click.option("--group", help="Group of the run.")
+@click.option("--tags", help="Tags, separated by commas.")
+@click.option("--mode", type=click.Choice(["online", "offline", "disabled"]))
+@click.option("--server-url", help="Where to report to; default: a server on this machine.")
+@click.option("--dir", "folder", type=click.Path(), help="Data folder: token, spool.")
+@click.option("--every", type=click.IntRange(min=1), help="Measure the steps divisible by it; default: 10.")
+@click.option("--sample", help="Elements looked at in each tensor, or 'all'; default: 4096.")
+@click.option("--budget", help="The agent's share of CPU, or 'none'; default: 0.01.")
+@click.option("--print-environment", is_flag=True, help="Print the variables that do the same, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --print-environment: as JSON.")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED)
+def run(print_environment: bool, as_json: bool, program: tuple[str, ...], **options: str | int | None) -> None:
+    """Start PROGRAM and watch every torch optimizer in it: collage-monitor run -- python train.py
+
+    Also: collage-monitor run -- torchrun --nproc-per-node 2 train.py. The program's output, exit status and
+    signals are its own. A program without torch runs as it would anyway.
+    """
+    from collage_agent.integrations.launcher import environment_of
+
+    added = {f"COLLAGE_{_VARIABLES[name]}": str(value) for name, value in options.items() if value is not None}
+    added |= environment_of(os.environ)
+    if print_environment:
+        lines = (f"export {name}={shlex.quote(value)}" for name, value in added.items())
+        click.echo(json.dumps(added) if as_json else "\n".join(lines))
+        return
+    if not program:
+        raise click.UsageError("say what to run: collage-monitor run -- python train.py")
+    _become(list(program), {**os.environ, **added})
+
+
+def _become(program: list[str], environment: dict[str, str]) -> None:
+    """Run the program in place of this process, so that signals and exit status need no forwarding."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        if os.name == "posix":
+            os.execvpe(program[0], program, environment)
+        raise SystemExit(subprocess.run(program, env=environment, check=False).returncode)
+    except FileNotFoundError:
+        raise click.ClickException(f"{program[0]}: no such program; pass one that the shell finds") from None
+    except PermissionError:
+        raise click.ClickException(
+            f"{program[0]}: not executable; for a script: collage-monitor run -- python {program[0]}"
+        ) from None

@@ -1,0 +1,104 @@
+"""Runs first in every Python process under `collage-monitor run`; waits for torch, then for an optimizer's step.
+
+It imports nothing but the standard library, so that a program without torch pays nothing, and it never raises.
+The site's own sitecustomize, which this one hides, is run as well.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from typing import Any, Final
+
+_FOLDER: Final = os.path.dirname(os.path.abspath(__file__))
+
+
+class _AfterTorch(MetaPathFinder):
+    """Lets the others find torch, and hooks its optimizers once it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _HookingLoader(spec.loader)
+        return spec
+
+
+class _HookingLoader(Loader):
+    """torch's loader, followed by our hook."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        try:
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+            register_optimizer_step_pre_hook(_before_step)
+        except Exception as error:
+            _say(f"this torch offers no hooks for optimizers ({error})")
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    global _step_begins
+    if _step_begins is None:
+        import random
+
+        # Modules that are imported here draw random numbers at import, which are the training's.
+        drawn = random.getstate()
+        try:
+            from collage_agent.integrations import launcher
+
+            _step_begins = launcher.step_begins
+        except Exception as error:
+            _say(f"collage_agent cannot be imported by {sys.executable} ({error}); install it there")
+            _step_begins = _nothing
+        random.setstate(drawn)
+    _step_begins(optimizer)
+
+
+def _nothing(optimizer: Any) -> None:
+    """In the place of the agent where it is not installed."""
+
+
+_step_begins: Callable[[Any], None] | None = None
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
+        sys.stderr.write(f"collage: {text}; the training runs unwatched\n")
+
+
+def _run_hidden_sitecustomize() -> None:
+    """Run the sitecustomize that would have run without this one, if there is any."""
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _FOLDER]
+    sys.path[:] = elsewhere
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if os.environ.get("COLLAGE_ATTACH") == "1":
+    sys.meta_path.insert(0, _AfterTorch())
+_run_hidden_sitecustomize()

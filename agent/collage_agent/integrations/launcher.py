@@ -1,0 +1,139 @@
+"""`collage-monitor run`: watches every optimizer of a program from its first step, without a change of its code.
+
+The environment says so, and a bootstrap folder in front of PYTHONPATH makes each Python process call
+`step_begins` from torch's process-wide hook. The run is named after the script; COLLAGE_* variables decide the
+rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from collage_agent import session
+from collage_agent.guard import Guard
+from collage_agent.watch import Watch
+
+__all__ = ["ATTACH", "environment_of", "find_model", "step_begins"]
+
+ATTACH: Final = "COLLAGE_ATTACH"
+_BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
+_MOST_WATCHES: Final = 8
+_LOG = logging.getLogger("collage_agent")
+
+
+def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """What must be added to an environment so that Python processes under it are watched."""
+    others = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    path = [str(_BOOTSTRAP), *(entry for entry in others if entry != str(_BOOTSTRAP))]
+    return {ATTACH: "1", "PYTHONPATH": os.pathsep.join(path)}
+
+
+class _Launched:
+    """What this process watches by itself."""
+
+    def __init__(self) -> None:
+        self.guard = Guard()
+        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.watches = 0
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Watch an optimizer unless somebody does already, or it only calls others."""
+        if _is_watched(optimizer) or _is_container(optimizer):
+            return
+        if self.watches == _MOST_WATCHES:
+            _LOG.warning("%d optimizers are watched; further ones are left alone", _MOST_WATCHES)
+        self.watches += 1
+        if self.watches > _MOST_WATCHES:
+            return
+        if session.current_run() is None:
+            session.init(name=None if os.environ.get("COLLAGE_RUN_NAME") else _script_name())
+        session.watch(find_model(optimizer), optimizer)
+
+
+_LAUNCHED = _Launched()
+
+
+def step_begins(optimizer: Optimizer) -> None:
+    """Called before every step of every optimizer; attaches at the first one, and never raises."""
+    if optimizer in _LAUNCHED.seen:
+        return
+    _LAUNCHED.seen.add(optimizer)
+    try:
+        _LAUNCHED.attach(optimizer)
+    except Exception as error:
+        _LAUNCHED.guard.caught(f"watching {type(optimizer).__name__}", error)
+
+
+def find_model(optimizer: Optimizer) -> nn.Module:
+    """The outermost module alive that holds most of the optimizer's parameters.
+
+    Where there is none, a module made of the names in the parameter groups, if they have names; else an empty
+    one, with which parameters are called by group and position. Walks all objects of the process, once.
+    """
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    modules = [module for module in gc.get_objects() if _is_module(module)]
+    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    best, most = None, 0
+    for module in modules:
+        if id(module) not in inner:
+            held = sum(id(parameter) in parameters for parameter in module.parameters())
+            if held > most:
+                best, most = module, held
+    return best if best is not None else _module_of_names(optimizer)
+
+
+def _module_of_names(optimizer: Optimizer) -> nn.Module:
+    root = nn.Module()
+    for name, parameter in _names(optimizer):
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, parameter)
+    return root
+
+
+def _names(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    group: dict[str, Any]
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False):
+            if isinstance(parameter, nn.Parameter):
+                yield name, parameter
+
+
+def _is_module(value: object) -> bool:
+    # A proxy's class is what it stands for, and asking it may wake it up.
+    return issubclass(type(value), nn.Module) and "_modules" in value.__dict__
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), Watch) for hook in hooks)
+
+
+def _is_container(optimizer: Optimizer) -> bool:
+    """Whether its own attributes hold optimizers: those take the steps, and are watched when they do."""
+    for value in vars(optimizer).values():
+        entries = value.values() if isinstance(value, dict) else value
+        if isinstance(entries, Optimizer):
+            return True
+        if isinstance(value, list | tuple | dict) and any(isinstance(entry, Optimizer) for entry in entries):
+            return True
+    return False
+
+
+def _script_name() -> str | None:
+    name = Path(sys.argv[0]).stem if sys.argv else ""
+    return name if name not in ("", "-c", "-m") else None

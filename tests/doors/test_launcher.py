@@ -1,0 +1,250 @@
+"""`collage-monitor run`: programs as they are, watched; and programs that must not notice."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+import torch
+from click.testing import CliRunner
+from collage_agent import current_run, finish, init, watch
+from collage_agent.command.run import run
+from collage_agent.integrations import launcher
+from collage_agent.transport import MemoryTransport
+from torch import nn
+
+from tests.doors.programs import TRAINING, bootstrap, launched, python, write
+from tests.ports import command
+
+
+def digest_of(answer):
+    assert answer.returncode == 0, answer.stderr
+    return next(line for line in answer.stdout.splitlines() if line.startswith("digest"))
+
+
+def test_a_program_is_watched_and_its_training_is_bit_identical(tmp_path):
+    script = write(tmp_path, TRAINING)
+    without = launched(tmp_path, *python(script), watched=False)
+    watched = launched(tmp_path, *python(script), options=["--every", 3], PYTHONWARNINGS="error")
+    assert digest_of(watched) == digest_of(without)
+    assert "collage" not in without.stdout
+    assert "AdamW, bfloat16, strategy plain, step 18: " in watched.stdout
+    assert "0.weight" in watched.stdout
+    assert "of run train wait" in watched.stdout
+
+
+def test_the_environment_alone_does_the_same(tmp_path):
+    answer = CliRunner().invoke(run, ["--print-environment", "--json", "--every", "5", "--name", "by environment"])
+    variables = json.loads(answer.output)
+    script = write(tmp_path, TRAINING)
+    watched = launched(tmp_path, *python(script), watched=False, **variables)
+    assert "of run by environment wait" in watched.stdout
+    exported = CliRunner().invoke(run, ["--print-environment", "--name", "two words"]).output
+    assert "export COLLAGE_RUN_NAME='two words'\n" in exported
+
+
+def test_every_rank_of_torchrun_reports_to_one_run(tmp_path):
+    script = write(tmp_path, TRAINING)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-addr", "127.0.0.1"]
+    answer = launched(tmp_path, *python(*launch, script), options=["--name", "ranks"])
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("digest") == 2
+    (folder,) = (tmp_path / "data" / "spool").iterdir()
+    assert len([entry for entry in folder.iterdir() if entry.suffix != ".lock"]) >= 2
+
+
+def test_the_status_of_the_program_is_passed_on(tmp_path):
+    assert launched(tmp_path, *python("-c", "raise SystemExit(7)")).returncode == 7
+    failing = launched(tmp_path, *python(write(tmp_path, TRAINING + "raise KeyError('mine')")))
+    assert failing.returncode == 1
+    assert "KeyError: 'mine'" in failing.stderr
+
+
+def test_a_signal_reaches_the_program(tmp_path):
+    program = (
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('up', flush=True); "
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [*command("run", "--"), *python("-c", program)], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 5
+    process.stdout.close()
+
+
+def test_a_program_without_torch_notices_nothing(tmp_path):
+    program = (
+        "import sys, json; print([n for n in ('torch', 'collage_agent', 'numpy') if n in sys.modules], sys.path)"
+    )
+    plain = launched(tmp_path, *python("-c", program), watched=False)
+    watched = launched(tmp_path, *python("-c", program))
+    assert watched.stdout == plain.stdout
+    assert watched.stdout.startswith("[]")
+    assert watched.stderr == ""
+
+
+def test_torch_without_an_optimizer_does_not_load_the_agent(tmp_path):
+    program = "import sys, torch; print('collage_agent' in sys.modules, type(torch.__spec__.loader).__name__)"
+    answer = launched(tmp_path, *python("-c", program))
+    assert answer.stdout == "False SourceFileLoader\n"
+
+
+def test_the_sites_own_customization_still_runs(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    write(own, "import builtins; builtins.customized = 'yes'", "sitecustomize.py")
+    program = "import sitecustomize, torch; print(customized, sitecustomize.__file__)"
+    answer = launched(tmp_path, *python("-c", program), PYTHONPATH=str(own))
+    assert answer.stdout.split() == ["yes", str(own / "sitecustomize.py")]
+
+
+def test_an_interpreter_without_the_agent_trains_unwatched_and_says_so(tmp_path):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    write(folder, "raise ImportError('not installed here')", "collage_agent.py")
+    answer = launched(tmp_path, *python(write(folder, TRAINING)))
+    assert "digest" in answer.stdout
+    assert answer.stderr.count("runs unwatched") == 1
+    assert "not installed here" in answer.stderr
+
+
+def test_a_training_that_watches_by_itself_is_not_watched_twice(tmp_path):
+    mine = TRAINING.replace(
+        "losses = []",
+        "import collage_agent\ncollage_agent.init(name='mine')\ncollage_agent.watch(model, optimizer)\nlosses = []",
+    )
+    answer = launched(tmp_path, *python(write(tmp_path, mine)))
+    assert answer.stdout.count("strategy plain") == 1
+    assert "of run mine wait" in answer.stdout
+
+
+@pytest.mark.nightly
+def test_a_compiled_step_still_trains(tmp_path):
+    compiled = TRAINING.replace("    optimizer.step()", "    step_function()").replace(
+        "losses = []", "step_function = torch.compile(optimizer.step, backend='eager')\nlosses = []"
+    )
+    answer = launched(tmp_path, *python(write(tmp_path, compiled)))
+    assert "digest" in answer.stdout, answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "say what to run"),
+        (["--", "no-such-program-here"], "no such program"),
+        (["--every", "0", "--", "true"], "0 is not in the range"),
+    ],
+)
+def test_what_cannot_be_started_is_a_sentence(tmp_path, arguments, told):
+    answer = subprocess.run(command("run", *arguments), capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert answer.returncode in (1, 2)
+    assert told in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_script_that_cannot_be_executed_says_how_to_start_it(tmp_path):
+    answer = launched(tmp_path, write(tmp_path, TRAINING))
+    assert "collage-monitor run -- python" in answer.stderr
+
+
+def test_the_bootstrap_folder_comes_first_and_once():
+    environment = launcher.environment_of({"PYTHONPATH": f"{bootstrap()}{os.pathsep}/mine"})
+    assert environment["PYTHONPATH"] == f"{bootstrap()}{os.pathsep}/mine"
+    assert environment_keys() == {"PYTHONPATH", launcher.ATTACH}
+
+
+def environment_keys():
+    return set(launcher.environment_of({}))
+
+
+def test_the_outermost_module_that_holds_the_parameters_is_found():
+    inner = nn.Linear(3, 3)
+    outer = nn.ModuleDict({"body": nn.Sequential(inner, nn.Linear(3, 1))})
+    other = nn.Linear(3, 3)
+    assert launcher.find_model(torch.optim.SGD(outer.parameters())) is outer
+    assert launcher.find_model(torch.optim.SGD(inner.parameters())) is outer
+    assert launcher.find_model(torch.optim.SGD(other.parameters())) is other
+
+
+def test_without_a_module_names_come_from_the_groups():
+    weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
+    named = torch.optim.SGD([("block.0.weight", weights[0]), ("block.0.bias", weights[1])], lr=0.1)
+    names = [name for name, _ in launcher.find_model(named).named_parameters()]
+    assert names == ["block.0.weight", "block.0.bias"]
+    assert list(launcher.find_model(torch.optim.SGD(weights)).parameters()) == []
+
+
+class Container(torch.optim.Optimizer):
+    """Steps others, as some training libraries do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([p for optimizer in inner for g in optimizer.param_groups for p in g["params"]], {})
+
+    def step(self, closure=None):
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    monkeypatch.setattr(launcher, "_LAUNCHED", launcher._Launched())
+    transport = MemoryTransport()
+    init("tests", transport=transport)
+    yield transport
+    finish()
+
+
+def stepped(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    launcher.step_begins(optimizer)
+    optimizer.step()
+
+
+def watched_by(optimizer):
+    return len(optimizer._optimizer_step_pre_hooks)
+
+
+def test_the_first_step_is_seen_and_each_optimizer_is_watched_once(fresh):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(10):
+        stepped(optimizer)
+    assert watched_by(optimizer) == 1
+    finish()
+    assert [report.step for report in fresh.reports if report.statistics is not None] == [10]
+
+
+def test_containers_are_passed_over_for_what_they_hold(fresh):
+    models = [nn.Linear(4, 4), nn.Linear(2, 2)]
+    inner = [torch.optim.SGD(model.parameters()) for model in models]
+    container = Container(inner)
+    stepped(container)
+    for optimizer in inner:
+        stepped(optimizer)
+    assert watched_by(container) == 0
+    assert [watched_by(optimizer) for optimizer in inner] == [1, 1]
+
+
+def test_an_optimizer_for_each_parameter_does_not_become_a_watch_for_each(fresh, caplog):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    optimizers = [torch.optim.SGD([parameter]) for parameter in model.parameters()]
+    for optimizer in optimizers:
+        stepped(optimizer)
+    assert sum(map(watched_by, optimizers)) == 8
+    assert caplog.text.count("further ones are left alone") == 1
+
+
+def test_a_watched_optimizer_is_left_alone(fresh):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch(model, optimizer)
+    stepped(optimizer)
+    assert watched_by(optimizer) == 1
+    assert current_run() is not None
