@@ -1,0 +1,236 @@
+"""The fault table of docs/delivery.md: a real training process, disturbed in every way, trains on unchanged."""
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from collage_monitor.client import Client
+from collage_monitor.local import read_token
+from tests.agent_delivery.doubles import ServerDouble, eventually
+from tests.end_to_end.trainings import start_training, train
+from tests.ports import command, free_port
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """What the same training without the agent comes to."""
+    return train("--unwatched").result["weights"]
+
+
+@pytest.fixture
+def double():
+    """A server that can be told to misbehave."""
+    server = ServerDouble()
+    yield server
+    server.close()
+
+
+@contextlib.contextmanager
+def mounted(folder, options):
+    """A small file system of its own at `folder`; None where this user may not mount one."""
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    try:
+        yield folder if done.returncode == 0 else None
+    finally:
+        if done.returncode == 0:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def unharmed(outcome, undisturbed):
+    """Whether the training ended as it does without the agent, and no error came out of it."""
+    assert outcome.status == 0, outcome.errors
+    assert "Traceback" not in outcome.errors, outcome.errors
+    return outcome.result["weights"] == undisturbed
+
+
+def replay(url, folder):
+    return subprocess.run(
+        command("replay", "--server-url", url, "--dir", folder), capture_output=True, text=True, check=False
+    )
+
+
+def test_a_server_absent_from_the_start(server, tmp_path, undisturbed):
+    outcome = train(server_url=f"http://127.0.0.1:{free_port()}", dir=server.folder, run_id="absent")
+    assert unharmed(outcome, undisturbed)
+    assert (outcome.result["sent"], outcome.result["spooled"], outcome.result["dropped"]) == (0, 40, {})
+    sent = replay(server.url, server.folder)
+    assert sent.returncode == 0, sent.stderr
+    assert "40 reports sent" in sent.stdout
+    with Client(server.url, read_token(server.folder)) as client:
+        assert client.series("absent", "loss", points=1000).steps == list(range(1, 41))
+        assert client.run("absent").state == "finished"
+    assert "nothing waits" in replay(server.url, server.folder).stdout
+
+
+@pytest.mark.parametrize("trouble", [429, 500, 503, "garbage", "hang", "cut"])
+def test_a_server_in_trouble(double, tmp_path, undisturbed, trouble):
+    double.script = [trouble, None, None, None, None, trouble]
+    outcome = train(server_url=double.url, dir=tmp_path, token="t")
+    assert unharmed(outcome, undisturbed)
+    assert (outcome.result["sent"] + outcome.result["spooled"], outcome.result["dropped"]) == (40, {})
+    # A server that hangs for as long as the end of the run may take gets the rest later.
+    assert trouble == "hang" or outcome.result["spooled"] == 0
+    assert replay(double.url, tmp_path).returncode == 0
+    assert sorted(double.steps()) == list(range(1, 41))
+    assert list(tmp_path.glob("spool/*")) == []
+
+
+def test_a_full_disk(tmp_path, undisturbed):
+    absent = f"http://127.0.0.1:{free_port()}"
+    with mounted(tmp_path / "small", "size=32k") as folder:
+        settings = {"server_url": absent, "dir": folder or tmp_path / "data"}
+        # Where nothing may be mounted, a bound on the length of files stands in.
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if folder is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, before[1]))
+        try:
+            outcome = train(**settings)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert unharmed(outcome, undisturbed)
+    assert outcome.result["dropped"].keys() == {"spool_failed"}
+    assert outcome.result["spooled"] + outcome.result["dropped"]["spool_failed"] >= 40
+    assert "cannot be kept" in outcome.errors
+
+
+def test_a_read_only_folder(tmp_path, undisturbed):
+    absent = f"http://127.0.0.1:{free_port()}"
+    with mounted(tmp_path / "sealed", "ro,size=64k") as folder:
+        if folder is None:
+            os.chmod(tmp_path / "sealed", 0o500)
+        outcome = train(server_url=absent, dir=tmp_path / "sealed")
+    assert unharmed(outcome, undisturbed)
+    assert (outcome.result["sent"], outcome.result["spooled"]) == (0, 0)
+    assert outcome.result["dropped"]["spool_failed"] >= 40
+
+
+def test_kill_of_the_trainer_and_its_resumption_from_a_checkpoint(server, tmp_path, undisturbed):
+    settings = {"server_url": server.url, "dir": server.folder, "run_id": "resumed"}
+    checkpoint = tmp_path / "checkpoint.pt"
+    with Client(server.url, read_token(server.folder)) as client:
+        killed = start_training("--checkpoint", checkpoint, "--pause", 0.1, **settings)
+        assert killed.stdout is not None
+        assert "step 30\n" in iter(killed.stdout.readline, "")
+        eventually(lambda: (client.run("resumed").last_step or 0) >= 25, seconds=30)
+        killed.kill()
+        killed.communicate()
+        assert killed.returncode == -9
+        before = client.series("resumed", "loss", points=1000)
+        outcome = train("--checkpoint", checkpoint, **settings)
+        assert unharmed(outcome, undisturbed)
+        attempts = client.run("resumed").attempts
+        assert [(attempt.attempt, attempt.first_step) for attempt in attempts] == [(1, 1), (2, 21)]
+        loss = client.series("resumed", "loss", points=1000)
+        assert before.steps == list(range(1, before.steps[-1] + 1))
+        assert before.steps[-1] >= 25
+        assert loss.steps == list(range(1, 41))
+        assert loss.values[:20] == before.values[:20]
+        first, second = client.streams("resumed").streams
+        assert (first.reports >= 25, second.reports) == (True, 20)
+        assert client.series("resumed", "edq_ratio", points=1000).steps == list(range(1, 41))
+        merged = client.compare(["resumed"], "edq_ratio").runs[0].merged
+        assert merged["sampled"] == 40 * (8 * 32 + 32 + 32 * 4 + 4)
+
+
+def test_a_queue_that_overflows(double, tmp_path):
+    double.always = "hang"
+    process = start_training("--extra-scalars", 6000, server_url=double.url, dir=tmp_path, token="t")
+    assert process.stdout is not None
+    assert "step 40\n" in iter(process.stdout.readline, "")
+    double.always = None
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert '"queue_full"' in output
+    assert replay(double.url, tmp_path).returncode == 0
+    stored = [report for reports in double.stored.values() for report in reports.values()]
+    told = max(report.scalars.get("reports_dropped", 0.0) for report in stored)
+    assert told > 3000
+    with_values = {report.step for report in stored if report.scalars.keys() & {"extra", "loss"}}
+    # A measured step leaves its measurement and its loss in the queue, each on its own.
+    assert len(with_values) + told == 2 * 40 + 6000
+    assert max(with_values) == 6040
+
+
+def test_nan_and_infinity_everywhere(server):
+    alone = train("--unwatched", "--poison-from", 11).result["weights"]
+    settings = {"server_url": server.url, "dir": server.folder, "run_id": "poisoned"}
+    outcome = train("--poison-from", 11, **settings)
+    assert unharmed(outcome, alone)
+    assert outcome.result["dropped"] == {}
+    with Client(server.url, read_token(server.folder)) as client:
+        loss = client.series("poisoned", "loss", points=1000)
+        assert loss.steps == list(range(1, 41))
+        assert all(isinstance(value, float) for value in loss.values[:11])
+        assert set(loss.values[11:]) == {"NaN"}
+        nonfinite = client.series("poisoned", "nonfinite_grads", points=1000)
+        assert nonfinite.steps == list(range(1, 41))
+        assert nonfinite.values[:10] == [0.0] * 10
+        assert all(value not in {None, 0.0} for value in nonfinite.values[10:])
+
+
+RANKS = """
+import os, signal, sys, time, torch, torch.distributed as distributed
+import collage_agent as collage
+distributed.init_process_group("gloo")
+rank, world_size = distributed.get_rank(), distributed.get_world_size()
+trouble = sys.argv[1]
+if trouble == "slow" and rank == world_size - 1:
+    os.environ["COLLAGE_SERVER_URL"] = sys.argv[2]
+collage.init(run_id="ranks")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+collage.watch(model, optimizer, every=1, budget=None)
+began = time.monotonic()
+for step in range(1, 21):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    collage.log({"loss": 1.0})
+    if trouble == "dead" and step == 15:
+        time.sleep(1.5)
+        if rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+assert time.monotonic() - began < 8, "a rank was held up"
+if rank < world_size - 1:
+    collage.finish()
+    print("rank", rank, "finished in time", time.monotonic() - began < 8, flush=True)
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("trouble", ["slow", "dead"])
+def test_a_rank_in_trouble_holds_up_no_other(server, double, tmp_path, world_size, trouble):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    double.always = "hang"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    settings = {"COLLAGE_SERVER_URL": server.url, "COLLAGE_DIR": str(server.folder), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*launcher, *place, str(script), trouble, double.url],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    healthy = range(world_size - 1)
+    if trouble == "slow":
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("finished in time True") == len(healthy)
+    replay(server.url, server.folder)
+    with Client(server.url, read_token(server.folder)) as client:
+        streams = {stream.rank: stream for stream in client.streams("ranks").streams}
+        for rank in healthy:
+            assert streams[rank].last_step == (20 if trouble == "slow" else 15)
+            assert streams[rank].last_seq == streams[rank].reports - 1
+        if trouble == "dead":
+            assert streams[world_size - 1].last_step == 15

@@ -1,0 +1,43 @@
+"""Training processes, started and waited for."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Outcome", "start_training", "train"]
+
+SCRIPT = Path(__file__).with_name("training.py")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended: its exit status, what it printed last, and its standard error."""
+
+    status: int
+    result: dict
+    errors: str
+
+
+def start_training(*arguments, **settings):
+    """A training process; settings are COLLAGE_ variables without their prefix."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
+    chosen = {f"COLLAGE_{name.upper()}": str(value) for name, value in settings.items()}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        env=clean | chosen | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def train(*arguments, **settings):
+    """A whole training."""
+    process = start_training(*arguments, **settings)
+    output, errors = process.communicate(timeout=240)
+    lines = output.splitlines()
+    result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+    return Outcome(process.returncode, result, errors)
