@@ -1,0 +1,153 @@
+"""What reporting costs the training thread: 500 numbers handed over, beside sending them on that thread.
+
+`python -m benchmarks.deliver`: wall time of the calling thread for one step's report, a median over many steps for
+each round. `--gate` ends with 1 when handing over takes more than 0.1 ms.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+from threading import Thread
+
+import torch
+from collage_agent.identity import make_identity
+from collage_agent.measurement import Layout, Measurement
+from collage_agent.run import Run
+from collage_agent.settings import DeliveryLimits, Settings
+from collage_agent.transport import Envelope, HttpTransport, MemoryTransport
+
+from benchmarks._harness import Figure, Options, main
+from collage_monitor.metrics import STATISTICS
+from collage_monitor.wire import BatchAnswer, Layer, Report, ReportBatch, WatchInfo, block_to_bytes, encode_json
+
+MILLISECONDS_ALLOWED = 0.1
+STEPS = 300
+LAYERS = 25
+STATISTIC_COUNT = 20
+
+
+def measure(options: Options) -> tuple[list[str], list[Figure]]:
+    """Rounds of each alternative, in turn."""
+    rounds = options.rounds or (3 if options.gate else 5)
+    ways: dict[str, Callable[[], float]] = {"handed over (ms)": handed_over}
+    if not options.gate:
+        ways |= {"logged, ten scalars (ms)": logged, "sent by the caller (ms)": sent_by_the_caller}
+    values: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            values[name].append(1e3 * way())
+    notes = [f"{LAYERS} layers × {STATISTIC_COUNT} statistics = 500 numbers, {STEPS} steps a round"]
+    limits = {"handed over (ms)": MILLISECONDS_ALLOWED}
+    return notes, [Figure(name, "ms", tuple(taken), limits.get(name)) for name, taken in values.items()]
+
+
+def handed_over() -> float:
+    """Seconds for `measured` of a run whose worker delivers beside it."""
+    layout, totals = _layout(), torch.ones(STATISTIC_COUNT, LAYERS, dtype=torch.float64)
+
+    def report(run: Run, step: int) -> None:
+        run.measured(Measurement(layout, step, 1.0, totals, {"agent_cpu_seconds": 0.5}))
+
+    return _in_a_run(report)
+
+
+def logged() -> float:
+    """Seconds for `log` of ten numbers, one of them a tensor."""
+    values = {f"scalar_{number}": float(number) for number in range(9)} | {"loss": torch.tensor(1.0)}
+    return _in_a_run(lambda run, step: run.log(values, step=step))
+
+
+def sent_by_the_caller() -> float:
+    """Seconds for building the same report and sending it over a local connection, as a simple logger does."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Answering)
+    Thread(target=server.serve_forever, daemon=True).start()
+    transport = HttpTransport(f"http://127.0.0.1:{server.server_port}", lambda: None, DeliveryLimits())
+    totals = torch.ones(STATISTIC_COUNT, LAYERS, dtype=torch.float64)
+    taken = []
+    for step in range(STEPS):
+        began = time.perf_counter()
+        block = totals.numpy()
+        report = Report(
+            seq=step,
+            step=step,
+            time=1.0,
+            statistic_count=STATISTIC_COUNT,
+            layer_count=LAYERS,
+            statistics=block_to_bytes(block),
+            model=block_to_bytes(block.sum(axis=1)),
+        )
+        transport.send(Envelope("p", "r", "s", ReportBatch(reports=[report])), lambda seconds: True)
+        taken.append(time.perf_counter() - began)
+    transport.close()
+    server.shutdown()
+    server.server_close()
+    return median(taken)
+
+
+def _in_a_run(report: Callable[[Run, int], None]) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(_settings(Path(folder)), make_identity("benchmark", environment={}), MemoryTransport())
+        run.started(1)
+        taken = []
+        for step in range(1, STEPS + 1):
+            began = time.perf_counter()
+            report(run, step)
+            taken.append(time.perf_counter() - began)
+            # A step of training, during which the worker has its turn.
+            time.sleep(0.001)
+        run.finish()
+        assert run.reports_sent == STEPS, run.reports_dropped
+    return median(taken)
+
+
+def _settings(folder: Path) -> Settings:
+    return Settings(
+        project="benchmark",
+        name=None,
+        run_id="benchmark",
+        resume="allow",
+        group=None,
+        tags=(),
+        notes="",
+        seed=None,
+        config={},
+        server_url=None,
+        explicit_token=None,
+        mode="online",
+        folder=folder,
+    )
+
+
+def _layout() -> Layout:
+    layers = tuple(
+        Layer(name=f"layer.{number}", shape=[64, 64], dtype="bfloat16", elements=4096) for number in range(LAYERS)
+    )
+    return Layout(layers, tuple(list(STATISTICS)[:STATISTIC_COUNT]), WatchInfo(optimizer="AdamW"))
+
+
+class _Answering(BaseHTTPRequestHandler):
+    """Takes everything."""
+
+    protocol_version = "HTTP/1.1"
+    # One packet an answer: a delayed acknowledgement would cost 40 ms that are nobody's fault.
+    wbufsize = -1
+    disable_nagle_algorithm = True
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        answer = encode_json(BatchAnswer(accepted=1, duplicates=0))
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Silent."""
+
+
+if __name__ == "__main__":
+    sys.exit(main("deliver", "What reporting costs the training thread.", measure))
