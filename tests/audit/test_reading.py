@@ -112,7 +112,7 @@ def test_states_find_their_weights_across_groups_with_and_without_decay(tmp_path
     def grouped(model):
         matrices = [p for p in model.parameters() if p.dim() == 2]
         vectors = [p for p in model.parameters() if p.dim() == 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, object]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=1e-3)
 
     model, optimizer = trained(grouped)

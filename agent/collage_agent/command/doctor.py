@@ -1,0 +1,33 @@
+"""`doctor`: what the agent sees in this environment, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+
+import click
+import msgspec
+
+__all__ = ["doctor"]
+
+_MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> None:
+    """Say what the agent sees here: torch, devices, server, token, reports that wait. Status 1 on a problem."""
+    from collage_agent.doctor import delivery_checks, machine_checks
+
+    checks = [*machine_checks(os.environ), *delivery_checks(os.environ)]
+    problems = sum(check.status == "problem" for check in checks)
+    if as_json:
+        click.echo(msgspec.json.encode({"problems": problems, "checks": checks}).decode())
+    else:
+        for check in checks:
+            click.echo(f"{_MARKS[check.status]}  {check.name}: {check.text}")
+            if check.action:
+                click.echo(f"         what to do: {check.action}")
+        counted = f"{problems} problem{'s' * (problems > 1)}"
+        click.echo(f"{counted}: see above" if problems else "ready to train")
+    context.exit(int(problems > 0))

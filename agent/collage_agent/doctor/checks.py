@@ -1,0 +1,20 @@
+"""What a check says."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+__all__ = ["Check", "Status"]
+
+Status = Literal["ok", "note", "problem"]
+
+
+class Check(Struct, frozen=True):
+    """One question and its answer; `action` says what to do where something is to be done."""
+
+    name: str
+    status: Status
+    text: str
+    action: str = ""

@@ -1,0 +1,170 @@
+"""Checks of the machine and the process: interpreter, torch, devices, ranks, environment, frameworks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+import torch
+
+from collage_agent.doctor.checks import Check
+from collage_agent.integrations.launcher import ATTACH, environment_of
+from collage_agent.settings import read_settings, watch_defaults
+
+__all__ = ["machine_checks"]
+
+_VARIABLES: Final = (
+    "SERVER_URL",
+    "TOKEN",
+    "PROJECT",
+    "RUN_NAME",
+    "RUN_ID",
+    "RUN_GROUP",
+    "TAGS",
+    "MODE",
+    "DIR",
+    "EVERY",
+    "SAMPLE",
+    "BUDGET",
+)
+_DOORS: Final = {
+    "transformers": "collage_agent.integrations.transformers.CollageCallback",
+    "lightning": "collage_agent.integrations.lightning.CollageCallback",
+    "accelerate": "collage_agent.integrations.accelerate.watch_accelerated",
+}
+_LAUNCHERS: Final = {"TORCHELASTIC_RUN_ID": "torchrun", "SLURM_JOB_ID": "Slurm", "OMPI_COMM_WORLD_RANK": "MPI"}
+
+
+def machine_checks(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Every check that needs no network and no disk."""
+    yield _interpreter()
+    yield from _devices()
+    yield _rounding()
+    yield _ranks(environment)
+    yield from _variables(environment)
+    yield _frameworks()
+
+
+def _interpreter() -> Check:
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return Check("python", "ok", f"Python {platform.python_version()}, torch {torch.__version__} ({built})")
+
+
+def _devices() -> Iterator[Check]:
+    if not torch.cuda.is_available():
+        yield Check("devices", "ok", "no CUDA device: everything runs on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        name = torch.cuda.get_device_name(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        if major >= 8:
+            yield Check("devices", "ok", f"cuda:{index} {name}, capability {major}.{minor}, bfloat16 in hardware")
+        else:
+            yield Check(
+                "devices",
+                "note",
+                f"cuda:{index} {name}, capability {major}.{minor}, has no bfloat16 arithmetic of its own",
+                "expect bfloat16 to be slow there; float16 needs loss scaling",
+            )
+
+
+def _rounding() -> Check:
+    """Whether bfloat16 sums here round to nearest, ties to even: what most of our explanations assume."""
+    one = torch.ones(2, dtype=torch.bfloat16)
+    small = torch.tensor([2.0**-8, 2.0**-8 + 2.0**-15]).bfloat16()
+    if (one + small).tolist() == [1.0, 1.0 + 2.0**-7]:
+        return Check("rounding", "ok", "bfloat16 sums round to nearest, ties to even")
+    return Check("rounding", "note", "bfloat16 sums do not round to nearest here; measured numbers stay right")
+
+
+def _ranks(environment: Mapping[str, str]) -> Check:
+    rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
+    launcher = next((name for key, name in _LAUNCHERS.items() if key in environment), None)
+    if (rank is None) != (size is None):
+        missing, there = ("WORLD_SIZE", "RANK") if size is None else ("RANK", "WORLD_SIZE")
+        return Check(
+            "ranks",
+            "problem",
+            f"{there} is set and {missing} is not: ranks would report as separate runs",
+            f"set both, or unset {there}; torchrun sets them for you",
+        )
+    started = f" ({launcher})" if launcher else ""
+    if rank is None:
+        return Check("ranks", "ok", f"one process{started}; torchrun starts several and they share a run")
+    return Check("ranks", "ok", f"rank {rank} of {size}{started}")
+
+
+def _variables(environment: Mapping[str, str]) -> Iterator[Check]:
+    prefix = "COLLAGE_"
+    given = {key.removeprefix(prefix): value for key, value in environment.items() if key.startswith(prefix)}
+    shown = [f"{prefix}{key}={'(hidden)' if key == 'TOKEN' else value}" for key, value in sorted(given.items())]
+    yield Check("environment", "ok", ", ".join(shown) if shown else "no COLLAGE_ variable is set")
+    for key in sorted(given.keys() - {*_VARIABLES, ATTACH.removeprefix(prefix)}):
+        known = ", ".join(prefix + name for name in _VARIABLES)
+        yield Check("environment", "problem", f"{prefix}{key} is not a variable of ours", f"known are {known}")
+    for told in _refused_values(environment):
+        yield Check("environment", "problem", told, "correct or unset it; training would go on with the default")
+    if given.get("MODE") == "disabled":
+        yield Check("environment", "note", "COLLAGE_MODE=disabled: nothing is reported", "unset it to report")
+    if given.get("MODE") == "offline" and "SERVER_URL" in given:
+        yield Check(
+            "environment",
+            "note",
+            "COLLAGE_MODE=offline wins over COLLAGE_SERVER_URL: reports are kept on disk",
+            "unset COLLAGE_MODE to send them",
+        )
+    folder = environment_of({})["PYTHONPATH"]
+    if given.get("ATTACH") == "1" and folder not in environment.get("PYTHONPATH", "").split(os.pathsep):
+        yield Check(
+            "environment",
+            "problem",
+            f"{ATTACH}=1 without the bootstrap folder in PYTHONPATH: nothing will be watched",
+            'eval "$(collage-monitor run --print-environment)", after whatever sets PYTHONPATH',
+        )
+
+
+def _refused_values(environment: Mapping[str, str]) -> list[str]:
+    """What the settings say when they ignore a variable."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("collage_agent")
+    kept, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        read_settings(
+            environment,
+            project=None,
+            name=None,
+            run_id=None,
+            resume="allow",
+            group=None,
+            tags=(),
+            notes="",
+            seed=None,
+            config=None,
+            server_url=None,
+            token=None,
+            mode="online",
+            folder=None,
+        )
+        watch_defaults(environment)
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = kept
+    return told
+
+
+def _frameworks() -> Check:
+    found = []
+    for library, door in _DOORS.items():
+        try:
+            found.append(f"{library} {version(library)} ({door})")
+        except PackageNotFoundError:
+            continue
+    text = "; ".join(found) if found else "none of transformers, lightning, accelerate"
+    return Check("frameworks", "ok", f"{text}; any loop: collage_agent.watch, or collage-monitor run")

@@ -1,0 +1,170 @@
+"""`collage-monitor doctor`: what it says of a good environment, and of each thing that is wrong."""
+
+import json
+import os
+from email.utils import formatdate
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from collage_agent.command.doctor import doctor
+from collage_agent.doctor import delivery_checks, machine_checks
+from collage_agent.transport.spool import spool_path
+
+from tests.doors.programs import bootstrap
+from tests.ports import free_port
+
+
+def found(checks, name, status):
+    return [check for check in checks if check.name == name and check.status == status]
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """A server in memory; `status` and `clock` change what it says."""
+    answers: dict[str, Any] = {"status": 200, "health": 200, "clock": None, "tokens": []}
+
+    def answer(request):
+        headers = {} if answers["clock"] is None else {"Date": formatdate(answers["clock"], usegmt=True)}
+        if request.url.path == "/healthz":
+            return httpx.Response(answers["health"], headers=headers)
+        answers["tokens"].append(request.headers.get("Authorization"))
+        return httpx.Response(answers["status"], json={})
+
+    def client(**options):
+        return original(transport=httpx.MockTransport(answer), **options)
+
+    original = httpx.Client
+    monkeypatch.setattr("httpx.Client", client)
+    return answers
+
+
+def environment(folder, **more):
+    return {"COLLAGE_DIR": str(folder), **more}
+
+
+def test_a_plain_machine_has_no_problem(tmp_path):
+    checks = [*machine_checks({}), *delivery_checks(environment(tmp_path, COLLAGE_SERVER_URL=""))]
+    assert [check for check in checks if check.status == "problem"] == []
+    assert {check.name for check in checks} >= {
+        "python",
+        "devices",
+        "rounding",
+        "ranks",
+        "environment",
+        "frameworks",
+        "data folder",
+        "token",
+        "server",
+        "waiting reports",
+    }
+    (frameworks,) = found(checks, "frameworks", "ok")
+    for library in ("transformers", "lightning", "accelerate"):
+        assert library in frameworks.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"COLLAGE_SEVER_URL": "http://x"}, "COLLAGE_SEVER_URL is not a variable of ours"),
+        ({"COLLAGE_EVERY": "often"}, "COLLAGE_EVERY ignored"),
+        ({"COLLAGE_MODE": "sometimes"}, "COLLAGE_MODE ignored"),
+        ({"COLLAGE_ATTACH": "1", "PYTHONPATH": "/mine"}, "nothing will be watched"),
+    ],
+)
+def test_a_variable_that_does_not_do_what_was_meant_is_a_problem(variables, told):
+    assert any(told in check.text for check in found(machine_checks(variables), "environment", "problem"))
+
+
+def test_the_launchers_own_environment_is_fine():
+    variables = {"COLLAGE_ATTACH": "1", "PYTHONPATH": f"/mine{os.pathsep}{bootstrap()}"}
+    assert found(machine_checks(variables), "environment", "problem") == []
+
+
+def test_modes_that_report_nothing_are_noted():
+    assert found(machine_checks({"COLLAGE_MODE": "disabled"}), "environment", "note")
+    offline = {"COLLAGE_MODE": "offline", "COLLAGE_SERVER_URL": "http://x"}
+    assert "wins over" in found(machine_checks(offline), "environment", "note")[0].text
+
+
+def test_ranks_are_told_and_half_a_launcher_is_a_problem():
+    variables = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}
+    assert found(machine_checks(variables), "ranks", "ok")[0].text == "rank 1 of 4 (torchrun)"
+    assert "WORLD_SIZE is not" in found(machine_checks({"RANK": "1"}), "ranks", "problem")[0].text
+
+
+def test_no_secret_is_shown():
+    checks = list(machine_checks({"COLLAGE_TOKEN": "very-secret"}))
+    assert all("very-secret" not in check.text + check.action for check in checks)
+    assert "COLLAGE_TOKEN=(hidden)" in found(checks, "environment", "ok")[0].text
+
+
+def test_an_absent_server_is_a_problem_only_where_one_was_named(tmp_path):
+    url = f"http://127.0.0.1:{free_port()}"
+    checks = list(delivery_checks(environment(tmp_path, COLLAGE_SERVER_URL=url)))
+    assert url in found(checks, "server", "problem")[0].text
+    assert found(delivery_checks(environment(tmp_path, COLLAGE_SERVER_URL="no address")), "server", "problem")
+
+
+def test_a_server_that_answers_is_well(tmp_path, answering):
+    checks = list(delivery_checks(environment(tmp_path, COLLAGE_TOKEN="t")))
+    assert found(checks, "server", "ok")
+    assert answering["tokens"] == ["Bearer t"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"status": 401}, "refuses the token"),
+        ({"status": 403}, "refuses the token"),
+        ({"status": 404}, "is it a Collage Monitor server?"),
+        ({"health": 503}, "503 to /healthz"),
+    ],
+)
+def test_a_server_that_refuses_is_a_problem(tmp_path, answering, changes, told):
+    answering.update(changes)
+    assert told in found(delivery_checks(environment(tmp_path)), "server", "problem")[0].text
+
+
+def test_a_local_token_never_goes_to_another_machine(tmp_path, answering):
+    (tmp_path / "token").write_text("local")
+    (tmp_path / "token").chmod(0o600)
+    list(delivery_checks(environment(tmp_path, COLLAGE_SERVER_URL="https://collage.example")))
+    list(delivery_checks(environment(tmp_path)))
+    assert answering["tokens"] == [None, "Bearer local"]
+
+
+@pytest.mark.parametrize(("offset", "status"), [(0, "ok"), (-3600, "note"), (3600, "note")])
+def test_a_clock_that_is_off_is_noted(tmp_path, answering, monkeypatch, offset, status):
+    answering["clock"] = 1_800_000_000 + offset
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0)
+    assert found(delivery_checks(environment(tmp_path)), "clock", status)
+
+
+def test_a_readable_token_and_a_folder_that_is_none_are_problems(tmp_path):
+    (tmp_path / "token").write_text("t")
+    (tmp_path / "token").chmod(0o644)
+    assert "chmod 600" in found(delivery_checks(environment(tmp_path)), "token", "problem")[0].action
+    file = tmp_path / "token"
+    assert found(delivery_checks(environment(file / "data")), "data folder", "problem")
+
+
+def test_reports_that_wait_are_counted(tmp_path):
+    path = spool_path(tmp_path, "run", "stream")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(2**20))
+    assert "1 files, 1.0 MiB" in found(delivery_checks(environment(tmp_path)), "waiting reports", "note")[0].text
+
+
+def test_the_status_follows_the_problems(tmp_path, answering, monkeypatch):
+    monkeypatch.setenv("COLLAGE_DIR", str(tmp_path))
+    well = CliRunner().invoke(doctor, [])
+    assert well.exit_code == 0, well.output
+    assert well.output.endswith("ready to train\n")
+    monkeypatch.setenv("COLLAGE_EVRY", "3")
+    ill = CliRunner().invoke(doctor, ["--json"])
+    assert ill.exit_code == 1
+    answer = json.loads(ill.output)
+    assert answer["problems"] == 1
+    assert [check["name"] for check in answer["checks"] if check["status"] == "problem"] == ["environment"]
