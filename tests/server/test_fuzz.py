@@ -1,0 +1,20 @@
+"""A short fuzz of the server; `python -m tests.server.fuzz` runs it longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.fuzz import fuzz, raw, target
+
+
+def test_no_answer_is_a_failure(tmp_path):
+    statuses, _ = fuzz(tmp_path, cases=450, seed=7)
+    assert sum(statuses.values()) > 350
+    assert {200, 400, 404, 415, 422} <= set(statuses)
+
+
+def test_a_failure_is_found(tmp_path, monkeypatch):
+    with target(tmp_path) as reached:
+        monkeypatch.setattr(reached.app.state.components.in_flight, "hold", lambda _: 1 / 0)
+        with pytest.raises(AssertionError, match="answered 500"):
+            raw(reached, 20, 1)
