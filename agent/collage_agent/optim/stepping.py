@@ -15,7 +15,7 @@ from collage_agent.optim.totals import STEP_TOTALS, totals_of
 
 __all__ = ["Member", "chunk_elements", "chunks", "component_names", "step_tensors", "working_dtype"]
 
-_CPU_CHUNK_ELEMENTS = 1 << 18
+_CPU_CHUNK_ELEMENTS = 1 << 17
 _CPU_SHORT_CHUNK_ELEMENTS = 1 << 16
 _DEVICE_CHUNK_ELEMENTS = 1 << 22
 _SMALL_ELEMENTS = 1 << 14

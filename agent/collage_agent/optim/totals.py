@@ -3,6 +3,7 @@
 The names are those of the metric catalogue. Everything stays on the device; nothing is read back here.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -57,15 +58,19 @@ def totals_of(observation: Observation) -> Tensor:
     """
     observed = observation
     bad = torch.zeros((), dtype=observed.intended.dtype, device=observed.intended.device)
-    if observed.intended.device.type != "cpu" or not _all_finite(observed):
+    sums = _update_sums(observed)
+    if observed.intended.device.type != "cpu" or not _all_finite(sums, observed.gradient):
         bad, observed = _without_nonfinite(observed)
-    u, e = observed.intended, observed.effective
-    visible = e if observed.visible is None else observed.visible
-    elements = torch.full((), u.numel(), dtype=u.dtype, device=u.device)
+        sums = _update_sums(observed)
+    elements = torch.full_like(bad, observed.intended.numel())
+    return _class_matrix(bad.device) @ torch.stack([elements, bad, *_sign_sums(observed), *sums]).to(torch.float64)
+
+
+def _update_sums(observed: Observation) -> list[Tensor]:
+    """Σu², Σu·e, Σe², Σu·eᵛ, Σeᵛ²."""
+    u, e, visible = observed.intended, observed.effective, observed.visible
     sums = [torch.dot(u, u), torch.dot(u, e), torch.dot(e, e)]
-    sums += sums[1:] if visible is e else [torch.dot(u, visible), torch.dot(visible, visible)]
-    raw = [elements, bad, *_sign_sums(u, e, visible, observed.take), *sums]
-    return _class_matrix(u.device) @ torch.stack(raw).to(torch.float64)
+    return [*sums, *(sums[1:] if visible is None else [torch.dot(u, visible), torch.dot(visible, visible)])]
 
 
 _RAW = ("elements", "bad", "wanted", "moved", "far", "both", "agreeing", "visible_moved", "visible_both")
@@ -95,10 +100,9 @@ def _class_matrix(device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
-def _all_finite(observed: Observation) -> bool:
-    """Whether sums of all inputs are finite; an infinity or NaN anywhere makes its sum so too."""
-    probes = (observed.intended.sum(), observed.effective.sum(), observed.gradient.sum())
-    return all(bool(torch.isfinite(probe)) for probe in probes)
+def _all_finite(sums: list[Tensor], gradient: Tensor) -> bool:
+    """Whether Σu², Σe² and Σg are finite: an infinity or NaN anywhere makes its sum so too."""
+    return math.isfinite(float(sums[0]) + float(sums[2]) + float(gradient.sum()))
 
 
 def _without_nonfinite(observed: Observation) -> tuple[Tensor, Observation]:
@@ -113,13 +117,14 @@ def _without_nonfinite(observed: Observation) -> tuple[Tensor, Observation]:
     return torch.dot(bad, bad), Observation(intended, effective, visible, observed.gradient, observed.take)
 
 
-def _sign_sums(u: Tensor, e: Tensor, visible: Tensor, take: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def _sign_sums(observed: Observation) -> list[Tensor]:
     """The raw counts of `_RAW` from "wanted" on, as sums of products of signs.
 
     A sign does not underflow, and sums of whole numbers are exact in fp32 up to 2**24, more than a chunk has.
     With s·t the product of the two signs, Σ (s·t)² counts where both move, and Σ s·t those that agree less those
     that don't.
     """
+    u, e, visible, take = observed.intended, observed.effective, observed.visible, observed.take
     sign = torch.sign(u, out=take(u))
     moved = torch.sign(e, out=take(u))
     found = [torch.dot(sign, sign), torch.dot(moved, moved)]
@@ -127,7 +132,7 @@ def _sign_sums(u: Tensor, e: Tensor, visible: Tensor, take: Callable[[Tensor], T
     far = torch.sub(e, u, out=take(u)).abs_().sub_(half).sign_().clamp_(min=0)
     agreement = moved.mul_(sign)
     found += [far.sum(), torch.dot(agreement, agreement), agreement.sum()]
-    if visible is e:
+    if visible is None:
         return [*found, found[1], found[3]]
     moved = torch.sign(visible, out=moved)
     found.append(torch.dot(moved, moved))
