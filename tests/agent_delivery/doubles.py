@@ -1,5 +1,6 @@
 """Doubles of the delivering side's surroundings: measurements without a model, and a server that misbehaves."""
 
+import gzip
 import json
 import threading
 import time
@@ -95,6 +96,8 @@ class ServerDouble:
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers["content-encoding"] == "gzip":
+                    body = gzip.decompress(body)
                 double.requests.append((self.command, self.path, dict(self.headers), body))
                 double.answer(self, body)
 

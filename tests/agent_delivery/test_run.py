@@ -179,6 +179,26 @@ def test_a_growing_layout_extends_the_stream(tmp_path):
 STATISTICS_BEFORE = ("elements",)
 
 
+def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr("collage_agent.transport.reports._LARGEST_PART_BYTES", 8 * 3 * 4)
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    names = [f"layer.{number}" for number in range(10)]
+    totals = np.random.default_rng(0).integers(1, 100, (3, 10)).astype(np.float64)
+    run.measured(measurement(7, layout(names), totals))
+    run.log({"loss": 1.0}, step=7)
+    run.finish()
+    parts = transport.reports
+    assert [(part.seq, part.step, part.layer_count) for part in parts] == [(0, 7, 4), (1, 7, 8), (2, 7, 10)]
+    assert [sorted(part.scalars) for part in parts] == [["agent_cpu_seconds", "loss"], [], []]
+    for number, part in enumerate(parts):
+        found = block(part)
+        assert np.isnan(found[:, : 4 * number]).all()
+        np.testing.assert_array_equal(found[:, 4 * number :], totals[:, 4 * number : 4 * number + 4])
+    models = [block_from_bytes(part.model or b"", (3,)) for part in parts]
+    np.testing.assert_array_equal(np.sum(models, axis=0), totals.sum(axis=1))
+
+
 def test_time_never_goes_backwards_and_keeps_its_pace(tmp_path, monkeypatch):
     transport = MemoryTransport()
     run = make_run(tmp_path, transport)

@@ -1,13 +1,16 @@
 """The agent and the real server: what is measured is what is stored, and refusals are understood."""
 
 import collage_agent as collage
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
+from collage_monitor.metrics import STATISTICS
 from collage_monitor.wire import from_number
+from tests.agent_delivery.doubles import layout, measurement
 from tests.ports import until
 
 
@@ -62,6 +65,21 @@ def test_a_resumed_run_hides_what_the_older_attempt_saw_later(server, client):
     collage.finish()
     assert [attempt.first_step for attempt in client.run("resumed").attempts] == [1, 11]
     assert client.series("resumed", "loss", points=1000).steps == list(range(1, 16))
+
+
+def test_a_report_of_three_million_numbers_arrives_whole(server, client, tmp_path):
+    statistics = [key for key, entry in STATISTICS.items() if entry.label is None][:30]
+    names = [f"layer.{number:06d}" for number in range(70_000)]
+    totals = np.random.default_rng(0).integers(1, 2**30, (len(statistics), len(names))).astype(np.float64)
+    run = begin(server, run_id="large")
+    run.measured(measurement(10, layout(names, statistics), totals))
+    collage.finish()
+    assert totals.nbytes > 16 * 2**20
+    assert run.reports_dropped == {}
+    assert run.reports_sent == 2
+    merged = client.compare(["large"], "edq_ratio").runs[0].merged
+    for key in ("elements", "sampled"):
+        assert merged[key] == totals[statistics.index(key)].sum()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ __all__ = ["Item", "KeptTensor", "Logged", "Measured", "ReportMaker", "Started",
 
 _LOG = logging.getLogger("collage_agent")
 _ITEM_BYTES = 512
+_LARGEST_PART_BYTES = 12 * 2**20
+"""Of a block; what stands before a part is NaN, which compression makes next to nothing."""
 _CLOCK_WAS_SET_SECONDS = 1.0
 """A report this much older than the one before it means that the clock was set back."""
 
@@ -182,7 +184,8 @@ class ReportMaker:
                 continue
             drafts.append(draft)
             open_drafts[draft.step] = draft
-        return [self._numbered(draft) for draft in drafts if draft.scalars or draft.block is not None]
+        parts = [part for draft in drafts for part in self._parts(draft)]
+        return [self._numbered(part) for part in parts if part.scalars or part.block is not None]
 
     def scalars_report(self, step: int, time: float, scalars: dict[str, float]) -> Report:
         """A report of scalars alone."""
@@ -203,6 +206,24 @@ class ReportMaker:
         model[rows] = [merged.get(key, np.nan) for key in layout.statistics]
         scalars = {name: float(value) for name, value in measurement.scalars.items()}
         return _Draft(measurement.step, measurement.time, scalars, block, model)
+
+    def _parts(self, draft: _Draft) -> list[_Draft]:
+        """The draft, in parts of some layers each when its block is too large for one request.
+
+        The parts are reports of one step, which merge as shards do: each has its own layers and their totals.
+        """
+        if draft.block is None or draft.block.nbytes <= _LARGEST_PART_BYTES:
+            return [draft]
+        keys = self.statistics[: draft.block.shape[0]]
+        width = max(1, _LARGEST_PART_BYTES // (draft.block.itemsize * len(keys)))
+        parts: list[_Draft] = []
+        for begin in range(0, draft.block.shape[1], width):
+            block = draft.block[:, : begin + width].copy()
+            block[:, :begin] = np.nan
+            merged = reduce_shards(dict(zip(keys, block, strict=True)), axis=0)
+            model = np.array([merged.get(key, np.nan) for key in keys])
+            parts.append(_Draft(draft.step, draft.time, {} if parts else draft.scalars, block, model))
+        return parts
 
     def _logged(self, item: Logged) -> _Draft:
         assert item.step is not None
