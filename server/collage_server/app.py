@@ -15,8 +15,10 @@ from collage_server.api import api_router
 from collage_server.auth import Access
 from collage_server.components import Components
 from collage_server.description import add_description
+from collage_server.disk import DiskGuard, ReadOnlyGate
 from collage_server.failures import add_error_handlers
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
+from collage_server.maintenance import Maintenance
 from collage_server.middleware import AccessControl, RequestIdentity
 from collage_server.principals import TokenDirectory
 from collage_server.quotas import Quotas
@@ -49,6 +51,7 @@ def create_app(
     add_description(app)
     add_error_handlers(app)
     access = Access(settings, components.directory, components.store.access)
+    app.add_middleware(ReadOnlyGate, guard=components.guard)
     app.add_middleware(AccessControl, access=access)
     app.add_middleware(RequestIdentity)
     return app
@@ -60,23 +63,28 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await asyncio.to_thread(components.store.open)
     components.writer.start(asyncio.get_running_loop())
     components.sealer.start()
+    await asyncio.to_thread(components.maintenance.start)
     try:
         yield
     finally:
         quarter = components.settings.shutdown_seconds / 4
         await components.writer.stop(quarter)
         await asyncio.to_thread(components.sealer.stop, quarter)
+        await asyncio.to_thread(components.maintenance.stop, quarter)
         await components.directory.close()
         await asyncio.to_thread(components.store.close)
 
 
 def _components(settings: Settings, store: Store, clock: Callable[[], float]) -> Components:
     counters = IngestCounters()
+    guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
     return Components(
         settings=settings,
         store=store,
         writer=Writer(store, counters, clock=clock, commit_bytes=settings.commit_bytes),
         sealer=Sealer(store, clock=clock, interval_seconds=settings.seal_interval_seconds),
+        maintenance=Maintenance(store, guard, clock=clock, days=settings.retention_days),
+        guard=guard,
         registry=StreamRegistry(store.stream_record),
         counters=counters,
         in_flight=InFlight(settings.in_flight_bytes),

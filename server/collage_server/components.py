@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
+from collage_server.disk import DiskGuard
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
+from collage_server.maintenance import Maintenance
 from collage_server.principals import TokenDirectory
 from collage_server.quotas import Quotas
 from collage_server.settings import Settings
@@ -24,6 +26,8 @@ class Components:
     store: Store
     writer: Writer
     sealer: Sealer
+    maintenance: Maintenance
+    guard: DiskGuard
     registry: StreamRegistry
     counters: IngestCounters
     in_flight: InFlight

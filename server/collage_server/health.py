@@ -27,7 +27,7 @@ async def healthz() -> Response:
 
 @router.get("/readyz", **describes(wire.Health))
 def readyz(request: Request) -> Response:
-    """The database answers and the writer runs."""
+    """The database answers and the writer runs; `status` says so when the server only reads."""
     components = components_of(request)
     if not components.writer.running:
         raise Busy("the writer does not run; the server is starting or going down", retry_after_seconds=1)
@@ -35,7 +35,8 @@ def readyz(request: Request) -> Response:
         components.store.check()
     except Exception as error:
         raise Busy(f"the database does not answer ({type(error).__name__})", retry_after_seconds=5) from error
-    return answer(wire.Health(status="ok", version=__version__))
+    reason = components.guard.reason
+    return answer(wire.Health(status="ok" if reason is None else f"read-only: {reason}", version=__version__))
 
 
 @router.get("/metrics", **describes(None))

@@ -35,6 +35,10 @@ _POSITIVE = (
     "runs_per_project",
     "tags_per_project",
     "layers_per_project",
+    "retention_raw_days",
+    "retention_coarse_days",
+    "disk_budget_bytes",
+    "disk_reserve_bytes",
 )
 
 
@@ -50,6 +54,10 @@ class Settings:
     may lose what was acknowledged. `token` guards every route but /healthz, /readyz and the API description.
     `no_auth` does without one, on loopback only. `in_flight_bytes` bounds the report bodies that are read but not
     yet acknowledged: beyond it the answer is 503.
+
+    `retention_raw_days` is how long single measured points are kept, `retention_coarse_days` how long points of 16,
+    both for good when None; points of 256 always are. Beyond `disk_budget_bytes` of data, or with less than
+    `disk_reserve_bytes` left on the disk, the server reads only.
     """
 
     folder: Path
@@ -70,6 +78,10 @@ class Settings:
     runs_per_project: int = 10_000
     tags_per_project: int = 10_000
     layers_per_project: int = 5_000_000
+    retention_raw_days: float | None = None
+    retention_coarse_days: float | None = None
+    disk_budget_bytes: int | None = None
+    disk_reserve_bytes: int = 512 * 2**20
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -84,8 +96,21 @@ class Settings:
             raise SettingsError(f"port must be from 0 to 65535, not {self.port}")
         for name in _POSITIVE:
             value = getattr(self, name)
-            if not 0 < value < float("inf"):
+            if value is not None and not 0 < value < float("inf"):
                 raise SettingsError(f"{name} must be positive and finite, not {value}")
+
+        raw, coarse = self.retention_raw_days, self.retention_coarse_days
+        if coarse is not None and (raw is None or raw > coarse):
+            raise SettingsError(
+                f"retention_coarse_days is {coarse}, but single points are kept for "
+                f"{'good' if raw is None else f'{raw} days'}; keep them no longer than points of 16"
+            )
+
+    @property
+    def retention_days(self) -> dict[int, float]:
+        """Days by level of those levels that are not kept for good."""
+        days = {1: self.retention_raw_days, 16: self.retention_coarse_days}
+        return {level: kept for level, kept in days.items() if kept is not None}
 
     def masked(self) -> dict[str, Any]:
         """Every setting as plain JSON values; secrets are masked."""

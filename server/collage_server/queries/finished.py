@@ -39,8 +39,9 @@ def bucket_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
     if not len(counts):
         return np.zeros(0, dtype=np.intp)
     before = np.cumsum(counts) - counts
-    coarsest = int(counts.max())
     size = max(-(-int(counts.sum()) // points), 1)
+    # Frozen points are far coarser than asked: each is a bucket, and does not coarsen the others.
+    coarsest = int(counts[counts <= 2 * size].max(initial=1))
     bucket = before // (-(-size // coarsest) * coarsest)
     return np.flatnonzero(np.diff(bucket, prepend=-1)).astype(np.intp)
 

@@ -4,6 +4,7 @@ from collage_server.store.access_contract import AccessStore, ProjectUsage
 from collage_server.store.contract import (
     GroupOutcome,
     LatestPoint,
+    Life,
     Points,
     ReportGroup,
     RunPageRecord,
@@ -12,6 +13,7 @@ from collage_server.store.contract import (
     ScalarPoints,
     SealLimits,
     Selection,
+    Sizes,
     Store,
     StreamRecord,
 )
@@ -22,6 +24,7 @@ __all__ = [
     "AccessStore",
     "GroupOutcome",
     "LatestPoint",
+    "Life",
     "Points",
     "PostgresqlStore",
     "ProjectUsage",
@@ -32,6 +35,7 @@ __all__ = [
     "ScalarPoints",
     "SealLimits",
     "Selection",
+    "Sizes",
     "SqliteStore",
     "Store",
     "StreamRecord",

@@ -49,7 +49,10 @@ def maximum_key(metric: str) -> str:
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """One chunk of an attempt at level 1, all parts together; `levels` are the coarse ones that it has, too."""
+    """One chunk of an attempt, all parts together; `levels` are those that it has.
+
+    A frozen chunk has lost its level 1 to retention: `parts` is 0 and `count` what its coarse points stand for.
+    """
 
     attempt: int
     chunk: int
@@ -58,6 +61,11 @@ class ChunkInfo:
     first_step: int
     last_step: int
     levels: frozenset[int]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only coarse levels are left."""
+        return 1 not in self.levels
 
 
 def read_chunk_infos(connection: Connection, run_id: str) -> list[ChunkInfo]:
@@ -70,16 +78,17 @@ def read_chunk_infos(connection: Connection, run_id: str) -> list[ChunkInfo]:
         grouped[row.attempt, row.chunk].append(row)
     infos = []
     for (attempt, chunk), members in sorted(grouped.items()):
-        fine = [row for row in members if row.level == 1]
+        levels = frozenset(row.level for row in members)
+        finest = [row for row in members if row.level == min(levels)]
         infos.append(
             ChunkInfo(
                 attempt=attempt,
                 chunk=chunk,
-                parts=len(fine),
-                count=sum(row.point_count for row in fine),
-                first_step=min(row.first_step for row in fine),
-                last_step=max(row.last_step for row in fine),
-                levels=frozenset(row.level for row in members if row.level > 1),
+                parts=len(finest) if 1 in levels else 0,
+                count=min(levels) * sum(row.point_count for row in finest),
+                first_step=min(row.first_step for row in finest),
+                last_step=max(row.last_step for row in finest),
+                levels=levels,
             )
         )
     return infos

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from collage_server.store.access_contract import AccessStore
 __all__ = [
     "GroupOutcome",
     "LatestPoint",
+    "Life",
     "Points",
     "ReportGroup",
     "RunPageRecord",
@@ -23,6 +24,7 @@ __all__ = [
     "ScalarPoints",
     "SealLimits",
     "Selection",
+    "Sizes",
     "Store",
     "StreamRecord",
 ]
@@ -191,6 +193,27 @@ class SealLimits:
     delete_rows: int = 64
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What the data takes now, and what the disk has left (None: another machine's business)."""
+
+    used_bytes: int
+    free_bytes: int | None
+
+
+class Life(Protocol):
+    """How data leaves the store. Every call takes short transactions, and may be cut off anywhere without harm."""
+
+    def sealed_runs(self) -> list[str]:
+        """Runs that have chunks."""
+
+    def expire(self, run_id: str, before: Mapping[int, float]) -> int:
+        """Drop levels of chunks that ended before a moment (level → Unix seconds); how many went."""
+
+    def purge(self, slices: int) -> bool:
+        """Remove rows of deleted runs, `slices` transactions at most; True if there may be more."""
+
+
 class Store(Protocol):
     """Keeps runs and reports. Every method may be called from any thread; `append` from one at a time.
 
@@ -200,6 +223,16 @@ class Store(Protocol):
     @property
     def access(self) -> AccessStore:
         """Tokens, the audit log, and whose a run is."""
+
+    @property
+    def life(self) -> Life:
+        """Retention and the rows of deleted runs."""
+
+    def sizes(self) -> Sizes:
+        """How much space there is."""
+
+    def return_space(self) -> bool:
+        """Give a slice of free space back to the disk; True if there is more."""
 
     def open(self) -> None:
         """Open the database and bring its schema up to date."""

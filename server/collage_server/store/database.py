@@ -29,8 +29,10 @@ from collage_server.store.contract import (
     ScalarPoints,
     SealLimits,
     Selection,
+    Sizes,
     StreamRecord,
 )
+from collage_server.store.retention import SqlLife
 
 __all__ = ["SqlStore"]
 
@@ -46,6 +48,8 @@ def _translated() -> Iterator[None]:
         raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
 
 
+_PURGED_AT_ONCE: Final = 100
+"""Short transactions that a deletion takes at most before it is answered; the rest is left to maintenance."""
 _CACHED_RUNS: Final = 1000
 
 
@@ -60,6 +64,7 @@ class SqlStore(ABC):
         self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
         self._newest_lock = Lock()
         self._access = SqlAccess(self._reading, self._writing)
+        self._life = SqlLife(self._reading, self._writing, self._sealing)
 
     @abstractmethod
     def _connect(self) -> Engine:
@@ -85,6 +90,14 @@ class SqlStore(ABC):
     def _insert_reports(self, connection: Connection, rows: Sequence[journal.ReportRow]) -> list[bool]:
         """Insert rows where their key is new; says which were."""
 
+    @abstractmethod
+    def sizes(self) -> Sizes:
+        """How much space there is."""
+
+    @abstractmethod
+    def return_space(self) -> bool:
+        """Give a slice of free space back to the disk; True if there is more."""
+
     @property
     def engine(self) -> Engine:
         """The engine; the store must be open."""
@@ -96,6 +109,11 @@ class SqlStore(ABC):
     def access(self) -> SqlAccess:
         """Tokens, the audit log, and whose a run is."""
         return self._access
+
+    @property
+    def life(self) -> SqlLife:
+        """Retention and the rows of deleted runs."""
+        return self._life
 
     def open(self) -> None:
         """Open the database and bring its schema up to date."""
@@ -160,6 +178,8 @@ class SqlStore(ABC):
         """Delete a run and leave a tombstone."""
         with self._writing() as connection:
             runs.delete_run(connection, run_id, now)
+        self._life.doom(run_id)
+        self._life.purge(_PURGED_AT_ONCE)
         with self._newest_lock:
             self._newest.pop(run_id, None)
 
@@ -229,11 +249,17 @@ class SqlStore(ABC):
         with self._reading() as connection:
             return journal.journal_runs(connection)
 
+    @contextmanager
+    def _sealing(self, run_id: str) -> Iterator[bool]:
+        """Whether this thread alone changes the run's chunks, as long as the context lasts."""
+        with self._seal_lock, self._claim(run_id) as mine:
+            yield mine
+
     def seal(self, run_id: str, now: float) -> bool:
         """Turn some of the run's journal into chunks; True if there was something to do."""
         record = self.run(run_id)
         silent = record.updated_at < now - self._stale_after_seconds
-        with self._seal_lock, self._claim(run_id) as mine:
+        with self._sealing(run_id) as mine:
             return mine and sealing.seal(
                 run_id,
                 self._reading,

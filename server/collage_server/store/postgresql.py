@@ -12,7 +12,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError
 
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
-from collage_server.store.contract import SealLimits
+from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
 from collage_server.store.journal import REPORT_COLUMNS, ReportRow
 from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
@@ -139,6 +139,16 @@ class PostgresqlStore(SqlStore):
         with self._begin_writing() as connection:
             mine = select(table.c.run_id).where(table.c.run_id == run_id).with_for_update(skip_locked=True)
             yield connection.execute(mine).first() is not None
+
+    def sizes(self) -> Sizes:
+        """How much space the database takes; its disk is the cluster's business."""
+        with self._reading() as connection:
+            used = connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one()
+        return Sizes(used_bytes=int(used), free_bytes=None)
+
+    def return_space(self) -> bool:
+        """Autovacuum does this."""
+        return False
 
     def _insert_reports(self, connection: Connection, rows: Sequence[ReportRow]) -> list[bool]:
         if not rows:

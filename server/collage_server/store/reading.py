@@ -52,8 +52,9 @@ def read_model_points(
     """The whole model's totals, from model vectors alone where replicas allow it."""
     view = RunView(connection, run_id)
     view.check_rank(selection.rank)
-    rows = unsealed.journal_rows(connection, view, selection, layers=view.mixed)
-    plan = _plan(view, rows, selection, read_chunk_infos(connection, run_id))
+    infos = read_chunk_infos(connection, run_id)
+    rows = _without_frozen(unsealed.journal_rows(connection, view, selection, layers=view.mixed), infos)
+    plan = _plan(view, rows, selection, infos)
     pieces = [
         sealed_model(view, attempt, level, chunks, wanted, selection)
         for (attempt, level), chunks in plan.chunks.items()
@@ -82,8 +83,8 @@ def read_layer_points(
     view.check_rank(selection.rank)
     chosen = view.chosen_layers(layers)
     positions = np.array(list(chosen.values()), dtype=np.int64)
-    rows = unsealed.journal_rows(connection, view, selection, layers=True)
     infos = read_chunk_infos(connection, run_id)
+    rows = _without_frozen(unsealed.journal_rows(connection, view, selection, layers=True), infos)
     if selection.rank is not None and any(view.ranks(info.attempt) != {selection.rank} for info in infos):
         raise Unprocessable(
             "layers of a single rank are kept until they are sealed only; leave rank out, or leave layer out",
@@ -112,14 +113,30 @@ def _plan(view: RunView, rows: Rows, selection: Selection, infos: Sequence[Chunk
     level = _level(view, inside, rows, selection)
     chunks: dict[tuple[int, int], list[int]] = defaultdict(list)
     for info in inside:
-        whole = level in info.levels and _contained(view, info, selection)
-        fine = not whole or (info.attempt, info.chunk) in late
-        chunks[info.attempt, 1 if fine else level].append(info.chunk)
+        fine = not _contained(view, info, selection) or (info.attempt, info.chunk) in late
+        chunks[info.attempt, _held_level(info, 1 if fine else level)].append(info.chunk)
     known: dict[int, Contributors] = {}
     for attempt in {attempt for attempt, _ in late}:
         members = [chunk for owner, chunk in late if owner == attempt]
         known[attempt] = read_contributors(view.connection, view.run_id, attempt, members)
     return _Plan(chunks, known)
+
+
+def _held_level(info: ChunkInfo, wanted: int) -> int:
+    """The coarsest level that the chunk has up to the one wanted; a frozen chunk may only have coarser ones."""
+    return max((level for level in info.levels if level <= wanted), default=min(info.levels))
+
+
+def _without_frozen(rows: Rows, infos: Sequence[ChunkInfo]) -> Rows:
+    """Without reports that came too late: their steps are frozen into coarse points."""
+    frozen: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for info in infos:
+        if info.frozen:
+            frozen[info.attempt].append((info.first_step, info.last_step))
+    return {
+        attempt: [row for row in members if not any(a <= row.step <= b for a, b in frozen[attempt])]
+        for attempt, members in rows.items()
+    }
 
 
 def _overlaps(view: RunView, info: ChunkInfo, selection: Selection) -> bool:

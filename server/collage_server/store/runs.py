@@ -22,11 +22,6 @@ __all__ = ["create_run", "delete_run", "read_run", "read_runs", "update_run"]
 
 _RUN: Final = schema.run
 _OWNED: Final = (
-    schema.report,
-    schema.point_chunk,
-    schema.model_chunk,
-    schema.layer_chunk,
-    schema.scalar_chunk,
     schema.entry,
     schema.run_latest,
     schema.layer,
@@ -121,7 +116,10 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
 
 
 def delete_run(connection: Connection, run_id: str, now: float) -> None:
-    """Remove every row of the run; a tombstone stays, and its streams' ids, so that their reports answer 410."""
+    """Make the run invisible; a tombstone stays, and its streams' ids, so that their reports answer 410.
+
+    What is large (journal, chunks) is removed afterwards, in slices.
+    """
     project = connection.execute(select(_RUN.c.project).where(_RUN.c.run_id == run_id).with_for_update()).scalar()
     if project is None:
         raise missing_run(connection, run_id)

@@ -98,7 +98,8 @@ def seal(
 
 def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits) -> _Built:
     rows = _rows(connection, view, plan)
-    measured = [row for row in rows if row.model is not None]
+    frozen = plan.info is not None and plan.info.frozen
+    measured = [] if frozen else [row for row in rows if row.model is not None]
     scalars = _scalars(rows)
     part = _part(connection, view, plan, measured) if measured else None
     if part is not None and not len(part.points.steps):

@@ -15,10 +15,11 @@ from sqlalchemy.dialects.sqlite import insert
 
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
-from collage_server.store.contract import SealLimits
+from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
 from collage_server.store.journal import ReportRow
 from collage_server.store.migrate import migrate
+from collage_server.store.space import return_pages, sqlite_sizes
 
 __all__ = ["SqliteStore"]
 
@@ -78,6 +79,15 @@ class SqliteStore(SqlStore):
             connection = plain.execution_options(begin="IMMEDIATE")
             with connection.begin():
                 yield connection
+
+    def sizes(self) -> Sizes:
+        """How much space there is."""
+        return sqlite_sizes(self.path)
+
+    def return_space(self) -> bool:
+        """Give a slice of free pages back to the disk; True if there are more."""
+        with self._write_lock:
+            return return_pages(self.path, self._busy_timeout_seconds)
 
     def _insert_reports(self, connection: Connection, rows: Sequence[ReportRow]) -> list[bool]:
         cursor = connection.connection.cursor()

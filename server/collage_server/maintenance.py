@@ -1,0 +1,106 @@
+"""Maintenance: a thread that expires, purges, gives space back, and watches what is left of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from threading import Event, Thread
+from typing import Final, Protocol
+
+from collage_server.disk import DiskGuard
+from collage_server.errors import Gone, NotFound
+from collage_server.store import Life
+
+__all__ = ["Maintainable", "Maintenance"]
+
+_LOG: Final = logging.getLogger(__name__)
+_SLICES: Final = 16
+_PAUSE_SECONDS: Final = 0.02
+_DAY_SECONDS: Final = 86_400.0
+
+
+class Maintainable(Protocol):
+    """What maintenance needs of a store."""
+
+    @property
+    def life(self) -> Life:
+        """Retention and the rows of deleted runs."""
+
+    def return_space(self) -> bool:
+        """Give a slice of free space back to the disk; True if there is more."""
+
+
+class Maintenance:
+    """Looks at the disk every `disk_seconds`, at everything else every `interval_seconds`.
+
+    `days` maps a level (measured points a stored point merges) to how long it is kept.
+    """
+
+    def __init__(
+        self,
+        store: Maintainable,
+        guard: DiskGuard,
+        *,
+        clock: Callable[[], float],
+        days: Mapping[int, float],
+        interval_seconds: float = 60.0,
+        disk_seconds: float = 2.0,
+    ) -> None:
+        self._store = store
+        self._guard = guard
+        self._clock = clock
+        self._days = days
+        self._interval_seconds = interval_seconds
+        self._disk_seconds = disk_seconds
+        self._stopping = Event()
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Look at the disk once, then start the thread."""
+        self._stopping.clear()
+        self._look(self._guard.look)
+        self._thread = Thread(target=self._run, name="collage-maintenance", daemon=True)
+        self._thread.start()
+
+    def stop(self, deadline_seconds: float) -> None:
+        """End after the slice at hand, or leave it unfinished at the deadline."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(deadline_seconds)
+            self._thread = None
+
+    def once(self) -> None:
+        """One round: expire, purge, give space back. A pause after each slice lets others write."""
+        for run_id in self._store.life.sealed_runs() if self._days else ():
+            if self._stopping.is_set():
+                return
+            now = self._clock()
+            try:
+                gone = self._store.life.expire(
+                    run_id, {level: now - days * _DAY_SECONDS for level, days in self._days.items()}
+                )
+            except (Gone, NotFound):
+                continue
+            if gone:
+                _LOG.info("retention: %d levels of chunks of run %s left", gone, run_id)
+        self._repeat(lambda: self._store.life.purge(_SLICES))
+        self._repeat(self._store.return_space)
+
+    def _repeat(self, work: Callable[[], bool]) -> None:
+        while not self._stopping.is_set() and work():
+            self._stopping.wait(_PAUSE_SECONDS)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stopping.wait(self._disk_seconds):
+            self._look(self._guard.look)
+            if time.monotonic() >= due:
+                self._look(self.once)
+                due = time.monotonic() + self._interval_seconds
+
+    def _look(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception:
+            _LOG.exception("maintenance failed; the next round tries again")

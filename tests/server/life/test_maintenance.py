@@ -1,0 +1,177 @@
+"""Maintenance and the disk budget in the running application: what expires, what is refused, and what goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from collage_server.app import create_app
+from collage_server.disk import DiskGuard
+from collage_server.maintenance import Maintenance
+from collage_server.settings import Settings, SettingsError
+from collage_server.store import Selection, Sizes
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from tests.server.conftest import NOW, Clock, Server
+from tests.server.samples import report
+
+DAY = 86_400.0
+GIB = 2**30
+
+
+class Disk:
+    """A store that says how much space there is."""
+
+    def __init__(self, used=0, free=100 * GIB):
+        self.used = used
+        self.free = free
+
+    def sizes(self):
+        return Sizes(self.used, self.free)
+
+
+def guard_of(disk, budget=None, reserve=GIB):
+    return DiskGuard(disk, budget_bytes=budget, reserve_bytes=reserve)
+
+
+@pytest.mark.parametrize(
+    ("full", "between", "room"),
+    [
+        (Disk(used=101), Disk(used=98), Disk(used=94)),
+        (Disk(free=GIB - 1), Disk(free=GIB + 1), Disk(free=2 * GIB)),
+    ],
+)
+def test_the_guard_closes_at_the_bound_and_opens_well_below(full, between, room):
+    disk = Disk()
+    guard = guard_of(disk, budget=100)
+    for state, closed in ((room, False), (between, False), (full, True), (between, True), (room, False)):
+        disk.used, disk.free = state.used, state.free
+        guard.look()
+        assert (guard.reason is not None) is closed
+
+
+def test_the_guard_names_the_bound_and_a_remote_disk_has_no_reserve():
+    guard = guard_of(Disk(used=101, free=None), budget=100)
+    guard.look()
+    assert "101 bytes, its budget is 100" in guard.reason
+    assert "COLLAGE_SERVER_DISK_BUDGET_BYTES" in guard.reason
+    free = guard_of(Disk(used=101, free=None))
+    free.look()
+    assert free.reason is None
+
+
+def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
+    server.filled(steps=range(10, 60, 10))
+    guard = server.app.state.components.guard
+    guard._store = Disk(free=5)
+    guard.look()
+    error = server.reports([report(9, 90)], status=503)
+    assert error.code == "busy"
+    assert "the disk has 5 bytes left" in error.message
+    assert error.request_id
+    answer = server.client.post("/api/v1/projects/p/runs", json={"run_id": "r2"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+    ready = server.get("/readyz", wire.Health)
+    assert ready.status.startswith("read-only: the disk has 5 bytes left")
+    assert server.series("loss").steps == [10, 20, 30, 40, 50]
+    assert server.client.get("/api/v1/runs/r1/export").status_code == 200
+    assert server.client.get("/metrics").status_code == 200
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(notes="kept"))
+    server.send("DELETE", "/runs/r1")
+    guard._store = Disk()
+    guard.look()
+    server.filled("r3", "s3")
+    assert server.get("/readyz", wire.Health).status == "ok"
+
+
+def test_nothing_acknowledged_is_lost_when_the_budget_is_reached(server):
+    server.filled(steps=range(1, 3))
+    components = server.app.state.components
+    components.guard._budget_bytes = components.store.sizes().used_bytes + 200_000
+    accepted, seq = 2, 2
+    while True:
+        components.guard.look()
+        batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq + i, seq + i + 1) for i in range(50)]))
+        headers = {"Content-Type": wire.MSGPACK}
+        answer = server.client.post("/api/v1/streams/s0/reports", content=batch, headers=headers)
+        if answer.status_code == 503:
+            break
+        accepted += answer.json()["accepted"]
+        seq += 50
+        assert seq < 5000
+    assert len(server.series("loss", points=5000).steps) == accepted
+
+
+def test_retention_by_settings(tmp_path):
+    clock = Clock()
+    settings = Settings(folder=tmp_path, no_auth=True, retention_raw_days=30, retention_coarse_days=365)
+    app = create_app(settings, clock=clock)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        server = Server(client, clock, app)
+        server.filled(steps=range(1, 601))
+        components = app.state.components
+        while components.store.seal("r1", clock()):
+            pass
+
+        def counts():
+            return components.store.model_points("r1", ["lost"], Selection()).counts.tolist()
+
+        for days, expected in ((29, [1] * 600), (31, [16] * 16 + [1] * 344), (366, [256] + [1] * 344)):
+            clock.now = NOW + days * DAY
+            components.maintenance.once()
+            assert counts() == expected, days
+        assert len(server.series("edq_ratio", points=1000).steps) == 345
+        assert len(server.series("loss", points=1000).steps) == 600
+
+
+def test_settings_of_retention_are_checked(tmp_path):
+    cases: list[dict[str, Any]] = [
+        {"retention_coarse_days": 3},
+        {"retention_raw_days": 5, "retention_coarse_days": 3},
+    ]
+    for wrong in cases:
+        with pytest.raises(SettingsError, match="keep them no longer"):
+            Settings(folder=tmp_path, no_auth=True, **wrong)
+    with pytest.raises(SettingsError, match="disk_budget_bytes must be positive"):
+        Settings(folder=tmp_path, no_auth=True, disk_budget_bytes=0)
+    assert Settings(folder=tmp_path, no_auth=True).retention_days == {}
+
+
+class Life:
+    """A life of data that fails first."""
+
+    def __init__(self):
+        self.purges = [ValueError("broken"), True, True, False]
+
+    def sealed_runs(self):
+        return []
+
+    def expire(self, _run_id, _before):
+        return 0
+
+    def purge(self, slices):
+        outcome = self.purges.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+class Worn(Disk):
+    """A store with such a life."""
+
+    def __init__(self):
+        super().__init__()
+        self.life = Life()
+
+    def return_space(self):
+        return False
+
+
+def test_a_round_that_fails_is_logged_and_the_next_one_works(caplog):
+    store = Worn()
+    maintenance = Maintenance(store, guard_of(store), clock=Clock(), days={})
+    maintenance._look(maintenance.once)
+    assert "maintenance failed" in caplog.text
+    maintenance.once()
+    assert store.life.purges == []

@@ -1,0 +1,164 @@
+"""What every backend must do about data that leaves it: deletion in slices, and retention by level."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from collage_server.errors import Gone
+from collage_server.store import Selection
+from collage_server.store.chunks import read_chunk_infos
+
+from collage_monitor import wire
+from tests.server.samples import STATISTICS, report
+from tests.server.store.contract import LIMITS, NOW, StoreContract
+
+ALL = Selection()
+NEVER = {1: NOW + 1e9, 16: NOW + 1e9}
+"""Horizons behind which everything lies: what may go, goes. Attempts were created at NOW."""
+CHUNK = LIMITS.points
+
+
+def filled(store, steps=4 * CHUNK, run_id="r1"):
+    """A sealed run of so many measured steps, one report each; its chunks are whole but for the last."""
+    stream = StoreContract.fill(store, run_id, f"{run_id}-s")
+    StoreContract.append(store, stream, *(report(i, i + 1) for i in range(steps)))
+    while store.seal(run_id, NOW):
+        pass
+    return stream
+
+
+def infos(store, run_id="r1"):
+    with store._reading() as connection:
+        return read_chunk_infos(connection, run_id)
+
+
+def coarse(array, level):
+    """Sums over `level` neighbours, within each chunk."""
+    chunks = np.asarray(array).reshape(-1, CHUNK)
+    return np.concatenate([np.add.reduceat(row, np.arange(0, CHUNK, level)) for row in chunks])
+
+
+class LifeContract:
+    """Subclasses give the fixtures `store` and `reopen`."""
+
+    def test_raw_points_go_and_their_sums_stay(self, store):
+        filled(store)
+        raw = store.model_points("r1", STATISTICS, ALL)
+        layers = store.layer_points("r1", ["lost"], ALL)
+        assert store.life.expire("r1", {1: NOW + 1e9}) == 3
+        assert [sorted(info.levels) for info in infos(store)] == [[16, 256]] * 3 + [[1, 16, 256]]
+        points = store.model_points("r1", STATISTICS, ALL)
+        assert points.counts.tolist() == [16] * 6 + [1] * CHUNK
+        assert points.steps.tolist() == [*range(16, 97, 16), *range(97, 129)]
+        for key in ("lost", "intended_squared_sum", "measured_steps"):
+            expected = [*coarse(raw.totals[key][:96], 16), *raw.totals[key][96:]]
+            np.testing.assert_allclose(points.totals[key], expected, rtol=1e-12)
+        by_layer = store.layer_points("r1", ["lost"], ALL)
+        for layer in range(3):
+            expected = [*coarse(layers.totals["lost"][:96, layer], 16), *layers.totals["lost"][96:, layer]]
+            np.testing.assert_allclose(by_layer.totals["lost"][:, layer], expected, rtol=1e-12)
+
+    def test_then_the_next_level_and_never_the_last(self, store):
+        filled(store)
+        assert store.life.expire("r1", NEVER) == 6
+        assert [sorted(info.levels) for info in infos(store)] == [[256]] * 3 + [[1, 16, 256]]
+        assert store.model_points("r1", ["lost"], ALL).counts.tolist() == [CHUNK] * 3 + [1] * CHUNK
+        assert store.life.expire("r1", NEVER) == 0
+
+    def test_scalars_the_newest_step_and_the_count_of_reports_stay(self, store):
+        filled(store)
+        before = store.scalar_points("r1", None, ALL)["loss"].values.tolist()
+        latest = store.latest("r1")
+        store.life.expire("r1", NEVER)
+        assert store.scalar_points("r1", None, ALL)["loss"].values.tolist() == before
+        assert store.latest("r1").step == latest.step
+        assert store.latest("r1").model["lost"] == latest.model["lost"]
+        assert store.streams("r1")[0].reports == 4 * CHUNK
+
+    def test_what_is_young_stays(self, store):
+        filled(store)
+        # Reports carry the time 1_700_000_000 + step; the attempt was created at NOW, which is 1_700_000_000.
+        assert store.life.expire("r1", {1: NOW}) == 0
+        assert store.life.expire("r1", {1: NOW + 2 * CHUNK + 0.5}) == 2
+        assert [sorted(info.levels) for info in infos(store)] == [[16, 256]] * 2 + [[1, 16, 256]] * 2
+
+    def test_a_chunk_that_is_not_whole_stays(self, store):
+        filled(store, steps=CHUNK + 5)
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        while store.seal("r1", NOW):
+            pass
+        assert store.life.expire("r1", NEVER) == 2
+        assert [sorted(info.levels) for info in infos(store)] == [[256], [1]]
+
+    def test_asking_for_part_of_a_frozen_chunk_or_for_a_coarse_picture(self, store):
+        filled(store)
+        store.life.expire("r1", {1: NOW + 1e9})
+        part = store.model_points("r1", ["lost"], Selection(first_step=20, last_step=60))
+        assert part.steps.tolist() == [32, 48]
+        few = store.model_points("r1", ["lost"], Selection(points=2, extremes_of="edq_ratio"))
+        assert few.counts.sum() == 4 * CHUNK
+        assert not np.isnan(few.extremes["edq_ratio"][0][:3]).any()
+
+    def test_a_report_that_comes_after_the_freeze_keeps_its_scalars_only(self, store):
+        stream = filled(store)
+        store.life.expire("r1", {1: NOW + 1e9})
+        before = store.model_points("r1", STATISTICS, ALL)
+        late = [report(1000 + i, 5 + i, scalars={"loss": 77.0}) for i in range(8)]
+        StoreContract.append(store, stream, *late)
+        for _ in range(2):
+            after = store.model_points("r1", STATISTICS, ALL)
+            assert after.steps.tolist() == before.steps.tolist()
+            for key, values in before.totals.items():
+                np.testing.assert_array_equal(after.totals[key], values)
+            while store.seal("r1", NOW):
+                pass
+        assert not store.journal_runs()
+        assert [sorted(info.levels) for info in infos(store)] == [[16, 256]] * 3 + [[1, 16, 256]]
+        assert store.scalar_points("r1", ["loss"], ALL)["loss"].values[4] == 77.0
+
+    def test_an_interrupted_drop_is_finished(self, store, monkeypatch):
+        filled(store)
+
+        def interrupted(*_):
+            raise RuntimeError("killed")
+
+        with monkeypatch.context() as broken:
+            broken.setattr("collage_server.store.retention._delete_some", interrupted)
+            with pytest.raises(RuntimeError, match="killed"):
+                store.life.expire("r1", {1: NOW + 1e9})
+        assert store.model_points("r1", ["lost"], ALL).counts.sum() == 4 * CHUNK
+        assert rows(store, "layer_chunk WHERE level = 1 AND chunk = 0")
+        store.life.expire("r1", {1: NOW + 1e9})
+        for table in ("layer_chunk", "model_chunk", "point_chunk"):
+            assert rows(store, f"{table} WHERE level = 1 AND chunk < 3") == 0
+
+    def test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices(self, store, reopen, monkeypatch):
+        monkeypatch.setattr("collage_server.store.database._PURGED_AT_ONCE", 0)
+        filled(store)
+        filled(store, CHUNK, "r2")
+        store.delete_run("r1", NOW)
+        with pytest.raises(Gone):
+            store.run("r1")
+        with pytest.raises(Gone):
+            store.model_points("r1", None, ALL)
+        assert rows(store, "layer_chunk WHERE run_id = 'r1'")
+        assert store.life.purge(1)
+        store = reopen()
+        while store.life.purge(1):
+            pass
+        for table in ("report", "layer_chunk", "model_chunk", "point_chunk", "scalar_chunk"):
+            assert rows(store, f"{table} WHERE run_id = 'r1'") == 0, table
+        assert rows(store, "layer_chunk WHERE run_id = 'r2'")
+        assert len(store.model_points("r2", None, ALL).steps) == CHUNK
+
+    def test_sizes_are_known(self, store):
+        filled(store)
+        sizes = store.sizes()
+        assert sizes.used_bytes > 1000
+        assert sizes.free_bytes is None or sizes.free_bytes > 0
+
+
+def rows(store, table_where):
+    """How many rows there are."""
+    with store._reading() as connection:
+        return connection.exec_driver_sql(f"SELECT count(*) FROM {table_where}").scalar()

@@ -1,0 +1,12 @@
+"""Retention and deletion on PostgreSQL; autovacuum gives the space back."""
+
+from __future__ import annotations
+
+from tests.server.store.life import LifeContract
+from tests.server.store.test_postgresql import reopen, store
+
+__all__ = ["reopen", "store"]
+
+
+class TestPostgresqlLife(LifeContract):
+    """The contract on PostgreSQL."""
