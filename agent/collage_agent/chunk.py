@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from collage_agent.stats import (
     edq_products,
     leave_out,
     nonfinite,
+    on_host,
     squared_block_sums,
     state_decrement_block_sums,
     ulp_octave_counts,
@@ -93,8 +95,9 @@ class Chunk:
         self.visible.copy_(after[stored.PARAMETER]).sub_(self.visible_parameter)
         if self._apart:
             self._fill_effective(stored_after)
-        self._find_nonfinite()
-        leave_out(self.rows, self.left_out)
+        if len(observation.padding):
+            self.rows.index_fill_(1, observation.padding, 0.0)
+        self._leave_out_nonfinite()
 
     @property
     def parameter_after(self) -> Tensor:
@@ -104,11 +107,12 @@ class Chunk:
     def totals(self, octaves: Tensor) -> BlockTotals:
         """The chunk's block totals; its histogram is added to `octaves`."""
         seen, block = self._seen, self._seen.block
-        squares = squared_block_sums(self.rows, block)
+        squares = self._squares
         element_products = edq_products(self.intended, self.rows[2:-1])
         products = edq_block_sums(element_products, block)
         if not self._apart:
-            squares = squares[[0, 1, 2, 2, 3]]
+            # Not by a list of rows: its copy to a device would wait for it.
+            squares = torch.cat((squares[:3], squares[2:]))
             products = products.expand(2, -1)
         codes = class_codes(
             self.intended,
@@ -122,7 +126,7 @@ class Chunk:
         if self._has_intent:
             octaves += ulp_octave_counts(
                 self.intended,
-                self.visible_parameter,
+                seen.before[stored.PARAMETER],
                 seen.before[stored.PARAMETER].dtype,
                 seen.columns,
                 seen.tensors,
@@ -149,6 +153,19 @@ class Chunk:
             if state[name].data_ptr() != self._states[1, index].data_ptr():
                 self._states[1, index].copy_(state[name])
         return True
+
+    def _leave_out_nonfinite(self) -> None:
+        """Where sums of squares say that all is finite, and the host can look at them, that is the whole work."""
+        self._squares = squared_block_sums(self.rows, self._seen.block)
+        self._bad_gradient: Tensor | None = None
+        self._bad_parameter: Tensor | None = None
+        if on_host(self._squares) and math.isfinite(self._squares.numpy().sum()):
+            self.left_out = torch.zeros(self.rows.shape[1], dtype=torch.uint8)
+            self.left_out.index_fill_(0, self._seen.padding, 1)
+            return
+        self._find_nonfinite()
+        leave_out(self.rows, self.left_out)
+        self._squares = squared_block_sums(self.rows, self._seen.block)
 
     def _find_nonfinite(self) -> None:
         """θ, e and eᵛ are finite where their components are, which are cheaper to look at in their own dtype."""

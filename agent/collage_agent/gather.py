@@ -32,7 +32,8 @@ class BlockLayout:
 
     First the full blocks of the sampled tensors, by `index_select`; behind them the tensors measured whole and
     the ragged tails, by one `cat`, each padded to whole blocks with zeros.
-    `columns` [blocks] int64 names the tensor that each block belongs to, `padding` lists the padded slots.
+    `columns` [blocks] int64 names the tensor that each block belongs to, `host_columns` is the same on the host;
+    `padding` lists the padded slots.
     """
 
     def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
@@ -67,11 +68,13 @@ class BlockLayout:
                 numbers.append(np.arange(sample.population_blocks - blocks, sample.population_blocks))
                 count += blocks
                 padding += range(count * self.block - missing, count * self.block)
+        self._chosen = [samples[tensor].rows.astype(np.intp) for tensor, _, _ in self._sampled]
         self.blocks = count
         self.slots = count * self.block
-        self.columns = torch.from_numpy(np.concatenate(columns)).to(self.device)
+        self.host_columns = np.concatenate(columns)
+        self.columns = torch.from_numpy(self.host_columns).to(self.device)
         self.padding = padding
-        self._keys = np.concatenate(columns) * _MOST_BLOCKS + np.concatenate(numbers)
+        self._keys = self.host_columns * _MOST_BLOCKS + np.concatenate(numbers)
 
     def positions_of(self, smaller: BlockLayout, tensors: Sequence[int] | None = None) -> NDArray[np.int64]:
         """Position in this layout of each block of a layout over a smaller sample of the same tensors.
@@ -101,8 +104,12 @@ class BlockLayout:
             sampled, pieces = staging.views
         else:
             sampled, pieces = self.views_of(tensors, staging.zeros)
-        for (_, rows, _), blocks, target in zip(self._sampled, sampled, staging.targets, strict=True):
-            torch.index_select(blocks, 0, rows, out=target)
+        if lasting and staging.records:
+            for records, chosen, into in zip(staging.records, self._chosen, staging.target_records, strict=True):
+                records.take(chosen, 0, into, "clip")
+        else:
+            for (_, rows, _), blocks, target in zip(self._sampled, sampled, staging.targets, strict=True):
+                torch.index_select(blocks, 0, rows, out=target)
         if pieces:
             torch.cat(pieces, out=staging.tail)
 
@@ -140,6 +147,8 @@ class Staging:
         self.targets = [rows[where] for _, _, where in layout._sampled]
         self.tail = self.values[layout._boundary :]
         self.views: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.records: list[NDArray[np.void]] = []
+        self.target_records = [_records(target) for target in self.targets] if self.values.is_cpu else []
         self._sources: list[tuple[Tensor, int]] = []
 
     def keep_views_of(self, tensors: Sequence[Tensor], layout: BlockLayout) -> None:
@@ -156,6 +165,20 @@ class Staging:
         )
         # A tensor that is not contiguous was copied, not viewed: it must be read again each time.
         self._sources = [(tensor, tensor.data_ptr()) for tensor in tensors] if contiguous else []
+        readable = (
+            contiguous and self.values.is_cpu and all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+        )
+        self.records = [_records(blocks) for blocks in self.views[0]] if readable else []
+
+
+def _records(blocks: Tensor) -> NDArray[np.void]:
+    """The same memory as one record a block, of which NumPy gathers a few at half the cost of torch.
+
+    Through DLPack: `Tensor.numpy()` would forbid the training to resize the storage.
+    """
+    record = np.dtype((np.void, blocks.shape[1] * blocks.element_size()))
+    array: NDArray[np.void] = np.from_dlpack(blocks.detach().view(torch.uint8)).view(record)[:, 0]
+    return array
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...] | None:

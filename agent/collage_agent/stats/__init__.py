@@ -5,7 +5,7 @@ from collage_agent.stats.edq import edq_block_sums, edq_products
 from collage_agent.stats.finite import leave_out, nonfinite
 from collage_agent.stats.histogram import ulp_octave_counts
 from collage_agent.stats.norms import squared_block_sums
-from collage_agent.stats.segments import Columns, block_sums
+from collage_agent.stats.segments import Columns, block_sums, on_host
 from collage_agent.stats.states import state_decrement_block_sums
 from collage_agent.stats.variance import product_rows, ratio_variances
 
@@ -19,6 +19,7 @@ __all__ = [
     "edq_products",
     "leave_out",
     "nonfinite",
+    "on_host",
     "product_rows",
     "ratio_variances",
     "squared_block_sums",

@@ -27,8 +27,9 @@ def ulp_octave_counts(
     """Elements by octave of |u| / gap: fp64 [BINS, count], bins in the order of HISTOGRAM_LABELS.
 
     The gap is that from θᵛ to its neighbour in `dtype` in u's direction: half as wide downwards from a power of
-    two, the smallest subnormal below the normal range. u = intended, θᵛ = visible_parameter: fp64 [slots], θᵛ
-    exact in `dtype`, of at most 32 bits. `columns` [blocks] int64 names the tensor of each block of `block`.
+    two, the smallest subnormal below the normal range. u = intended: fp64 [slots]; θᵛ = visible_parameter [slots],
+    exact in `dtype`, of at most 32 bits, in that or a wider format. `columns` [blocks] int64 names the tensor of
+    each block of `block`.
     u = 0 falls into the underflow: the caller takes it out. Gaps are powers of two, so the octave is a difference
     of exponents and exact. No synchronisation.
     """

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Columns", "block_sums"]
+__all__ = ["Columns", "block_sums", "on_host"]
+
+
+def on_host(values: Tensor) -> bool:
+    """Whether NumPy may look at the values: reading them waits for no device."""
+    return values.is_cpu
 
 
 def block_sums(values: Tensor, block: int) -> Tensor:
@@ -23,12 +30,19 @@ class Columns:
         self.of_block = of_block
         self.count = count
         self._indices: dict[int, Tensor] = {}
+        self._starts: NDArray[np.intp] | None = None
+        if on_host(of_block):
+            self._starts, self._of_run = _runs(of_block)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums of values [k, blocks] fp64 over each tensor's blocks: [k, count] fp64. No synchronisation.
 
-        One flat `scatter_add_`, because along a second axis the host takes a slow path.
+        A device takes one flat `scatter_add_`. The host adds up runs of blocks of the same tensor, of which there
+        are few, four times as fast.
         """
+        if self._starts is not None:
+            runs = torch.from_numpy(np.add.reduceat(values.numpy(), self._starts, axis=1))
+            return values.new_zeros(len(values), self.count).index_add_(1, self._of_run, runs)
         rows = values.shape[0]
         index = self._indices.get(rows)
         if index is None:
@@ -36,3 +50,10 @@ class Columns:
             index = self._indices[rows] = (offsets + self.of_block).view(-1)
         sums = torch.zeros(rows * self.count, dtype=values.dtype, device=values.device)
         return sums.scatter_add_(0, index, values.reshape(-1)).view(rows, self.count)
+
+
+def _runs(of_block: Tensor) -> tuple[NDArray[np.intp], Tensor]:
+    """Where each run of equal values begins, and its value [runs] int64."""
+    values = of_block.numpy()
+    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
+    return starts, torch.from_numpy(values[starts])

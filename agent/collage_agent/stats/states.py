@@ -18,6 +18,6 @@ def state_decrement_block_sums(states: Tensor, left_out: Tensor, block: int) -> 
     Returns fp64 [2, k, blocks] in the states' units, intended first. No synchronisation.
     """
     changes = states[1:].abs_().sub_(states[:1])
-    shrinks = changes[0].lt(0).logical_and_(left_out.logical_not())
+    shrinks = changes[0].lt(0).view(torch.uint8).bitwise_and_(left_out.bitwise_xor(1))
     changes.view(torch.int64).bitwise_and_(shrinks.to(torch.int64).neg_())
     return block_sums(changes, block)
