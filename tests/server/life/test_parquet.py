@@ -1,0 +1,34 @@
+"""Parquet: the same table as CSV, typed, with null where nothing is known. Needs pyarrow, the extra `parquet`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+import pytest
+
+from tests.server.samples import LAYERS, report
+
+parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is not installed")
+
+
+def test_parquet_holds_what_csv_holds(server, monkeypatch):
+    monkeypatch.setattr("collage_server.export.slabs._POINTS", 2)
+    server.filled(steps=range(10, 60, 10))
+    server.reports([report(90, 55, measured=False, scalars={"loss": float("nan")})])
+    answer = server.client.get("/api/v1/runs/r1/export?format=parquet")
+    assert answer.headers["content-type"] == "application/vnd.apache.parquet"
+    file = parquet.ParquetFile(io.BytesIO(answer.content))
+    assert file.num_row_groups == 3
+    table = file.read().to_pylist()
+    rows = list(csv.DictReader(io.StringIO(server.client.get("/api/v1/runs/r1/export?format=csv").text)))
+    assert len(table) == len(rows) == 5 * (1 + len(LAYERS)) + 1
+    for typed, text in zip(table, rows, strict=True):
+        assert list(typed) == list(text)
+        assert (typed["layer"] or "") == text["layer"]
+        for name in set(text) - {"layer"}:
+            expected = None if text[name] == "" else float(text[name])
+            same = typed[name] == expected or (expected is not None and math.isnan(expected))
+            assert same, name
+    assert math.isnan(table[-1]["loss"])
