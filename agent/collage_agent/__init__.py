@@ -9,6 +9,7 @@ collage.log({"loss": loss})
 collage.finish()
 """
 
+from collage_agent import _unmoved as _unmoved  # first: see there
 from collage_agent.options import Exclude
 from collage_agent.run import Run
 from collage_agent.session import current_run, finish, init, log, watch

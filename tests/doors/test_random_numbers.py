@@ -1,6 +1,8 @@
 """The training's random numbers come out the same while the agent cannot reach its server."""
 
 import random
+import subprocess
+import sys
 
 import collage_agent as collage
 import torch
@@ -20,3 +22,11 @@ def test_retries_draw_nothing_from_the_trainings_generators(tmp_path):
     run.finish(seconds=5.0)
     assert random.getstate() == before
     assert run.reports_spooled > 0
+
+
+def test_importing_the_agent_draws_nothing():
+    program = (
+        "import random; random.seed(7); before = random.getstate(); import collage_agent; "
+        "assert random.getstate() == before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
