@@ -9,7 +9,7 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.command.show import server_options
-from collage_monitor.importing import Source, new_run_id, read_curves, read_lines, send_source
+from collage_monitor.importing import Source, new_run_id, read_curves, read_events, read_lines, send_source
 from collage_monitor.local import data_folder, read_token
 from collage_monitor.transfer import TransferClient
 
@@ -22,7 +22,9 @@ __all__ = ["import_run"]
 @click.option("--project", required=True, help="Project that the run will belong to.")
 @click.option("--name", help="Name of the run; default: its old name, or the file's.")
 @click.option("--run-id", help="Id of the run, to go on with an import that broke off; default: a new one.")
-@click.option("--format", "file_format", type=click.Choice(["jsonl", "csv"]), help="Default: by the file's ending.")
+@click.option(
+    "--format", "file_format", type=click.Choice(["jsonl", "csv", "tensorboard"]), help="Default: by the name."
+)
 @click.option("--step-column", default="step", show_default=True, help="Column of the steps in a CSV file.")
 @click.option("--rename", multiple=True, metavar="COLUMN=NAME", help="Another name for a curve; repeat it.")
 def import_run(
@@ -37,7 +39,7 @@ def import_run(
     step_column: str,
     rename: tuple[str, ...],
 ) -> None:
-    """Make a finished run of an export in JSON lines, or of loss curves in a CSV file."""
+    """Make a finished run of an export in JSON lines, or of loss curves in CSV or TensorBoard event files."""
     source = _source(path, file_format, step_column, _pairs(rename))
     if name is not None:
         source = source.named(name)
@@ -56,7 +58,11 @@ def _source(path: Path, stated: str | None, step_column: str, rename: dict[str, 
         return read_lines(path)
     if chosen == "csv":
         return read_curves(path, step_column=step_column, rename=rename)
-    raise click.UsageError(f"{path} ends in neither jsonl nor csv; say what it is with --format")
+    if chosen == "tensorboard" or path.is_dir() or "tfevents" in path.name:
+        return read_events(path)
+    raise click.UsageError(
+        f"{path} ends in neither jsonl nor csv and holds no tfevents; say what it is with --format"
+    )
 
 
 def _pairs(rename: tuple[str, ...]) -> dict[str, str]:
