@@ -30,7 +30,7 @@ class Followed:
         tensors = [bucket.members.index(member) for member in oracle.members]
         positions = torch.from_numpy(bucket.layout.positions_of(oracle.layout, tensors))
         blocks = CHUNK_SLOTS // bucket.layout.block
-        self.columns = torch.tensor(tensors)[oracle.layout.columns.cpu()].to(oracle.layout.device)
+        self.columns = torch.tensor(tensors)[torch.from_numpy(oracle.layout.host_columns)].to(oracle.layout.device)
         self._where = []
         for start in range(0, bucket.layout.blocks, blocks):
             target = torch.nonzero((positions >= start) & (positions < start + blocks)).view(-1)

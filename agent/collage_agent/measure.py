@@ -19,6 +19,7 @@ from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.parameters import WatchedParameter
 from collage_agent.sampling import TensorSample, draw
+from collage_agent.scaling import loss_scaling
 from collage_agent.shards import placed_alike
 from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
 
@@ -67,6 +68,7 @@ class Meter:
         self._wants_oracle = oracle
         self._seed, self._shard = seed, shard
         self._oracles: list[Oracle] | None = None
+        self._versions: list[int] = []
         self._signature: _Signature | None = None
         self._plan: list[_Planned] = []
         self._row_index: dict[tuple[str, ...], Tensor] = {}
@@ -96,15 +98,22 @@ class Meter:
         """Let the oracle take the step that the optimizer is about to take. Inside `isolated`."""
         if not self._wants_oracle:
             return
+        if self._written_since():
+            self.restart_oracle()
         if self._oracles is None:
             self._oracles = self._attach_oracles(optimizer)
-        scale, skipped = _loss_scaling(optimizer)
+        scale, skipped = loss_scaling(optimizer)
         for oracle in self._in_lock_step():
             watched = self.watched[oracle.members[0]]
             intent = self._intents[watched.group]
             intent.refresh(optimizer)
             gradients = [_gradient(self.watched[member]) for member in oracle.members]
             oracle.step(intent, optimizer.param_groups[watched.group], gradients, scale, skipped)
+
+    def stepped(self) -> None:
+        """The live step is over: whoever writes to the weights from here on is not the optimizer. O(1) a tensor."""
+        if self._wants_oracle:
+            self._versions = [watched.parameter._version for watched in self.watched]
 
     def before(self, optimizer: Optimizer, *, closure: bool) -> None:
         """Gather what the step is about to change. Inside `isolated`."""
@@ -122,7 +131,7 @@ class Meter:
 
     def after(self, optimizer: Optimizer) -> Tensor:
         """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`."""
-        scale, skipped = _loss_scaling(optimizer)
+        scale, skipped = loss_scaling(optimizer)
         found: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
         for planned in self._plan:
             followed = [follower for follower, _, _ in planned.followed]
@@ -134,6 +143,13 @@ class Meter:
             for follower, sizes, columns in planned.followed:
                 found.append((ORACLE_STATISTICS, oracle_totals(follower, sizes), columns))
         return self._assembled(found, skipped)
+
+    def _written_since(self) -> bool:
+        """Whether somebody wrote to a weight since the last step; torch counts the writes on the host."""
+        return any(
+            watched.parameter._version != version
+            for watched, version in zip(self.watched, self._versions, strict=False)
+        )
 
     def _assembled(self, found: list[tuple[tuple[str, ...], Tensor, Tensor]], skipped: Tensor | None) -> Tensor:
         for keys, _, _ in found:
@@ -321,12 +337,3 @@ def _step_count(state: dict[str, Any]) -> float:
     if isinstance(step, Tensor):
         return step.item() if step.is_cpu else 0.0
     return float(step)
-
-
-def _loss_scaling(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
-    """(what the gradients are to be divided by, whether the step is skipped) of a loss scaler, None without one."""
-    scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    return (
-        scale if isinstance(scale, Tensor) else None,
-        skipped if isinstance(skipped, Tensor) else None,
-    )

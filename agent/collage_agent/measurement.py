@@ -31,14 +31,15 @@ class Measurement:
     """One measured step: estimated totals, still on the optimizer's device.
 
     `totals` is float64 [statistic][layer] in the layout's order, NaN for "not reported"; it is never written
-    again. `time` is Unix time in seconds. `scalars` are the agent's own (`bytes_per_parameter` …).
+    again. `time` is Unix time in seconds. `scalars` are the agent's own (`bytes_per_parameter` …): numbers, or
+    tensors [()] on the device.
     """
 
     layout: Layout
     step: int
     time: float
     totals: torch.Tensor
-    scalars: dict[str, float] = field(default_factory=dict)
+    scalars: dict[str, float | torch.Tensor] = field(default_factory=dict)
 
     def to_numpy(self) -> NDArray[np.float64]:
         """The totals on the host. Synchronises the device: for the worker thread and for `summary()` only."""

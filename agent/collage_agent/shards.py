@@ -97,17 +97,16 @@ class Sharding:
         # Who uses it has imported it; importing it for the others would cost them its warnings and its time.
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         dtypes: dict[str, None] = {}
-        module: Any
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 rank = distributed.get_rank(module.process_group)
                 self._replicas.update((id(parameter), rank) for parameter in module.parameters())
-            policy: Any = None
             if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
                 self._read_flat_parameter(module)
-                policy = getattr(module, "mixed_precision", None)
-            elif fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ())):
-                policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
+                policy: Any = getattr(module, "mixed_precision", None)
+            else:
+                state: Any = getattr(module, "_get_fsdp_state", None)
+                policy = None if state is None else getattr(state(), "_mp_policy", None)
             if getattr(policy, "param_dtype", None) is not None:
                 dtypes[str(policy.param_dtype).removeprefix("torch.")] = None
         self.mixed_precision = tuple(dtypes)

@@ -135,8 +135,9 @@ def bucket_totals(bucket: Bucket, sizes: SampleSizes, blocks: BlockTotals) -> tu
     unknown = set(keys) - _KNOWN_WITHOUT_INTENT if bucket.intent.kind == "before-after" else set()
     if not bucket.knows_gradient:
         unknown |= {"gradient_squared_sum", "nonfinite_gradients"}
-    if unknown:
-        totals[[row for row, key in enumerate(keys) if key in unknown]] = torch.nan
+    for row, key in enumerate(keys):
+        if key in unknown:
+            totals[row].fill_(torch.nan)
     return keys, totals
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.description import bytes_per_parameter, describe
@@ -20,6 +22,7 @@ from collage_agent.measure import Meter
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions
 from collage_agent.parameters import watched_parameters
+from collage_agent.scaling import SkippedSteps
 from collage_agent.shards import Sharding, stepping_optimizer
 from collage_agent.summary import summarise
 from collage_agent.verdict import verdict
@@ -28,6 +31,7 @@ from collage_monitor import wire
 __all__ = ["Watch", "watch"]
 
 _HOST: Final = torch.device("cpu")
+_HOOKS_FILE: Final = torch_optimizer.__file__
 
 
 def watch(
@@ -97,6 +101,7 @@ class Watch:
         self._intents = choose_intent(self._stepping)
         self._groups = _sizes_of(self._stepping)
         self._meter = Meter(watched, self._intents, options.sample, oracle=options.oracle, seed=seed, shard=shard)
+        self._skipped = SkippedSteps(optimizer)
         self._step: int | None = None
         self._depth = 0
         self._measuring = False
@@ -104,6 +109,9 @@ class Watch:
         self._bytes_per_parameter: float | None = None
         self._layout: Layout | None = None
         self._last: Measurement | None = None
+        # Where the user compiles the step, the hooks are called from compiled code and stay out of it.
+        self._uncompiled_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
+        self._uncompiled_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
         self._handles: list[Any] = [
             # A wrapper that shares out tensors copies them back after its inner optimizer's step.
             self._stepping.register_step_pre_hook(self._before_step),
@@ -139,6 +147,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._skipped.stop()
 
     def summary(self) -> dict[str, Any]:
         """{"step", "model": {key: value}, "layers": {name: {key: value}}} of the last measured step.
@@ -146,7 +155,11 @@ class Watch:
         Values are float or None (undefined); 95 % intervals stand beside theirs as NAME_low, NAME_high. Blocks
         until the step is finished: synchronises the device. This process's shards only.
         """
-        return summarise(self._last)
+        summary = summarise(self._last)
+        skipped = self._skipped.count
+        if skipped is not None:
+            summary["model"]["skipped_steps"] = float(skipped)
+        return summary
 
     def __str__(self) -> str:
         return verdict(self.summary(), self.info)
@@ -161,12 +174,20 @@ class Watch:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if torch.compiler.is_compiling():
+            return self._uncompiled_before(optimizer, args, kwargs)  # type: ignore[no-any-return]
+        return self._before(optimizer, args, kwargs)
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._depth and _inside_own_step(optimizer):
             self._depth += 1
             return None
         # A depth left over from a step that raised is dropped here.
         self._depth = 1
         self._measuring = False
+        self._skipped.called()
         if self._guard.disabled:
             return None
         if self._step is None:
@@ -204,6 +225,12 @@ class Watch:
         return evaluate
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            self._uncompiled_after(optimizer)
+        else:
+            self._after(optimizer)
+
+    def _after(self, optimizer: Optimizer) -> None:
         if self._depth > 1:
             if _inside_own_step(optimizer):
                 self._depth -= 1
@@ -213,6 +240,13 @@ class Watch:
         self._depth = 0
         if self._step is not None:
             self._step += 1
+        if self._guard.disabled:
+            return
+        try:
+            self._skipped.stepped(optimizer)
+            self._meter.stepped()
+        except Exception as error:
+            self._guard.caught("looking at the optimizer after a step", error)
         if self._measuring:
             self._measuring = False
             self._measure(self._stepping)
@@ -259,7 +293,7 @@ class Watch:
     def _hand_over(self, totals: Tensor) -> None:
         if self._bytes_per_parameter is None:
             self._bytes_per_parameter = bytes_per_parameter(self._stepping)
-        scalars = {
+        scalars: dict[str, float | Tensor] = {
             "agent_cpu_seconds": self._governor.agent_cpu_seconds,
             "agent_overhead_ratio": self._governor.overhead_ratio,
         }
@@ -269,6 +303,9 @@ class Watch:
             scalars["agent_sample"] = float(self._governor.sample)
         if self._bytes_per_parameter is not None:
             scalars["bytes_per_parameter"] = self._bytes_per_parameter
+        skipped = self._skipped.count
+        if skipped is not None:
+            scalars["skipped_steps"] = skipped
         assert self._step is not None
         self._last = Measurement(self._current_layout(), self._step, time.time(), totals, scalars)
         if self._reporter is not None:
@@ -317,14 +354,18 @@ def _inside_own_step(optimizer: Optimizer) -> bool:
 
     The frames say so: a counter alone would stay up after a step that raised.
     """
-    frame = sys._getframe(2)
-    wrapper = frame.f_code
-    outer = frame.f_back
-    while outer is not None:
-        if outer.f_code is wrapper and outer.f_locals.get("self") is optimizer:
-            return True
-        outer = outer.f_back
-    return False
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code.co_name == "wrapper"
+            and code.co_filename == _HOOKS_FILE
+            and frame.f_locals.get("self") is optimizer
+        ):
+            steps += 1
+        frame = frame.f_back
+    return steps > 1
 
 
 def _steps_taken(optimizer: Optimizer) -> int:

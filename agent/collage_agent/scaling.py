@@ -1,0 +1,84 @@
+"""Steps that a loss scaler left out because a gradient was not finite, counted without waiting for a device."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["SkippedSteps", "loss_scaling"]
+
+
+class SkippedSteps:
+    """Skipped steps of one optimizer since attach; `count` is None until a loss scaler was seen at work.
+
+    An optimizer that does not know about scaling is not called at all, which only the scaler's own `step` shows; a
+    fused one is called with a verdict that is still on its device.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._calls = 0
+        self._missed = 0
+        self._verdicts: Tensor | None = None
+        self._scaled = False
+        _listen(self)
+
+    @property
+    def count(self) -> float | Tensor | None:
+        """A number, or a tensor [()] on the optimizer's device that is never written again."""
+        if not self._scaled:
+            return None
+        return float(self._missed) if self._verdicts is None else self._verdicts + self._missed
+
+    def called(self) -> None:
+        """The optimizer is about to step."""
+        self._calls += 1
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped, or has been told not to. Does not synchronise."""
+        _, skipped = loss_scaling(optimizer)
+        if skipped is not None:
+            verdict = skipped.detach().reshape(()).ne(0).to(torch.float64)
+            self._verdicts = verdict if self._verdicts is None else self._verdicts + verdict
+            self._scaled = True
+
+    def stop(self) -> None:
+        """Count no more."""
+        _LISTENING.discard(self)
+
+
+def loss_scaling(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:
+    """(what the gradients are to be divided by, whether the step is skipped) of a loss scaler, None without one."""
+    scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    return (
+        scale if isinstance(scale, Tensor) else None,
+        skipped if isinstance(skipped, Tensor) else None,
+    )
+
+
+_LISTENING: Final[weakref.WeakSet[SkippedSteps]] = weakref.WeakSet()
+
+
+def _listen(counter: SkippedSteps) -> None:
+    """Have the scaler's `step`, wrapped once a process, tell whether the optimizer was called from it."""
+    _LISTENING.add(counter)
+    original: Any = torch.amp.GradScaler.step
+    if getattr(original, "tells_of_skipped_steps", False):
+        return
+
+    @functools.wraps(original)
+    def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        counters = [(counter, counter._calls) for counter in list(_LISTENING) if counter._optimizer() is optimizer]
+        result = original(scaler, optimizer, *args, **kwargs)
+        for counter, calls in counters if scaler.is_enabled() else ():
+            counter._scaled = True
+            counter._missed += counter._calls == calls
+        return result
+
+    step.tells_of_skipped_steps = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.step = step  # type: ignore[method-assign, assignment]

@@ -1,0 +1,123 @@
+"""The agent's frames on the training thread read no tensor back: nothing of theirs can wait for a device."""
+
+from __future__ import annotations
+
+import collage_agent as collage
+import pytest
+import torch
+from collage_agent.measure import Meter
+from collage_agent.optim import CollageAdamW, CollageSGD
+from collage_agent.transport import MemoryTransport
+from collage_agent.watch import watch
+
+from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt
+from tests.loops.readers import AGENT, ReadBack, reading_is_forbidden
+
+MAKERS = {
+    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "AdamW tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+    "CollageAdamW": lambda p: CollageAdamW(p, lr=1e-3, strategy="plus"),
+    "CollageSGD": lambda p: CollageSGD(p, lr=1e-3, momentum=0.9, strategy="light"),
+}
+STEPS = 8
+COUNTERS = frozenset(range(STEPS + 2)) | {1e-3}
+"""Numbers of steps, and the learning rate where it is a tensor on the host."""
+
+
+def train(model, optimizer, steps=STEPS, scaler=None, loss_of=gpt_loss):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_measured_steps_read_nothing_back(name):
+    model = small_gpt()
+    optimizer = MAKERS[name](model.parameters())
+    handle = watch(model, optimizer, every=2, sample=512, oracle=True, budget=None)
+    with reading_is_forbidden(COUNTERS):
+        train(model, optimizer)
+    assert handle.summary()["step"] == STEPS
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scaler_s_verdict_is_not_read(fused):
+    model = small_gpt(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    with reading_is_forbidden(COUNTERS):
+        train(model, optimizer, scaler=scaler)
+    assert handle.summary()["step"] == STEPS
+
+
+def test_logging_and_reporting_read_nothing_back_here(tmp_path):
+    transport = MemoryTransport()
+    with collage.init("loops", transport=transport, dir=tmp_path):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        collage.watch(model, optimizer, every=1, oracle=True)
+        with reading_is_forbidden(COUNTERS):
+            for step in range(STEPS):
+                loss = mlp_loss(model, step)
+                loss.backward()
+                optimizer.step()
+                collage.log({"loss": loss})
+    assert {report.step for report in transport.reports} == set(range(1, STEPS + 1))
+    assert all("loss" in report.scalars for report in transport.reports)
+
+
+@pytest.mark.parametrize("read", ["item", "tolist", "cpu", "__bool__", "__float__"])
+def test_a_reader_would_be_caught(read, monkeypatch):
+    """A watch whose look reads the sum of a gradient raises under the rule, so the rule can fail."""
+    model = mlp(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch(model, optimizer, every=1)
+    source = f"def peek(tensor):\n    return tensor.sum().{read}()\n"
+    scope: dict = {}
+    exec(compile(source, f"{AGENT}/peek.py", "exec"), scope)
+    original = Meter.before
+
+    def curious(meter, stepping, **options):
+        scope["peek"](meter.watched[0].parameter.grad)
+        return original(meter, stepping, **options)
+
+    monkeypatch.setattr(Meter, "before", curious)
+    with reading_is_forbidden(COUNTERS), pytest.raises(ReadBack):
+        train(model, optimizer, 1, loss_of=mlp_loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused", "SGD", "CollageAdamW"])
+def test_no_step_synchronises_a_device(name):
+    model = small_gpt().cuda()
+    optimizer = MAKERS[name](model.parameters())
+    tokens = torch.randint(0, 256, (4, 32), device="cuda")
+
+    def step():
+        model(tokens).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    handle = watch(model, optimizer, every=1, sample=512, oracle=True, budget=None)
+    # The first steps make states and plans, and with them copies from the host.
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert handle.summary()["step"] == 8
