@@ -187,7 +187,6 @@ collage.init(run_id="ranks")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 collage.watch(model, optimizer, every=1, budget=None)
-began = time.monotonic()
 for step in range(1, 21):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -196,10 +195,12 @@ for step in range(1, 21):
         time.sleep(1.5)
         if rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-assert time.monotonic() - began < 8, "a rank was held up"
+run = collage.current_run()
 if rank < world_size - 1:
     collage.finish()
-    print("rank", rank, "finished in time", time.monotonic() - began < 8, flush=True)
+    print("finished with", run.reports_spooled, "waiting and", run.reports_dropped, "given up", flush=True)
+else:
+    print("trained with", run.reports_sent, "taken", flush=True)
 distributed.barrier()
 distributed.destroy_process_group()
 """
@@ -225,7 +226,10 @@ def test_a_rank_in_trouble_holds_up_no_other(server, double, tmp_path, world_siz
     healthy = range(world_size - 1)
     if trouble == "slow":
         assert result.returncode == 0, result.stderr
-        assert result.stdout.count("finished in time True") == len(healthy)
+        assert result.stdout.count("finished with 0 waiting and {} given up") == len(healthy)
+        # The rank in trouble reached the end of its training before its server took anything.
+        assert "trained with 0 taken" in result.stdout
+        assert double.steps() == []
     replay(server.url, server.folder)
     with Client(server.url, read_token(server.folder)) as client:
         streams = {stream.rank: stream for stream in client.streams("ranks").streams}
