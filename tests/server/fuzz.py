@@ -231,8 +231,10 @@ def fuzz(folder, cases, seed, **settings):
     """All three kinds against one server; the statuses that were answered, and what memory grew by (bytes)."""
     with target(folder, **settings) as reached:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for number, kind in enumerate((described, raw, mutated)):
-            kind(reached, cases // 3, seed + 1000 * number)
+        described(reached, cases // 3, seed)
+        raw(reached, cases // 3, seed + 1000)
+        # Hypothesis may draw fewer than it is asked for; here is made up for it.
+        mutated(reached, cases - sum(reached.statuses.values()), seed + 2000)
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         assert grown < MEMORY_BYTES, f"the process grew by {grown / 2**20:.0f} MiB"
         assert reached.app.state.components.in_flight.bytes == 0
