@@ -356,6 +356,7 @@ _SCALARS = (
         "agent",
         "Elements looked at in each tensor, where the governor had to shorten the sample.",
     ),
+    Scalar("skipped_steps", "Skipped steps", "steps", "agent", "Steps that the loss scaler skipped, since attach."),
     Scalar(
         "reports_dropped",
         "Reports dropped",

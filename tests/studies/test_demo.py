@@ -90,5 +90,5 @@ def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
     with process:
         until(lambda: sum("worker" in line for line in processes_about(tmp_path)) == 2, "two trainings run")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) != 0
+        assert process.wait(180) != 0
     until(lambda: not processes_about(tmp_path), "everything has ended")

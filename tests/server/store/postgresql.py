@@ -7,6 +7,7 @@ import pwd
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,11 @@ class Cluster:
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self._identity()
         )
         ready = [self.programs / "pg_isready", "-h", str(self.folder), "-t", "1", "-q"]
-        for _ in range(300):
+        for _ in range(600):
             if subprocess.run(ready).returncode == 0:
                 return
             assert self.process.poll() is None, "postgres ended at once"
+            time.sleep(0.1)
         raise TimeoutError("postgres did not accept connections")
 
     def kill(self):
