@@ -67,7 +67,7 @@ def test_a_resumed_run_hides_what_the_older_attempt_saw_later(server, client):
     assert client.series("resumed", "loss", points=1000).steps == list(range(1, 16))
 
 
-def test_a_report_of_three_million_numbers_arrives_whole(server, client, tmp_path):
+def test_a_report_of_two_million_numbers_arrives_whole(server, client, tmp_path):
     statistics = [key for key, entry in STATISTICS.items() if entry.label is None][:30]
     names = [f"layer.{number:06d}" for number in range(70_000)]
     totals = np.random.default_rng(0).integers(1, 2**30, (len(statistics), len(names))).astype(np.float64)
