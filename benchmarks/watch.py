@@ -6,6 +6,7 @@ take turns, so that they meet the same machine.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ CONTEXT, BATCH, VOCABULARY = 128, 4, 256
 WIDTH, LAYERS, HEADS = 384, 6, 6
 DEFAULT_ROUND, EVERY_STEP_ROUND = 10, 5
 GATE_ROUNDS, ROUNDS = 8, 10
+IDLE_MICROSECONDS, IDLE_CALLS, IDLE_ROUNDS = 2.0, 2_000, 8
+BUFFER_MEGABYTES = 64.0
 
 
 class Block(nn.Module):
@@ -165,6 +168,12 @@ ALTERNATIVES = (
         lambda t: watch(t.model, t.optimizer, every=1, sample=2048, budget=None, oracle=True),
         EVERY_STEP_ROUND,
     ),
+    Alternative(
+        "watch(every=1, budget=None, oracle=True): every step, 4096 a tensor",
+        lambda t: watch(t.model, t.optimizer, every=1, budget=None, oracle=True),
+        EVERY_STEP_ROUND,
+        0.035,
+    ),
     Alternative("a loop of .item() over whole tensors, every step", lambda t: ItemLoop(t.model, t.optimizer), 3),
     Alternative(
         "histograms of weights and gradients, every step", lambda t: HistogramLoop(t.model, t.optimizer), 3
@@ -244,7 +253,49 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
     for entry in chosen:
         figures.append(Figure(entry.name, "hook CPU / step CPU", tuple(ratios[entry.name]), entry.limit))
         figures.append(Figure("", "ms a step", tuple(milliseconds[entry.name])))
+    figures.append(Figure("hooks of a step that is not measured", "µs", idle_hooks(training), IDLE_MICROSECONDS))
+    figures.append(
+        Figure("buffers kept, every step, 4096 a tensor, oracle", "MB", (buffers_kept(training),), BUFFER_MEGABYTES)
+    )
     return notes, figures
+
+
+def idle_hooks(training: Training) -> tuple[float, ...]:
+    """Microseconds that both hooks take on a step that is not measured: the hooks alone, called in a loop."""
+    method = watch(training.model, training.optimizer, every=10**9, budget=None)
+    optimizer: Any = training.optimizer
+    before = list(optimizer._optimizer_step_pre_hooks.values())
+    after = list(optimizer._optimizer_step_post_hooks.values())
+    found = []
+    for _ in range(IDLE_ROUNDS):
+        started = time.thread_time()
+        for _ in range(IDLE_CALLS):
+            for hook in (*before, *after):
+                hook(optimizer, (optimizer,), {})
+        found.append(1e6 * (time.thread_time() - started) / IDLE_CALLS)
+    method.remove()
+    return tuple(found)
+
+
+def buffers_kept(training: Training) -> float:
+    """Megabytes of tensors that watching every step with the oracle keeps between steps; temporaries are not."""
+    training.step()
+    known = _storages()
+    method = watch(training.model, training.optimizer, every=1, budget=None, oracle=True)
+    _warm_up(training, method)
+    # Training makes new gradients in a step; only the weights' and states' addresses stay.
+    training.optimizer.zero_grad()
+    kept = _storages()
+    method.remove()
+    return sum(size for address, size in kept.items() if known.get(address) != size) / 1e6
+
+
+def _storages() -> dict[int, int]:
+    """Bytes of every living tensor's memory, by address."""
+    gc.collect()
+    tensors = [entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _warm_up(training: Training, method: Method) -> None:

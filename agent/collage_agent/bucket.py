@@ -19,7 +19,7 @@ from collage_agent.stats.histogram import BINS
 
 __all__ = ["Bucket", "Followed"]
 
-CHUNK_SLOTS: Final = 131_072
+CHUNK_SLOTS: Final = 196_608
 
 
 class Followed:
@@ -44,9 +44,13 @@ class Followed:
         """Copy the followed elements of a chunk's rows (u, e, θ after)."""
         source, target = self._where[chunk]
         block = self.oracle.layout.block
-        for row, values in zip(self.rows, rows, strict=True):
-            row.view(-1, block).index_copy_(0, target, values.view(-1, block).index_select(0, source))
-        self.left_out.view(-1, block).index_copy_(0, target, left_out.view(-1, block).index_select(0, source))
+        complete = len(target) == self.oracle.layout.blocks
+        for row, values in zip((*self.rows, self.left_out), (*rows, left_out), strict=True):
+            chosen, into = values.view(-1, block), row.view(-1, block)
+            if complete:
+                torch.index_select(chosen, 0, source, out=into)
+            else:
+                into.index_copy_(0, target, chosen.index_select(0, source))
 
 
 class Bucket:

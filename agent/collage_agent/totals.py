@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from collage_agent.stats import (
     edq_block_sums,
     leave_out,
     nonfinite,
+    on_host,
     product_rows,
     ratio_variances,
     squared_block_sums,
@@ -143,15 +145,12 @@ def bucket_totals(bucket: Bucket, sizes: SampleSizes, blocks: BlockTotals) -> tu
 
 def oracle_totals(followed: Followed, sizes: SampleSizes) -> Tensor:
     """Estimated totals of one oracle, fp64 [ORACLE_STATISTICS, its tensors]. No synchronisation."""
-    oracle, layout = followed.oracle, followed.oracle.layout
+    oracle = followed.oracle
     intended, effective, after = followed.rows
     ours = oracle.parameter - oracle.attached
     theirs = after - oracle.attached
     rows = torch.stack((oracle.displacement, intended, ours, theirs - ours, effective, theirs))
-    left_out = nonfinite(rows.sum(0)).bitwise_or_(followed.left_out).index_fill_(0, followed.padding, 1)
-    leave_out(rows, left_out)
-    squares = squared_block_sums(rows[:4], layout.block)
-    products = edq_block_sums(torch.stack((rows[0] * rows[4], rows[2] * rows[5])), layout.block)
+    squares, products = _oracle_block_sums(followed, rows)
     pairs = product_rows(products[:1].unsqueeze(0), squares[:1])
     sums = sizes.columns.sums(torch.cat((pairs, squares, products, (squares[:1] > 0).double())))
     pairs, sums = sums[:3], sums[3:]
@@ -166,6 +165,29 @@ def oracle_totals(followed: Followed, sizes: SampleSizes) -> Tensor:
             variances.flatten(0, 1),
         )
     )
+
+
+def _oracle_block_sums(followed: Followed, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ x² of o, u, E, E − O, and Σ o·e, Σ E·O, by block, of rows o, u, O, E − O, e, E; not finite: left out."""
+    block, padding = followed.oracle.layout.block, followed.padding
+    if len(padding):
+        rows.index_fill_(1, padding, 0.0)
+    squares, products = _squares_and_products(rows, block)
+    # Where the host can see that all is finite and nothing was left out, nothing needs to be looked for.
+    if (
+        on_host(rows)
+        and np.isfinite(squares.numpy().sum() + products.numpy().sum())
+        and np.count_nonzero(followed.left_out.numpy()) == len(padding)
+    ):
+        return squares, products
+    left_out = nonfinite(rows.sum(0)).bitwise_or_(followed.left_out).index_fill_(0, padding, 1)
+    leave_out(rows, left_out)
+    return _squares_and_products(rows, block)
+
+
+def _squares_and_products(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    products = torch.stack((rows[0] * rows[4], rows[2] * rows[5]))
+    return squared_block_sums(rows[:4], block), edq_block_sums(products, block)
 
 
 def _without_padding(sums: Tensor, active: Tensor, octaves: Tensor, sizes: SampleSizes) -> tuple[Tensor, Tensor]:

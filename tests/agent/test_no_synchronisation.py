@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent import chunk
+from collage_agent import chunk, totals
 from collage_agent.optim import CollageAdamW
 from collage_agent.stats import segments
 from collage_agent.watch import Watch, watch
@@ -33,7 +33,7 @@ class Listening(TorchDispatchMode):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, CollageAdamW], ids=["AdamW", "SGD", "ours"])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
 def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypatch):
-    for module in (chunk, segments):
+    for module in (chunk, segments, totals):
         monkeypatch.setattr(module, "on_host", lambda values: on_host)
     model = mlp()
     optimizer = make(model.parameters(), lr=1e-3)

@@ -19,6 +19,8 @@ _BIAS: Final = 1023
 _FRACTION_BITS_32: Final = 23
 _MAGNITUDE_32: Final = 2**31 - 1
 _BIAS_32: Final = 127
+_LANES: Final = 8
+"""Neighbours count in tables of their own: most fall into few bins, and each addition waits for the last one."""
 
 
 def ulp_octave_counts(
@@ -46,10 +48,11 @@ def ulp_octave_counts(
     first = HISTOGRAM_OCTAVES[0] - 1
     bins = octave.clamp_(first + shift, first + BINS - 1 + shift)
     offsets = columns.to(torch.int32) * BINS - (first + shift)
-    bins.view(-1, block).add_(offsets.unsqueeze(1))
-    counts = torch.zeros(count * BINS, dtype=torch.float64, device=intended.device)
+    lanes = torch.arange(block, dtype=torch.int32, device=intended.device).remainder_(_LANES).mul_(count * BINS)
+    bins.view(-1, block).add_(offsets.unsqueeze(1)).add_(lanes)
+    counts = torch.zeros(_LANES * count * BINS, dtype=torch.float64, device=intended.device)
     ones = torch.ones(bins.numel(), dtype=torch.float64, device=intended.device)
-    return counts.scatter_add_(0, bins.to(torch.int64), ones).view(count, BINS).t()
+    return counts.scatter_add_(0, bins.to(torch.int64), ones).view(_LANES, count, BINS).sum(0).t()
 
 
 def _exponent(power_of_two: float) -> int:
