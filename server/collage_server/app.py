@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from collage_monitor import __version__
 from collage_server import health
+from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_router
 from collage_server.auth import Access
 from collage_server.components import Components
@@ -90,6 +91,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         in_flight=InFlight(settings.in_flight_bytes),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings, store.access),
+        answers=AnswerCache(settings.answer_cache_bytes),
         clock=clock,
     )
 

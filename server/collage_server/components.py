@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
+from collage_server.answer_cache import AnswerCache
 from collage_server.disk import DiskGuard
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.maintenance import Maintenance
@@ -33,6 +34,7 @@ class Components:
     in_flight: InFlight
     directory: TokenDirectory
     quotas: Quotas
+    answers: AnswerCache
     clock: Callable[[], float]
 
 

@@ -28,6 +28,7 @@ _POSITIVE = (
     "decompressed_bytes",
     "in_flight_bytes",
     "commit_bytes",
+    "answer_cache_bytes",
     "seal_interval_seconds",
     "stale_after_seconds",
     "shutdown_seconds",
@@ -71,6 +72,7 @@ class Settings:
     decompressed_bytes: int = 64 * 2**20
     in_flight_bytes: int = 128 * 2**20
     commit_bytes: int = 16 * 2**20
+    answer_cache_bytes: int = 64 * 2**20
     stale_after_seconds: float = 600.0
     seal_interval_seconds: float = 5.0
     shutdown_seconds: float = 10.0

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
+from collage_monitor.metrics import SCALARS
 from collage_server import queries
 from collage_server.api import parameters
-from collage_server.api.answers import answer, describes
+from collage_server.api.answers import describes
+from collage_server.api.cache import respond, revisions_of
 from collage_server.components import Components, components_of
-from collage_server.store import RunRecord, ScalarPoints, Selection
+from collage_server.store import ScalarPoints, Selection
 
 __all__ = ["router"]
 
@@ -31,18 +35,31 @@ def compare(
 ) -> Response:
     """Each run's curve of one metric or scalar, its metrics merged over everything, its last scalars."""
     components = components_of(request)
-    records = [components.store.run(run_id) for run_id in dict.fromkeys(run)]
+    _check(components, run, metric)
+
+    def one(run_id: str, revision: object) -> msgspec.Raw:
+        key = ("compare", run_id, metric, points, axis, revision)
+        return components.answers.encoded(key, lambda: _compared(components, run_id, metric, points, axis))
+
+    def make() -> dict[str, Any]:
+        revisions = revisions_of(request, run)
+        runs = [one(run_id, revision) for run_id, revision in revisions.items()]
+        return {"metric": metric, "axis": axis, "runs": runs}
+
+    return respond(request, run, make, keep=False)
+
+
+def _check(components: Components, run_ids: Sequence[str], metric: str) -> None:
     if parameters.is_metric(metric):
         parameters.checked_metric(metric)
-    else:
-        parameters.known_scalars(metric, records)
-    compared = [_compared(components, record, metric, points, axis) for record in records]
-    return answer(wire.Comparison(metric=metric, axis=axis, runs=compared))
+    elif metric not in SCALARS:
+        parameters.known_scalars(metric, [components.store.run(run_id) for run_id in dict.fromkeys(run_ids)])
 
 
 def _compared(
-    components: Components, record: RunRecord, metric: str, points: int, axis: parameters.AxisName
+    components: Components, run_id: str, metric: str, points: int, axis: parameters.AxisName
 ) -> wire.ComparedRun:
+    record = components.store.run(run_id)
     shown = metric if parameters.is_metric(metric) else None
     measured = components.store.model_points(record.run_id, None, Selection(points=points, extremes_of=shown))
     positions = parameters.positions_of(components, record, axis)

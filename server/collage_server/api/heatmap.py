@@ -11,7 +11,8 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server import queries
 from collage_server.api import parameters
-from collage_server.api.answers import answer, describes
+from collage_server.api.answers import describes
+from collage_server.api.cache import respond
 from collage_server.components import components_of
 from collage_server.errors import Unprocessable
 from collage_server.store import Selection
@@ -33,10 +34,14 @@ def get_heatmap(
     """values[layer][point]; layers in the order first seen, or worst first over the whole run."""
     store = components_of(request).store
     keys = queries.statistics_for(parameters.checked_metric(metric), intervals=False)
-    most = _MOST_CELLS // max(len(store.layers(run_id)), 1)
-    if points > most:
-        raise Unprocessable(
-            f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
-        )
-    measured = store.layer_points(run_id, keys, Selection(points=points))
-    return answer(queries.heatmap(run_id, metric, measured, points, order))
+
+    def make() -> wire.Heatmap:
+        most = _MOST_CELLS // max(len(store.layers(run_id)), 1)
+        if points > most:
+            raise Unprocessable(
+                f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
+            )
+        measured = store.layer_points(run_id, keys, Selection(points=points))
+        return queries.heatmap(run_id, metric, measured, points, order)
+
+    return respond(request, [run_id], make)

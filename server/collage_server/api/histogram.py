@@ -12,7 +12,8 @@ from collage_monitor import wire
 from collage_monitor.metrics import HISTOGRAM_LABELS, STATISTICS
 from collage_server import queries
 from collage_server.api import parameters
-from collage_server.api.answers import answer, describes
+from collage_server.api.answers import describes
+from collage_server.api.cache import respond
 from collage_server.components import Components, components_of
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.store import Points, Selection
@@ -36,9 +37,13 @@ def get_histogram(
         raise Unprocessable(f"no histogram is called {name!r}; there are: {', '.join(known)}", field="name")
     components = components_of(request)
     keys = tuple(f"{name}/{label}" for label in HISTOGRAM_LABELS)
-    selection = Selection(points=1) if step is None else _at_or_before(components, run_id, step)
-    measured = _read(components, run_id, keys, selection, layer)
-    return answer(queries.histogram(run_id, name, measured, layer, merged=step is None))
+
+    def make() -> wire.Histogram:
+        selection = Selection(points=1) if step is None else _at_or_before(components, run_id, step)
+        measured = _read(components, run_id, keys, selection, layer)
+        return queries.histogram(run_id, name, measured, layer, merged=step is None)
+
+    return respond(request, [run_id], make)
 
 
 def _at_or_before(components: Components, run_id: str, step: int) -> Selection:

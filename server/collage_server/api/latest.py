@@ -7,7 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_server.api.answers import answer, describes
+from collage_server.api.answers import describes
+from collage_server.api.cache import respond
 from collage_server.api.parameters import RunId, worst_of
 from collage_server.components import components_of
 from collage_server.queries import WORST_LAYERS, latest_answer
@@ -21,7 +22,10 @@ router = APIRouter(tags=["reading"])
 def get_latest(request: Request, run_id: RunId) -> Response:
     """The model's metrics at the newest measured step, the newest scalars, the three worst layers by EDQ."""
     store = components_of(request).store
-    point = store.latest(run_id)
-    return answer(
-        latest_answer(store.run(run_id), point, worst_of(store, run_id, point, "edq_ratio", WORST_LAYERS))
-    )
+
+    def make() -> wire.Latest:
+        point = store.latest(run_id)
+        worst = worst_of(store, run_id, point, "edq_ratio", WORST_LAYERS)
+        return latest_answer(store.run(run_id), point, worst)
+
+    return respond(request, [run_id], make)

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api import parameters
-from collage_server.api.answers import answer, describes
+from collage_server.api.answers import describes
+from collage_server.api.cache import respond
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.queries import metric_series, scalar_series, statistics_for
@@ -35,19 +36,24 @@ def get_series(
 ) -> Response:
     """A metric of the model, of one layer, or of layers matching a glob; or a logged scalar."""
     components = components_of(request)
-    record = components.store.run(run_id)
     selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=points, extremes_of=metric)
-    if not parameters.is_metric(metric):
-        if layer is not None or pattern is not None:
-            raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
-        return answer(_scalar(components, record, metric, selection, points, axis))
-    keys = statistics_for(parameters.checked_metric(metric))
-    positions = parameters.positions_of(components, record, axis)
-    if layer is None and pattern is None:
-        measured = components.store.model_points(run_id, keys, selection)
-    else:
-        measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern)
-    return answer(metric_series(run_id, metric, measured, points, positions, layer or pattern))
+    scalar = not parameters.is_metric(metric)
+    if scalar and (layer is not None or pattern is not None):
+        raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
+
+    def make() -> wire.Series:
+        record = components.store.run(run_id)
+        if scalar:
+            return _scalar(components, record, metric, selection, points, axis)
+        keys = statistics_for(parameters.checked_metric(metric))
+        positions = parameters.positions_of(components, record, axis)
+        if layer is None and pattern is None:
+            measured = components.store.model_points(run_id, keys, selection)
+        else:
+            measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern)
+        return metric_series(run_id, metric, measured, points, positions, layer or pattern)
+
+    return respond(request, [run_id], make)
 
 
 def _scalar(

@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api import parameters
-from collage_server.api.answers import answer, describes
+from collage_server.api.answers import describes
+from collage_server.api.cache import respond
 from collage_server.components import components_of
 
 __all__ = ["router"]
@@ -28,4 +29,4 @@ def get_worst(
     """The k layers worst in a metric: lowest where 1 is ideal, |1 − x| against the oracle, else highest."""
     store = components_of(request).store
     key = parameters.checked_metric(metric)
-    return answer(parameters.worst_of(store, run_id, store.latest(run_id), key, k))
+    return respond(request, [run_id], lambda: parameters.worst_of(store, run_id, store.latest(run_id), key, k))

@@ -4,7 +4,7 @@ from collage_server.queries.compare import MEAN_OF_LAST, compared_run
 from collage_server.queries.finished import number, numbers
 from collage_server.queries.heatmap import heatmap
 from collage_server.queries.histogram import histogram
-from collage_server.queries.latest import WORST_LAYERS, latest_answer, run_answer, state_of
+from collage_server.queries.latest import WORST_LAYERS, latest_answer, run_answer, state_at, state_of
 from collage_server.queries.needs import statistics_for
 from collage_server.queries.series import Positions, metric_series, scalar_series
 from collage_server.queries.worst import worst_layers, worst_order
@@ -22,6 +22,7 @@ __all__ = [
     "numbers",
     "run_answer",
     "scalar_series",
+    "state_at",
     "state_of",
     "statistics_for",
     "worst_layers",

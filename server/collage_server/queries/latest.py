@@ -12,19 +12,24 @@ from collage_monitor.wire import Number
 from collage_server.queries.finished import numbers
 from collage_server.store.contract import LatestPoint, RunRecord
 
-__all__ = ["WORST_LAYERS", "latest_answer", "model_metrics", "run_answer", "state_of"]
+__all__ = ["WORST_LAYERS", "latest_answer", "model_metrics", "run_answer", "state_at", "state_of"]
 
 WORST_LAYERS: Final = 3
 State = Literal["running", "finished", "failed", "stale"]
 
 
 def state_of(record: RunRecord, now: float, stale_after_seconds: float) -> State:
+    """The run's state at this moment."""
+    return state_at(record.state, record.updated_at, now, stale_after_seconds)
+
+
+def state_at(state: str, updated_at: float, now: float, stale_after_seconds: float) -> State:
     """The stored state; a running run without a sign of life for too long is stale."""
-    if record.state == "finished":
+    if state == "finished":
         return "finished"
-    if record.state == "failed":
+    if state == "failed":
         return "failed"
-    return "running" if record.updated_at >= now - stale_after_seconds else "stale"
+    return "running" if updated_at >= now - stale_after_seconds else "stale"
 
 
 def model_metrics(point: LatestPoint | None) -> dict[str, Number | None]:

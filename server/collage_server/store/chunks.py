@@ -71,24 +71,28 @@ class ChunkInfo:
 def read_chunk_infos(connection: Connection, run_id: str) -> list[ChunkInfo]:
     """What chunks the run has, oldest first."""
     table = schema.point_chunk
-    names = ("attempt", "level", "chunk", "part", "point_count", "first_step", "last_step")
-    rows = connection.execute(select(*(table.c[name] for name in names)).where(table.c.run_id == run_id))
+    columns = (
+        func.count().label("parts"),
+        func.sum(table.c.point_count).label("points"),
+        func.min(table.c.first_step).label("first_step"),
+        func.max(table.c.last_step).label("last_step"),
+    )
+    statement = select(table.c.attempt, table.c.chunk, table.c.level, *columns).where(table.c.run_id == run_id)
     grouped: dict[tuple[int, int], list[Row[Any]]] = defaultdict(list)
-    for row in rows:
+    for row in connection.execute(statement.group_by(table.c.attempt, table.c.chunk, table.c.level)):
         grouped[row.attempt, row.chunk].append(row)
     infos = []
     for (attempt, chunk), members in sorted(grouped.items()):
-        levels = frozenset(row.level for row in members)
-        finest = [row for row in members if row.level == min(levels)]
+        finest = min(members, key=lambda row: row.level)
         infos.append(
             ChunkInfo(
                 attempt=attempt,
                 chunk=chunk,
-                parts=len(finest) if 1 in levels else 0,
-                count=min(levels) * sum(row.point_count for row in finest),
-                first_step=min(row.first_step for row in finest),
-                last_step=max(row.last_step for row in finest),
-                levels=levels,
+                parts=finest.parts if finest.level == 1 else 0,
+                count=finest.level * int(finest.points),
+                first_step=finest.first_step,
+                last_step=finest.last_step,
+                levels=frozenset(row.level for row in members),
             )
         )
     return infos

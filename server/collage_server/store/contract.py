@@ -21,6 +21,7 @@ __all__ = [
     "RunPageRecord",
     "RunQuery",
     "RunRecord",
+    "RunRevision",
     "ScalarPoints",
     "SealLimits",
     "Selection",
@@ -112,6 +113,16 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
+class RunRevision:
+    """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`."""
+
+    state: str
+    updated_at: float
+    reports: int
+    attempts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class RunPageRecord:
     """A page of runs, newest first, and the cursor of the next page."""
 
@@ -180,12 +191,13 @@ class LatestPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SealLimits:
-    """When the journal becomes chunks: every `points` measured points, or earlier by bytes or rows.
+    """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
 
     `slice_rows` bounds what one write transaction holds, so that acknowledgements do not wait.
     """
 
     points: int = 256
+    part_points: int = 64
     bytes: int = 64 * 2**20
     rows: int = 8192
     late_rows: int = 64
@@ -251,6 +263,9 @@ class Store(Protocol):
 
     def run(self, run_id: str) -> RunRecord:
         """One run."""
+
+    def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
+        """The revision of each of these runs, in the order given."""
 
     def update_run(self, run_id: str, update: wire.RunUpdate, now: float) -> RunRecord:
         """Change a run."""

@@ -26,6 +26,7 @@ from collage_server.store.contract import (
     RunPageRecord,
     RunQuery,
     RunRecord,
+    RunRevision,
     ScalarPoints,
     SealLimits,
     Selection,
@@ -167,6 +168,11 @@ class SqlStore(ABC):
         """One run."""
         with self._reading() as connection:
             return runs.read_run(connection, run_id)
+
+    def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
+        """The revision of each of these runs, in the order given."""
+        with self._reading() as connection:
+            return runs.read_revisions(connection, run_ids)
 
     def update_run(self, run_id: str, update: wire.RunUpdate, now: float) -> RunRecord:
         """Change a run."""

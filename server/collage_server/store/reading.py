@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,12 +104,7 @@ def read_layer_points(
 
 
 def _plan(view: RunView, rows: Rows, selection: Selection, infos: Sequence[ChunkInfo]) -> _Plan:
-    late = {
-        (info.attempt, info.chunk)
-        for info in infos
-        for row in rows.get(info.attempt, ())
-        if info.first_step <= row.step <= info.last_step
-    }
+    late = {(attempt, chunk) for attempt in rows for chunk in _late_chunks(attempt, rows[attempt], infos)}
     inside = [info for info in infos if _overlaps(view, info, selection)]
     level = _level(view, inside, rows, selection)
     chunks: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -137,6 +133,18 @@ def _without_frozen(rows: Rows, infos: Sequence[ChunkInfo]) -> Rows:
         attempt: [row for row in members if not any(a <= row.step <= b for a, b in frozen[attempt])]
         for attempt, members in rows.items()
     }
+
+
+def _late_chunks(attempt: int, rows: Sequence[Row[Any]], infos: Sequence[ChunkInfo]) -> set[int]:
+    """Chunks in whose steps some reports are not sealed yet."""
+    own = [info for info in infos if info.attempt == attempt]
+    ends = [info.last_step for info in own]
+    found = set()
+    for step in {row.step for row in rows}:
+        index = bisect_left(ends, step)
+        if index < len(own) and own[index].first_step <= step:
+            found.add(own[index].chunk)
+    return found
 
 
 def _overlaps(view: RunView, info: ChunkInfo, selection: Selection) -> bool:

@@ -14,11 +14,11 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, fun
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound, Unprocessable
 from collage_server.store import schema
-from collage_server.store.contract import RunPageRecord, RunQuery, RunRecord
+from collage_server.store.contract import RunPageRecord, RunQuery, RunRecord, RunRevision
 from collage_server.store.latest import hidden_from, newest_scalars, sum_of_newest
 from collage_server.store.rows import from_json, missing_run, require_run, to_json
 
-__all__ = ["create_run", "delete_run", "read_run", "read_runs", "update_run"]
+__all__ = ["create_run", "delete_run", "read_revisions", "read_run", "read_runs", "update_run"]
 
 _RUN: Final = schema.run
 _OWNED: Final = (
@@ -139,6 +139,32 @@ def read_run(connection: Connection, run_id: str) -> RunRecord:
     if row is None:
         raise missing_run(connection, run_id)
     return _records(connection, [row])[0]
+
+
+def read_revisions(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRevision]:
+    """Revisions, in the order given; in three statements however many runs there are."""
+    ids = list(dict.fromkeys(run_ids))
+    latest, attempt = schema.run_latest, schema.attempt
+    runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
+    reports = func.sum(latest.c.reports).label("reports")
+    newest = func.max(latest.c.last_report_at).label("last_report_at")
+    counted = connection.execute(
+        select(latest.c.run_id, reports, newest).where(latest.c.run_id.in_(ids)).group_by(latest.c.run_id)
+    )
+    stored = {row.run_id: (int(row.reports), row.last_report_at or 0.0) for row in counted}
+    attempts = _by_run(connection, select(attempt).order_by(attempt.c.attempt), attempt, ids)
+    found = {}
+    for run_id in ids:
+        if run_id not in runs:
+            raise missing_run(connection, run_id)
+        count, last_report_at = stored.get(run_id, (0, 0.0))
+        found[run_id] = RunRevision(
+            state=runs[run_id].state,
+            updated_at=max(runs[run_id].updated_at, last_report_at),
+            reports=count,
+            attempts=tuple((entry.attempt, entry.first_step) for entry in attempts[run_id]),
+        )
+    return found
 
 
 def read_runs(connection: Connection, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, or_, select
 
 from collage_server.store import schema
 from collage_server.store.assemble import Places, group_steps, visible
@@ -35,6 +35,8 @@ class _Values:
         """[3][values]: steps, times, values, one column a step, the last word on it."""
         tail = np.array([self.steps, self.times, self.values], dtype=np.float64).reshape(3, -1)
         joined = np.concatenate([*self.parts, tail], axis=1)
+        if np.all(joined[0][1:] > joined[0][:-1]):
+            return joined
         _, last = np.unique(joined[0][::-1], return_index=True)
         return joined[:, joined.shape[1] - 1 - last]
 
@@ -45,8 +47,18 @@ def read_scalar_points(
     """Logged values by name: a rank's last word on a step counts, then the mean over the ranks."""
     view = RunView(connection, run_id)
     view.check_rank(selection.rank)
+    return _read(connection, view, names, selection, {})
+
+
+def _read(
+    connection: Connection,
+    view: RunView,
+    names: Collection[str] | None,
+    selection: Selection,
+    first_parts: Mapping[str, int],
+) -> dict[str, ScalarPoints]:
     found: dict[tuple[str, str], _Values] = {}
-    _read_sealed(connection, view, names, selection, found)
+    _read_sealed(connection, view, names, selection, first_parts, found)
     _read_journal(connection, view, names, selection, found)
     by_name: dict[str, list[_Values]] = defaultdict(list)
     for (name, _), values in found.items():
@@ -57,8 +69,29 @@ def read_scalar_points(
 
 def read_newest_scalars(connection: Connection, run_id: str, count: int) -> dict[str, FloatArray]:
     """The last `count` logged values by name, oldest first."""
-    points = read_scalar_points(connection, run_id, None, Selection())
+    view = RunView(connection, run_id)
+    alone = len(view.attempts) == len(view.streams) == 1
+    parts = _newest_parts(connection, run_id, count) if alone else {}
+    points = _read(connection, view, None, Selection(), parts)
     return {name: entry.values[-count:] for name, entry in points.items()}
+
+
+def _newest_parts(connection: Connection, run_id: str, count: int) -> dict[str, int]:
+    """By name, the first part that is needed for its last `count` values; twice as many, as steps may repeat."""
+    table = schema.scalar_chunk
+    rows = connection.execute(
+        select(table.c.name, table.c.part, func.sum(table.c.point_count).label("values"))
+        .where(table.c.run_id == run_id)
+        .group_by(table.c.name, table.c.part)
+        .order_by(table.c.name, table.c.part.desc())
+    )
+    first: dict[str, int] = {}
+    held: dict[str, int] = defaultdict(int)
+    for row in rows:
+        if held[row.name] < 2 * count:
+            first[row.name] = row.part
+        held[row.name] += int(row.values)
+    return first
 
 
 def _read_sealed(
@@ -66,12 +99,16 @@ def _read_sealed(
     view: RunView,
     names: Collection[str] | None,
     selection: Selection,
+    first_parts: Mapping[str, int],
     found: dict[tuple[str, str], _Values],
 ) -> None:
     table = schema.scalar_chunk
     statement = select(table).where(table.c.run_id == view.run_id)
     if names is not None:
         statement = statement.where(table.c.name.in_(list(names)))
+    if first_parts:
+        wanted = [(table.c.name == name) & (table.c.part >= part) for name, part in first_parts.items()]
+        statement = statement.where(or_(*wanted))
     for row in connection.execute(statement.order_by(table.c.stream_id, table.c.name, table.c.part)):
         stream = view.streams.get(row.stream_id)
         if stream is None or selection.rank not in (None, stream.rank):
@@ -105,7 +142,20 @@ def _read_journal(
                 values.values.append(value)
 
 
+def _of_one_stream(view: RunView, values: _Values, selection: Selection) -> ScalarPoints:
+    """Nothing to merge: only what is hidden or not asked for goes."""
+    table = values.table()
+    seen = table[0] < view.bound(values.stream.attempt)
+    if selection.first_step is not None:
+        seen &= table[0] >= selection.first_step
+    if selection.last_step is not None:
+        seen &= table[0] <= selection.last_step
+    return ScalarPoints(table[0][seen].astype(np.int64), table[1][seen], table[2][seen])
+
+
 def _merge(view: RunView, members: list[_Values], selection: Selection) -> ScalarPoints:
+    if len(members) == 1:
+        return _of_one_stream(view, members[0], selection)
     tables = [(entry.stream, entry.table()) for entry in members]
     sizes = [table.shape[1] for _, table in tables]
     joined = np.concatenate([table for _, table in tables], axis=1)

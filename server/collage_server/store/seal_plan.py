@@ -117,13 +117,13 @@ def _next(
     over: bool,
     ready: int | None,
 ) -> SealPlan | None:
-    """The reports after the last sealed step: as many measured points as complete the chunk, or what is due."""
+    """The reports after the last sealed step: as many measured points as make a part, or what is due."""
     open_chunk = infos[-1] if infos and infos[-1].count < limits.points else None
     after = infos[-1].last_step if infos else -1
     fresh = [entry for entry in entries if entry.step > after and (ready is None or entry.step <= ready)]
     if not fresh:
         return None
-    room = limits.points - (open_chunk.count if open_chunk else 0)
+    room = min(limits.points - (open_chunk.count if open_chunk else 0), limits.part_points)
     cutoff = _cutoff(fresh, room, limits, over)
     if cutoff is None:
         return None
@@ -133,7 +133,7 @@ def _next(
 
 
 def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, over: bool) -> int | None:
-    """The last step to seal: where the chunk is full, or the bytes are; everything when the attempt is over."""
+    """The last step to seal: where the part is full, or the bytes are; everything when the attempt is over."""
     sizes: dict[int, int] = defaultdict(int)
     for entry in fresh:
         if entry.measured:

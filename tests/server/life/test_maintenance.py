@@ -117,11 +117,11 @@ def test_retention_by_settings(tmp_path):
         def counts():
             return components.store.model_points("r1", ["lost"], Selection()).counts.tolist()
 
-        for days, expected in ((29, [1] * 600), (31, [16] * 16 + [1] * 344), (366, [256] + [1] * 344)):
+        for days, expected in ((29, [1] * 600), (31, [16] * 32 + [1] * 88), (366, [256] * 2 + [1] * 88)):
             clock.now = NOW + days * DAY
             components.maintenance.once()
             assert counts() == expected, days
-        assert len(server.series("edq_ratio", points=1000).steps) == 345
+        assert len(server.series("edq_ratio", points=1000).steps) == 90
         assert len(server.series("loss", points=1000).steps) == 600
 
 

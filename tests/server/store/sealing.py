@@ -312,6 +312,18 @@ class SealingContract:
         assert np.isnan(stray[:39]).all()
         assert stray[-1].tolist() == [7.0] * 4
 
+    def test_a_chunk_grows_by_parts(self, store):
+        store._limits = dataclasses.replace(store._limits, part_points=8)
+        stream = self.fill(store)
+        for start in range(0, 70, 7):
+            self.send(store, stream, range(start + 1, start + 8), first_seq=start)
+            before = seen(store)
+            seal_all(store)
+            unchanged(before, seen(store))
+        assert rows(store, schema.report) == 70 % 8
+        coarse = store.model_points("r1", ["lost"], Selection(points=2))
+        assert coarse.counts.tolist() == [16] * 4 + [1] * 6
+
     def test_by_bytes_a_chunk_has_several_parts(self, store):
         store._limits = dataclasses.replace(store._limits, bytes=5000)
         self.send(store, self.fill(store), range(1, 41))

@@ -1,0 +1,47 @@
+"""Answers about runs, kept until the run changes: a dashboard that polls finished runs costs next to nothing.
+
+An answer is known by its route, its parameters, and the revisions of its runs; the same makes its ETag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server.components import components_of
+from collage_server.queries import state_at
+from collage_server.store import RunRevision
+
+__all__ = ["respond", "revisions_of"]
+
+
+def revisions_of(request: Request, run_ids: Sequence[str]) -> dict[str, tuple[RunRevision, str]]:
+    """Revision and state of each run, as they are before anything else is read.
+
+    Raises:
+        NotFound: no such run.
+        Gone: it was deleted.
+    """
+    components = components_of(request)
+    now, stale_after = components.clock(), components.settings.stale_after_seconds
+    return {
+        run_id: (revision, state_at(revision.state, revision.updated_at, now, stale_after))
+        for run_id, revision in components.store.revisions(run_ids).items()
+    }
+
+
+def respond(request: Request, run_ids: Sequence[str], make: Callable[[], Any], *, keep: bool = True) -> Response:
+    """The answer to this request, from the cache where the runs have not changed; 304 where the asker has it."""
+    revisions = tuple(revisions_of(request, run_ids).values())
+    key = (request.url.path, tuple(sorted(request.query_params.multi_items())), revisions)
+    etag = f'"{hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()}"'
+    headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
+    if etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    body: Any = components_of(request).answers.encoded(key, make) if keep else make()
+    return Response(wire.encode_json(body), media_type=wire.JSON, headers=headers)

@@ -1,0 +1,117 @@
+"""Answers are kept until their runs change, and only until then; an asker that has one is told so."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from collage_server.answer_cache import AnswerCache
+
+from collage_monitor import wire
+from tests.server.samples import STATISTICS, block, report
+
+PATHS = (
+    "/runs/r1/series?metric=edq_ratio",
+    "/runs/r1/series?metric=loss",
+    "/runs/r1/heatmap?metric=edq_ratio",
+    "/runs/r1/histogram",
+    "/runs/r1/latest",
+    "/runs/r1/worst",
+    "/compare?run=r1&run=r2&metric=edq_ratio",
+)
+
+
+def fetch(server, path, etag=None):
+    headers = {"If-None-Match": etag} if etag else {}
+    return server.client.get("/api/v1" + path, headers=headers)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_answer_changes_with_its_run_and_not_before(server, path, monkeypatch):
+    server.filled("r1", "s1")
+    server.filled("r2", "s2")
+    first = fetch(server, path)
+    unchanged = fetch(server, path, first.headers["etag"])
+    assert (unchanged.status_code, unchanged.content) == (304, b"")
+    assert unchanged.headers["etag"] == first.headers["etag"]
+    store = server.app.state.components.store
+    with monkeypatch.context() as patch:
+        for name in ("model_points", "layer_points", "scalar_points", "latest"):
+            patch.setattr(store, name, lambda *_: 1 / 0)
+        again = fetch(server, path)
+        assert (again.status_code, again.content) == (200, first.content), "kept: the store is not asked"
+    values = block(70)
+    values[STATISTICS.index("intended_effective_sum")] *= 0.5
+    server.reports([report(9, 70, values=values)], "s1")
+    later = fetch(server, path, first.headers["etag"])
+    assert later.status_code == 200
+    assert later.headers["etag"] != first.headers["etag"]
+    assert later.content != first.content
+
+
+def test_in_a_comparison_only_the_run_that_changed_is_read_again(server, monkeypatch):
+    server.filled("r1", "s1")
+    server.filled("r2", "s2")
+    path = "/compare?run=r1&run=r2&metric=edq_ratio"
+    fetch(server, path)
+    server.reports([report(9, 70)], "s1")
+    store = server.app.state.components.store
+    read: list[str] = []
+    model_points = store.model_points
+
+    def counted(run_id, *more):
+        read.append(run_id)
+        return model_points(run_id, *more)
+
+    monkeypatch.setattr(store, "model_points", counted)
+    answer = wire.decode_message(fetch(server, path).content, wire.Comparison, wire.JSON)
+    assert read == ["r1"]
+    assert [run.reports for run in answer.runs] == [6, 5]
+
+
+def test_names_states_and_attempts_change_an_answer_too(server, clock):
+    server.filled("r1", "s1")
+    path = "/compare?run=r1&metric=edq_ratio"
+    etags = [fetch(server, path).headers["etag"]]
+    clock.now += 1
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(name="other"), wire.Run)
+    etags.append(fetch(server, path).headers["etag"])
+    server.attempt(launch_id="launch-2", first_step=30)
+    etags.append(fetch(server, path).headers["etag"])
+    clock.now += 700
+    etags.append(fetch(server, path).headers["etag"])
+    assert len(set(etags)) == 4
+    assert '"stale"' in fetch(server, path).text
+
+
+def test_a_deleted_run_is_gone_from_the_cache_too(server):
+    server.filled("r1", "s1")
+    etag = fetch(server, PATHS[0]).headers["etag"]
+    server.send("DELETE", "/runs/r1", kind=wire.Deleted)
+    assert fetch(server, PATHS[0], etag).status_code == 410
+    assert fetch(server, "/compare?run=r1&metric=edq_ratio").status_code == 410
+
+
+def test_errors_are_not_kept(server):
+    server.filled("r1", "s1")
+    path = "/runs/r1/series?metric=edq_ratio&layer=head.weight"
+    assert fetch(server, path).status_code == 404
+    assert fetch(server, path).status_code == 404
+
+
+def test_the_cache_drops_the_least_recently_used_beyond_its_bytes():
+    cache = AnswerCache(20)
+    made: list[str] = []
+
+    def get(key):
+        def make():
+            made.append(key)
+            return "x" * 6
+
+        return bytes(cache.encoded(key, make))
+
+    for key in ("a", "b", "a", "c", "a", "b"):
+        assert msgspec.json.decode(get(key)) == "x" * 6
+    assert made == ["a", "b", "c", "b"]
+    assert bytes(cache.encoded("big", lambda: "y" * 100)) == bytes(cache.encoded("big", lambda: "y" * 100))
+    get("a")
+    assert made == ["a", "b", "c", "b"]
