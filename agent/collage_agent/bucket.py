@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_agent import stored
-from collage_agent.chunk import BlockTotals, Chunk, Observation
+from collage_agent.chunk import BlockTotals, Chunk, Observation, Workspace
 from collage_agent.gather import BlockLayout, Staging
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
@@ -80,6 +80,7 @@ class Bucket:
         self._group: dict[str, Any] = {}
         self._scalars: dict[str, Any] = {}
         self._keys_before: tuple[str, ...] = ()
+        self._workspace = Workspace()
         self._padding = [
             torch.tensor([slot - start for slot in self.layout.padding if start <= slot < start + CHUNK_SLOTS])
             .to(torch.int64)
@@ -139,6 +140,7 @@ class Bucket:
             tensors=len(self.members),
             padding=self._padding[chunk],
             scale=scale,
+            workspace=self._workspace,
         )
 
     def _gather(self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True) -> None:

@@ -26,7 +26,7 @@ from collage_agent.stats import (
     ulp_octave_counts,
 )
 
-__all__ = ["BlockTotals", "Chunk", "Observation"]
+__all__ = ["BlockTotals", "Chunk", "Observation", "Workspace"]
 
 Values = Mapping[str, Tensor]
 
@@ -46,12 +46,28 @@ class BlockTotals:
     octaves: Tensor
 
 
+class Workspace:
+    """Large fp64 buffers that one chunk after the other writes over: a fresh one costs a page fault every 4 KiB."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, device: torch.device, *shape: int) -> Tensor:
+        """fp64 of this shape, with whatever was left in it; valid until the name is asked for again."""
+        elements = math.prod(shape)
+        known = self._buffers.get(name)
+        if known is None or known.numel() < elements:
+            known = self._buffers[name] = torch.empty(elements, dtype=torch.float64, device=device)
+        return known[:elements].view(shape)
+
+
 @dataclass(frozen=True)
 class Observation:
     """A run of gathered slots: values by key, in their stored dtypes, before and after the live step.
 
     `group` and `scalars` are what the optimizer held before the step; `columns` [blocks] int64 names each block's
-    tensor of `tensors`; `padding` lists slots that hold nothing; `scale` is what gradients are to be divided by.
+    tensor of `tensors`; `padding` lists slots that hold nothing; `scale` is what gradients are to be divided by;
+    in `workspace` the chunk works, until the next one does.
     """
 
     before: Values
@@ -64,6 +80,7 @@ class Observation:
     tensors: int
     padding: Tensor
     scale: Tensor | None
+    workspace: Workspace
 
 
 class Chunk:
@@ -82,7 +99,7 @@ class Chunk:
         self._apart = stored_after != [stored.PARAMETER]
         parameter = before[stored.PARAMETER]
         slots = parameter.numel()
-        self.rows = torch.empty(4 + self._apart, slots, dtype=torch.float64, device=parameter.device)
+        self.rows = observation.workspace.buffer("rows", parameter.device, 4 + self._apart, slots)
         self.parameter, self.gradient, self.effective = self.rows[0], self.rows[1], self.rows[2]
         self.visible, self.intended = self.rows[-2], self.rows[-1]
         _add_up(before, stored.stored_parameter(before, joined=joined), self.parameter)
@@ -90,7 +107,7 @@ class Chunk:
         self._fill_gradient()
         names = stored.average_names(before, joined=joined)
         self._averages = [name for name in names if before[name].is_floating_point()]
-        self._states = torch.empty(3, len(self._averages), slots, dtype=torch.float64, device=parameter.device)
+        self._states = observation.workspace.buffer("states", parameter.device, 3, len(self._averages), slots)
         self._has_intent = self._intend()
         self.visible.copy_(after[stored.PARAMETER]).sub_(self.visible_parameter)
         if self._apart:
