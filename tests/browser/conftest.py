@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -42,17 +43,20 @@ def runs():
     return [*demo_runs(), GeneratedRun("stochastic, live", "stochastic", state="running", run_id="run-live")]
 
 
+@pytest.fixture(scope="session")
+def served():
+    """A context manager: a server over a data folder, as (its address, the file of its token)."""
+    return _served
+
+
 @pytest.fixture(scope="module")
 def server_url(tmp_path_factory, runs):
     """The address of a server that holds the runs; it asks for the token in its folder."""
     require("chromium")
-    folder = tmp_path_factory.mktemp("server")
-    port = _free_port()
-    with _process("serve", "--dir", str(folder), "--port", str(port)) as address:
-        _wait(f"http://127.0.0.1:{port}", address)
+    with _served(tmp_path_factory.mktemp("server")) as (address, token_file):
         for run in runs:
-            post_run(f"http://127.0.0.1:{port}", run, (folder / "token").read_text().strip())
-        yield f"http://127.0.0.1:{port}", folder / "token"
+            post_run(address, run, token_file.read_text().strip())
+        yield address, token_file
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +122,14 @@ def watched(browser, dashboard_url):
     context.close()
     assert watched.complaints == []
     assert watched.foreign == []
+
+
+@contextmanager
+def _served(folder):
+    port = _free_port()
+    with _process("serve", "--dir", str(folder), "--port", str(port)) as process:
+        _wait(f"http://127.0.0.1:{port}", process)
+        yield f"http://127.0.0.1:{port}", folder / "token"
 
 
 def _foreign(url):
