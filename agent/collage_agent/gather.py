@@ -117,7 +117,12 @@ class BlockLayout:
         """Views [blocks, block] of the tensors that are sampled, and the flat pieces that are taken whole."""
         sampled, pieces = [], []
         for index, _, _ in self._sampled:
-            flat = self._flat(index, tensors[index])
+            tensor = tensors[index]
+            simple = self._plain and self._orders[index] is None and self._parts[index] is None
+            if simple and tensor.is_contiguous() and not tensor.numel() % self.block:
+                sampled.append(tensor.view(-1, self.block))
+                continue
+            flat = self._flat(index, tensor)
             ragged = flat.numel() % self.block
             sampled.append((flat[:-ragged] if ragged else flat).view(-1, self.block))
         for index, length, missing in self._pieces:

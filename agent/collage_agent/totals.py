@@ -20,6 +20,7 @@ from collage_agent.stats import (
     leave_out,
     nonfinite,
     on_host,
+    population_factor,
     product_rows,
     ratio_variances,
     squared_block_sums,
@@ -87,7 +88,7 @@ class SampleSizes:
         self.elements = vector([sample.elements for sample in samples])
         self.sampled = vector([sample.sampled for sample in samples])
         self.blocks = vector([sample.blocks for sample in samples])
-        self.population_blocks = vector([sample.population_blocks for sample in samples])
+        self.factor = population_factor(self.blocks, vector([sample.population_blocks for sample in samples]))
         self.slots = self.blocks * samples[0].block
         self.scale = self.elements / self.sampled
         self.fixed = torch.stack((torch.ones_like(self.elements), self.elements, self.sampled))
@@ -118,7 +119,7 @@ def bucket_totals(bucket: Bucket, sizes: SampleSizes, blocks: BlockTotals) -> tu
         torch.stack((sums[_UPDATES:_CLASSES], sums[_CLASSES : _CLASSES + 2])),
         torch.stack((sums[_UPDATES - 1], sums[named])),
         sizes.blocks,
-        sizes.population_blocks,
+        sizes.factor,
     )
     estimated = torch.cat((sums[:named], idle, octaves, sums[named + 2 :])) * sizes.scale
     first_state = named + 1 + len(_HISTOGRAM)
@@ -155,7 +156,7 @@ def oracle_totals(followed: Followed, sizes: SampleSizes) -> Tensor:
     sums = sizes.columns.sums(torch.cat((pairs, squares, products, (squares[:1] > 0).double())))
     pairs, sums = sums[:3], sums[3:]
     numerators, denominators = sums[len(squares) : len(squares) + 1].unsqueeze(0), sums[:1]
-    variances = ratio_variances(pairs, numerators, denominators, sizes.blocks, sizes.population_blocks)
+    variances = ratio_variances(pairs, numerators, denominators, sizes.blocks, sizes.factor)
     steps = torch.full_like(sizes.elements, float(oracle.steps))
     return torch.cat(
         (

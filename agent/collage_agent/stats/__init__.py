@@ -7,7 +7,7 @@ from collage_agent.stats.histogram import ulp_octave_counts
 from collage_agent.stats.norms import squared_block_sums
 from collage_agent.stats.segments import Columns, block_sums, on_host
 from collage_agent.stats.states import state_decrement_block_sums
-from collage_agent.stats.variance import product_rows, ratio_variances
+from collage_agent.stats.variance import population_factor, product_rows, ratio_variances
 
 __all__ = [
     "CLASS_COUNTS",
@@ -20,6 +20,7 @@ __all__ = [
     "leave_out",
     "nonfinite",
     "on_host",
+    "population_factor",
     "product_rows",
     "ratio_variances",
     "squared_block_sums",

@@ -75,14 +75,18 @@ def count_classes(codes: Tensor, block: int) -> Tensor:
         raise ValueError(f"block={block}; a count must fit {_FIELD_BITS} bits: pass at most {MAXIMUM_BLOCK}")
     words = _table(codes.device).index_select(0, codes.to(torch.int32))
     sums = words.view(-1, block).sum(1)
-    shifts = torch.arange(len(CLASS_COUNTS), device=codes.device).mul_(_FIELD_BITS).unsqueeze(1)
-    return sums.bitwise_right_shift(shifts).bitwise_and_((1 << _FIELD_BITS) - 1).to(torch.float64)
+    return sums.bitwise_right_shift(_shifts(codes.device)).bitwise_and_((1 << _FIELD_BITS) - 1).to(torch.float64)
 
 
 @cache
 def _table(device: torch.device) -> Tensor:
     words = [sum(1 << (_FIELD_BITS * CLASS_COUNTS.index(name)) for name in _classes(code)) for code in range(256)]
     return torch.tensor(words, dtype=torch.int64).to(device)
+
+
+@cache
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(len(CLASS_COUNTS), device=device).mul_(_FIELD_BITS).unsqueeze(1)
 
 
 def _classes(code: int) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -48,11 +49,17 @@ def ulp_octave_counts(
     first = HISTOGRAM_OCTAVES[0] - 1
     bins = octave.clamp_(first + shift, first + BINS - 1 + shift)
     offsets = columns.to(torch.int32) * BINS - (first + shift)
-    lanes = torch.arange(block, dtype=torch.int32, device=intended.device).remainder_(_LANES).mul_(count * BINS)
+    lanes = _lanes(block, count * BINS, intended.device)
     bins.view(-1, block).add_(offsets.unsqueeze(1)).add_(lanes)
     counts = torch.zeros(_LANES * count * BINS, dtype=torch.float64, device=intended.device)
     ones = torch.ones(bins.numel(), dtype=torch.float64, device=intended.device)
     return counts.scatter_add_(0, bins.to(torch.int64), ones).view(_LANES, count, BINS).sum(0).t()
+
+
+@lru_cache(maxsize=64)
+def _lanes(block: int, table: int, device: torch.device) -> Tensor:
+    """Where the table begins that each element of a block counts in: int32 [block]."""
+    return torch.arange(block, dtype=torch.int32, device=device).remainder_(_LANES).mul_(table)
 
 
 def _exponent(power_of_two: float) -> int:

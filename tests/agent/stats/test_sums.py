@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from collage_agent.stats import Columns, edq_block_sums, edq_products, squared_block_sums
-from collage_agent.stats.variance import product_rows, ratio_variances
+from collage_agent.stats.variance import population_factor, product_rows, ratio_variances
 
 from tests.reference import diagnostics
 
@@ -47,7 +47,7 @@ def test_variances_equal_the_textbook_formula():
         sums[:1].unsqueeze(0),
         sums[1:],
         torch.tensor(sizes, dtype=torch.float64),
-        torch.tensor(populations, dtype=torch.float64),
+        population_factor(torch.tensor(sizes, dtype=torch.float64), torch.tensor(populations, dtype=torch.float64)),
     )
     for tensor in (0, 2):
         mine = of_block == tensor
@@ -63,7 +63,7 @@ def test_one_block_of_many_has_no_variance_and_a_whole_tensor_of_one_block_has_n
         torch.ones(1, 1, 2, dtype=torch.float64),
         one[:1],
         one[0],
-        torch.tensor([9.0, 1.0], dtype=torch.float64),
+        population_factor(one[0], torch.tensor([9.0, 1.0], dtype=torch.float64)),
     )
     assert found[:, 0, 0].isnan().all()
     assert found[:, 0, 1].tolist() == [0.0, 0.0, 0.0]
