@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Row, Table, func, select
+from sqlalchemy import Connection, Row, Table, case, func, select
 
 from collage_server.store import schema
 from collage_server.store.contract import FloatArray, IntArray
@@ -35,6 +36,10 @@ LEVELS: Final = (1, 16, 256)
 _FLOAT: Final = np.dtype("<f8")
 _INT: Final = np.dtype("<i8")
 _SLICED_LAYERS: Final = 4
+_LEVELS_OF: Final = {
+    held: frozenset(level for level, there in zip(LEVELS, held, strict=True) if there)
+    for held in itertools.product((False, True), repeat=len(LEVELS))
+}
 
 
 def minimum_key(metric: str) -> str:
@@ -71,31 +76,31 @@ class ChunkInfo:
 def read_chunk_infos(connection: Connection, run_id: str) -> list[ChunkInfo]:
     """What chunks the run has, oldest first."""
     table = schema.point_chunk
+    held = [func.sum(case((table.c.level == level, table.c.point_count), else_=0)) for level in LEVELS]
     columns = (
-        func.count().label("parts"),
-        func.sum(table.c.point_count).label("points"),
-        func.min(table.c.first_step).label("first_step"),
-        func.max(table.c.last_step).label("last_step"),
+        func.sum(case((table.c.level == 1, 1), else_=0)),
+        func.min(table.c.first_step),
+        func.max(table.c.last_step),
+        *held,
     )
-    statement = select(table.c.attempt, table.c.chunk, table.c.level, *columns).where(table.c.run_id == run_id)
-    grouped: dict[tuple[int, int], list[Row[Any]]] = defaultdict(list)
-    for row in connection.execute(statement.group_by(table.c.attempt, table.c.chunk, table.c.level)):
-        grouped[row.attempt, row.chunk].append(row)
-    infos = []
-    for (attempt, chunk), members in sorted(grouped.items()):
-        finest = min(members, key=lambda row: row.level)
-        infos.append(
-            ChunkInfo(
-                attempt=attempt,
-                chunk=chunk,
-                parts=finest.parts if finest.level == 1 else 0,
-                count=finest.level * int(finest.points),
-                first_step=finest.first_step,
-                last_step=finest.last_step,
-                levels=frozenset(row.level for row in members),
-            )
+    rows = connection.execute(
+        select(table.c.attempt, table.c.chunk, *columns)
+        .where(table.c.run_id == run_id)
+        .group_by(table.c.attempt, table.c.chunk)
+        .order_by(table.c.attempt, table.c.chunk)
+    ).all()
+    return [
+        ChunkInfo(
+            attempt=attempt,
+            chunk=chunk,
+            parts=int(parts),
+            count=next(level * int(count) for level, count in zip(LEVELS, counts, strict=True) if count),
+            first_step=first_step,
+            last_step=last_step,
+            levels=_LEVELS_OF[tuple(map(bool, counts))],
         )
-    return infos
+        for attempt, chunk, parts, first_step, last_step, *counts in rows
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,19 +153,18 @@ def read_model_data(
         connection, schema.model_chunk, run_id, attempt, level, chunks, ("point_count", "entries", "data"), filters
     )
     values = np.full((len(keys), len(points.steps)), np.nan)
-    positions: dict[bytes, list[tuple[int, int]]] = {}
+    alike: dict[tuple[bytes, int], list[Row[Any]]] = defaultdict(list)
     for row in rows:
-        place = points.where.get((row.chunk, row.part))
-        if place is None:
-            continue
-        if row.entries not in positions:
-            held = {int(entry): index for index, entry in enumerate(int_array(row.entries))}
-            positions[row.entries] = [
-                (target, held[entry]) for target, entry in enumerate(keys.values()) if entry in held
-            ]
-        found = positions[row.entries]
-        block = np.frombuffer(row.data, dtype=_FLOAT).reshape(-1, row.point_count)
-        values[[target for target, _ in found], place] = block[[source for _, source in found]]
+        if (row.chunk, row.part) in points.where:
+            alike[row.entries, row.point_count].append(row)
+    for (entries, count), members in alike.items():
+        held = {int(entry): index for index, entry in enumerate(int_array(entries))}
+        found = [(target, held[entry]) for target, entry in enumerate(keys.values()) if entry in held]
+        block = np.frombuffer(b"".join(row.data for row in members), dtype=_FLOAT).reshape(len(members), -1, count)
+        starts = np.array([points.where[row.chunk, row.part].start for row in members])
+        places = (starts[:, None] + np.arange(count)).ravel()
+        for target, source in found:
+            values[target, places] = block[:, source].ravel()
     return dict(zip(keys, values, strict=True))
 
 

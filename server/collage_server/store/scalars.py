@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from sqlalchemy import Connection, func, or_, select
@@ -109,13 +110,19 @@ def _read_sealed(
     if first_parts:
         wanted = [(table.c.name == name) & (table.c.part >= part) for name, part in first_parts.items()]
         statement = statement.where(or_(*wanted))
-    for row in connection.execute(statement.order_by(table.c.stream_id, table.c.name, table.c.part)):
-        stream = view.streams.get(row.stream_id)
-        if stream is None or selection.rank not in (None, stream.rank):
-            continue
-        packed = np.frombuffer(row.data, dtype="<i8").reshape(3, row.point_count)
-        part = np.stack([packed[0].astype(np.float64), packed[1].view("<f8"), packed[2].view("<f8")])
-        found.setdefault((row.name, row.stream_id), _Values(stream)).parts.append(part)
+    rows = connection.execute(statement.order_by(table.c.stream_id, table.c.name, table.c.part)).all()
+    for (stream_id, name, count), members in groupby(rows, lambda row: (row.stream_id, row.name, row.point_count)):
+        stream = view.streams.get(stream_id)
+        if stream is not None and selection.rank in (None, stream.rank):
+            values = found.setdefault((name, stream_id), _Values(stream))
+            values.parts.append(_unpack(b"".join(row.data for row in members), count))
+
+
+def _unpack(data: bytes, count: int) -> FloatArray:
+    """[3][values]: steps, times, values of parts that hold `count` values each."""
+    packed = np.frombuffer(data, dtype="<i8").reshape(-1, 3, count)
+    steps = packed[:, 0].astype(np.float64).ravel()
+    return np.stack([steps, packed[:, 1].ravel().view("<f8"), packed[:, 2].ravel().view("<f8")])
 
 
 def _read_journal(

@@ -183,6 +183,14 @@ point_chunk: Final = Table(
 `contributors` packs bits [point_count][contributor_ranks]; empty: every rank contributed to every point.
 """
 
+Index(
+    "point_chunk_by_place",
+    *(
+        point_chunk.c[name]
+        for name in ("run_id", "attempt", "chunk", "level", "point_count", "first_step", "last_step")
+    ),
+)
+
 model_chunk: Final = Table(
     "model_chunk",
     metadata,
