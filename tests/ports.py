@@ -1,6 +1,7 @@
 """Ports and processes for tests that start the real command."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 
 import httpx
 
-__all__ = ["command", "free_port", "running", "until"]
+__all__ = ["command", "free_port", "interruptible", "running", "until"]
 
 
 def free_port():
@@ -55,3 +56,8 @@ def running(arguments, health, log):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def interruptible():
+    """For `preexec_fn`: SIGINT as in a terminal; what runs in the background inherits it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
