@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from benchmarks._harness import Figure, Options, main
 
-CONTEXT, BATCH, VOCABULARY = 128, 4, 256
+CONTEXT, BATCH, VOCABULARY = 128, 8, 256
 WIDTH, LAYERS, HEADS = 384, 6, 6
 DEFAULT_ROUND, EVERY_STEP_ROUND = 10, 5
 GATE_ROUNDS, ROUNDS = 8, 10
