@@ -343,6 +343,20 @@ _SCALARS = (
         "CPU of the agent over the rest of the process's CPU, since attach.",
     ),
     Scalar(
+        "agent_wall_seconds",
+        "Agent time",
+        "seconds",
+        "agent",
+        "Time that the training thread has spent in the agent since attach.",
+    ),
+    Scalar(
+        "agent_memory_bytes",
+        "Agent memory",
+        "bytes",
+        "agent",
+        "Buffers that the agent keeps on the parameters' devices between steps.",
+    ),
+    Scalar(
         "agent_interval",
         "Measuring interval",
         "steps",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, Literal
 
 __all__ = ["Governor"]
@@ -33,6 +34,7 @@ class Governor:
         self._every = every
         self._budget = budget
         self._worker_cpu_seconds = worker_cpu_seconds
+        self.wall_seconds = 0.0
         self._hook_seconds = 0.0
         self._attached_at = time.process_time()
         self._measured = 0
@@ -54,9 +56,15 @@ class Governor:
         """CPU of the agent over the rest of the process's CPU, since attach."""
         return _over_rest(self.agent_cpu_seconds, time.process_time() - self._attached_at)
 
-    def spent(self, seconds: float) -> None:
-        """Add CPU seconds of the training thread."""
-        self._hook_seconds += seconds
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Count what the training thread does inside as the agent's: its CPU, and in `wall_seconds` its time."""
+        cpu, wall = time.thread_time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self._hook_seconds += time.thread_time() - cpu
+            self.wall_seconds += time.perf_counter() - wall
 
     def judge(self) -> bool:
         """Look at the cost after a measured step; True if `sample` has just become smaller."""

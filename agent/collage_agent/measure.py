@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent import stored
 from collage_agent.bucket import Bucket, Followed
+from collage_agent.footprint import kept_bytes
 from collage_agent.gather import BlockLayout, Staging, local
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
@@ -73,11 +74,24 @@ class Meter:
         self._plan: list[_Planned] = []
         self._row_index: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, int] = {key: row for row, key in enumerate(self.statistics)}
+        self._kept_bytes: tuple[object, float] = (None, 0.0)
 
     @property
     def sample(self) -> int | Literal["all"]:
         """Elements looked at in each tensor, at most."""
         return self._sample
+
+    def kept_bytes(self, optimizer: Optimizer) -> float:
+        """Bytes of the buffers kept for this optimizer; counted anew when the buckets were planned anew."""
+        counted_for, found = self._kept_bytes
+        if counted_for is not self._plan:
+            parameters = [watched.parameter for watched in self.watched]
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            gradients = [parameter.grad for parameter in parameters]
+            training = [tensor for tensor in (*parameters, *gradients, *states) if isinstance(tensor, Tensor)]
+            found = float(kept_bytes((self._plan, self._oracles), training))
+            self._kept_bytes = self._plan, found
+        return found
 
     def shrink_sample(self, sample: int) -> None:
         """Look at a smaller sample, a prefix of the present one, from the next measured step on."""

@@ -85,7 +85,6 @@ class Watch:
         shard: int,
         worker_cpu_seconds: Callable[[], float] | None,
     ) -> None:
-        started = time.thread_time()
         self.options = options
         self._model = model
         self._optimizer = optimizer
@@ -98,7 +97,8 @@ class Watch:
         watched, self._left_out = watched_parameters(model, self._stepping, options, sharding)
         if not watched and self._stepping is optimizer:
             raise ValueError(_nothing_to_watch(options, self._left_out))
-        self._intents = choose_intent(self._stepping)
+        with self._governor.timing():
+            self._intents = choose_intent(self._stepping)
         self._groups = _sizes_of(self._stepping)
         self._meter = Meter(watched, self._intents, options.sample, oracle=options.oracle, seed=seed, shard=shard)
         self._skipped = SkippedSteps(optimizer)
@@ -118,7 +118,6 @@ class Watch:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._state_was_loaded),
         ]
-        self._governor.spent(time.thread_time() - started)
 
     @property
     def step(self) -> int | None:
@@ -262,9 +261,8 @@ class Watch:
             self._guard.caught("reading the step number", error)
 
     def _look(self, optimizer: Optimizer, measured: bool, closure: bool) -> None:
-        started = time.thread_time()
         try:
-            with isolated(_device_of(self._meter)):
+            with self._governor.timing(), isolated(_device_of(self._meter)):
                 if measured:
                     self._notice_new_groups(optimizer)
                 if closure:
@@ -276,17 +274,15 @@ class Watch:
                     self._measuring = True
         except Exception as error:
             self._guard.caught("looking at the optimizer before a step", error)
-        self._governor.spent(time.thread_time() - started)
 
     def _measure(self, optimizer: Optimizer) -> None:
-        started = time.thread_time()
         try:
-            with isolated(_device_of(self._meter)):
-                totals = self._meter.after(optimizer)
-            self._hand_over(totals)
+            with self._governor.timing():
+                with isolated(_device_of(self._meter)):
+                    totals = self._meter.after(optimizer)
+                self._hand_over(totals)
         except Exception as error:
             self._guard.caught("measuring a step", error)
-        self._governor.spent(time.thread_time() - started)
         if self._governor.judge():
             self._meter.shrink_sample(int(self._governor.sample))
 
@@ -296,6 +292,8 @@ class Watch:
         scalars: dict[str, float | Tensor] = {
             "agent_cpu_seconds": self._governor.agent_cpu_seconds,
             "agent_overhead_ratio": self._governor.overhead_ratio,
+            "agent_wall_seconds": self._governor.wall_seconds,
+            "agent_memory_bytes": self._meter.kept_bytes(self._stepping),
         }
         if self._governor.interval != self.options.every:
             scalars["agent_interval"] = float(self._governor.interval)

@@ -55,6 +55,7 @@ def test_measured_steps_are_those_divisible_and_the_first_is_told_once():
     assert last.totals.dtype == torch.float64
     assert last.scalars["bytes_per_parameter"] == pytest.approx(8.0)
     assert last.scalars["agent_cpu_seconds"] > 0
+    assert last.scalars["agent_wall_seconds"] > 0
     assert last.layout is recorder.measurements[0].layout
 
 

@@ -1,0 +1,37 @@
+"""What the agent says that it keeps in memory, against every tensor that came to life with it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from collage_agent.watch import watch
+
+from tests.agent.test_watch import Recorder
+from tests.agent.training import mlp, train
+
+
+def storages():
+    """Bytes of every living tensor's memory, by address."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    memory = [tensor.untyped_storage() for tensor in tensors]
+    return {entry.data_ptr(): entry.nbytes() for entry in memory}
+
+
+@pytest.mark.parametrize("oracle", [False, True])
+def test_the_buffers_counted_are_those_that_came_with_the_watch(oracle):
+    model, recorder = mlp(width=200), Recorder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 2)
+    optimizer.zero_grad(set_to_none=False)
+    before = storages()
+    watch(model, optimizer, every=1, oracle=oracle, budget=None, reporter=recorder)
+    train(model, optimizer, 2, start=2)
+    said = recorder.measurements[-1].scalars["agent_memory_bytes"]
+    recorder.measurements.clear()
+    optimizer.zero_grad()
+    kept = sum(size for address, size in storages().items() if before.get(address) != size)
+    assert said == pytest.approx(kept, rel=0.02)
+    assert said > sum(parameter.numel() for parameter in model.parameters()) / 10
