@@ -148,6 +148,8 @@ class Bucket:
         if staging is None or staging.values.dtype != tensors[0].dtype:
             staging = into[key] = Staging(self.layout, tensors[0].dtype)
         self.layout.gather(tensors, staging, lasting=lasting)
+        if key == self.intent.kept.residual and self.intent.kept.sign < 0:
+            staging.values.neg_()
 
 
 def _put_together(pieces: Sequence[BlockTotals]) -> BlockTotals:

@@ -92,20 +92,19 @@ class Chunk:
 
     def __init__(self, observation: Observation) -> None:
         self._seen = observation
-        joined = observation.intent.kind == "rule"
-        self._joined = joined
+        kept = self._kept = observation.intent.kept
         before, after = observation.before, observation.after
-        stored_after = stored.stored_parameter(after, joined=joined)
+        stored_after = stored.stored_parameter(after, kept)
         self._apart = stored_after != [stored.PARAMETER]
         parameter = before[stored.PARAMETER]
         slots = parameter.numel()
         self.rows = observation.workspace.buffer("rows", parameter.device, 4 + self._apart, slots)
         self.parameter, self.gradient, self.effective = self.rows[0], self.rows[1], self.rows[2]
         self.visible, self.intended = self.rows[-2], self.rows[-1]
-        _add_up(before, stored.stored_parameter(before, joined=joined), self.parameter)
+        _add_up(before, stored.stored_parameter(before, kept), self.parameter)
         self.visible_parameter = parameter.to(torch.float64) if self._apart else self.parameter
         self._fill_gradient()
-        names = stored.average_names(before, joined=joined)
+        names = stored.average_names(before, kept)
         self._averages = [name for name in names if before[name].is_floating_point()]
         self._states = observation.workspace.buffer("states", parameter.device, 3, len(self._averages), slots)
         self._has_intent = self._intend()
@@ -155,11 +154,11 @@ class Chunk:
         """Fill u, and the states before the step and after it in exact arithmetic; False: there is no u."""
         seen = self._seen
         state: dict[str, Any] = clone_value(seen.scalars)
-        for name in stored.average_names(seen.before, joined=self._joined):
+        for name in stored.average_names(seen.before, self._kept):
             if not seen.before[name].is_floating_point():
                 state[name] = seen.before[name].clone()
         for index, name in enumerate(self._averages):
-            keys = stored.components(name, seen.before, joined=self._joined)
+            keys = stored.components(name, seen.before, self._kept)
             state[name] = _add_up(seen.before, keys, self._states[1, index])
         torch.abs(self._states[1], out=self._states[0])
         intended = seen.intent.displacement(seen.group, state, self.parameter, self.gradient, self.intended)
@@ -193,7 +192,7 @@ class Chunk:
         self.left_out.bitwise_or_(nonfinite(before[stored.PARAMETER]))
         if self._apart:
             for values in (before, after):
-                for key in stored.stored_parameter(values, joined=self._joined):
+                for key in stored.stored_parameter(values, self._kept):
                     self.left_out.bitwise_or_(nonfinite(values[key]))
         self.left_out.index_fill_(0, self._seen.padding, 1)
 
@@ -223,11 +222,11 @@ class Chunk:
             return {}
         found: dict[str, Tensor] = {}
         for index, name in enumerate(self._averages):
-            _add_up(seen.after, stored.components(name, seen.after, joined=self._joined), self._states[2, index])
+            _add_up(seen.after, stored.components(name, seen.after, self._kept), self._states[2, index])
         if self._averages:
             sums = state_decrement_block_sums(self._states, self.left_out, seen.block)
             found = {name: sums[:, index] for index, name in enumerate(self._averages) if self._judged(name)}
-        for name in stored.average_names(seen.after, joined=self._joined):
+        for name in stored.average_names(seen.after, self._kept):
             if name not in seen.before and self._judged(name):
                 found[name] = torch.zeros(2, len(seen.columns), dtype=torch.float64, device=self.rows.device)
         return found

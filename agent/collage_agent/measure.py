@@ -269,7 +269,7 @@ class Meter:
 
     def _attached_state(self, optimizer: Optimizer, members: list[int], layout: BlockLayout) -> dict[str, Any]:
         """Stored weight and averages of the members' samples in fp64, scalars beside them."""
-        joined = self._intents[self.watched[members[0]].group].kind == "rule"
+        kept = self._intents[self.watched[members[0]].group].kept
         parameters = [self.watched[member].parameter for member in members]
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]
         keys = tuple(stored.elementwise_state(parameters[0], states[0]))
@@ -283,14 +283,15 @@ class Meter:
                 layout.gather(tensors, staging)
                 if not tensors[0].is_floating_point():
                     return staging.values
-                total = staging.values.double() if total is None else total.add_(staging.values)
+                sign = kept.sign if name == kept.residual else 1
+                total = staging.values.double() * sign if total is None else total.add_(staging.values, alpha=sign)
             assert total is not None
             return total
 
         state: dict[str, Any] = clone_value(stored.scalar_state(parameters[0], states[0]))
-        for name in stored.average_names(keys, joined=joined):
-            state[name] = gathered(stored.components(name, keys, joined=joined))
-        state[stored.PARAMETER] = gathered(stored.stored_parameter(present, joined=joined))
+        for name in stored.average_names(keys, kept):
+            state[name] = gathered(stored.components(name, keys, kept))
+        state[stored.PARAMETER] = gathered(stored.stored_parameter(present, kept))
         return state
 
     def _in_lock_step(self) -> list[Oracle]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -13,7 +14,10 @@ from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETE
 
 __all__ = [
     "GRADIENT",
+    "OURS",
     "PARAMETER",
+    "PLAIN",
+    "Composition",
     "average_names",
     "components",
     "decaying",
@@ -27,6 +31,25 @@ PARAMETER: Final = "registered parameter"
 GRADIENT: Final = "gradient"
 _SCALARS_OF_TORCH: Final = frozenset({"step", "mu_product", "mu", "eta"})
 _RUNNING_MAXIMA: Final = frozenset({"max_exp_avg_sq"})
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Which of an optimizer's states make up the stored weight, and which complete an average, by their keys.
+
+    residual: is added to the registered parameter; `sign` −1: the optimizer subtracts it, so that it is negated
+    where it is read. master: is the stored weight by itself. low_suffix: an average's key with it is its low
+    component. A tensor that lacks a key does without.
+    """
+
+    residual: str | None = None
+    sign: int = 1
+    master: str | None = None
+    low_suffix: str | None = None
+
+
+PLAIN: Final = Composition()
+OURS: Final = Composition(PARAMETER_LOW, 1, MASTER_PARAMETER, LOW_COMPONENT_SUFFIX)
 
 
 def elementwise_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -47,28 +70,27 @@ def scalar_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in elementwise}
 
 
-def components(name: str, keys: Iterable[str], *, joined: bool) -> list[str]:
-    """Keys whose values add up to what is kept under `name`; `joined` is True for our own optimizers."""
-    low = name + LOW_COMPONENT_SUFFIX
-    return [name, low] if joined and low in keys else [name]
+def components(name: str, keys: Iterable[str], kept: Composition) -> list[str]:
+    """Keys whose values add up to what is kept under `name`."""
+    low = name + kept.low_suffix if kept.low_suffix else None
+    return [name] if low is None or low not in keys else [name, low]
 
 
-def stored_parameter(keys: Iterable[str], *, joined: bool) -> list[str]:
-    """Keys whose values add up to the stored weight: p, p + low component, or the master weight."""
+def stored_parameter(keys: Iterable[str], kept: Composition) -> list[str]:
+    """Keys whose values add up to the stored weight: p, p + residual, or the master weight."""
     present = set(keys)
-    if joined and MASTER_PARAMETER in present:
-        return [MASTER_PARAMETER]
-    return [PARAMETER, PARAMETER_LOW] if joined and PARAMETER_LOW in present else [PARAMETER]
+    if kept.master in present:
+        return [str(kept.master)]
+    return [PARAMETER] if kept.residual not in present else [PARAMETER, str(kept.residual)]
 
 
-def average_names(keys: Iterable[str], *, joined: bool) -> list[str]:
+def average_names(keys: Iterable[str], kept: Composition) -> list[str]:
     """Names of the kept averages among `keys`: no weights, no low components of their own."""
-    kept = [key for key in keys if key not in (PARAMETER, GRADIENT)]
-    if not joined:
-        return kept
-    weights = (PARAMETER_LOW, MASTER_PARAMETER)
-    lows = {key + LOW_COMPONENT_SUFFIX for key in kept}
-    return [key for key in kept if key not in weights and key not in lows]
+    names = [key for key in keys if key not in (PARAMETER, GRADIENT, kept.residual, kept.master)]
+    if kept.low_suffix is None:
+        return names
+    lows = {key + kept.low_suffix for key in names}
+    return [key for key in names if key not in lows]
 
 
 def decaying(name: str, tensor_dtype: torch.dtype) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.stored import PLAIN, Composition
+
 __all__ = ["BeforeAfter"]
 
 
@@ -15,8 +17,9 @@ class BeforeAfter:
 
     kind: Final = "before-after"
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, kept: Composition = PLAIN) -> None:
         self.reason = reason
+        self.kept = kept
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Nothing is kept from one step to the next."""

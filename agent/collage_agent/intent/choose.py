@@ -13,6 +13,7 @@ from collage_agent.intent.rule import Rule
 from collage_agent.intent.selftest import failure_of
 from collage_agent.intent.shadow import Shadow
 from collage_agent.optim import CollageOptimizer
+from collage_agent.stored import Composition
 
 __all__ = ["Intent", "choose_intent"]
 
@@ -23,6 +24,10 @@ class Intent(Protocol):
     @property
     def kind(self) -> Literal["shadow", "rule", "before-after"]:
         """The name that travels with the run."""
+
+    @property
+    def kept(self) -> Composition:
+        """Which states make up the stored weight."""
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Look at the live instance once before each step that will be asked about."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.optim import CollageOptimizer
+from collage_agent.stored import OURS
 
 __all__ = ["Rule"]
 
@@ -16,6 +17,7 @@ class Rule:
     """u from `exact_displacement` of a CollageOptimizer; same calls as `Shadow`, no clone and no self-test."""
 
     kind: Final = "rule"
+    kept: Final = OURS
 
     def __init__(self, optimizer: CollageOptimizer) -> None:
         self._displacement = optimizer.exact_rule()

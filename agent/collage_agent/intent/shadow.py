@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step
+from collage_agent.stored import PLAIN, Composition
 
 __all__ = ["Shadow"]
 
@@ -20,7 +22,9 @@ class Shadow:
 
     kind: Final = "shadow"
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, kept: Composition = PLAIN) -> None:
+        self.kept = kept
+        self._weights = frozenset((kept.residual, kept.master)) - {None}
         self._clone = clone_optimizer(optimizer)
         self._step = undecorated_step(optimizer)
         self._running = {
@@ -46,19 +50,27 @@ class Shadow:
         self._clone.param_groups = [own]
         self._clone.state = defaultdict(dict)
         if state:
-            self._clone.state[parameter] = state
+            self._clone.state[parameter] = self._with_weights(state, parameter)
         parameter.grad = gradient
         if self._running:
             vars(self._clone).update(clone_value(self._running))
         try:
             self._step(self._clone)
             stepped = self._clone.state[parameter]
-            if stepped is not state:
-                state.update(stepped)
+            state.update({key: value for key, value in stepped.items() if key not in self._weights})
         finally:
             parameter.grad = None
             self._clone.param_groups = []
             self._clone.state = defaultdict(dict)
+
+    def _with_weights(self, state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        """The state with a residual of 0 and a master weight of its own: `parameter` is all that is stored."""
+        completed = dict(state)
+        if self.kept.residual is not None:
+            completed[self.kept.residual] = torch.zeros_like(parameter)
+        if self.kept.master is not None:
+            completed[self.kept.master] = parameter.clone()
+        return completed
 
     def displacement(
         self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
