@@ -19,12 +19,13 @@ __all__ = ["Figure", "Options", "main", "parse_options", "print_table", "version
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured quantity: a value a round. `limit` is what the median must not exceed, None without a gate."""
+    """One measured quantity: a value a round. The median may not exceed `limit` nor fall below `floor`."""
 
     name: str
     unit: str
     values: tuple[float, ...]
     limit: float | None = None
+    floor: float | None = None
 
     @property
     def median(self) -> float:
@@ -34,7 +35,14 @@ class Figure:
     @property
     def missed(self) -> bool:
         """Whether the stated ratio is missed."""
-        return self.limit is not None and self.median > self.limit
+        over = self.limit is not None and self.median > self.limit
+        return over or (self.floor is not None and self.median < self.floor)
+
+    @property
+    def bound(self) -> str:
+        """What the median is held to, as text."""
+        bounds = (("≤", self.limit), ("≥", self.floor))
+        return " ".join(f"{sign} {value:.4g}" for sign, value in bounds if value is not None)
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,7 @@ def main(
         options.json.write_text(json.dumps({**outcome, "machine": machine(), "versions": versions()}, indent=2))
     missed = [figure for figure in figures if figure.missed]
     for figure in missed:
-        print(
-            f"missed: {figure.name}: {figure.median:.4g} {figure.unit}, at most {figure.limit:.4g}", file=sys.stderr
-        )
+        print(f"missed: {figure.name}: {figure.median:.4g} {figure.unit}, not {figure.bound}", file=sys.stderr)
     return 1 if options.gate and missed else 0
 
 
@@ -95,12 +101,11 @@ def print_table(name: str, notes: Sequence[str], figures: Sequence[Figure]) -> N
     for note in notes:
         print(f"  {note}")
     width = max((len(figure.name) for figure in figures), default=0)
-    print(f"{'':{width}}  {'median':>10}  {'lowest':>10}  {'highest':>10}  {'limit':>8}  unit")
+    print(f"{'':{width}}  {'median':>10}  {'lowest':>10}  {'highest':>10}  {'gate':>9}  unit")
     for figure in figures:
-        limit = "" if figure.limit is None else f"{figure.limit:.4g}"
         numbers = "  ".join(f"{x:10.4g}" for x in (figure.median, min(figure.values), max(figure.values)))
         mark = " MISSED" if figure.missed else ""
-        print(f"{figure.name:{width}}  {numbers}  {limit:>8}  {figure.unit}{mark}")
+        print(f"{figure.name:{width}}  {numbers}  {figure.bound:>9}  {figure.unit}{mark}")
 
 
 def machine() -> dict[str, Any]:

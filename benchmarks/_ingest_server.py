@@ -1,17 +1,28 @@
-"""A server in a process of its own, for benchmarks: the real store, or one that acknowledges without writing."""
+"""A server in a process of its own, for benchmarks: the real store, or one that acknowledges without writing.
+
+`python -m benchmarks._ingest_server KIND FOLDER [DATABASE]` prints its port. Nothing is sealed until a line arrives
+on standard input; the CPU seconds that sealing took are printed when all is sealed.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import uvicorn
-from collage_server.app import create_app
+from collage_server.app import create_app, make_store
 from collage_server.settings import Settings
-from collage_server.store import GroupOutcome, ReportGroup, SqliteStore
+from collage_server.store import GroupOutcome, ReportGroup, SqliteStore, Store
 
-__all__ = ["NullStore", "serve"]
+__all__ = ["KINDS", "NullStore", "serve"]
+
+KINDS: Final = ("sqlite", "null", "single", "postgresql")
+"""`single` commits each request on its own, instead of all that wait."""
+_NEVER: Final = 1e6
 
 
 class NullStore(SqliteStore):
@@ -30,15 +41,32 @@ class _Announcing(uvicorn.Server):
         print(self.servers[0].sockets[0].getsockname()[1], flush=True)
 
 
-def serve(kind: str, folder: Path) -> None:
-    """Serve on a free port of loopback until terminated; `kind` is "sqlite" or "null"."""
-    settings = Settings(folder=folder, port=0, no_auth=True)
-    store = (NullStore if kind == "null" else SqliteStore)(
-        folder / "collage.sqlite", stale_after_seconds=settings.stale_after_seconds
+def _seal_when_told(store: Store) -> None:
+    for _ in sys.stdin:
+        started = time.thread_time()
+        for run_id in store.journal_runs():
+            while store.seal(run_id, time.time()):
+                pass
+        print(time.thread_time() - started, flush=True)
+
+
+def serve(kind: str, folder: Path, database: str | None = None) -> None:
+    """Serve on a free port of loopback until terminated."""
+    settings = Settings(
+        folder=folder,
+        database=database,
+        port=0,
+        no_auth=True,
+        seal_interval_seconds=_NEVER,
+        commit_bytes=1 if kind == "single" else Settings.commit_bytes,
     )
+    store = make_store(settings)
+    if kind == "null":
+        store = NullStore(folder / "collage.sqlite", stale_after_seconds=settings.stale_after_seconds)
+    threading.Thread(target=_seal_when_told, args=(store,), daemon=True).start()
     app = create_app(settings, store=store)
     _Announcing(uvicorn.Config(app, port=0, log_level="warning", access_log=False)).run()
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Path(sys.argv[2]))
+    serve(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:4])

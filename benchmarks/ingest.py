@@ -1,240 +1,249 @@
-"""What keeping a report durably costs: server CPU and time per report, beside a store that only says yes.
+"""What keeping reports durably costs: server CPU and time, beside a server that only says yes.
 
-Reports of 500 numbers (50 layers × 10 statistics) over loopback HTTP, msgpack, keep-alive. Both servers run side by
-side and take turns, so that they meet the same machine.
+Reports of 500 numbers (50 layers × 10 statistics) over loopback HTTP, msgpack, keep-alive, encoded beforehand. The
+servers of a case stand side by side and take turns, so that they meet the same machine; nothing is sealed
+meanwhile, sealing has figures of its own. `--gate` leaves out the reports of 200 layers and the peers.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-import numpy as np
+import msgspec
 
 from benchmarks._harness import Figure, Options, main
+from benchmarks._postgresql import run_cluster
+from benchmarks._reports import LARGE, SMALL, Shape, register, requests
+from benchmarks._serving import Connection, Server, run_server
 from collage_monitor import wire
 
-LAYERS, STATISTICS = 50, 10
-NUMBERS = LAYERS * STATISTICS
-NAMES = (
-    "measured_steps",
-    "elements",
-    "sampled",
-    "nonfinite",
-    "idle",
-    "lost",
-    "intended_squared_sum",
-    "intended_effective_sum",
-    "effective_squared_sum",
-    "gradient_squared_sum",
-)
-ROUNDS, GATE_ROUNDS = 7, 5
-REPORTS_A_ROUND = 500
-WARM_UP = 100
-CPU_LIMIT = 8.0
+ROUNDS, GATE_ROUNDS = 9, 5
+WARM_UP_REQUESTS = 200
+FSYNC_BYTES = 16384
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
-    """One way of sending: connections side by side, reports a request. Values gather over the rounds."""
+    """One way of sending: connections side by side, reports a request, requests a round; and who takes turns."""
 
     name: str
+    shape: Shape
     connections: int
     batch: int
-    limit: float | None = None
-    cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {"sqlite": [], "null": []})
-    numbers_per_second: dict[str, list[float]] = field(default_factory=lambda: {"sqlite": [], "null": []})
-    acknowledgement_seconds: dict[str, list[float]] = field(default_factory=lambda: {"sqlite": [], "null": []})
+    requests: int
+    kinds: tuple[str, ...]
 
 
-class Server:
-    """A server process, and streams on it whose next report number is known."""
+@dataclass(frozen=True)
+class Round:
+    """One round on one server; `sync_seconds` is the median fdatasync just before and after it."""
 
-    def __init__(self, kind: str, folder: Path, connections: int) -> None:
-        self.kind = kind
-        command = [sys.executable, "-m", "benchmarks._ingest_server", kind, str(folder)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        if self.process.stdout is None:
-            raise RuntimeError("the server process has no standard output")
-        self.port = int(self.process.stdout.readline())
-        self.next_seq = [0] * connections
-        self._register(connections)
+    cpu_seconds: float
+    numbers_per_second: float
+    p50_seconds: float
+    sync_seconds: float
 
-    def stop(self) -> None:
-        """End the process."""
-        self.process.terminate()
-        self.process.wait(30)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
 
-    def cpu_seconds(self) -> float:
-        """CPU of all threads so far, in seconds: nanoseconds on a processor as the scheduler counts them."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+Rounds = dict[str, list[Round]]
+_KINDS: Final = ("sqlite", "null", "postgresql")
+ONE: Final = Case("1 connection × 1 report", SMALL, 1, 1, 1000, _KINDS)
+TEN: Final = Case("1 connection × 10 reports", SMALL, 1, 10, 400, _KINDS)
+EIGHT: Final = Case("8 connections × 1 report", SMALL, 8, 1, 1600, ("sqlite", "single", "null", "postgresql"))
+LARGE_ONE: Final = Case("1 connection × 1 large report", LARGE, 1, 1, 150, _KINDS)
+LARGE_EIGHT: Final = Case("8 connections × 1 large report", LARGE, 8, 1, 240, _KINDS)
 
-    def _register(self, connections: int) -> None:
-        layers = [
-            wire.Layer(name=f"layer.{i}", shape=[64, 64], dtype="bfloat16", elements=4096) for i in range(LAYERS)
+
+class Target:
+    """A server, and for one case the streams on it whose next report number is known."""
+
+    def __init__(self, server: Server, case: Case) -> None:
+        self.server = server
+        self.case = case
+        self.next_seq = 0
+        self.run_id = case.name.replace(" ", "-").replace("×", "x")
+        register(server.port, self.run_id, case.shape, case.connections)
+
+    def send(self, count: int) -> tuple[list[float], float]:
+        """So many requests over all connections; seconds that each answer took, and all of them together."""
+        case, share = self.case, count // self.case.connections
+        encoded = [
+            requests(f"{self.run_id}-{i}", case.shape, self.next_seq, share * case.batch, case.batch)
+            for i in range(case.connections)
         ]
-        with connected(self.port) as connection:
-            post(connection, "/api/v1/projects/p/runs", wire.encode_message(wire.RunCreate(run_id="r")))
-            attempt = wire.AttemptCreate(launch_id="l", first_step=0)
-            post(connection, "/api/v1/runs/r/attempts", wire.encode_message(attempt))
-            for rank in range(connections):
-                stream = wire.StreamCreate(
-                    stream_id=f"s{rank}", launch_id="l", rank=rank, layers=layers, statistics=list(NAMES)
-                )
-                post(connection, "/api/v1/runs/r/streams", wire.encode_message(stream))
+        self.next_seq += share * case.batch
+        waits: list[float] = []
+        threads = [threading.Thread(target=self._post, args=(entry, waits)) for entry in encoded]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        elapsed = time.perf_counter() - started
+        if len(waits) != share * case.connections:
+            raise RuntimeError(f"{case.name} on {self.server.kind}: only {len(waits)} requests were answered")
+        return waits, elapsed
+
+    def _post(self, encoded: Sequence[bytes], waits: list[float]) -> None:
+        with Connection(self.server.port) as connection:
+            for request in encoded:
+                started = time.perf_counter()
+                status, answer = connection.exchange(request)
+                waits.append(time.perf_counter() - started)
+                check(status, answer, self.case.batch)
 
 
-@contextmanager
-def connected(port: int) -> Iterator[http.client.HTTPConnection]:
-    """A keep-alive connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        yield connection
-    finally:
-        connection.close()
+def check(status: int, answer: bytes, reports: int) -> None:
+    """An answer that acknowledges them all, or an error."""
+    if status != 200 or msgspec.json.decode(answer, type=wire.BatchAnswer).accepted != reports:
+        raise RuntimeError(f"{status}: {answer[:300]!r}")
 
 
-def post(connection: http.client.HTTPConnection, path: str, body: bytes) -> bytes:
-    """The answer to a POST; anything but success is an error."""
-    connection.request("POST", path, body, {"Content-Type": wire.MSGPACK})
-    response = connection.getresponse()
-    answer = response.read()
-    if response.status >= 300:
-        raise RuntimeError(f"{path}: {response.status} {answer[:300]!r}")
-    return answer
+def measure_round(target: Target, folder: Path) -> Round:
+    """One round of a case on one server."""
+    case = target.case
+    syncs = sync_waits(folder)
+    began = target.server.cpu_seconds()
+    waits, elapsed = target.send(case.requests)
+    used = target.server.cpu_seconds() - began
+    reports = len(waits) * case.batch
+    return Round(
+        cpu_seconds=used / reports,
+        numbers_per_second=case.shape.numbers * reports / elapsed,
+        p50_seconds=statistics.median(waits),
+        sync_seconds=statistics.median([*syncs, *sync_waits(folder)]),
+    )
 
 
-def bodies(first_seq: int, count: int, batch: int, generator: np.random.Generator) -> list[bytes]:
-    """Encoded requests of `batch` reports each, `count` reports in all."""
-    encoded = []
-    for start in range(first_seq, first_seq + count, batch):
-        reports = []
-        for seq in range(start, start + batch):
-            block = generator.random((STATISTICS, LAYERS))
-            reports.append(
-                wire.Report(
-                    seq=seq,
-                    step=seq,
-                    time=1.7e9 + seq,
-                    scalars={"loss": 2.5, "tokens": 1024.0 * seq},
-                    statistic_count=STATISTICS,
-                    layer_count=LAYERS,
-                    statistics=wire.block_to_bytes(block),
-                    model=wire.block_to_bytes(block.sum(axis=1)),
-                )
-            )
-        encoded.append(wire.encode_batch(wire.ReportBatch(reports=reports)))
-    return encoded
-
-
-def send(server: Server, rank: int, requests: Sequence[bytes], waits: list[float]) -> None:
-    """Post on a stream, one after the other, and note how long each answer took."""
-    with connected(server.port) as connection:
-        for body in requests:
-            started = time.perf_counter()
-            answer = post(connection, f"/api/v1/streams/s{rank}/reports", body)
-            waits.append(time.perf_counter() - started)
-            if json.loads(answer)["rejected"]:
-                raise RuntimeError(f"rejected: {answer[:300]!r}")
-
-
-def measure_round(server: Server, case: Case, count: int, generator: np.random.Generator, *, keep: bool) -> None:
-    """One round of a case on a server; `count` reports in all."""
-    share = count // case.connections // case.batch * case.batch
-    requests = [bodies(server.next_seq[i], share, case.batch, generator) for i in range(case.connections)]
-    waits: list[float] = []
-    threads = [threading.Thread(target=send, args=(server, i, requests[i], waits)) for i in range(case.connections)]
-    cpu, started = server.cpu_seconds(), time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    elapsed, used = time.perf_counter() - started, server.cpu_seconds() - cpu
-    for i in range(case.connections):
-        server.next_seq[i] += share
-    reports = share * case.connections
-    if len(waits) * case.batch != reports:
-        raise RuntimeError(f"{case.name} on {server.kind}: only {len(waits)} requests were answered")
-    if keep:
-        case.cpu_seconds[server.kind].append(used / reports)
-        case.numbers_per_second[server.kind].append(NUMBERS * reports / elapsed)
-        case.acknowledgement_seconds[server.kind].append(statistics.median(waits))
-
-
-def fdatasync_seconds(folder: Path, count: int = 50) -> float:
-    """Median time of making 16 KiB durable on the disk that the stores use."""
+def sync_waits(folder: Path, count: int = 30) -> list[float]:
+    """Seconds that making 16 KiB durable takes, each time, on the disk that the stores use."""
     waits = []
     with (folder / "fdatasync").open("wb") as file:
         for _ in range(count):
-            file.write(b"x" * 16384)
+            file.write(b"x" * FSYNC_BYTES)
             file.flush()
             started = time.perf_counter()
             os.fdatasync(file.fileno())
             waits.append(time.perf_counter() - started)
-    return statistics.median(waits)
+    return waits
 
 
-def figures_of(case: Case) -> list[Figure]:
-    """A case's figures: the gated ratio first."""
-    pairs = list(zip(case.cpu_seconds["sqlite"], case.cpu_seconds["null"], strict=True))
-    figures = [
-        Figure(f"{case.name}: CPU per report, SQLite / null", "×", tuple(a / b for a, b in pairs), case.limit)
+def measure_case(case: Case, servers: dict[str, Server], folder: Path, rounds: int) -> Rounds:
+    """All rounds of a case, servers in turns; servers that are not there are left out."""
+    targets = {kind: Target(servers[kind], case) for kind in case.kinds if kind in servers}
+    for target in targets.values():
+        target.send(min(WARM_UP_REQUESTS, case.requests))
+    found: Rounds = {kind: [] for kind in targets}
+    for _ in range(rounds):
+        for kind, target in targets.items():
+            found[kind].append(measure_round(target, folder))
+    return found
+
+
+def ratio(
+    rounds: Rounds, kinds: tuple[str, str], of: Callable[[Round], float], name: str, **bound: float
+) -> list[Figure]:
+    """The first server's value over the second's, round by round; nothing where one of them is not there."""
+    if any(kind not in rounds for kind in kinds):
+        return []
+    pairs = zip(rounds[kinds[0]], rounds[kinds[1]], strict=True)
+    return [Figure(name, "×", tuple(of(a) / of(b) for a, b in pairs), **bound)]
+
+
+def cpu(entry: Round) -> float:
+    """CPU of the server a report, seconds."""
+    return entry.cpu_seconds
+
+
+def rate(entry: Round) -> float:
+    """Numbers a second."""
+    return entry.numbers_per_second
+
+
+def ratios_of_one(rounds: Rounds) -> list[Figure]:
+    """What is held at one connection and one report a request."""
+    waiting = tuple(
+        (ours.p50_seconds - ours.sync_seconds) / null.p50_seconds
+        for ours, null in zip(rounds["sqlite"], rounds["null"], strict=True)
+    )
+    return [
+        *ratio(rounds, ("sqlite", "null"), cpu, f"{ONE.name}: CPU per report, SQLite / null", limit=4.0),
+        Figure(f"{ONE.name}: (SQLite p50 − fdatasync) / null p50", "×", waiting, limit=3.0),
+        Figure(
+            f"{ONE.name}: null store's rate",
+            "M numbers/s",
+            tuple(entry.numbers_per_second / 1e6 for entry in rounds["null"]),
+            floor=1.5,
+        ),
+        *ratio(rounds, ("postgresql", "sqlite"), rate, f"{ONE.name}: rate, PostgreSQL / SQLite", floor=0.6),
     ]
-    for kind in ("sqlite", "null"):
-        micro = tuple(1e6 * value for value in case.cpu_seconds[kind])
+
+
+def ratios_of_ten(rounds: Rounds) -> list[Figure]:
+    """What is held at ten reports a request."""
+    return [
+        *ratio(rounds, ("sqlite", "null"), cpu, f"{TEN.name}: CPU per report, SQLite / null", limit=5.0),
+        *ratio(rounds, ("postgresql", "sqlite"), rate, f"{TEN.name}: rate, PostgreSQL / SQLite", floor=0.6),
+    ]
+
+
+def ratios_of_eight(rounds: Rounds) -> list[Figure]:
+    """What is held at eight connections."""
+    return [
+        *ratio(rounds, ("sqlite", "single"), rate, f"{EIGHT.name}: group commit / one a request", floor=1.4),
+        *ratio(rounds, ("postgresql", "sqlite"), rate, f"{EIGHT.name}: rate, PostgreSQL / SQLite", floor=0.6),
+    ]
+
+
+def plain_figures(case: Case, rounds: Rounds) -> list[Figure]:
+    """A case's own values, server by server."""
+    figures = []
+    for kind, entries in rounds.items():
         figures += [
-            Figure(f"{case.name}: {kind}, CPU per report", "µs", micro),
-            Figure(f"{case.name}: {kind}, throughput", "numbers/s", tuple(case.numbers_per_second[kind])),
             Figure(
-                f"{case.name}: {kind}, acknowledged p50",
-                "ms",
-                tuple(1e3 * value for value in case.acknowledgement_seconds[kind]),
+                f"{case.name}: {kind}, CPU per report", "µs", tuple(1e6 * entry.cpu_seconds for entry in entries)
             ),
+            Figure(f"{case.name}: {kind}, rate", "M numbers/s", tuple(rate(entry) / 1e6 for entry in entries)),
+            Figure(f"{case.name}: {kind}, p50", "ms", tuple(1e3 * entry.p50_seconds for entry in entries)),
         ]
-    return figures
+    syncs = tuple(1e3 * entry.sync_seconds for entries in rounds.values() for entry in entries)
+    return [*figures, Figure(f"{case.name}: fdatasync of 16 KiB beside it", "ms", syncs)]
 
 
 def measure(options: Options) -> tuple[list[str], list[Figure]]:
-    """Every case on both servers, in turns."""
-    cases = [Case("1 connection × 1 report", 1, 1, CPU_LIMIT)]
-    if not options.gate:
-        cases += [Case("1 connection × 10 reports", 1, 10), Case("8 connections × 1 report", 8, 1)]
-    connections = max(case.connections for case in cases)
-    generator = np.random.default_rng(options.seed)
+    """Every case on its servers, in turns."""
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
-    syncs = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = []
-        for kind in ("sqlite", "null"):
-            servers.append(Server(kind, Path(folder) / kind, connections))
-            stack.callback(servers[-1].stop)
-        for case in cases:
-            for server in servers:
-                measure_round(server, case, WARM_UP * case.connections, generator, keep=False)
-            for _ in range(rounds):
-                for server in servers:
-                    measure_round(server, case, REPORTS_A_ROUND * case.batch, generator, keep=True)
-                syncs.append(1e3 * fdatasync_seconds(Path(folder)))
+    held = [(ONE, ratios_of_one), (TEN, ratios_of_ten), (EIGHT, ratios_of_eight)]
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        servers = {
+            kind: stack.enter_context(run_server(kind, folder / kind)) for kind in ("sqlite", "null", "single")
+        }
+        cluster = stack.enter_context(run_cluster())
+        if cluster is not None:
+            entered = run_server("postgresql", folder / "postgresql", *cluster)
+            servers["postgresql"] = stack.enter_context(entered)
+        for case, ratios in held:
+            found = measure_case(case, servers, folder, rounds)
+            figures += [*ratios(found), *plain_figures(case, found)]
+        for case in () if options.gate else (LARGE_ONE, LARGE_EIGHT):
+            figures += plain_figures(case, measure_case(case, servers, folder, rounds))
     notes = [
-        f"reports of {NUMBERS} numbers ({LAYERS} layers × {STATISTICS} statistics), msgpack, loopback, keep-alive",
-        f"{rounds} rounds of {REPORTS_A_ROUND} requests, servers in turns; SQLite: WAL, synchronous=FULL",
+        f"small reports: {SMALL.numbers} numbers ({SMALL.layers} layers × {len(SMALL.statistics)} statistics); "
+        f"large: {LARGE.numbers} (200 layers × 60 statistics and 34 histogram bins); msgpack, loopback, keep-alive",
+        f"{rounds} rounds, servers in turns; SQLite: WAL, synchronous=FULL; PostgreSQL: durable, its CPU counted",
     ]
-    figures = [figure for case in cases for figure in figures_of(case)]
-    return notes, [*figures, Figure("fdatasync of 16 KiB", "ms", tuple(syncs))]
+    return notes, figures
 
 
 if __name__ == "__main__":

@@ -1,29 +1,41 @@
-"""The ingest benchmark sends what a real server accepts, and its null store writes nothing."""
+"""The ingest benchmark sends what a real server accepts, its null store writes nothing, its gates can be missed."""
 
 from __future__ import annotations
 
-import numpy as np
+import pytest
 from collage_server.store import ReportGroup, Selection
 
+from benchmarks._harness import Figure
 from benchmarks._ingest_server import NullStore
-from benchmarks.ingest import LAYERS, NAMES, NUMBERS, bodies
+from benchmarks._reports import LARGE, SMALL, batches, requests
 from collage_monitor import wire
 from tests.server.samples import layer, stream_create
 
 
-def declared():
-    return stream_create(layers=[layer(f"layer.{i}") for i in range(LAYERS)], statistics=list(NAMES))
+def declared(shape):
+    return stream_create(
+        layers=[layer(f"layer.{i}") for i in range(shape.layers)], statistics=list(shape.statistics)
+    )
 
 
-def test_its_reports_are_accepted(server):
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=lambda shape: shape.name)
+def test_its_reports_are_accepted(server, shape):
     server.run()
     server.attempt()
-    server.post("/runs/r1/streams", declared())
-    for body in bodies(0, 20, 10, np.random.default_rng(0)):
+    server.post("/runs/r1/streams", declared(shape))
+    for request in requests("s0", shape, 0, 20, 10):
+        head, _, body = request.partition(b"\r\n\r\n")
+        assert head.startswith(b"POST /api/v1/streams/s0/reports HTTP/1.1\r\n")
+        assert f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
         answer = server.post("/streams/s0/reports", body, wire.BatchAnswer)
         assert (answer.accepted, answer.rejected) == (10, [])
     assert len(server.series("lost").steps) == 20
-    assert NUMBERS == 500
+
+
+def test_its_reports_have_the_sizes_stated():
+    assert SMALL.numbers == 500
+    bins = sum(name.startswith("update_ulp_histogram/") for name in LARGE.statistics)
+    assert (LARGE.layers, len(LARGE.statistics) - bins, bins) == (200, 60, 34)
 
 
 def test_the_null_store_acknowledges_without_writing(tmp_path):
@@ -31,9 +43,17 @@ def test_the_null_store_acknowledges_without_writing(tmp_path):
     store.open()
     store.create_run("p", wire.RunCreate(run_id="r1"), 0.0)
     store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), 0.0)
-    store.create_stream("r1", declared(), 0.0)
-    batch = wire.decode_batch(bodies(0, 5, 5, np.random.default_rng(0))[0])
+    store.create_stream("r1", declared(SMALL), 0.0)
+    [batch] = batches(SMALL, 0, 5, 5, seed=0)
     [outcome] = store.append([ReportGroup(store.stream_record("s0"), batch.reports)], 0.0)
     assert outcome.accepted == 5
     assert len(store.model_points("r1", None, Selection()).steps) == 0
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "missed"),
+    [({}, False), ({"limit": 2.0}, False), ({"limit": 1.9}, True), ({"floor": 2.0}, False), ({"floor": 2.1}, True)],
+)
+def test_a_gate_judges_the_median(bounds, missed):
+    assert Figure("f", "×", (1.0, 2.0, 9.0), **bounds).missed == missed

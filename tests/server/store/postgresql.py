@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ PROGRAMS = ("initdb", "postgres", "pg_isready", "psql")
 SETTINGS = ("max_connections=80", "shared_buffers=64MB", "listen_addresses=", "log_min_messages=fatal")
 
 
-def find_programs():
+def find_programs() -> Path | None:
     """The folder that holds the programs, or None; Debian keeps them off the path, by version."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     on_path = shutil.which("initdb")
@@ -39,21 +41,21 @@ def programs_or_skip():
 class Cluster:
     """One server process on a Unix socket in `folder`; PostgreSQL refuses root, so root hands it to `postgres`."""
 
-    def __init__(self, folder, programs, settings=SETTINGS):
+    def __init__(self, folder: str | Path, programs: Path, settings: Sequence[str] = SETTINGS) -> None:
         self.folder = Path(folder)
         self.programs = programs
         self.settings = settings
         self.user = "postgres" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
         self.process: subprocess.Popen[bytes] | None = None
 
-    def create(self):
+    def create(self) -> None:
         """initdb."""
         if os.geteuid() == 0:
             shutil.chown(self.folder, self.user)
         arguments = ["-D", str(self.folder / "data"), "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync"]
         subprocess.run([self.programs / "initdb", *arguments], check=True, capture_output=True, **self._identity())
 
-    def start(self):
+    def start(self) -> None:
         """Start, and wait until it accepts connections."""
         options = [part for setting in self.settings for part in ("-c", setting)]
         command = [self.programs / "postgres", "-D", self.folder / "data", "-k", self.folder, *options]
@@ -68,25 +70,25 @@ class Cluster:
             time.sleep(0.1)
         raise TimeoutError("postgres did not accept connections")
 
-    def kill(self):
+    def kill(self) -> None:
         """As a power cut would: no shutdown checkpoint. Its children notice and end."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()
             process.wait()
 
-    def stop(self):
+    def stop(self) -> None:
         """Fast shutdown."""
         process, self.process = self.process, None
         if process is not None:
             process.send_signal(signal.SIGINT)
             process.wait(30)
 
-    def url(self, database):
+    def url(self, database: str) -> str:
         """The SQLAlchemy URL of a database."""
         return f"postgresql://postgres@/{database}?host={self.folder}"
 
-    def execute(self, statement, database="postgres"):
+    def execute(self, statement: str, database: str = "postgres") -> str:
         """Run one statement with psql."""
         command = [
             "psql",
@@ -102,5 +104,5 @@ class Cluster:
         ]
         return subprocess.run([*command, statement], check=True, capture_output=True, text=True).stdout.strip()
 
-    def _identity(self):
+    def _identity(self) -> dict[str, Any]:
         return {"user": self.user, "cwd": "/"} if os.geteuid() == 0 else {"cwd": "/"}
