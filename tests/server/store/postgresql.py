@@ -58,15 +58,23 @@ class Cluster:
     def start(self) -> None:
         """Start, and wait until it accepts connections."""
         options = [part for setting in self.settings for part in ("-c", setting)]
-        command = [self.programs / "postgres", "-D", self.folder / "data", "-k", self.folder, *options]
-        self.process = subprocess.Popen(
+        command = [
+            str(self.programs / "postgres"),
+            "-D",
+            str(self.folder / "data"),
+            "-k",
+            str(self.folder),
+            *options,
+        ]
+        process: subprocess.Popen[bytes] = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self._identity()
         )
-        ready = [self.programs / "pg_isready", "-h", str(self.folder), "-t", "1", "-q"]
+        self.process = process
+        ready = [str(self.programs / "pg_isready"), "-h", str(self.folder), "-t", "1", "-q"]
         for _ in range(600):
             if subprocess.run(ready).returncode == 0:
                 return
-            assert self.process.poll() is None, "postgres ended at once"
+            assert process.poll() is None, "postgres ended at once"
             time.sleep(0.1)
         raise TimeoutError("postgres did not accept connections")
 
