@@ -28,13 +28,13 @@ PREFIX = "/api/v1"
 
 
 def api_router() -> APIRouter:
-    """All resources under the version's prefix."""
+    """All resources under the version's prefix; first what is asked for most, as routes are tried in turn."""
     router = APIRouter(prefix=PREFIX)
     for module in (
+        reports,
         runs,
         attempts,
         streams,
-        reports,
         series,
         heatmap,
         histogram,
