@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from collage_monitor.wire import AttemptCreate, decode_message
+from collage_monitor.wire import AttemptCreate, ReportBatch, decode_batch, decode_message
 from tests.agent_delivery.doubles import ServerDouble, eventually, make_run, measurement
 
 
@@ -186,6 +186,29 @@ def test_rejected_reports_are_counted_and_their_neighbours_kept(tmp_path, server
     total = run.reports_sent + run.reports_dropped["rejected"]
     assert total == len(server.steps())
     assert "the first one is bad" in caplog.text
+
+
+def test_a_rejected_report_is_told_as_a_gap_with_the_next_batch(tmp_path, server, monkeypatch):
+    def reject_first(path, body):
+        answer = plain(path, body)
+        if not path.endswith("/reports"):
+            return answer
+        batches.append(decode_batch(body))
+        if batches[-1].reports[0].seq:
+            return answer
+        entry = {"index": 0, "seq": 0, "code": "past_horizon", "message": "step 1 came too late"}
+        return answer | {"accepted": answer["accepted"] - 1, "rejected": [entry]}
+
+    batches: list[ReportBatch] = []
+    plain = server.store
+    monkeypatch.setattr(server, "store", reject_first)
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    log_steps(run, 1, 1)
+    eventually(lambda: run.reports_dropped == {"rejected": 1})
+    log_steps(run, 2, 2)
+    run.finish()
+    assert [(gap.first_seq, gap.last_seq, gap.reason) for gap in batches[-1].gaps] == [(0, 0, "rejected")]
 
 
 def test_an_absent_server_costs_nothing_and_the_next_run_delivers_once(tmp_path, server, capsys):

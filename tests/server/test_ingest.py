@@ -194,3 +194,27 @@ def test_a_stream_extended_elsewhere_is_read_again(server):
     server.app.state.components.store.create_stream("r1", more, 0.0)
     answer = server.reports([report(5, 60, values=block(60, layers=4))])
     assert (answer.accepted, answer.rejected) == (1, [])
+
+
+def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
+    """Whatever this process knew: the horizon stands in the database, another process may have moved it."""
+    server.filled()
+    store = server.app.state.components.store
+    with store._writing() as connection:
+        connection.exec_driver_sql("UPDATE run_latest SET frozen_step = 30")
+    bad = report(6, 60, time=float("nan"))
+    scalars = report(9, 10, measured=False)
+    answer = server.reports([report(5, 30), bad, report(7, 70), report(8, 20), scalars])
+    assert (answer.accepted, answer.duplicates) == (2, 0)
+    assert [(entry.index, entry.seq, entry.code) for entry in answer.rejected] == [
+        (0, 5, "past_horizon"),
+        (1, 6, "bad_value"),
+        (3, 8, "past_horizon"),
+    ]
+    assert (answer.rejected[0].field, answer.rejected[0].limit) == ("step", 30)
+    assert "step 30 came too late: retention has dropped" in answer.rejected[0].message
+    counted = server.get("/metrics")
+    assert 'collage_server_reports_total{outcome="late"} 2.0' in counted
+    assert 'collage_server_reports_total{outcome="rejected"} 1.0' in counted
+    [stream] = server.get("/runs/r1/streams", wire.StreamList).streams
+    assert (stream.reports, stream.missing) == (7, 3)

@@ -131,8 +131,8 @@ class Delivery:
             self._pause(ServerUnreachable(f"{type(error).__name__}: {error}"))
             return False
         else:
-            self._count(answer)
             self._gaps_were_told(envelope)
+            self._count(answer)
         self._resume()
         return True
 
@@ -183,6 +183,9 @@ class Delivery:
         if answer.rejected:
             self.dropped["rejected"] += len(answer.rejected)
             self._say("rejected", f"the server rejects a report: {answer.rejected[0].message}")
+            for entry in answer.rejected:
+                if entry.seq is not None:
+                    join_gap(self._gaps, Gap(first_seq=entry.seq, last_seq=entry.seq, reason="rejected"))
 
     def _keep(self, envelope: Envelope) -> None:
         try:

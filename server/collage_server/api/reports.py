@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Path
@@ -16,7 +17,7 @@ from collage_server.api.bodies import content_type_of, held_body, read_body, unr
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest import check_batch
-from collage_server.store import ReportGroup
+from collage_server.store import GroupOutcome, ReportGroup
 
 __all__ = ["router"]
 
@@ -25,7 +26,7 @@ router = APIRouter(tags=["reports"])
 
 @router.post("/streams/{stream_id}/reports", **describes(wire.BatchAnswer, bytes))
 async def add_reports(request: Request, stream_id: Annotated[str, Path(max_length=64)]) -> Response:
-    """Store a batch of reports exactly once; a bad report is named in `rejected`, its neighbours are kept."""
+    """Store a batch of reports exactly once; a bad or late one is named in `rejected`, its neighbours are kept."""
     components = components_of(request)
     content_type = content_type_of(request)
     with held_body(request) as held:
@@ -53,4 +54,26 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
     if outcome.gone:
         components.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
+    if outcome.late:
+        rejected = sorted([*rejected, *_late(batch, rejected, outcome)], key=lambda entry: entry.index)
     return wire.BatchAnswer(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=rejected)
+
+
+def _late(
+    batch: wire.ReportBatch, rejected: Sequence[wire.RejectedReport], outcome: GroupOutcome
+) -> list[wire.RejectedReport]:
+    """The reports that the commit refused, by their place in the batch."""
+    refused = {entry.index for entry in rejected}
+    kept = [index for index in range(len(batch.reports)) if index not in refused]
+    return [
+        wire.RejectedReport(
+            index=kept[position],
+            seq=(report := batch.reports[kept[position]]).seq,
+            code="past_horizon",
+            message=f"step {report.step} came too late: retention has dropped the single points up to step "
+            f"{outcome.frozen_step}, so its totals have no place; drop it, or keep raw points for longer",
+            field="step",
+            limit=outcome.frozen_step,
+        )
+        for position in outcome.late
+    ]

@@ -17,17 +17,20 @@ COMMIT_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0
 class IngestCounters:
     """Reports by outcome, and commits by duration. Thread-safe."""
 
-    reports: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "duplicate": 0, "rejected": 0})
+    reports: dict[str, int] = field(
+        default_factory=lambda: {"accepted": 0, "duplicate": 0, "rejected": 0, "late": 0}
+    )
     commits: list[int] = field(default_factory=lambda: [0] * (len(COMMIT_BUCKETS) + 1))
     commit_seconds: float = 0.0
     _lock: Lock = field(default_factory=Lock)
 
-    def count(self, *, accepted: int = 0, duplicates: int = 0, rejected: int = 0) -> None:
+    def count(self, *, accepted: int = 0, duplicates: int = 0, rejected: int = 0, late: int = 0) -> None:
         """Add outcomes of reports."""
         with self._lock:
             self.reports["accepted"] += accepted
             self.reports["duplicate"] += duplicates
             self.reports["rejected"] += rejected
+            self.reports["late"] += late
 
     def committed(self, seconds: float) -> None:
         """Add one commit."""

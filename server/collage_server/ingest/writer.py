@@ -109,7 +109,9 @@ class Writer:
         self._counters.committed(time.perf_counter() - started)
         for outcome in outcomes:
             if isinstance(outcome, GroupOutcome):
-                self._counters.count(accepted=outcome.accepted, duplicates=outcome.duplicates)
+                self._counters.count(
+                    accepted=outcome.accepted, duplicates=outcome.duplicates, late=len(outcome.late)
+                )
         self._deliver(batch, outcomes)
 
     def _append(self, batch: list[_Pending]) -> list[GroupOutcome]:

@@ -62,11 +62,16 @@ class ReportGroup:
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """What became of a group, known after the commit. `gone`: the run was deleted, nothing was stored."""
+    """What became of a group, known after the commit. `gone`: the run was deleted, nothing was stored.
+
+    `late` are positions in the group whose totals belong to steps at or before `frozen_step`: refused, not stored.
+    """
 
     accepted: int
     duplicates: int
     gone: bool = False
+    late: tuple[int, ...] = ()
+    frozen_step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -65,7 +66,7 @@ class SqlStore(ABC):
         self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
         self._newest_lock = Lock()
         self._access = SqlAccess(self._reading, self._writing)
-        self._life = SqlLife(self._reading, self._writing, self._sealing)
+        self._life = SqlLife(self._reading, self._writing, self._sealing, self._settle)
 
     @abstractmethod
     def _connect(self) -> Engine:
@@ -266,14 +267,23 @@ class SqlStore(ABC):
         record = self.run(run_id)
         silent = record.updated_at < now - self._stale_after_seconds
         with self._sealing(run_id) as mine:
-            return mine and sealing.seal(
-                run_id,
-                self._reading,
-                self._writing,
-                self._limits,
-                closed=silent or record.state != "running",
-                stale_after_seconds=self._stale_after_seconds,
-            )
+            return mine and self._seal_part(run_id, self._limits, closed=silent or record.state != "running")
+
+    def _settle(self, run_id: str) -> None:
+        """Seal every late report, however few they are; the caller has claimed the run."""
+        limits = dataclasses.replace(self._limits, late_rows=1)
+        while self._seal_part(run_id, limits, closed=False):
+            pass
+
+    def _seal_part(self, run_id: str, limits: SealLimits, *, closed: bool) -> bool:
+        return sealing.seal(
+            run_id,
+            self._reading,
+            self._writing,
+            limits,
+            closed=closed,
+            stale_after_seconds=self._stale_after_seconds,
+        )
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step; read again only when `run_latest` has moved since the last call."""

@@ -49,10 +49,21 @@ class _Latest:
     def __init__(self, row: Row[Any]) -> None:
         self.values: dict[str, Any] = {name: getattr(row, name) for name in _MOVING}
         self.scalars = _DECODE(row.scalars)
-        self.sealed = ranges_from_json(row.sealed)
+        self.frozen_step: int | None = row.frozen_step
+        self._sealed = ranges_from_json(row.sealed)
         self.own = {"own_run": row.run_id, "own_stream": row.stream_id}
         self.moved = False
         self.newest_time = -math.inf
+
+    def is_late(self, report: wire.Report) -> bool:
+        """Whether it brings totals for which there is no place any more; one that is stored already is not late."""
+        horizon = self.frozen_step
+        passed = horizon is not None and report.step <= horizon and report.model is not None
+        return passed and not contains(self._sealed, report.seq)
+
+    def may_take(self, report: wire.Report) -> bool:
+        """Whether the report goes to the journal, which knows if it is there already."""
+        return not contains(self._sealed, report.seq) and not self.is_late(report)
 
     def absorb(self, report: wire.Report) -> None:
         """Count one newly stored report and keep what is newest of it."""
@@ -95,7 +106,7 @@ def append(
         for group in groups
         if (known := latest[group.stream.stream_id]) is not None
         for report in group.reports
-        if not contains(known.sealed, report.seq)
+        if known.may_take(report)
     ]
     flags = iter(insert_reports(connection, rows))
     outcomes = [_count(group, latest[group.stream.stream_id], flags) for group in groups]
@@ -109,11 +120,13 @@ def _count(group: ReportGroup, latest: _Latest | None, flags: Iterator[bool]) ->
     if latest is None:
         return GroupOutcome(0, 0, gone=True)
     accepted = 0
+    late = tuple(position for position, report in enumerate(group.reports) if latest.is_late(report))
     for report in group.reports:
-        if not contains(latest.sealed, report.seq) and next(flags):
+        if latest.may_take(report) and next(flags):
             accepted += 1
             latest.absorb(report)
-    return GroupOutcome(accepted, len(group.reports) - accepted)
+    duplicates = len(group.reports) - accepted - len(late)
+    return GroupOutcome(accepted, duplicates, late=late, frozen_step=latest.frozen_step)
 
 
 def _row(stream: StreamRecord, report: wire.Report) -> ReportRow:

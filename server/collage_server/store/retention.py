@@ -1,7 +1,7 @@
 """What leaves the store: fine levels past their horizon, and the rows of deleted runs. In slices, behind no reader.
 
-A chunk whose level 1 is gone is *frozen*: its coarse levels stay as they are, and a report that still comes for its
-steps keeps its scalars only. The newest chunk of an attempt is never frozen, so a run's last step stays as it was.
+A chunk whose level 1 is gone is *frozen*: its coarse levels stay as they are, and totals that still come for its
+steps are refused (`horizon`). The newest chunk of an attempt is never frozen, so a run's last step stays as it was.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from sqlalchemy import Connection, Row, Table, delete, exists, or_, select, tupl
 
 from collage_server.store import schema
 from collage_server.store.chunks import LEVELS, read_point_rows
+from collage_server.store.horizon import catch_up, freeze, read_lagging
 
 __all__ = ["SqlLife"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
 Claim = Callable[[str], AbstractContextManager[bool]]
+Settle = Callable[[str], None]
+"""Seals every report that still waits for its place in an old chunk; the caller holds the claim."""
 _BULKY: Final = (
     schema.report,
     schema.layer_chunk,
@@ -39,15 +42,17 @@ class _Expired:
     attempt: int
     level: int
     chunk: int
+    last_step: int
 
 
 class SqlLife:
     """Expiry and deletion on an SQL database; transactions and the claim on a run come from the store."""
 
-    def __init__(self, reading: Transaction, writing: Transaction, claim: Claim) -> None:
+    def __init__(self, reading: Transaction, writing: Transaction, claim: Claim, settle: Settle) -> None:
         self._reading = reading
         self._writing = writing
         self._claim = claim
+        self._settle = settle
         self._doomed: set[str] | None = None
         self._lock = Lock()
 
@@ -67,10 +72,14 @@ class SqlLife:
             if not mine:
                 return 0
             with self._reading() as connection:
+                lagging = read_lagging(connection, run_id)
                 expired = _expired(connection, run_id, before)
-            for entry in expired:
-                self._drop(run_id, entry)
-        return len(expired)
+            if lagging:
+                with self._writing() as connection:
+                    catch_up(connection, run_id, lagging)
+            if any(entry.level == 1 for entry in expired):
+                self._settle(run_id)
+            return sum(self._drop(run_id, entry) for entry in expired)
 
     def doom(self, run_id: str) -> None:
         """Remember a run that was just deleted."""
@@ -103,10 +112,12 @@ class SqlLife:
                     return True
         return False
 
-    def _drop(self, run_id: str, entry: _Expired) -> None:
+    def _drop(self, run_id: str, entry: _Expired) -> bool:
         """The points first: from then on readers use coarser levels. The model's rows last: they tell that a drop
-        was interrupted."""
+        was interrupted. False: reports came meanwhile that belong there; the next round tries again."""
         with self._writing() as connection:
+            if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
+                return False
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
         going_on = True
         while going_on:
@@ -115,6 +126,7 @@ class SqlLife:
                 going_on = bool(_delete_some(connection, schema.layer_chunk, *where))
         with self._writing() as connection:
             connection.execute(delete(schema.model_chunk).where(*_rows_of(schema.model_chunk, run_id, entry)))
+        return True
 
 
 def _buried_with_rows() -> Any:
@@ -155,10 +167,11 @@ def _expired(connection: Connection, run_id: str, before: Mapping[int, float]) -
             for chunk, levels in sorted(chunks.items()):
                 if chunk == newest or coarser not in levels:
                     continue
-                if level in levels and _last_time(connection, run_id, attempt, coarser, chunk) >= moment:
+                last_step, last_time = _last_point(connection, run_id, attempt, coarser, chunk)
+                if level in levels and last_time >= moment:
                     break
                 if level in levels or level in left[attempt][chunk]:
-                    expired.append(_Expired(attempt, level, chunk))
+                    expired.append(_Expired(attempt, level, chunk, last_step))
     return expired
 
 
@@ -178,6 +191,7 @@ def _held(connection: Connection, table: Table, run_id: str) -> dict[int, dict[i
     return found
 
 
-def _last_time(connection: Connection, run_id: str, attempt: int, level: int, chunk: int) -> float:
+def _last_point(connection: Connection, run_id: str, attempt: int, level: int, chunk: int) -> tuple[int, float]:
+    """The last step of a chunk, and the newest time in it."""
     points = read_point_rows(connection, run_id, attempt, level, [chunk])
-    return float(points.times.max())
+    return int(points.steps.max()), float(points.times.max())

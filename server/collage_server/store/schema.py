@@ -148,9 +148,11 @@ run_latest: Final = Table(
     Column("sealed", Text, nullable=False, server_default="[]"),
     Column("given_up", Text, nullable=False, server_default="[]"),
     Column("clock_skew_seconds", Double),
+    Column("frozen_step", BigInteger),
 )
 """Per stream, written with its reports: counts, newest places, `scalars` {name: [step, value]}; `sealed`, the
-ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come."""
+ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come;
+`frozen_step`, up to which the attempt takes no more totals."""
 
 entry: Final = Table(
     "entry",

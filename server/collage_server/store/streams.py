@@ -17,6 +17,7 @@ from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_str
 from collage_server.store import schema
 from collage_server.store.contract import IntArray, StreamRecord
 from collage_server.store.gaps import count_numbers
+from collage_server.store.horizon import frozen_step
 from collage_server.store.ranges import ranges_from_json
 from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
 
@@ -165,6 +166,7 @@ def _insert_stream(
             rank=create.rank,
             reports=0,
             scalars="{}",
+            frozen_step=frozen_step(connection, run_id, attempt),
         )
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from collage_server.errors import Gone
@@ -9,7 +11,7 @@ from collage_server.store import Selection
 from collage_server.store.chunks import read_chunk_infos
 
 from collage_monitor import wire
-from tests.server.samples import STATISTICS, report
+from tests.server.samples import STATISTICS, report, stream_create
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 
 ALL = Selection()
@@ -99,22 +101,98 @@ class LifeContract:
         assert few.counts.sum() == 4 * CHUNK
         assert not np.isnan(few.extremes["edq_ratio"][0][:3]).any()
 
-    def test_a_report_that_comes_after_the_freeze_keeps_its_scalars_only(self, store):
+    def test_totals_that_come_after_the_freeze_are_refused_and_change_nothing(self, store, reopen):
         stream = filled(store)
         store.life.expire("r1", {1: NOW + 1e9})
         before = store.model_points("r1", STATISTICS, ALL)
-        late = [report(1000 + i, 5 + i, scalars={"loss": 77.0}) for i in range(8)]
-        StoreContract.append(store, stream, *late)
         for _ in range(2):
-            after = store.model_points("r1", STATISTICS, ALL)
-            assert after.steps.tolist() == before.steps.tolist()
-            for key, values in before.totals.items():
-                np.testing.assert_array_equal(after.totals[key], values)
-            while store.seal("r1", NOW):
-                pass
+            outcome = StoreContract.append(store, stream, report(1000, 200), report(1001, 5), report(3, 4))
+            assert (outcome.late, outcome.frozen_step) == ((1,), 3 * CHUNK)
+            assert outcome.accepted + outcome.duplicates == 2
+            store = reopen()
+        assert store.streams("r1")[0].reports == 4 * CHUNK + 1
+        after = store.model_points("r1", STATISTICS, ALL)
+        assert after.steps.tolist() == [*before.steps.tolist(), 200]
+        for key, values in before.totals.items():
+            np.testing.assert_array_equal(after.totals[key][:-1], values)
+
+    def test_scalars_that_come_after_the_freeze_are_kept(self, store):
+        stream = filled(store)
+        store.life.expire("r1", {1: NOW + 1e9})
+        late = report(1000, 5, scalars={"loss": 77.0}, measured=False)
+        assert StoreContract.append(store, stream, late).accepted == 1
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        while store.seal("r1", NOW):
+            pass
         assert not store.journal_runs()
-        assert [sorted(info.levels) for info in infos(store)] == [[16, 256]] * 3 + [[1, 16, 256]]
         assert store.scalar_points("r1", ["loss"], ALL)["loss"].values[4] == 77.0
+
+    def test_a_stream_that_joins_later_knows_the_horizon(self, store):
+        filled(store)
+        store.life.expire("r1", {1: NOW + 1e9})
+        store.create_stream("r1", stream_create("joined", rank=1), NOW)
+        stream = store.stream_record("joined")
+        outcome = StoreContract.append(
+            store, stream, report(0, 3 * CHUNK, rank=1), report(1, 3 * CHUNK + 1, rank=1)
+        )
+        assert (outcome.accepted, outcome.late) == (1, (0,))
+        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=1), NOW)
+        store.create_stream("r1", stream_create("s-2", "launch-2"), NOW)
+        assert StoreContract.append(store, store.stream_record("s-2"), report(0, 5)).accepted == 1
+
+    def test_late_totals_acknowledged_before_the_freeze_are_sealed_first(self, store):
+        filled(store)
+        store.create_stream("r1", stream_create("slow", rank=1), NOW)
+        stream = store.stream_record("slow")
+        assert StoreContract.append(store, stream, report(0, 5, rank=1)).accepted == 1
+        whole = store.model_points("r1", ["lost"], ALL).totals["lost"]
+        assert store.life.expire("r1", {1: NOW + 1e9}) == 3
+        points = store.model_points("r1", ["lost"], ALL)
+        assert points.totals["lost"][0] == whole[:16].sum()
+        assert points.counts[0] == 16
+
+    def test_totals_that_arrive_between_look_and_freeze_put_it_off(self, store, monkeypatch):
+        stream = filled(store)
+        settle = store.life._settle
+
+        def settle_then_another_arrives(run_id):
+            settle(run_id)
+            monkeypatch.setattr(store.life, "_settle", settle)
+            assert StoreContract.append(store, stream, report(1000, 5)).accepted == 1
+
+        monkeypatch.setattr(store.life, "_settle", settle_then_another_arrives)
+        assert store.life.expire("r1", {1: NOW + 1e9}) == 0
+        assert store.life.expire("r1", {1: NOW + 1e9}) == 3
+
+    def test_whatever_the_race_nothing_acknowledged_is_dropped(self, store):
+        """One rank late while retention freezes chunk after chunk: what was acknowledged is in the sums."""
+        filled(store)
+        store.create_stream("r1", stream_create("slow", rank=1, world_size=2), NOW)
+        stream = store.stream_record("slow")
+        acknowledged, failures = set(), []
+        started = threading.Event()
+
+        def send():
+            try:
+                for seq, step in enumerate(range(1, 3 * CHUNK + 1)):
+                    if not StoreContract.append(store, stream, report(seq, step, rank=1)).late:
+                        acknowledged.add(step)
+                    started.set()
+            except Exception as error:
+                failures.append(error)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        started.wait(10)
+        for horizon in range(1, 4):
+            while not store.life.expire("r1", {1: NOW + horizon * CHUNK + 0.5}) and sender.is_alive():
+                pass
+        sender.join()
+        store.life.expire("r1", {1: NOW + 1e9})
+        assert not failures
+        lost = store.model_points("r1", ["lost"], Selection(last_step=3 * CHUNK))
+        expected = sum(10.0 * 6 * (1 + 2 * (step in acknowledged)) for step in range(1, 3 * CHUNK + 1))
+        assert lost.totals["lost"].sum() == expected
 
     def test_an_interrupted_drop_is_finished(self, store, monkeypatch):
         filled(store)
