@@ -158,6 +158,14 @@ class Client:
             "/compare", wire.Comparison, {"run": list(run_ids), "metric": metric, "points": points, "axis": axis}
         )
 
+    def correlation(self, run_ids: Sequence[str], x: str, y: str, *, window: float = 0.1) -> wire.Correlation:
+        """Two metrics or scalars over runs, each over the last `window` of its run, and their coefficients."""
+        return self._get("/correlation", wire.Correlation, {"x": x, "y": y, "run": list(run_ids), "window": window})
+
+    def events(self, run_id: str, *, cursor: int = 0, limit: int = 1000) -> wire.EventPage:
+        """What happened to a run, oldest first; the answer's cursor asks for what came later."""
+        return self._get(f"/runs/{run_id}/events", wire.EventPage, {"cursor": cursor, "limit": limit})
+
     def catalogue(self) -> wire.Catalogue:
         """Metrics, statistics, scalars and strategies that the server knows."""
         return self._get("/metrics-catalogue", wire.Catalogue)

@@ -31,6 +31,15 @@ from collage_monitor.wire.codec import (
     encode_json,
     encode_message,
 )
+from collage_monitor.wire.correlation import CorrelatedRun, Correlation, MissingValue
+from collage_monitor.wire.events import (
+    AlertmanagerAlert,
+    AlertmanagerAnswer,
+    AlertmanagerMessage,
+    Event,
+    EventKind,
+    EventPage,
+)
 from collage_monitor.wire.messages import (
     LIMITS,
     Attempt,
@@ -57,15 +66,23 @@ from collage_monitor.wire.numbers import (
 __all__ = [
     "Act",
     "ActPage",
+    "AlertmanagerAlert",
+    "AlertmanagerAnswer",
+    "AlertmanagerMessage",
     "Attempt",
     "AttemptCreate",
     "BatchAnswer",
     "Catalogue",
     "ComparedRun",
     "Comparison",
+    "CorrelatedRun",
+    "Correlation",
     "Deleted",
     "ErrorAnswer",
     "ErrorBody",
+    "Event",
+    "EventKind",
+    "EventPage",
     "Gap",
     "Health",
     "Heatmap",
@@ -77,6 +94,7 @@ __all__ = [
     "LayerList",
     "LoggedScalar",
     "MSGPACK",
+    "MissingValue",
     "Number",
     "ROLES",
     "RejectedReport",

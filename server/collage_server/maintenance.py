@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import Event, Thread
 from typing import Final, Protocol
 
 from collage_server.disk import DiskGuard
 from collage_server.errors import Gone, NotFound
-from collage_server.store import Life
+from collage_server.store import Life, NewEvent
 
 __all__ = ["Maintainable", "Maintenance"]
 
@@ -29,6 +29,9 @@ class Maintainable(Protocol):
 
     def return_space(self) -> bool:
         """Give a slice of free space back to the disk; True if there is more."""
+
+    def note_events(self, run_id: str, events: Sequence[NewEvent], now: float) -> int:
+        """Add to what happened to a run."""
 
 
 class Maintenance:
@@ -80,12 +83,17 @@ class Maintenance:
                 gone = self._store.life.expire(
                     run_id, {level: now - days * _DAY_SECONDS for level, days in self._days.items()}
                 )
+                if gone:
+                    _LOG.info("retention: %d levels of chunks of run %s left", gone, run_id)
+                    self._tell(run_id, gone, now)
             except (Gone, NotFound):
                 continue
-            if gone:
-                _LOG.info("retention: %d levels of chunks of run %s left", gone, run_id)
         self._repeat(lambda: self._store.life.purge(_SLICES))
         self._repeat(self._store.return_space)
+
+    def _tell(self, run_id: str, gone: int, now: float) -> None:
+        text = f"retention took fine points of {gone} stretch{'es' if gone > 1 else ''} of steps; coarser ones stay"
+        self._store.note_events(run_id, [NewEvent(origin=f"retention/{now}", kind="retention", text=text)], now)
 
     def _repeat(self, work: Callable[[], bool]) -> None:
         while not self._stopping.is_set() and work():

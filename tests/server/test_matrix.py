@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "POST /api/v1/runs/{run_id}/attempts": SENDERS,
     "POST /api/v1/runs/{run_id}/streams": SENDERS,
     "POST /api/v1/streams/{stream_id}/reports": SENDERS,
+    "POST /api/v1/alerts/alertmanager": SENDERS,
     "PATCH /api/v1/runs/{run_id}": SENDERS,
     "DELETE /api/v1/runs/{run_id}": {"operate", "admin"},
     "GET /api/v1/runs": READERS,
@@ -38,8 +39,10 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /api/v1/runs/{run_id}/series": READERS,
     "GET /api/v1/runs/{run_id}/heatmap": READERS,
     "GET /api/v1/runs/{run_id}/histogram": READERS,
+    "GET /api/v1/runs/{run_id}/events": READERS,
     "GET /api/v1/runs/{run_id}/export": READERS,
     "GET /api/v1/compare": READERS,
+    "GET /api/v1/correlation": READERS,
     "GET /api/v1/tokens": {"admin"},
     "POST /api/v1/tokens": {"admin"},
     "DELETE /api/v1/tokens/{token_id}": {"admin"},
@@ -51,12 +54,16 @@ QUERIES = {
     "series": "metric=loss",
     "heatmap": "metric=edq_ratio",
     "compare": "run=mine-1&metric=loss",
+    "correlation": "run=mine-1&x=edq_ratio&y=loss",
 }
 BODIES = {
     "runs": wire.RunCreate(run_id="fresh"),
     "attempts": wire.AttemptCreate(launch_id="again", first_step=5),
     "streams": stream_create("mine-1-other", "mine-1-launch", rank=1),
     "reports": wire.ReportBatch(reports=[report(1, 20)]),
+    "alertmanager": wire.AlertmanagerMessage(
+        alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": "mine-1"})]
+    ),
     "tokens": wire.TokenCreate(name="another", role="read", projects=["mine"]),
 }
 
@@ -126,7 +133,9 @@ def test_with_a_token_of_the_project(guarded, secrets, route, role, request):
 
 
 @pytest.mark.parametrize("role", ["ingest", "operate", "read"])
-@pytest.mark.parametrize("route", [route for route in ALLOWED if "{" in route or "compare" in route])
+@pytest.mark.parametrize(
+    "route", [route for route in ALLOWED if "{" in route or "compare" in route or "correlation" in route]
+)
 def test_with_a_token_of_another_project(guarded, secrets, route, role):
     method, path, message = request_of(route)
     answer = guarded.ask(method, path, secrets[role, "theirs"], message)

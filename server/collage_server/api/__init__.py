@@ -5,10 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from collage_server.api import (
+    alertmanager,
     attempts,
     audit,
     catalogue,
     compare,
+    correlation,
+    events,
     export,
     heatmap,
     histogram,
@@ -41,9 +44,12 @@ def api_router() -> APIRouter:
         latest,
         layers,
         worst,
+        events,
         compare,
+        correlation,
         export,
         catalogue,
+        alertmanager,
         tokens,
         audit,
     ):

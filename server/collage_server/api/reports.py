@@ -47,7 +47,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
         kept, rejected = check_batch(batch, await run_in_threadpool(components.registry.load, stream_id))
     components.counters.count(rejected=len(rejected))
     if batch.gaps:
-        await run_in_threadpool(components.store.note_gaps, stream, batch.gaps)
+        await run_in_threadpool(components.store.note_gaps, stream, batch.gaps, components.clock())
     if not kept:
         return wire.BatchAnswer(accepted=0, duplicates=0, rejected=rejected)
     outcome = await components.writer.submit(ReportGroup(stream, kept, size))

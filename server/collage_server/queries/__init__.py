@@ -1,6 +1,8 @@
 """From stored points to answers: pure functions, no database, no web."""
 
 from collage_server.queries.compare import MEAN_OF_LAST, compared_run
+from collage_server.queries.correlation import RunValue, correlation, last_metric, last_scalar
+from collage_server.queries.events import alert_event
 from collage_server.queries.finished import number, numbers
 from collage_server.queries.heatmap import heatmap
 from collage_server.queries.histogram import histogram
@@ -12,10 +14,15 @@ from collage_server.queries.worst import worst_layers, worst_order
 __all__ = [
     "MEAN_OF_LAST",
     "Positions",
+    "RunValue",
     "WORST_LAYERS",
+    "alert_event",
     "compared_run",
+    "correlation",
     "heatmap",
     "histogram",
+    "last_metric",
+    "last_scalar",
     "latest_answer",
     "metric_series",
     "number",

@@ -16,6 +16,7 @@ __all__ = [
     "GroupOutcome",
     "LatestPoint",
     "Life",
+    "NewEvent",
     "Points",
     "ReportGroup",
     "RunPageRecord",
@@ -195,6 +196,18 @@ class LatestPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NewEvent:
+    """Something to tell of a run. `origin` names what it comes from within the run: the same one is told once."""
+
+    origin: str
+    kind: wire.EventKind
+    text: str
+    attempt: int | None = None
+    step: int | None = None
+    layers: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class SealLimits:
     """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
 
@@ -302,8 +315,14 @@ class Store(Protocol):
     def journal_runs(self) -> list[str]:
         """Runs that have reports in the journal."""
 
-    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap]) -> None:
+    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
         """Keep which reports of a stream will never come; the same gap twice is one."""
+
+    def note_events(self, run_id: str, events: Sequence[NewEvent], now: float) -> int:
+        """Add to what happened to a run; how many of these were new."""
+
+    def events(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
+        """What happened to a run, oldest first: events numbered above `after`."""
 
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""

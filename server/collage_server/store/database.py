@@ -15,6 +15,7 @@ from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
 from collage_monitor import wire
 from collage_server.errors import Busy, StoreUnusable, Unprocessable
+from collage_server.store import events as run_events
 from collage_server.store import gaps as gap_ranges
 from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
 from collage_server.store.access import SqlAccess
@@ -22,6 +23,7 @@ from collage_server.store.contract import (
     FloatArray,
     GroupOutcome,
     LatestPoint,
+    NewEvent,
     Points,
     ReportGroup,
     RunPageRecord,
@@ -35,6 +37,7 @@ from collage_server.store.contract import (
     StreamRecord,
 )
 from collage_server.store.retention import SqlLife
+from collage_server.store.rows import require_run
 
 __all__ = ["SqlStore"]
 
@@ -222,10 +225,21 @@ class SqlStore(ABC):
         with self._writing() as connection:
             return journal.append(connection, groups, now, self._insert_reports)
 
-    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap]) -> None:
+    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
         """Keep which reports of a stream will never come."""
         with self._writing() as connection:
-            gap_ranges.note_gaps(connection, stream.run_id, stream.stream_id, gaps)
+            gap_ranges.note_gaps(connection, stream, gaps, now)
+
+    def note_events(self, run_id: str, events: Sequence[NewEvent], now: float) -> int:
+        """Add to what happened to a run; how many of these were new."""
+        with self._writing() as connection:
+            require_run(connection, run_id)
+            return run_events.add_events(connection, run_id, events, now)
+
+    def events(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
+        """What happened to a run, oldest first."""
+        with self._reading() as connection:
+            return run_events.read_events(connection, run_id, after, limit)
 
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""

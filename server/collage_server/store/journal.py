@@ -11,7 +11,8 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 
 from collage_monitor import wire
 from collage_server.store import schema
-from collage_server.store.contract import GroupOutcome, ReportGroup, Selection, StreamRecord
+from collage_server.store.contract import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
+from collage_server.store.events import COUNTED, add_events, count_event
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.rows import scalars_to_json, to_json
 
@@ -52,6 +53,8 @@ class _Latest:
         self.frozen_step: int | None = row.frozen_step
         self._sealed = ranges_from_json(row.sealed)
         self.own = {"own_run": row.run_id, "own_stream": row.stream_id}
+        self._place = {"stream_id": row.stream_id, "attempt": row.attempt, "rank": row.rank}
+        self.events: list[NewEvent] = []
         self.moved = False
         self.newest_time = -math.inf
 
@@ -83,7 +86,15 @@ class _Latest:
                 values["measured_step"], values["measured_seq"] = place
         for name, value in report.scalars.items():
             if name not in self.scalars or report.step >= self.scalars[name][0]:
+                if name in COUNTED:
+                    self._count(name, value, report.step)
                 self.scalars[name] = (report.step, wire.to_number(value))
+
+    def _count(self, name: str, value: float, step: int) -> None:
+        _, old = self.scalars.get(name, (0, 0.0))
+        event = count_event(name, float(old), value, step=step, **self._place)
+        if event is not None:
+            self.events.append(event)
 
     def parameters(self, now: float) -> dict[str, Any]:
         """What the update statement binds."""
@@ -113,6 +124,9 @@ def append(
     moved = [entry.parameters(now) for entry in latest.values() if entry is not None and entry.moved]
     if moved:
         connection.execute(_WRITE_LATEST, moved)
+    for entry in latest.values():
+        if entry is not None and entry.events:
+            add_events(connection, entry.own["own_run"], entry.events, now)
     return outcomes
 
 

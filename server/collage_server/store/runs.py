@@ -24,6 +24,7 @@ _RUN: Final = schema.run
 _OWNED: Final = (
     schema.entry,
     schema.run_latest,
+    schema.event,
     schema.layer,
     schema.attempt,
     schema.run_tag,

@@ -22,6 +22,7 @@ __all__ = [
     "attempt",
     "deleted_run",
     "entry",
+    "event",
     "layer",
     "layer_chunk",
     "metadata",
@@ -234,6 +235,22 @@ scalar_chunk: Final = Table(
     Column("data", LargeBinary, nullable=False),
 )
 """Logged values of one stream and name, [3][point_count] of eight bytes each: steps, times, values."""
+
+event: Final = Table(
+    "event",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("event", Integer, primary_key=True, autoincrement=False),
+    Column("origin", _NAME, nullable=False),
+    Column("time", Double, nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("text", Text, nullable=False),
+    Column("attempt", Integer),
+    Column("step", BigInteger),
+    Column("layers", Text, nullable=False),
+    UniqueConstraint("run_id", "origin"),
+)
+"""What happened to a run, numbered from 1; `origin` is what it comes from, so that it is told once."""
 
 seal_claim: Final = Table("seal_claim", metadata, Column("run_id", _ID, primary_key=True))
 """A row to lock: on a database with several servers, the one that holds it seals the run."""

@@ -16,6 +16,7 @@ from collage_monitor.metrics import statistic
 from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
 from collage_server.store import schema
 from collage_server.store.contract import IntArray, StreamRecord
+from collage_server.store.events import add_events, attempt_event, move_event, rank_twice
 from collage_server.store.gaps import count_numbers
 from collage_server.store.horizon import frozen_step
 from collage_server.store.ranges import ranges_from_json
@@ -45,6 +46,7 @@ def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCrea
         first_step = min(known.first_step, create.first_step)
         connection.execute(update(table).where(*mine).values(first_step=first_step))
         number, created_at = known.attempt, known.created_at
+        move_event(connection, run_id, attempt_event(number, first_step))
     else:
         newest = connection.execute(select(func.max(table.c.attempt)).where(table.c.run_id == run_id)).scalar()
         number, first_step, created_at = (newest or 0) + 1, create.first_step, now
@@ -57,6 +59,7 @@ def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCrea
                 created_at=now,
             )
         )
+        add_events(connection, run_id, [attempt_event(number, first_step)], now)
     return wire.Attempt(
         run_id=run_id, attempt=number, launch_id=create.launch_id, first_step=first_step, created_at=created_at
     )
@@ -145,6 +148,10 @@ def _insert_stream(
     connection: Connection, run_id: str, attempt: int, create: wire.StreamCreate, positions: IntArray, now: float
 ) -> None:
     newest = connection.execute(select(func.max(_STREAM.c.stream)).where(_STREAM.c.run_id == run_id)).scalar()
+    same = (_STREAM.c.run_id == run_id, _STREAM.c.attempt == attempt, _STREAM.c.rank == create.rank)
+    if connection.execute(select(_STREAM.c.stream).where(*same).limit(1)).first() is not None:
+        event = rank_twice(create.stream_id, attempt, create.rank, create.process_id)
+        add_events(connection, run_id, [event], now)
     connection.execute(
         insert(_STREAM).values(
             run_id=run_id,

@@ -17,6 +17,7 @@ from sqlalchemy import text
 from collage_monitor import wire
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
+from tests.server.store.events import EventsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.sealing import SealingContract, seal_all, seen, unchanged
 
@@ -56,6 +57,10 @@ class TestPostgresql(StoreContract):
 
 class TestPostgresqlSealing(SealingContract):
     """Sealing on PostgreSQL."""
+
+
+class TestPostgresqlEvents(EventsContract):
+    """What happened to a run, on PostgreSQL."""
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):

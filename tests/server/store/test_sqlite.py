@@ -10,6 +10,7 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import SqliteStore
 
 from tests.server.store.contract import LIMITS, StoreContract
+from tests.server.store.events import EventsContract
 from tests.server.store.sealing import SealingContract
 
 
@@ -46,6 +47,10 @@ class TestSqlite(StoreContract):
 
 class TestSqliteSealing(SealingContract):
     """Sealing on SQLite."""
+
+
+class TestSqliteEvents(EventsContract):
+    """What happened to a run, on SQLite."""
 
 
 def test_page_settings_are_in_force(store):

@@ -1,0 +1,62 @@
+"""Correlation: does one number go with another over several runs?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server import queries
+from collage_server.api import parameters
+from collage_server.api.answers import describes
+from collage_server.api.cache import respond
+from collage_server.components import Components, components_of
+from collage_server.store import ScalarPoints, Selection
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["reading"])
+_RESOLUTION = 1000
+_NOTHING = ScalarPoints.empty()
+_KEY = "A metric's key, or the name of a logged scalar."
+
+
+@router.get("/correlation", **describes(wire.Correlation))
+def correlation(
+    request: Request,
+    x: Annotated[str, Query(max_length=512, description=_KEY)],
+    y: Annotated[str, Query(max_length=512, description=_KEY)],
+    run: Annotated[list[str], Query(min_length=1, max_length=500, description="A run_id; repeat it.")],
+    window: Annotated[
+        float, Query(gt=0.0, le=1.0, description="Over so much of each run's end; 1 is the whole run.")
+    ] = 0.1,
+) -> Response:
+    """Two numbers of each run's end (metrics merged, scalars' mean), and Pearson's and Spearman's coefficients."""
+    components = components_of(request)
+
+    def make() -> wire.Correlation:
+        records = [components.store.run(run_id) for run_id in dict.fromkeys(run)]
+        for key in (x, y):
+            if parameters.is_metric(key):
+                parameters.checked_metric(key)
+            else:
+                parameters.known_scalars(key, records)
+        places = [
+            (record, _value(components, record.run_id, x, window), _value(components, record.run_id, y, window))
+            for record in records
+        ]
+        return queries.correlation((x, y), window, places)
+
+    return respond(request, run, make)
+
+
+def _value(components: Components, run_id: str, key: str, window: float) -> queries.RunValue:
+    if parameters.is_metric(key):
+        needed = queries.statistics_for(key, intervals=False)
+        points = components.store.model_points(run_id, needed, Selection(points=_RESOLUTION))
+        return queries.last_metric(key, points, window)
+    logged = components.store.scalar_points(run_id, (key,), Selection()).get(key, _NOTHING)
+    return queries.last_scalar(logged, window)

@@ -1,0 +1,132 @@
+"""What happened to a run: told once each, numbered in the order of commits, so that a cursor skips nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import Connection, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from collage_monitor import wire
+from collage_server.store import schema
+from collage_server.store.contract import NewEvent
+from collage_server.store.rows import from_json, require_run, to_json
+
+__all__ = [
+    "COUNTED",
+    "MOST_LAYERS",
+    "add_events",
+    "attempt_event",
+    "count_event",
+    "move_event",
+    "rank_twice",
+    "read_events",
+]
+
+MOST_LAYERS: Final = 8
+"""Layers that one event names."""
+
+_EVENT: Final = schema.event
+_INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_COUNTED: Final[dict[str, tuple[wire.EventKind, str]]] = {
+    "reports_dropped": ("reports_dropped", "rank {rank} has dropped {count} report{s} since it began"),
+    "skipped_steps": ("skipped_steps", "the loss scaler of rank {rank} has skipped {count} step{s} since attach"),
+}
+COUNTED: Final = frozenset(_COUNTED)
+"""Logged counts whose growth is told of."""
+
+
+def add_events(connection: Connection, run_id: str, events: Sequence[NewEvent], now: float) -> int:
+    """Add events in the caller's transaction; how many were new. At most `events_per_run`, the others are not kept.
+
+    Two transactions that take the same number wait for each other, and the later one takes the next: numbers become
+    visible in their order. Whoever writes events of several runs does so in the order of run_id.
+    """
+    return sum(_add(connection, run_id, event, now) for event in events)
+
+
+def _add(connection: Connection, run_id: str, event: NewEvent, now: float) -> bool:
+    mine = _EVENT.c.run_id == run_id
+    told = select(_EVENT.c.event).where(mine, _EVENT.c.origin == event.origin)
+    while connection.execute(told).first() is None:
+        number = (connection.execute(select(func.max(_EVENT.c.event)).where(mine)).scalar() or 0) + 1
+        if number > wire.LIMITS["events_per_run"]:
+            return False
+        row = _INSERT[connection.dialect.name](_EVENT).values(
+            run_id=run_id,
+            event=number,
+            origin=event.origin,
+            time=now,
+            kind=event.kind,
+            text=event.text,
+            attempt=event.attempt,
+            step=event.step,
+            layers=to_json(list(event.layers[:MOST_LAYERS])),
+        )
+        if connection.execute(row.on_conflict_do_nothing().returning(_EVENT.c.event)).first() is not None:
+            return True
+    return False
+
+
+def move_event(connection: Connection, run_id: str, event: NewEvent) -> None:
+    """Correct the step and text of an event that was told already."""
+    mine = (_EVENT.c.run_id == run_id, _EVENT.c.origin == event.origin)
+    connection.execute(update(_EVENT).where(*mine).values(step=event.step, text=event.text))
+
+
+def read_events(connection: Connection, run_id: str, after: int, limit: int) -> list[wire.Event]:
+    """Events numbered above `after`, oldest first."""
+    require_run(connection, run_id)
+    rows = connection.execute(
+        select(_EVENT)
+        .where(_EVENT.c.run_id == run_id, _EVENT.c.event > after)
+        .order_by(_EVENT.c.event)
+        .limit(limit)
+    )
+    return [
+        wire.Event(
+            event=row.event,
+            time=row.time,
+            kind=row.kind,
+            text=row.text,
+            attempt=row.attempt,
+            step=row.step,
+            layers=from_json(row.layers),
+        )
+        for row in rows
+    ]
+
+
+def attempt_event(attempt: int, first_step: int) -> NewEvent:
+    """A launch; a later one hides what older ones reported from its first step on."""
+    text = f"attempt {attempt} began at step {first_step}"
+    if attempt > 1:
+        text += ": older attempts' points from there on are hidden"
+    return NewEvent(origin=f"attempt/{attempt}", kind="attempt", text=text, attempt=attempt, step=first_step)
+
+
+def rank_twice(stream_id: str, attempt: int, rank: int, process_id: int) -> NewEvent:
+    """A second process on one rank of one launch."""
+    return NewEvent(
+        origin=f"rank_twice/{stream_id}",
+        kind="rank_twice",
+        text=f"process {process_id} also reports as rank {rank} of attempt {attempt}; the first one counts",
+        attempt=attempt,
+    )
+
+
+def count_event(
+    name: str, old: float, new: float, *, stream_id: str, attempt: int, rank: int, step: int
+) -> NewEvent | None:
+    """A rank's count that has reached another power of two; None while it has not, or where it is no count."""
+    if not 0 <= old < new <= 2**53 or (size := int(new).bit_length()) == int(old).bit_length():
+        return None
+    kind, text = _COUNTED[name]
+    return NewEvent(
+        origin=f"{name}/{stream_id}/{size}",
+        kind=kind,
+        text=text.format(rank=rank, count=int(new), s="" if int(new) == 1 else "s"),
+        attempt=attempt,
+        step=step,
+    )

@@ -1,0 +1,112 @@
+"""GET /runs/RUN/events and Alertmanager's webhook, as Alertmanager sends it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from collage_monitor import wire
+from tests.server.conftest import NOW
+from tests.server.guarded import door
+from tests.server.samples import report
+
+WEBHOOK: dict[str, Any] = {
+    "version": "4",
+    "groupKey": '{}:{alertname="CollageEdqLow"}',
+    "truncatedAlerts": 0,
+    "status": "firing",
+    "receiver": "collage",
+    "groupLabels": {"alertname": "CollageEdqLow"},
+    "commonLabels": {"alertname": "CollageEdqLow", "severity": "warning"},
+    "commonAnnotations": {},
+    "externalURL": "http://alertmanager:9093",
+    "alerts": [
+        {
+            "status": "firing",
+            "labels": {"alertname": "CollageEdqLow", "run_id": "r1", "project": "p", "severity": "warning"},
+            "annotations": {"summary": "less than nine tenths of the intended descent reaches the weights"},
+            "startsAt": "2026-11-21T10:00:00.000Z",
+            "endsAt": "0001-01-01T00:00:00Z",
+            "generatorURL": "http://prometheus:9090/graph",
+            "fingerprint": "c1a2b3c4d5e6f708",
+        }
+    ],
+}
+
+
+def page(server, cursor=0, limit=1000):
+    return server.get(f"/runs/r1/events?cursor={cursor}&limit={limit}", wire.EventPage)
+
+
+def notify(server, status="firing", **labels):
+    alert = WEBHOOK["alerts"][0]
+    body = WEBHOOK | {"status": status, "alerts": [alert | {"status": status, "labels": alert["labels"] | labels}]}
+    content = json.dumps(body).encode()
+    return server.post(
+        "/alerts/alertmanager", content, wire.AlertmanagerAnswer, headers={"Content-Type": wire.JSON}
+    )
+
+
+def test_a_timeline_from_launch_to_alert(server):
+    server.filled()
+    server.reports([report(9, 60, measured=False, scalars={"skipped_steps": 2.0})])
+    server.clock.now = NOW + 60
+    assert notify(server) == wire.AlertmanagerAnswer(stored=1, known=0, ignored=0)
+    found = page(server)
+    assert [(event.event, event.kind, event.step) for event in found.events] == [
+        (1, "attempt", 1),
+        (2, "skipped_steps", 60),
+        (3, "alert", None),
+    ]
+    assert found.events[2].time == NOW + 60
+    assert found.events[2].text == (
+        "CollageEdqLow firing (warning): less than nine tenths of the intended descent reaches the weights"
+    )
+    assert found.cursor == 3
+
+
+def test_the_cursor_asks_for_what_came_later(server):
+    server.filled()
+    assert [event.event for event in page(server, limit=1).events] == [1]
+    assert page(server, cursor=1) == wire.EventPage(run_id="r1", events=[], cursor=1)
+    server.attempt(launch_id="launch-2", first_step=40)
+    later = page(server, cursor=1)
+    assert [(event.kind, event.step) for event in later.events] == [("attempt", 40)]
+    assert later.cursor == 2
+    assert server.get("/runs/r1/events?cursor=-1", status=422).field == "cursor"
+    assert server.get("/runs/zz/events", status=404).field == "run_id"
+
+
+def test_an_alert_is_kept_once_a_state(server):
+    server.filled()
+    answers = [notify(server), notify(server), notify(server, "resolved"), notify(server, run_id="unknown")]
+    assert [(entry.stored, entry.known, entry.ignored) for entry in answers] == [
+        (1, 0, 0),
+        (0, 1, 0),
+        (1, 0, 0),
+        (0, 0, 1),
+    ]
+    assert [event.kind for event in page(server).events] == ["attempt", "alert", "alert_resolved"]
+
+
+def test_a_notification_that_is_none(server):
+    headers = {"Content-Type": wire.JSON}
+    assert "alerts" in server.post("/alerts/alertmanager", b"{}", status=400, headers=headers).message
+    broken = json.dumps({"alerts": [{"status": "maybe", "labels": {}}]}).encode()
+    assert server.post("/alerts/alertmanager", broken, status=422, headers=headers).field == "alerts[0].status"
+
+
+def test_a_token_stores_alerts_of_its_own_projects_only(tmp_path):
+    with door(tmp_path) as opened:
+        for project in ("mine", "theirs"):
+            opened.fill(project, f"{project}-1")
+        secret, _ = opened.token("ingest", ["mine"])
+        alerts = [
+            wire.AlertmanagerAlert(status="firing", labels={"alertname": "A", "run_id": f"{project}-1"})
+            for project in ("mine", "theirs")
+        ]
+        message = wire.AlertmanagerMessage(alerts=alerts)
+        answer = opened.ask("POST", "/api/v1/alerts/alertmanager", secret, message)
+        assert answer.json() == {"stored": 1, "known": 0, "ignored": 1}
+        kinds = [e["kind"] for e in opened.ask("GET", "/api/v1/runs/theirs-1/events").json()["events"]]
+        assert kinds == ["attempt"]
