@@ -14,6 +14,7 @@ from collage_agent.gather import BlockLayout, Staging
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
+from collage_agent.quantised import reading
 from collage_agent.sampling import TensorSample
 from collage_agent.stats.histogram import BINS
 
@@ -96,7 +97,7 @@ class Bucket:
         keys = tuple(stored.elementwise_state(self.parameters[0], first))
         self._gather(self._before, stored.PARAMETER, self.parameters)
         for key in keys:
-            self._gather(self._before, key, [state[key] for state in states])
+            self._gather_state(self._before, key, states)
         self._keys_before = (stored.PARAMETER, *keys)
         if self.knows_gradient:
             gradients = [parameter.grad for parameter in self.parameters]
@@ -113,7 +114,7 @@ class Bucket:
         keys_after = (stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0]))
         self._gather(self._after, stored.PARAMETER, self.parameters)
         for key in keys_after[1:]:
-            self._gather(self._after, key, [state[key] for state in states])
+            self._gather_state(self._after, key, states)
         pieces = []
         octaves = torch.zeros(BINS, len(self.members), dtype=torch.float64, device=self.layout.device)
         for index, start in enumerate(range(0, self.layout.slots, CHUNK_SLOTS)):
@@ -142,6 +143,10 @@ class Bucket:
             scale=scale,
             workspace=self._workspace,
         )
+
+    def _gather_state(self, into: dict[str, Staging], key: str, states: Sequence[Mapping[str, Any]]) -> None:
+        tensors = [reading(state, key) for state in states]
+        self._gather(into, key, tensors, lasting=tensors[0] is states[0][key])
 
     def _gather(self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True) -> None:
         staging = into.get(key)

@@ -19,6 +19,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.parameters import WatchedParameter
+from collage_agent.quantised import reading
 from collage_agent.sampling import TensorSample, draw
 from collage_agent.scaling import loss_scaling
 from collage_agent.shards import placed_alike
@@ -210,10 +211,7 @@ class Meter:
             gradient = parameter.grad
             if gradient is not None and (gradient.is_sparse or not placed_alike(parameter, gradient)):
                 continue
-            shapes = tuple(
-                (key, value.dtype)
-                for key, value in stored.elementwise_state(parameter, optimizer.state.get(parameter, {})).items()
-            )
+            shapes = stored.elementwise_dtypes(parameter, optimizer.state.get(parameter, {}))
             kinds.setdefault((*rest, local(parameter).device, parameter.dtype, shapes), []).append(index)
         return [self._plan_bucket(members, closure) for members in kinds.values()]
 
@@ -257,6 +255,7 @@ class Meter:
                 len(own),
                 local(watched.parameter).device,
                 watched.parameter.dtype,
+                stored.elementwise_dtypes(watched.parameter, own),
             )
             kinds.setdefault(key, []).append(index)
         for members in kinds.values():
@@ -278,7 +277,7 @@ class Meter:
         def gathered(names: list[str]) -> Tensor:
             total: Tensor | None = None
             for name in names:
-                tensors = parameters if name == stored.PARAMETER else [state[name] for state in states]
+                tensors = parameters if name == stored.PARAMETER else [reading(state, name) for state in states]
                 staging = Staging(layout, tensors[0].dtype)
                 layout.gather(tensors, staging)
                 if not tensors[0].is_floating_point():

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, CollageOptimizer
+from collage_agent.quantised import reading_dtype
 
 __all__ = [
     "GRADIENT",
@@ -21,6 +22,7 @@ __all__ = [
     "average_names",
     "components",
     "decaying",
+    "elementwise_dtypes",
     "elementwise_state",
     "observed_strategy",
     "scalar_state",
@@ -68,6 +70,11 @@ def scalar_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     """The other entries: step counters and whatever is kept once for the whole tensor."""
     elementwise = elementwise_state(parameter, state)
     return {key: value for key, value in state.items() if key not in elementwise}
+
+
+def elementwise_dtypes(parameter: Tensor, state: Mapping[str, Any]) -> tuple[tuple[str, torch.dtype], ...]:
+    """(key, dtype it is read in) of each elementwise state: tensors stepped alike agree in them."""
+    return tuple((key, reading_dtype(state, key)) for key in elementwise_state(parameter, state))
 
 
 def components(name: str, keys: Iterable[str], kept: Composition) -> list[str]:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.rule import Rule
-from collage_agent.intent.selftest import failure_of
+from collage_agent.intent.selftest import judged
 from collage_agent.intent.shadow import Shadow
 from collage_agent.optim import CollageOptimizer
 from collage_agent.stored import Composition
@@ -54,8 +54,8 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
 
 
 def _for_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
-    reason = failure_of(optimizer, group)
-    return Shadow(optimizer) if reason is None else BeforeAfter(reason)
+    found = judged(optimizer, group)
+    return Shadow(optimizer, widens=found.widens) if found.kind == "shadow" else BeforeAfter(found.reason)
 
 
 def _kind_of(group: dict[str, Any]) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step
+from collage_agent.intent.widen import Widening, uncompiled, widened
 from collage_agent.stored import PLAIN, Composition
 
 __all__ = ["Shadow"]
@@ -22,8 +24,12 @@ class Shadow:
 
     kind: Final = "shadow"
 
-    def __init__(self, optimizer: Optimizer, kept: Composition = PLAIN) -> None:
+    def __init__(self, optimizer: Optimizer, kept: Composition = PLAIN, *, widens: bool = False) -> None:
+        """widens: the optimizer's own code casts down, which its clone must not."""
         self.kept = kept
+        self._widens = widens
+        self._foreign = not type(optimizer).__module__.startswith("torch.optim")
+        self._shared: dict[str, Any] = {}
         self._weights = frozenset((kept.residual, kept.master)) - {None}
         self._clone = clone_optimizer(optimizer)
         self._step = undecorated_step(optimizer)
@@ -37,6 +43,10 @@ class Shadow:
         """Take over the numbers that the live instance keeps on itself, before it takes its next step."""
         if self._running:
             self._running = {name: clone_value(vars(optimizer).get(name)) for name in self._running}
+        if self._foreign:
+            # Some keep a counter for all tensors under a name of its own in the state.
+            entries: dict[Any, Any] = optimizer.state
+            self._shared = {key: clone_value(value) for key, value in entries.items() if isinstance(key, str)}
 
     def step(self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         """Step `parameter` [n] fp64 in place.
@@ -46,16 +56,23 @@ class Shadow:
         Runs inside `isolated`. Synchronises only if the optimizer's own step does.
         """
         own = clone_group(group, type(self._clone), parameter.device)
+        if self._widens:
+            own, state_before = widened(own), widened(state)
+        else:
+            state_before = dict(state)
         own["params"] = [parameter]
         self._clone.param_groups = [own]
         self._clone.state = defaultdict(dict)
-        if state:
-            self._clone.state[parameter] = self._with_weights(state, parameter)
+        for key, value in self._shared.items():
+            vars(self._clone)["state"][key] = clone_value(value)
+        if state_before:
+            self._clone.state[parameter] = self._with_weights(state_before, parameter)
         parameter.grad = gradient
         if self._running:
             vars(self._clone).update(clone_value(self._running))
         try:
-            self._step(self._clone)
+            with uncompiled(type(self._clone)), Widening() if self._widens else nullcontext():
+                self._step(self._clone)
             stepped = self._clone.state[parameter]
             state.update({key: value for key, value in stepped.items() if key not in self._weights})
         finally:
@@ -65,12 +82,11 @@ class Shadow:
 
     def _with_weights(self, state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The state with a residual of 0 and a master weight of its own: `parameter` is all that is stored."""
-        completed = dict(state)
         if self.kept.residual is not None:
-            completed[self.kept.residual] = torch.zeros_like(parameter)
+            state[self.kept.residual] = torch.zeros_like(parameter)
         if self.kept.master is not None:
-            completed[self.kept.master] = parameter.clone()
-        return completed
+            state[self.kept.master] = parameter.clone()
+        return state
 
     def displacement(
         self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor

@@ -1,0 +1,83 @@
+"""Keeps an optimizer's step in fp64 where its own code would cast down: exact arithmetic has no casts.
+
+Some optimizers compute in fp32 (or bf16) whatever they are given. While a clone of one steps fp64 tensors, such
+casts return what they were given, tensors made on the way are fp64, and quantised states come back as plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from collage_agent.quantised import dequantised, is_quantised
+
+__all__ = ["Widening", "uncompiled", "widened"]
+
+_CASTS: Final[frozenset[Any]] = frozenset(
+    (Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as)
+)
+_FACTORIES: Final[frozenset[Any]] = frozenset(
+    (
+        *(torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty, torch.as_tensor, torch.scalar_tensor),
+        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.clone, torch.arange),
+        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
+    )
+)
+
+
+class Widening(TorchFunctionMode):
+    """While entered, floats stay or become fp64. `narrowed` says whether a cast of fp64 values was met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrowed = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result
+        if is_quantised(result):
+            return dequantised(result).double()
+        if not (result.is_floating_point() and result.dtype != torch.float64):
+            return result
+        if func in _CASTS and isinstance(args[0], Tensor):
+            return self._cast(args[0], result)
+        return result.double() if func in _FACTORIES else result
+
+    def _cast(self, value: Tensor, result: Tensor) -> Tensor:
+        if value.dtype != torch.float64 or is_quantised(value):
+            return result.double()
+        self.narrowed = True
+        return value if value.device == result.device else value.to(result.device)
+
+
+def widened(state: dict[str, Any]) -> dict[str, Any]:
+    """The same entries, with every float tensor in fp64; the others are not copied."""
+    return {
+        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in state.items()
+    }
+
+
+@contextmanager
+def uncompiled(kind: type) -> Iterator[None]:
+    """What `kind`'s step compiles runs as it is written: a compiled step sees no cast and has no fp64 kernel.
+
+    torch's own optimizers compile nothing; they are spared the 20 µs.
+    """
+    if kind.__module__.startswith("torch.optim"):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,65 @@
+"""Quantised optimizer states: recognised by how they are kept, and read as the numbers that they stand for.
+
+Two forms: a tensor subclass that can `dequantize()` (torchao's 8-bit, 4-bit and FP8 states), and bytes beside their
+table and their blocks' scales under the numbered keys of bitsandbytes (`state1`, `qmap1`, `absmax1`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from collage_agent.gather import local
+
+__all__ = ["dequantised", "is_quantised", "reading", "reading_dtype"]
+
+_PLAIN: Final = (Tensor, Parameter)
+_BLOCK: Final = 256
+"""Elements that share a scale in bitsandbytes' states."""
+
+
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether the tensor's class keeps codes and knows how to turn them into numbers."""
+    kind = type(tensor)
+    return kind not in _PLAIN and getattr(kind, "dequantize", Tensor.dequantize) is not Tensor.dequantize
+
+
+def dequantised(tensor: Tensor) -> Tensor:
+    """The numbers, in the float dtype that the class computes in; of a distributed tensor this rank's shard."""
+    tensor = local(tensor)
+    return tensor.dequantize() if is_quantised(tensor) else tensor
+
+
+def reading(state: Mapping[str, Any], key: str) -> Tensor:
+    """What is kept under `key`, as numbers: the tensor itself unless it is quantised. No synchronisation."""
+    tensor: Tensor = state[key]
+    table, scales = _table_and_scales(state, key)
+    if table is not None and scales is not None and tensor.dtype == torch.uint8:
+        return _blockwise(tensor, table, scales)
+    return tensor if type(tensor) in _PLAIN or not is_quantised(local(tensor)) else dequantised(tensor)
+
+
+def reading_dtype(state: Mapping[str, Any], key: str) -> torch.dtype:
+    """The dtype of what `reading` gives, without reading; quantised states are read as fp32."""
+    tensor: Tensor = state[key]
+    if type(tensor) in _PLAIN and tensor.dtype != torch.uint8:
+        return tensor.dtype
+    table, scales = _table_and_scales(state, key)
+    bytes_of_table = table is not None and scales is not None and tensor.dtype == torch.uint8
+    return torch.float32 if bytes_of_table or is_quantised(local(tensor)) else tensor.dtype
+
+
+def _table_and_scales(state: Mapping[str, Any], key: str) -> tuple[Tensor | None, Tensor | None]:
+    number = key.removeprefix("state")
+    return state.get(f"qmap{number}"), state.get(f"absmax{number}")
+
+
+def _blockwise(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
+    """Codes looked up in the table and scaled by their block; the last block may be shorter."""
+    flat = table[codes.reshape(-1).int()]
+    spread = scales.reshape(-1, 1).expand(-1, _BLOCK).reshape(-1)[: flat.numel()]
+    return (flat * spread).view(codes.shape)
