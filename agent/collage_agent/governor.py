@@ -1,4 +1,4 @@
-"""The governor: keeps the agent's CPU within its budget, first by measuring less often, then by looking at less."""
+"""The governor keeps the agent's CPU within its budget: whole tensors go first, then frequency, then the sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _ROOM_TO_SPARE: Final = 0.25
 class Governor:
     """Counts the CPU of the hooks' thread and of the worker against the rest of the process.
 
-    `interval` = every · 2^doublings: steps divisible by it are measured. With budget None nothing is changed.
+    `interval` = every · 2^doublings: steps divisible by it are measured. `whole` says that whole-tensor totals are
+    asked for; once given up they stay so. With budget None nothing is changed.
     """
 
     def __init__(
@@ -28,8 +29,11 @@ class Governor:
         sample: int | Literal["all"],
         budget: float | None,
         worker_cpu_seconds: Callable[[], float] | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         self.doublings = 0
+        self.whole = whole
         self.sample = sample
         self._every = every
         self._budget = budget
@@ -66,6 +70,11 @@ class Governor:
             self._hook_seconds += time.thread_time() - cpu
             self.wall_seconds += time.perf_counter() - wall
 
+    def spent(self, cpu_seconds: float, wall_seconds: float) -> None:
+        """Count what the agent asked of the training thread and could not time apart."""
+        self._hook_seconds += cpu_seconds
+        self.wall_seconds += wall_seconds
+
     def judge(self) -> bool:
         """Look at the cost after a measured step; True if `sample` has just become smaller."""
         self._measured += 1
@@ -84,6 +93,9 @@ class Governor:
         return False
 
     def _do_less(self) -> bool:
+        if self.whole:
+            self.whole = False
+            return False
         if self.doublings < _MAXIMUM_DOUBLINGS:
             self.doublings += 1
             return False

@@ -24,6 +24,7 @@ from collage_agent.sampling import TensorSample, draw
 from collage_agent.scaling import loss_scaling
 from collage_agent.shards import placed_alike
 from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
+from collage_agent.whole import WholeTotals
 
 __all__ = ["Meter", "differing", "out_of_lock_step"]
 
@@ -144,8 +145,11 @@ class Meter:
             planned.apart = out_of_lock_step(states)
             bucket.gather_before(optimizer.param_groups[group], states)
 
-    def after(self, optimizer: Optimizer) -> Tensor:
-        """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`."""
+    def after(self, optimizer: Optimizer, whole: WholeTotals | None = None) -> Tensor:
+        """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`.
+
+        What `whole` knows of whole tensors stands in place of what the sample says of them.
+        """
         scale, skipped = loss_scaling(optimizer)
         found: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
         for planned in self._plan:
@@ -157,6 +161,10 @@ class Meter:
             found.append((keys, totals, planned.columns))
             for follower, sizes, columns in planned.followed:
                 found.append((ORACLE_STATISTICS, oracle_totals(follower, sizes), columns))
+        if whole is not None:
+            found += whole.rows(
+                self.watched, [member for planned in self._plan for member in planned.bucket.members]
+            )
         return self._assembled(found, skipped)
 
     def _written_since(self) -> bool:

@@ -26,6 +26,7 @@ from collage_agent.scaling import SkippedSteps
 from collage_agent.shards import Sharding, stepping_optimizer
 from collage_agent.summary import summarise
 from collage_agent.verdict import verdict
+from collage_agent.whole import WholeTotals
 from collage_monitor import wire
 
 __all__ = ["Watch", "watch"]
@@ -91,7 +92,10 @@ class Watch:
         self._stepping = stepping_optimizer(optimizer)
         self._reporter = reporter
         self._guard = Guard()
-        self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds)
+        self._whole = WholeTotals(self._stepping, options)
+        self._governor = Governor(
+            options.every, options.sample, options.budget, worker_cpu_seconds, whole=self._whole.possible
+        )
         sharding = Sharding(model, optimizer)
         self._mixed_precision = sharding.mixed_precision
         watched, self._left_out = watched_parameters(model, self._stepping, options, sharding)
@@ -192,8 +196,11 @@ class Watch:
         if self._step is None:
             self._start(optimizer)
         assert self._step is not None
-        measured = (self._step + 1) % self._governor.interval == 0
-        if not measured and not self.options.oracle:
+        interval = self._governor.interval
+        measured = (self._step + 1) % interval == 0
+        # The step before a measured one shows what a step takes that makes no totals.
+        compared = self._governor.whole and (self._step + 2) % interval == 0
+        if not (measured or compared or self.options.oracle):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or self._closure_seen:
@@ -237,6 +244,8 @@ class Watch:
         elif not self._depth:
             return
         self._depth = 0
+        if self._governor.whole:
+            self._governor.spent(*self._whole.ended())
         if self._step is not None:
             self._step += 1
         if self._guard.disabled:
@@ -274,17 +283,22 @@ class Watch:
                     self._measuring = True
         except Exception as error:
             self._guard.caught("looking at the optimizer before a step", error)
+        if self._governor.whole:
+            self._whole.begins(asked=self._measuring)
 
     def _measure(self, optimizer: Optimizer) -> None:
         try:
             with self._governor.timing():
                 with isolated(_device_of(self._meter)):
-                    totals = self._meter.after(optimizer)
+                    totals = self._meter.after(optimizer, self._whole if self._governor.whole else None)
                 self._hand_over(totals)
         except Exception as error:
             self._guard.caught("measuring a step", error)
+        whole = self._governor.whole
         if self._governor.judge():
             self._meter.shrink_sample(int(self._governor.sample))
+        if self._governor.whole != whole:
+            self._layout = None
 
     def _hand_over(self, totals: Tensor) -> None:
         if self._bytes_per_parameter is None:
@@ -343,6 +357,12 @@ class Watch:
             cast = ", ".join(self._mixed_precision)
             notes.append(
                 f"shards are cast to {cast} for the forward pass, after the step: that rounding is not seen"
+            )
+        if self._governor.whole:
+            notes.append("updates are counted over whole tensors, inside the step")
+        elif self._whole.possible:
+            notes.append(
+                "updates are counted on the sample: over whole tensors they would cost more than the budget"
             )
         return [*notes, self._guard.reason] if self._guard.disabled else notes
 

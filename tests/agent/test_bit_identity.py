@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from collage_agent.optim import CollageAdamW
+from collage_agent.optim import STRATEGIES, CollageAdamW
 from collage_agent.watch import watch
 
 from tests.agent.training import gpt_loss, small_gpt, train
@@ -19,9 +20,12 @@ OPTIMIZERS = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, foreach=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "CollageAdamW plus": lambda p: CollageAdamW(p, lr=1e-3, strategy="plus"),
     "CollageAdamW light, storage": lambda p: CollageAdamW(p, lr=1e-3, strategy="light", arithmetic="storage"),
-    "CollageAdamW master-weights": lambda p: CollageAdamW(p, lr=1e-3, strategy="master-weights"),
+    "CollageAdamW compiled": lambda p: CollageAdamW(p, lr=1e-3, compiled="bit-identical"),
+    **{
+        f"CollageAdamW {strategy}": functools.partial(CollageAdamW, lr=1e-3, strategy=strategy)
+        for strategy in STRATEGIES
+    },
 }
 
 

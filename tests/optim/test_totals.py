@@ -11,43 +11,15 @@ from collage_agent.optim import (
     CollageAdamW,
     CollageLion,
     CollageSGD,
-    observing,
-    stepping,
     totals,
 )
 from collage_agent.optim.codes import CodedChunk
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
+from tests.reference.step_totals import step_totals, taken_down
 
 SHAPES = ((300, 50), (7,), (1,))
 COUNTS = STEP_TOTALS[:10]
-
-
-def reference(u, e, visible, gradient):
-    """The definitions, in fp64, element by element."""
-    u, e, visible, gradient = (tensor.double().reshape(-1) for tensor in (u, e, visible, gradient))
-    bad = ~(torch.isfinite(u) & torch.isfinite(e) & torch.isfinite(gradient))
-    u, e, visible = (tensor[~bad] for tensor in (u, e, visible))
-    wanted, moved = u != 0, e != 0
-    far = (e - u).abs() > 0.5 * u.abs()
-    found = {
-        "elements": bad.numel(),
-        "nonfinite": bad.sum(),
-        "idle": (~wanted).sum(),
-        "stray": (~wanted & moved).sum(),
-        "lost": (wanted & ~moved).sum(),
-        "distorted": (wanted & moved & far).sum(),
-        "reversed": (wanted & moved & far & (torch.sign(u) * e < 0)).sum(),
-        "faithful": (wanted & moved & ~far).sum(),
-        "lost_visible": (wanted & (visible == 0)).sum(),
-        "unchanged": (visible == 0).sum(),
-        "intended_squared_sum": (u * u).sum(),
-        "intended_effective_sum": (u * e).sum(),
-        "effective_squared_sum": (e * e).sum(),
-        "intended_visible_sum": (u * visible).sum(),
-        "visible_squared_sum": (visible * visible).sum(),
-    }
-    return {name: float(value) for name, value in found.items()}
 
 
 def check(row, expected, tolerance=1e-5):
@@ -60,16 +32,7 @@ def check(row, expected, tolerance=1e-5):
 @pytest.fixture
 def intentions(monkeypatch):
     """The step's own u, chunk by chunk, taken down beside the totals."""
-    taken = []
-    real = totals.totals_of
-
-    def spy(observation):
-        taken.append(observation.intended.clone())
-        return real(observation)
-
-    for module in (observing, stepping):
-        monkeypatch.setattr(module, "totals_of", spy)
-    return taken
+    return taken_down(monkeypatch)
 
 
 CASES: list[tuple[Any, dict[str, Any]]] = [(CollageAdamW, {"strategy": name}) for name in STRATEGIES]
@@ -97,7 +60,7 @@ def test_totals_of_a_measured_step(optimizer_class, options, intentions):
         stored, visible = before[index]
         effective = optimizer.stored_parameter(member) - stored
         change = member.detach().double() - visible
-        check(found[member], reference(intentions[index], effective, change, member.grad))
+        check(found[member], step_totals(intentions[index], effective, change, member.grad))
 
 
 @pytest.mark.parametrize("options", [{}, {"arithmetic": "storage"}, {"strategy": "plain", "arithmetic": "storage"}])
@@ -184,10 +147,10 @@ def test_every_class_of_element(dtype):
     visible = torch.tensor([0, 1, 0, 0, 1, 1, 1, 0, tiny, 0, 1, 2], dtype=dtype)
     gradient = torch.ones(12, dtype=dtype)
     gradient[11] = float("inf")
-    expected = reference(u, e, visible, gradient)
+    expected = step_totals(u, e, visible, gradient)
     assert [expected[name] for name in COUNTS[1:8]] == [2, 2, 1, 2, 3, 2, 3]
     check(totals.totals_of(totals.Observation(u.clone(), e.clone(), visible.clone(), gradient)), expected)
-    same = reference(u, e, e, gradient)
+    same = step_totals(u, e, e, gradient)
     check(totals.totals_of(totals.Observation(u.clone(), e.clone(), None, gradient)), same)
     for shown, wanted in ((visible, expected), (None, same)):
         coded = CodedChunk(20, dtype, torch.device("cpu"), shows_all=shown is None)

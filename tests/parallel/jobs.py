@@ -11,10 +11,12 @@ from collage_agent.watch import watch
 from torch import distributed, nn
 
 from tests.agent.training import Block
-from tests.parallel.models import MIXED, SPREAD, adamw, injected
+from tests.parallel.models import MIXED, SPREAD, adamw, injected, ours
 
 STEPS = 3
 IDENTITY_STEPS = 50
+TIMES = 20
+"""Rows are so many times as many where tensors are to be larger than the sample."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -38,9 +40,9 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-def measured(model, optimizer):
+def measured(model, optimizer, sample="all"):
     recorder = Recorder()
-    handle = watch(model, optimizer, every=1, sample="all", oracle=True, reporter=recorder)
+    handle = watch(model, optimizer, every=1, sample=sample, oracle=True, budget=None, reporter=recorder)
     train(model, optimizer, STEPS)
     return {
         "layers": [measurement.layout.layers for measurement in recorder.measurements],
@@ -68,6 +70,19 @@ def totals(folder):
     for name, spread in MIXED.items():
         seen[f"mixed {name}", torch.float32] = measured(*spread(torch.float32))
     return seen
+
+
+def whole_alone():
+    model = injected(torch.bfloat16, TIMES)
+    return measured(model, ours(model.parameters()), 1024)
+
+
+def whole(folder):
+    """Our own optimizer over larger tensors, of which the agent itself looks at a sample only."""
+    return {
+        name: measured(*SPREAD[name](torch.bfloat16, injected(torch.bfloat16, TIMES), ours), sample=1024)
+        for name in ("ddp", "fsdp1 original", "fsdp1 flat", "fsdp2", "zero")
+    }
 
 
 class Attention(nn.Module):

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from collage_agent.optim import CollageAdamW
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -24,11 +25,11 @@ SHAPES = ((37, 11), (5,), (1, 3), (9, 7, 2), (2,))
 class Part(nn.Module):
     """Two parameters whose gradients are exactly the numbers that `gradient` gives."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, times: int = 1) -> None:
         super().__init__()
-        shape = SHAPES[index % len(SHAPES)]
+        rows, *rest = SHAPES[index % len(SHAPES)]
         self.index = index
-        self.weight = nn.Parameter(dyadic(shape, 100 + index))
+        self.weight = nn.Parameter(dyadic((times * rows, *rest), 100 + index))
         self.bias = nn.Parameter(dyadic((index + 1,), 200 + index))
 
     def forward(self, step):
@@ -42,9 +43,9 @@ class Part(nn.Module):
 class Injected(nn.Module):
     """Parts in a row; the loss is linear in the weights, so that every rank's gradient is the same and exact."""
 
-    def __init__(self, parts: int = 5) -> None:
+    def __init__(self, parts: int = 5, times: int = 1) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Part(index) for index in range(parts))
+        self.parts = nn.ModuleList(Part(index, times) for index in range(parts))
 
     def forward(self, step):
         return sum(part(step) for part in self.parts)
@@ -60,31 +61,36 @@ def gradient(shape, index, place, step):
     return dyadic(tuple(shape), 1000 * step + 10 * index + place)
 
 
-def adamw(parameters, **options):
-    return torch.optim.AdamW(parameters, lr=2**-9, weight_decay=2**-4, foreach=True, **options)
+adamw: Any = functools.partial(torch.optim.AdamW, lr=2**-9, weight_decay=2**-4, foreach=True)
+ours: Any = functools.partial(CollageAdamW, lr=2**-9, weight_decay=2**-4, strategy="plus")
 
 
-def injected(dtype):
-    return Injected().to(dtype)
+def injected(dtype, times=1):
+    return Injected(times=times).to(dtype)
 
 
-def replicated(dtype, model=None):
+def replicated(dtype, model=None, make=adamw):
     model = DistributedDataParallel(model or injected(dtype))
-    return model, adamw(model.parameters())
+    return model, make(model.parameters())
 
 
-def zero(dtype, model=None):
+def zero(dtype, model=None, make=adamw):
     # Imported where it is used: the package warns about its own use of TorchScript.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(model or injected(dtype))
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=2**-9, weight_decay=2**-4, foreach=True
-    )
-    return model, optimizer
+    return model, ZeroRedundancyOptimizer(model.parameters(), make.func, **make.keywords)
 
 
-def fsdp1(dtype, model=None, *, use_orig_params, sharding=ShardingStrategy.FULL_SHARD, mixed_precision=None):
+def fsdp1(
+    dtype,
+    model=None,
+    make=adamw,
+    *,
+    use_orig_params,
+    sharding=ShardingStrategy.FULL_SHARD,
+    mixed_precision=None,
+):
     model = model or injected(dtype)
     wrap = functools.partial(
         FullyShardedDataParallel,
@@ -96,16 +102,16 @@ def fsdp1(dtype, model=None, *, use_orig_params, sharding=ShardingStrategy.FULL_
     for index in range(0, len(model.parts), 2):
         model.parts[index] = wrap(model.parts[index])
     model = wrap(model)
-    return model, adamw(model.parameters())
+    return model, make(model.parameters())
 
 
-def fsdp2(dtype, model=None, *, mesh=None, policy=None):
+def fsdp2(dtype, model=None, make=adamw, *, mesh=None, policy=None):
     model = model or injected(dtype)
     options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
     for part in model.parts[:3]:
         fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    return model, adamw(model.parameters())
+    return model, make(model.parameters())
 
 
 def hybrid(dtype):

@@ -229,8 +229,12 @@ class CollageOptimizer(Optimizer):
         return stored.add_(state[PARAMETER_LOW]) if PARAMETER_LOW in state else stored
 
     def measure_next_step(self) -> None:
-        """Ask for `step_totals` of the next step. That step costs about twice as much and changes the same bits."""
+        """Ask for `step_totals` of the next step, and drop the last ones.
+
+        An eager step then costs about twice as much; it changes the same bits.
+        """
         self._runtime.measure_next = True
+        self._runtime.totals = {}
 
     def step_totals(self) -> dict[Tensor, Tensor]:
         """Totals of the last measured step: parameter to fp64 [len(STEP_TOTALS)], on its device, unsynchronised.
