@@ -15,7 +15,9 @@ from tests.agent.training import mlp, train
 def storages():
     """Bytes of every living tensor's memory, by address."""
     gc.collect()
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    # What a compiler left behind has no memory.
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    tensors = [found for found in gc.get_objects() if type(found) in kinds and found.layout == torch.strided]
     memory = [tensor.untyped_storage() for tensor in tensors]
     return {entry.data_ptr(): entry.nbytes() for entry in memory}
 
