@@ -12,6 +12,14 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 from collage_monitor.errors import CatalogueError
+from collage_monitor.totals import (
+    HISTOGRAM_LABELS,
+    HISTOGRAM_OCTAVES,
+    STATISTICS,
+    OverShards,
+    OverSteps,
+    Statistic,
+)
 
 __all__ = [
     "HISTOGRAM_LABELS",
@@ -29,25 +37,7 @@ __all__ = [
     "statistic",
 ]
 
-OverShards = Literal["sum", "max", "min"]
-OverSteps = Literal["sum", "last", "max", "min", "root_sum"]
 _Entry = TypeVar("_Entry", "Statistic", "Metric")
-
-HISTOGRAM_OCTAVES: Final = tuple(range(-24, 8))
-"""Octave k holds |u| / gap in [2**k, 2**(k+1))."""
-HISTOGRAM_LABELS: Final = ("underflow", *(str(octave) for octave in HISTOGRAM_OCTAVES), "overflow")
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """One estimated total: what it is and how it merges. `label` names what stands behind the slash of its key."""
-
-    name: str
-    over_shards: OverShards
-    over_steps: OverSteps
-    unit: str
-    help: str
-    label: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,75 +71,9 @@ class Scalar:
     help: str
 
 
-def _sum(name: str, unit: str, text: str, label: str | None = None) -> Statistic:
-    return Statistic(name, "sum", "sum", unit, text, label)
-
-
-_STATISTICS = (
-    Statistic("measured_steps", "max", "sum", "steps", "Measured steps merged into the totals."),
-    _sum("elements", "elements", "Elements of the tensor shard."),
-    _sum("sampled", "elements", "Elements really looked at: raw, never scaled up."),
-    Statistic("active_blocks", "sum", "max", "blocks", "Sampled blocks with some u ≠ 0: raw, never scaled up."),
-    _sum("nonfinite", "elements", "θ, g, u or e not finite; left out of every sum and ratio."),
-    _sum("idle", "elements", "u = 0: nothing was intended."),
-    _sum("stray", "elements", "Idle elements with e ≠ 0."),
-    _sum("lost", "elements", "u ≠ 0 and e = 0: rounded away."),
-    _sum("distorted", "elements", "u ≠ 0, e ≠ 0 and |e − u| > ½|u|."),
-    _sum("reversed", "elements", "Distorted elements with e·u < 0."),
-    _sum("faithful", "elements", "u ≠ 0, e ≠ 0 and |e − u| ≤ ½|u|."),
-    _sum("lost_visible", "elements", "u ≠ 0 and eᵛ = 0: the registered parameter did not move."),
-    _sum("unchanged", "elements", "Finite elements with eᵛ = 0, idle ones included."),
-    _sum("intended_squared_sum", "weight²", "Σ u²"),
-    _sum("intended_effective_sum", "weight²", "Σ u·e"),
-    _sum("effective_squared_sum", "weight²", "Σ e²"),
-    _sum("intended_visible_sum", "weight²", "Σ u·eᵛ"),
-    _sum("visible_squared_sum", "weight²", "Σ eᵛ²"),
-    _sum("gradient_squared_sum", "gradient²", "Σ g²"),
-    Statistic("parameter_squared_sum", "sum", "last", "weight²", "Σ θ² before the step."),
-    _sum("nonfinite_gradients", "elements", "Elements whose gradient is not finite."),
-    Statistic("nonfinite_parameters", "sum", "max", "elements", "Elements whose weight is not finite."),
-    _sum("update_ulp_histogram", "elements", "Non-idle elements by |u| / gap, in octaves.", "octave"),
-    _sum(
-        "state_decrement_observed_sum",
-        "state",
-        "Σ (|s after| − |s before|) as stored, over elements whose |s| should shrink.",
-        "state",
-    ),
-    _sum("state_decrement_intended_sum", "state", "The same sum in exact arithmetic.", "state"),
-    Statistic(
-        "variance_numerator",
-        "sum",
-        "root_sum",
-        "metric's²",
-        "Variance of a ratio's estimated numerator.",
-        "metric",
-    ),
-    Statistic(
-        "variance_denominator",
-        "sum",
-        "root_sum",
-        "metric's²",
-        "Variance of its estimated denominator.",
-        "metric",
-    ),
-    _sum("covariance", "metric's²", "Covariance of the two.", "metric"),
-    _sum("variance_product_root", "metric's²", "√(V_AA·V_BB) of each step, made after shards merged.", "metric"),
-    Statistic("oracle_steps", "max", "last", "steps", "Steps since the oracle was attached."),
-    _sum("oracle_sampled", "elements", "Elements that the oracle follows: raw."),
-    _sum("oracle_elements", "elements", "Elements that they stand for."),
-    Statistic("oracle_active_blocks", "sum", "max", "blocks", "Oracle blocks with some o ≠ 0: raw."),
-    _sum("oracle_squared_sum", "weight²", "Σ o²"),
-    _sum("oracle_effective_sum", "weight²", "Σ o·e, on the oracle's sample."),
-    _sum("oracle_intended_squared_sum", "weight²", "Σ u², on the oracle's sample."),
-    Statistic("oracle_displacement_squared_sum", "sum", "last", "weight²", "Σ O², since attach."),
-    Statistic("oracle_displacement_effective_sum", "sum", "last", "weight²", "Σ O·E, since attach."),
-    Statistic("oracle_drift_squared_sum", "sum", "last", "weight²", "Σ (E − O)², since attach."),
-)
-STATISTICS: Final = {entry.name: entry for entry in _STATISTICS}
-
 _CLASS_METRICS = tuple(
     Metric(entry.name, entry.name, "elements", f"Σ {entry.name}", entry.help)
-    for entry in _STATISTICS
+    for entry in STATISTICS.values()
     if entry.name
     in {"elements", "sampled", "nonfinite", "idle", "stray", "lost", "distorted", "reversed", "faithful"}
 )
@@ -227,6 +151,47 @@ _METRICS = (
         label="state",
         ideal=1.0,
         exposed=True,
+    ),
+    Metric(
+        "state_zero_ratio",
+        "State zero",
+        "ratio",
+        "state_zero / gradient_nonzero",
+        "Share of a state's elements that are 0 where the gradient is not: an fp16 second moment that underflows.",
+        label="state",
+        ideal=0.0,
+    ),
+    Metric(
+        "decay_ratio",
+        "Weight decay kept",
+        "ratio",
+        "Σ d·d̂ / Σ d²",
+        "Share of decoupled weight decay that is kept as a rounded operation of its own, as torch makes it. "
+        "Undefined for decay that is coupled or zero; a strategy that makes it part of its update keeps more.",
+        ideal=1.0,
+    ),
+    Metric(
+        "residual_fill_ratio",
+        "Residual fill",
+        "ratio",
+        "residual_fill_sum / residual_elements",
+        "Mean of |r| / ½gap(θᵛ), before the step, where the weight is kept as a sum θᵛ + r: about ½ in training.",
+    ),
+    Metric(
+        "residual_zero_ratio",
+        "Residual zero",
+        "ratio",
+        "residual_zero / residual_elements",
+        "Share of the residuals that are 0 before the step. 1 is normal at the first step; a jump after a resume "
+        "means a checkpoint that dropped them.",
+    ),
+    Metric(
+        "residual_nonfinite",
+        "Residuals not finite",
+        "elements",
+        "residual_nonfinite",
+        "Residuals that are NaN or infinite.",
+        ideal=0.0,
     ),
     Metric(
         "edq_oracle_ratio",
@@ -414,6 +379,6 @@ def _look_up(key: str, table: dict[str, _Entry], kind: str) -> _Entry:
     if label is not None if entry.label is None else not label:
         wanted = f"a label, {name}/{entry.label.upper()}" if entry.label else "no label"
         raise CatalogueError(f"{kind} {key!r}: {name} takes {wanted}")
-    if name == "update_ulp_histogram" and label not in HISTOGRAM_LABELS:
+    if entry.label == "octave" and label not in HISTOGRAM_LABELS:
         raise CatalogueError(f"{kind} {key!r}: octaves run from {HISTOGRAM_LABELS[1]} to {HISTOGRAM_LABELS[-2]}")
     return entry

@@ -117,6 +117,10 @@ _FINISHERS: dict[str, Callable[[Totals, str | None], Array]] = {
     "edq_cosine": _edq_cosine,
     "unchanged_ratio": _unchanged,
     "state_decrement_ratio": _state_decrement,
+    "state_zero_ratio": lambda t, label: _ratio(t[f"state_zero/{label}"], t["gradient_nonzero"]),
+    "decay_ratio": lambda t, _: _ratio(t["decay_kept_sum"], t["decay_squared_sum"]),
+    "residual_fill_ratio": lambda t, _: _ratio(t["residual_fill_sum"], t["residual_elements"]),
+    "residual_zero_ratio": lambda t, _: _ratio(t["residual_zero"], t["residual_elements"]),
     "oracle_step_norm_ratio": lambda t, _: _root_ratio(t["oracle_intended_squared_sum"], t["oracle_squared_sum"]),
     "oracle_displacement_ratio": lambda t, _: _ratio(
         t["oracle_displacement_effective_sum"], t["oracle_displacement_squared_sum"]
@@ -147,6 +151,7 @@ _FINISHERS: dict[str, Callable[[Totals, str | None], Array]] = {
             "reversed",
             "faithful",
             "oracle_steps",
+            "residual_nonfinite",
         )
     },
 }
@@ -160,6 +165,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "lost_visible_ratio": ("lost_visible", "elements", "nonfinite", "idle"),
     "unchanged_ratio": ("unchanged", "elements", "nonfinite"),
     "state_decrement_ratio": ("state_decrement_observed_sum", "state_decrement_intended_sum"),
+    "state_zero_ratio": ("state_zero", "gradient_nonzero"),
+    "decay_ratio": ("decay_kept_sum", "decay_squared_sum"),
+    "residual_fill_ratio": ("residual_fill_sum", "residual_elements"),
+    "residual_zero_ratio": ("residual_zero", "residual_elements"),
     "edq_oracle_ratio": ("oracle_effective_sum", "oracle_squared_sum"),
     "oracle_step_norm_ratio": ("oracle_intended_squared_sum", "oracle_squared_sum"),
     "oracle_displacement_ratio": ("oracle_displacement_effective_sum", "oracle_displacement_squared_sum"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_monitor.metrics import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES
 
-__all__ = ["BINS", "ulp_octave_counts"]
+__all__ = ["BINS", "binade_fields", "exponent_of", "ulp_octave_counts"]
 
 BINS: Final = len(HISTOGRAM_LABELS)
 _FRACTION_BITS: Final = 52
@@ -25,7 +25,14 @@ _LANES: Final = 8
 
 
 def ulp_octave_counts(
-    intended: Tensor, visible_parameter: Tensor, dtype: torch.dtype, columns: Tensor, count: int, block: int
+    intended: Tensor,
+    visible_parameter: Tensor,
+    dtype: torch.dtype,
+    columns: Tensor,
+    count: int,
+    block: int,
+    *,
+    gaps: float = 1.0,
 ) -> Tensor:
     """Elements by octave of |u| / gap: fp64 [BINS, count], bins in the order of HISTOGRAM_LABELS.
 
@@ -34,16 +41,10 @@ def ulp_octave_counts(
     exact in `dtype`, of at most 32 bits, in that or a wider format. `columns` [blocks] int64 names the tensor of
     each block of `block`.
     u = 0 falls into the underflow: the caller takes it out. Gaps are powers of two, so the octave is a difference
-    of exponents and exact. No synchronisation.
+    of exponents and exact. `gaps`: a power of two, count octaves of |u| / (gaps · gap) instead. No synchronisation.
     """
-    info = torch.finfo(dtype)
-    smallest_exponent = _exponent(info.smallest_normal)
-    shift = _BIAS - _BIAS_32 + _exponent(info.eps)
-    value = visible_parameter.to(torch.float32).view(torch.int32)
-    # An infinitesimal move towards zero lowers a power of two into the binade below; −1 in the bits does the same.
-    towards_zero = intended.to(torch.float32).view(torch.int32).bitwise_xor(value).bitwise_right_shift_(31)
-    exponent = value.bitwise_and(_MAGNITUDE_32).add_(towards_zero).bitwise_right_shift_(_FRACTION_BITS_32)
-    exponent.clamp_(min=smallest_exponent + _BIAS_32)
+    shift = _BIAS - _BIAS_32 + exponent_of(torch.finfo(dtype).eps) + exponent_of(gaps)
+    exponent = binade_fields(intended, visible_parameter, dtype)
     magnitude = intended.view(torch.int64).bitwise_and(_MAGNITUDE)
     octave = magnitude.bitwise_right_shift_(_FRACTION_BITS).to(torch.int32).sub_(exponent)
     first = HISTOGRAM_OCTAVES[0] - 1
@@ -56,11 +57,25 @@ def ulp_octave_counts(
     return counts.scatter_add_(0, bins.to(torch.int64), ones).view(_LANES, count, BINS).sum(0).t()
 
 
+def binade_fields(direction: Tensor, visible_parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """int32 [n]: fp32's exponent field of the binade that θᵛ's gap in the direction of a sign belongs to.
+
+    direction: fp64 [n]; θᵛ as in `ulp_octave_counts`. The gap is 2^(field − 127) · eps of `dtype`. No
+    synchronisation.
+    """
+    value = visible_parameter.to(torch.float32).view(torch.int32)
+    # An infinitesimal move towards zero lowers a power of two into the binade below; −1 in the bits does the same.
+    towards_zero = direction.to(torch.float32).view(torch.int32).bitwise_xor(value).bitwise_right_shift_(31)
+    field = value.bitwise_and(_MAGNITUDE_32).add_(towards_zero).bitwise_right_shift_(_FRACTION_BITS_32)
+    return field.clamp_(min=exponent_of(torch.finfo(dtype).smallest_normal) + _BIAS_32)
+
+
 @lru_cache(maxsize=64)
 def _lanes(block: int, table: int, device: torch.device) -> Tensor:
     """Where the table begins that each element of a block counts in: int32 [block]."""
     return torch.arange(block, dtype=torch.int32, device=device).remainder_(_LANES).mul_(table)
 
 
-def _exponent(power_of_two: float) -> int:
+def exponent_of(power_of_two: float) -> int:
+    """log₂ of a power of two."""
     return math.frexp(power_of_two)[1] - 1
