@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from collage_agent import stored
-from collage_agent.chunk import BlockTotals, Chunk, Observation, Workspace
+from collage_agent.chunk import BlockTotals, Chunk, Observation
 from collage_agent.gather import BlockLayout, Staging
+from collage_agent.intended import Workspace
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
@@ -79,6 +80,7 @@ class Bucket:
         self._before: dict[str, Staging] = {}
         self._after: dict[str, Staging] = {}
         self._group: dict[str, Any] = {}
+        self._decay: float | Tensor | None = None
         self._scalars: dict[str, Any] = {}
         self._keys_before: tuple[str, ...] = ()
         self._workspace = Workspace()
@@ -89,8 +91,17 @@ class Bucket:
             for start in range(0, self.layout.slots, CHUNK_SLOTS)
         ]
 
-    def gather_before(self, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
-        """Copy the sampled weights, gradients and states, and the group's numbers, before the step."""
+    def gather_before(
+        self,
+        group: Mapping[str, Any],
+        states: Sequence[Mapping[str, Any]],
+        decay: float | Tensor | None = None,
+    ) -> None:
+        """Copy the sampled weights, gradients and states, and the group's numbers, before the step.
+
+        `decay`: lr·λ where the optimizer decays weights apart from the gradient.
+        """
+        self._decay = decay
         self._group = {key: clone_value(value) for key, value in group.items() if key != "params"}
         first = states[0] if states else {}
         self._scalars = clone_value(stored.scalar_state(self.parameters[0], first))
@@ -116,10 +127,10 @@ class Bucket:
         for key in keys_after[1:]:
             self._gather_state(self._after, key, states)
         pieces = []
-        octaves = torch.zeros(BINS, len(self.members), dtype=torch.float64, device=self.layout.device)
+        octaves, fills = torch.zeros(2, BINS, len(self.members), dtype=torch.float64, device=self.layout.device)
         for index, start in enumerate(range(0, self.layout.slots, CHUNK_SLOTS)):
             chunk = Chunk(self._observation(index, slice(start, start + CHUNK_SLOTS), keys_after, scale))
-            pieces.append(chunk.totals(octaves))
+            pieces.append(chunk.totals(octaves, fills))
             for oracle in followed:
                 oracle.take(index, (chunk.intended, chunk.effective, chunk.parameter_after), chunk.left_out)
         return _put_together(pieces)
@@ -135,6 +146,7 @@ class Bucket:
             after=after,
             group=self._group,
             scalars=self._scalars,
+            decay=self._decay,
             intent=self.intent,
             block=block,
             columns=self.layout.columns[slots.start // block : slots.stop // block],
@@ -164,8 +176,10 @@ def _put_together(pieces: Sequence[BlockTotals]) -> BlockTotals:
         squares=torch.cat([piece.squares for piece in pieces], 1),
         products=torch.cat([piece.products for piece in pieces], 1),
         classes=torch.cat([piece.classes for piece in pieces], 1),
-        decrements={
-            name: torch.cat([piece.decrements[name] for piece in pieces], 1) for name in pieces[0].decrements
-        },
+        further=[
+            (alike[0][0], torch.cat([sums for _, sums in alike], 1))
+            for alike in zip(*(piece.further for piece in pieces), strict=True)
+        ],
         octaves=pieces[0].octaves,
+        fills=pieces[0].fills,
     )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from collage_agent import stored
-from collage_agent.intent.choose import Intent
-from collage_agent.intent.clone import clone_value
+from collage_agent.intended import Before, Intended, Values
+from collage_agent.keeping import Sums, average_sums, decay_sums, residual_of, residual_sums
 from collage_agent.stats import (
     class_codes,
     count_classes,
@@ -22,13 +20,10 @@ from collage_agent.stats import (
     nonfinite,
     on_host,
     squared_block_sums,
-    state_decrement_block_sums,
     ulp_octave_counts,
 )
 
-__all__ = ["BlockTotals", "Chunk", "Observation", "Workspace"]
-
-Values = Mapping[str, Tensor]
+__all__ = ["BlockTotals", "Chunk", "Observation"]
 
 
 @dataclass
@@ -36,51 +31,30 @@ class BlockTotals:
     """What blocks add up to, before tensors are told apart.
 
     squares: Σ θ², g², e², eᵛ², u²; products: Σ u·e, u·eᵛ; classes: rows of CLASS_COUNTS; fp64 [rows, blocks].
-    decrements: name of the average → intended and observed, fp64 [2, blocks]. octaves: fp64 [BINS, tensors].
+    further: sums that not every optimizer has, with their keys. octaves: of updates, fills: of residuals, fp64
+    [BINS, tensors].
     """
 
     squares: Tensor
     products: Tensor
     classes: Tensor
-    decrements: dict[str, Tensor]
+    further: list[Sums]
     octaves: Tensor
-
-
-class Workspace:
-    """Large fp64 buffers that one chunk after the other writes over: a fresh one costs a page fault every 4 KiB."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def buffer(self, name: str, device: torch.device, *shape: int) -> Tensor:
-        """fp64 of this shape, with whatever was left in it; valid until the name is asked for again."""
-        elements = math.prod(shape)
-        known = self._buffers.get(name)
-        if known is None or known.numel() < elements:
-            known = self._buffers[name] = torch.empty(elements, dtype=torch.float64, device=device)
-        return known[:elements].view(shape)
+    fills: Tensor
 
 
 @dataclass(frozen=True)
-class Observation:
-    """A run of gathered slots: values by key, in their stored dtypes, before and after the live step.
+class Observation(Before):
+    """A run of gathered slots before and after the live step.
 
-    `group` and `scalars` are what the optimizer held before the step; `columns` [blocks] int64 names each block's
-    tensor of `tensors`; `padding` lists slots that hold nothing; `scale` is what gradients are to be divided by;
-    in `workspace` the chunk works, until the next one does.
+    `columns` [blocks] int64 names each block's tensor of `tensors`; `padding` lists slots that hold nothing.
     """
 
-    before: Values
     after: Values
-    group: dict[str, Any]
-    scalars: dict[str, Any]
-    intent: Intent
     block: int
     columns: Tensor
     tensors: int
     padding: Tensor
-    scale: Tensor | None
-    workspace: Workspace
 
 
 class Chunk:
@@ -101,13 +75,8 @@ class Chunk:
         self.rows = observation.workspace.buffer("rows", parameter.device, 4 + self._apart, slots)
         self.parameter, self.gradient, self.effective = self.rows[0], self.rows[1], self.rows[2]
         self.visible, self.intended = self.rows[-2], self.rows[-1]
-        _add_up(before, stored.stored_parameter(before, kept), self.parameter)
+        self._averages = Intended(observation, self.parameter, self.gradient, self.intended)
         self.visible_parameter = parameter.to(torch.float64) if self._apart else self.parameter
-        self._fill_gradient()
-        names = stored.average_names(before, kept)
-        self._averages = [name for name in names if before[name].is_floating_point()]
-        self._states = observation.workspace.buffer("states", parameter.device, 3, len(self._averages), slots)
-        self._has_intent = self._intend()
         self.visible.copy_(after[stored.PARAMETER]).sub_(self.visible_parameter)
         if self._apart:
             self._fill_effective(stored_after)
@@ -120,8 +89,8 @@ class Chunk:
         """θ after the step, fp64 [slots]."""
         return self.parameter + self.effective
 
-    def totals(self, octaves: Tensor) -> BlockTotals:
-        """The chunk's block totals; its histogram is added to `octaves`."""
+    def totals(self, octaves: Tensor, fills: Tensor) -> BlockTotals:
+        """The chunk's block totals; its histograms of updates and residuals are added to `octaves` and `fills`."""
         seen, block = self._seen, self._seen.block
         squares = self._squares
         element_products = edq_products(self.intended, self.rows[2:-1])
@@ -139,7 +108,7 @@ class Chunk:
             self._bad_gradient,
             self._bad_parameter,
         )
-        if self._has_intent:
+        if self._averages.known:
             octaves += ulp_octave_counts(
                 self.intended,
                 seen.before[stored.PARAMETER],
@@ -148,27 +117,22 @@ class Chunk:
                 seen.tensors,
                 block,
             )
-        return BlockTotals(squares, products, count_classes(codes, block), self._decrements(), octaves)
+        return BlockTotals(squares, products, count_classes(codes, block), self._further(fills), octaves, fills)
 
-    def _intend(self) -> bool:
-        """Fill u, and the states before the step and after it in exact arithmetic; False: there is no u."""
-        seen = self._seen
-        state: dict[str, Any] = clone_value(seen.scalars)
-        for name in stored.average_names(seen.before, self._kept):
-            if not seen.before[name].is_floating_point():
-                state[name] = seen.before[name].clone()
-        for index, name in enumerate(self._averages):
-            keys = stored.components(name, seen.before, self._kept)
-            state[name] = _add_up(seen.before, keys, self._states[1, index])
-        torch.abs(self._states[1], out=self._states[0])
-        intended = seen.intent.displacement(seen.group, state, self.parameter, self.gradient, self.intended)
-        if not intended:
-            self.intended.zero_()
-            return False
-        for index, name in enumerate(self._averages):
-            if state[name].data_ptr() != self._states[1, index].data_ptr():
-                self._states[1, index].copy_(state[name])
-        return True
+    def _further(self, fills: Tensor) -> list[Sums]:
+        seen, block = self._seen, self._seen.block
+        padding = len(seen.padding)
+        found = average_sums(seen, self._averages, seen.after, self.gradient, self.left_out, padding, block)
+        squares = None if self._apart else self._squares[0]
+        found += decay_sums(seen, self.visible_parameter, squares, self.left_out, block)
+        residual = residual_of(seen, seen.after)
+        if residual is not None:
+            found.append(residual_sums(seen, residual, self.left_out, block))
+            parameter = seen.before[stored.PARAMETER]
+            fills += ulp_octave_counts(
+                residual, parameter, parameter.dtype, seen.columns, seen.tensors, block, gaps=0.5
+            )
+        return found
 
     def _leave_out_nonfinite(self) -> None:
         """Where sums of squares say that all is finite, and the host can look at them, that is the whole work."""
@@ -196,15 +160,6 @@ class Chunk:
                     self.left_out.bitwise_or_(nonfinite(values[key]))
         self.left_out.index_fill_(0, self._seen.padding, 1)
 
-    def _fill_gradient(self) -> None:
-        gradient = self._seen.before.get(stored.GRADIENT)
-        if gradient is None:
-            self.gradient.zero_()
-            return
-        self.gradient.copy_(gradient)
-        if self._seen.scale is not None:
-            self.gradient.div_(self._seen.scale)
-
     def _fill_effective(self, stored_after: list[str]) -> None:
         before, after = self._seen.before, self._seen.after
         if stored.PARAMETER not in stored_after:
@@ -214,29 +169,3 @@ class Chunk:
         for key in stored_after[1:]:
             change = after[key].to(torch.float64)
             self.effective.add_(change.sub_(before[key]) if key in before else change)
-
-    def _decrements(self) -> dict[str, Tensor]:
-        """By name of the average, [2, blocks]: intended and observed; no decrement was possible where it is new."""
-        seen = self._seen
-        if not self._has_intent:
-            return {}
-        found: dict[str, Tensor] = {}
-        for index, name in enumerate(self._averages):
-            _add_up(seen.after, stored.components(name, seen.after, self._kept), self._states[2, index])
-        if self._averages:
-            sums = state_decrement_block_sums(self._states, self.left_out, seen.block)
-            found = {name: sums[:, index] for index, name in enumerate(self._averages) if self._judged(name)}
-        for name in stored.average_names(seen.after, self._kept):
-            if name not in seen.before and self._judged(name):
-                found[name] = torch.zeros(2, len(seen.columns), dtype=torch.float64, device=self.rows.device)
-        return found
-
-    def _judged(self, name: str) -> bool:
-        return name in self._seen.after and stored.decaying(name, self._seen.after[name].dtype)
-
-
-def _add_up(values: Values, keys: list[str], target: Tensor) -> Tensor:
-    target.copy_(values[keys[0]])
-    for key in keys[1:]:
-        target.add_(values[key])
-    return target

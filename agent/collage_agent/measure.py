@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent import stored
 from collage_agent.bucket import Bucket, Followed
+from collage_agent.decay import decoupled_rate
 from collage_agent.footprint import kept_bytes
 from collage_agent.gather import BlockLayout, Staging, local
 from collage_agent.intent.before_after import BeforeAfter
@@ -143,7 +144,8 @@ class Meter:
             bucket.intent.refresh(optimizer)
             states = _states(optimizer, bucket)
             planned.apart = out_of_lock_step(states)
-            bucket.gather_before(optimizer.param_groups[group], states)
+            hyper = optimizer.param_groups[group]
+            bucket.gather_before(hyper, states, decoupled_rate(optimizer, hyper))
 
     def after(self, optimizer: Optimizer, whole: WholeTotals | None = None) -> Tensor:
         """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`.

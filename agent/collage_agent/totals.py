@@ -15,6 +15,7 @@ from collage_agent.gather import BlockLayout
 from collage_agent.sampling import TensorSample
 from collage_agent.stats import (
     CLASS_COUNTS,
+    RESIDUAL_SUMS,
     Columns,
     edq_block_sums,
     leave_out,
@@ -25,7 +26,7 @@ from collage_agent.stats import (
     ratio_variances,
     squared_block_sums,
 )
-from collage_monitor.metrics import HISTOGRAM_LABELS
+from collage_monitor.metrics import HISTOGRAM_LABELS, split_key
 
 __all__ = ["BASE_STATISTICS", "ORACLE_STATISTICS", "SampleSizes", "bucket_totals", "oracle_totals"]
 
@@ -43,11 +44,13 @@ _UPDATES: Final = len(_SQUARES)
 _CLASSES: Final = _UPDATES + len(_PRODUCTS)
 _NONFINITE: Final = len(_SQUARES) + len(_PRODUCTS) + CLASS_COUNTS.index("nonfinite")
 _HISTOGRAM: Final = tuple(f"update_ulp_histogram/{label}" for label in HISTOGRAM_LABELS)
+_FILLS: Final = tuple(f"residual_fill_histogram/{label}" for label in HISTOGRAM_LABELS)
 _KNOWN_WITHOUT_INTENT: Final = frozenset(
     {
         *("measured_steps", "elements", "sampled", "parameter_squared_sum", "gradient_squared_sum"),
         *("effective_squared_sum", "visible_squared_sum", "nonfinite", "unchanged"),
-        *("nonfinite_gradients", "nonfinite_parameters"),
+        *("nonfinite_gradients", "nonfinite_parameters", "decay_kept_sum", "decay_squared_sum"),
+        *(*RESIDUAL_SUMS, "residual_nonfinite", "residual_fill_histogram"),
     }
 )
 
@@ -102,13 +105,23 @@ def bucket_totals(bucket: Bucket, sizes: SampleSizes, blocks: BlockTotals) -> tu
     """
     lost, _, distorted, faithful = blocks.classes[:4]
     active = (lost + distorted).add_(faithful).unsqueeze(0)
-    decrements = list(blocks.decrements.values())
+    further = tuple(key for keys, _ in blocks.further for key in keys)
     some = active.clamp(max=1.0)
     numerators = torch.stack((blocks.products, blocks.classes[:2]))
     denominators = torch.cat((blocks.squares[-1:], active))
     products = product_rows(numerators, denominators)
     sums = sizes.columns.sums(
-        torch.cat((products, blocks.squares, blocks.products, blocks.classes, active, some, *decrements))
+        torch.cat(
+            (
+                products,
+                blocks.squares,
+                blocks.products,
+                blocks.classes,
+                active,
+                some,
+                *(rows for _, rows in blocks.further),
+            )
+        )
     )
     products, sums = sums[: len(products)], sums[len(products) :]
     named = len(_SQUARES) + len(_PRODUCTS) + len(CLASS_COUNTS)
@@ -121,21 +134,23 @@ def bucket_totals(bucket: Bucket, sizes: SampleSizes, blocks: BlockTotals) -> tu
         sizes.blocks,
         sizes.factor,
     )
-    estimated = torch.cat((sums[:named], idle, octaves, sums[named + 2 :])) * sizes.scale
-    first_state = named + 1 + len(_HISTOGRAM)
+    _finish_further(further, sums[named + 2 :], sums[_NONFINITE], sizes)
+    fills = _fills(further, sums[named + 2 :], blocks.fills, sizes)
+    estimated = torch.cat((sums[:named], idle, octaves, sums[named + 2 :], *fills)) * sizes.scale
+    first_further = named + 1 + len(_HISTOGRAM)
     totals = torch.cat(
         (
             sizes.fixed,
             sums[named + 1 : named + 2],
-            estimated[:first_state],
+            estimated[:first_further],
             variances.flatten(0, 1),
-            estimated[first_state:],
+            estimated[first_further:],
         )
     )
-    keys = BASE_STATISTICS + tuple(
-        f"state_decrement_{kind}_sum/{name}" for name in blocks.decrements for kind in ("intended", "observed")
-    )
-    unknown = set(keys) - _KNOWN_WITHOUT_INTENT if bucket.intent.kind == "before-after" else set()
+    keys = BASE_STATISTICS + further + (_FILLS if fills else ())
+    unknown = {key for key in keys if split_key(key)[0] not in _KNOWN_WITHOUT_INTENT}
+    if bucket.intent.kind != "before-after":
+        unknown = set()
     if not bucket.knows_gradient:
         unknown |= {"gradient_squared_sum", "nonfinite_gradients"}
     for row, key in enumerate(keys):
@@ -202,3 +217,20 @@ def _without_padding(sums: Tensor, active: Tensor, octaves: Tensor, sizes: Sampl
     octaves = octaves.clone()
     octaves[0] -= sizes.slots - active
     return idle.unsqueeze(0), octaves
+
+
+def _finish_further(keys: Sequence[str], sums: Tensor, nonfinite: Tensor, sizes: SampleSizes) -> None:
+    """Elements with g ≠ 0 from those with g = 0, in place."""
+    if "gradient_nonzero" in keys:
+        row = sums[keys.index("gradient_nonzero")]
+        torch.sub(sizes.sampled - nonfinite, row, out=row)
+
+
+def _fills(keys: Sequence[str], sums: Tensor, fills: Tensor, sizes: SampleSizes) -> list[Tensor]:
+    """The histogram of residuals that are not zero, which had been counted as underflow; none without residuals."""
+    if "residual_zero" not in keys:
+        return []
+    filled = sums[keys.index("residual_elements")] - sums[keys.index("residual_zero")]
+    corrected = fills.clone()
+    corrected[0] -= sizes.slots - filled
+    return [corrected]

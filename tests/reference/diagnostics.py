@@ -93,3 +93,29 @@ def variances(a, b, population: int) -> tuple[float, float, float]:
     factor = population**2 * (1 - n / population) / n
     covariance = np.cov(np.array(a, dtype=np.float64), np.array(b, dtype=np.float64), ddof=1)
     return factor * covariance[0, 0], factor * covariance[1, 1], factor * covariance[0, 1]
+
+
+def decay(values, rate: float, layout) -> tuple[Fraction, Fraction]:
+    """Σ d·d̂ and Σ d² of decoupled decay by `rate`, of values in the format of `layout`; 1 − rate is a double."""
+    kept = intended = Fraction(0)
+    for value in values:
+        wanted = -Fraction(rate) * value
+        kept += wanted * (layout.round(value * Fraction(1 - rate)) - value)
+        intended += wanted * wanted
+    return kept, intended
+
+
+def residuals(residual, values, dtype: torch.dtype) -> tuple[int, Fraction, list[int]]:
+    """Zeros, Σ |r| / ½gap(θᵛ) with the gap in r's direction, and the histogram of r ≠ 0 in octaves of that."""
+    zero, fill = 0, Fraction(0)
+    for r, value in zip(residual, values, strict=True):
+        zero += r == 0
+        fill += 2 * abs(r) / neighbour_gap(value, r > 0, dtype)
+    doubled = [2 * r for r in residual]
+    return zero, fill, octave_counts(doubled, values, dtype)
+
+
+def zeros(gradient, state) -> tuple[int, int]:
+    """Elements with g ≠ 0, and those of them whose state is 0."""
+    wanted = [s for g, s in zip(gradient, state, strict=True) if g is not None and g != 0]
+    return len(wanted), sum(s == 0 for s in wanted)

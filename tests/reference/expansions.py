@@ -61,7 +61,7 @@ class Layout:
         return rounded
 
 
-LAYOUTS = {"bfloat16": Layout(8, 7), "float16": Layout(5, 10)}
+LAYOUTS = {"bfloat16": Layout(8, 7), "float16": Layout(5, 10), "float32": Layout(8, 23)}
 
 
 def two_sum(layout, a, b):

@@ -41,6 +41,9 @@ def metrics(totals):
         "oracle_displacement_ratio": over(
             t["oracle_displacement_effective_sum"], t["oracle_displacement_squared_sum"]
         ),
+        "decay_ratio": over(t["decay_kept_sum"], t["decay_squared_sum"]),
+        "residual_fill_ratio": over(t["residual_fill_sum"], t["residual_elements"]),
+        "residual_zero_ratio": over(t["residual_zero"], t["residual_elements"]),
         "grad_norm": root(t["gradient_squared_sum"] / steps),
         "intended_norm": step_norm,
         "param_norm": weight_norm,

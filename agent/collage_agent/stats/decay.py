@@ -25,12 +25,28 @@ def decay_block_sums(
     """Σ d·d̂ and Σ d² over each block: fp64 [2, blocks] in weight².
 
     θᵛ = visible_parameter: fp64 [slots], exact in `dtype`; rate = lr·λ, a number or a tensor [()]; d = −rate·θᵛ,
-    d̂ = RN(θᵛ·(1 − rate)) − θᵛ in `dtype`. `left_out` uint8 [slots]: elements that enter no sum. The product is
-    rounded to fp64 first, which changes d̂ in one of 2²⁸ elements of fp32, and less often otherwise. No
+    d̂ = RN(θᵛ·(1 − rate)) − θᵛ in `dtype`, rounded once. `left_out` uint8 [slots]: elements that enter no sum. No
     synchronisation.
     """
     intended = visible_parameter * -rate
-    kept = round_to(visible_parameter * (1 - rate), dtype).to(torch.float64).sub_(visible_parameter)
+    kept = round_to(_product_to_odd(visible_parameter, 1 - rate), dtype).to(torch.float64).sub_(visible_parameter)
     products = torch.stack((kept.mul_(intended), intended.mul(intended)))
     products.view(torch.int64).bitwise_and_(left_out.to(torch.int64).sub_(1))
     return block_sums(products, block)
+
+
+def _product_to_odd(values: Tensor, factor: float | Tensor) -> Tensor:
+    """values · factor in fp64, rounded to odd, so that rounding it again is as good as once; values have 24 bits.
+
+    With round hyper-parameters ties are common, and a product rounded to nearest would fall onto them. The factor's
+    leading 24 bits and the rest give exact products; Boldo and Melquiond, "When double rounding is odd", 2005.
+    """
+    whole = torch.zeros((), dtype=torch.float64, device=values.device) + factor
+    leading = whole.to(torch.float32).to(torch.float64)
+    large, small = values * leading, values * (whole - leading)
+    total = large + small
+    error = small.sub_(total - large)
+    inexact = error.ne(0) & (total.view(torch.int64) & 1).eq(0)
+    step = torch.where(error.signbit() == total.signbit(), 1, -1)
+    total.view(torch.int64).add_(step * inexact)
+    return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -26,13 +27,14 @@ def may_be_zero(values: Tensor, padding: int) -> bool:
     return bool(np.count_nonzero(bits << 1) != bits.size - padding)
 
 
-def zero_block_counts(gradient: Tensor, states: Tensor, left_out: Tensor, block: int) -> Tensor:
+def zero_block_counts(gradient: Tensor, states: Sequence[Tensor], left_out: Tensor, block: int) -> Tensor:
     """By block: elements with g = 0, then for each state those with s = 0 and g ≠ 0: fp64 [1 + k, blocks].
 
-    gradient fp64 [slots], states fp64 [k, slots] as stored after the step, low components included; `left_out`
+    gradient fp64 [slots], k states fp64 [slots] as stored after the step, low components included; `left_out`
     uint8 [slots]: elements that are not counted. No synchronisation.
     """
     taken = left_out.bitwise_xor(1)
     still = gradient.logical_not().view(torch.uint8).bitwise_and_(taken)
-    zero = states.logical_not().view(torch.uint8).bitwise_and_(taken.bitwise_xor_(still))
-    return block_sums(torch.cat((still.unsqueeze(0), zero)).to(torch.float64), block)
+    taken.bitwise_xor_(still)
+    counted = [still, *(state.logical_not().view(torch.uint8).bitwise_and_(taken) for state in states)]
+    return block_sums(torch.stack(counted).to(torch.float64), block)

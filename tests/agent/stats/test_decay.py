@@ -1,0 +1,69 @@
+"""Decoupled decay as a rounded operation of its own, against exact fractions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collage_agent.decay import decoupled_rate
+from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
+from collage_agent.stats import decay_block_sums, decay_is_lost
+
+from tests.reference import diagnostics
+from tests.reference.expansions import LAYOUTS
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NONE_LEFT_OUT = torch.zeros(320, dtype=torch.uint8)
+
+
+def weights(dtype):
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(320, generator=generator) * 2.0 ** torch.randint(-20, 3, (320,), generator=generator)
+    values[:8] = 2.0 ** torch.arange(-4, 4)
+    return values.to(dtype).double()
+
+
+@pytest.mark.parametrize("rate", [0.2, 1.5 * 2**-9, 2**-9, 1e-3, 2e-5, 2**-25])
+@pytest.mark.parametrize("name", DTYPES)
+def test_decay_sums_equal_the_exact_ones(name, rate):
+    dtype, values = DTYPES[name], weights(DTYPES[name])
+    kept, intended = diagnostics.decay(diagnostics.exact(values), rate, LAYOUTS[name])
+    found = decay_block_sums(values, rate, dtype, NONE_LEFT_OUT, 32).sum(1)
+    assert float(found[0]) == pytest.approx(float(kept), rel=1e-12, abs=1e-300)
+    assert float(found[1]) == pytest.approx(float(intended), rel=1e-12)
+    if decay_is_lost(rate, dtype):
+        assert kept == 0
+    tensor = decay_block_sums(values, torch.tensor(rate, dtype=torch.float64), dtype, NONE_LEFT_OUT, 32).sum(1)
+    assert torch.equal(tensor, found)
+
+
+def test_where_decay_moves_nothing_is_known_without_looking():
+    assert decay_is_lost(2**-9 - 1e-9, torch.bfloat16)
+    assert not decay_is_lost(2**-9, torch.bfloat16)
+    assert not decay_is_lost(2e-5, torch.float32)
+    assert not decay_is_lost(torch.tensor(1e-30), torch.bfloat16)
+
+
+def test_what_is_left_out_enters_no_sum():
+    values = torch.tensor([1.0, torch.inf, torch.nan, 2.0], dtype=torch.float64)
+    left_out = torch.tensor([0, 1, 1, 0], dtype=torch.uint8)
+    found = decay_block_sums(values, 0.5, torch.bfloat16, left_out, 4)
+    assert found[:, 0].tolist() == [0.25 + 1.0, 0.25 + 1.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "rate"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.25), 0.125),
+        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.5), weight_decay=0.25), 0.125),
+        (lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.25), None),
+        (lambda p: torch.optim.NAdam(p, lr=0.5, weight_decay=0.25, decoupled_weight_decay=True), 0.125),
+        (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.25), None),
+        (lambda p: CollageAdamW(p, lr=0.5, weight_decay=0.25), 0.125),
+        (lambda p: CollageLion(p, lr=0.5, weight_decay=0.25), 0.125),
+        (lambda p: CollageAdam(p, lr=0.5, weight_decay=0.25), None),
+        (lambda p: CollageSGD(p, lr=0.5, weight_decay=0.25), None),
+    ],
+)
+def test_only_decoupled_decay_has_a_rate(make, rate):
+    optimizer = make([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))])
+    assert decoupled_rate(optimizer, optimizer.param_groups[0]) == rate
