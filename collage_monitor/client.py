@@ -103,9 +103,12 @@ class Client:
         """The newest measured step of a run."""
         return self._get(f"/runs/{run_id}/latest", wire.Latest)
 
-    def worst(self, run_id: str, *, metric: str = "edq_ratio", k: int = 10) -> list[wire.WorstLayer]:
-        """The k layers that stand worst in `metric` at the newest measured step."""
-        return self._get(f"/runs/{run_id}/worst", list[wire.WorstLayer], {"metric": metric, "k": k})
+    def worst(
+        self, run_id: str, *, metric: str = "edq_ratio", k: int = 10, module_type: str | None = None
+    ) -> list[wire.WorstLayer]:
+        """The k layers that stand worst in `metric` at the newest measured step, of one module type or of all."""
+        query = {"metric": metric, "k": k, "module_type": module_type}
+        return self._get(f"/runs/{run_id}/worst", list[wire.WorstLayer], query)
 
     def series(
         self,
@@ -113,16 +116,20 @@ class Client:
         metric: str,
         *,
         layer: str | None = None,
+        pattern: str | None = None,
+        module_type: str | None = None,
         points: int = 1000,
         axis: Axis = "step",
         rank: int | None = None,
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> wire.Series:
-        """A metric or logged scalar over the run; without `layer`, of the whole model."""
+        """A metric or logged scalar over the run: of a layer, of layers by glob or module type, or of the model."""
         query = {
             "metric": metric,
             "layer": layer,
+            "pattern": pattern,
+            "module_type": module_type,
             "points": points,
             "axis": axis,
             "rank": rank,
@@ -132,12 +139,17 @@ class Client:
         return self._get(f"/runs/{run_id}/series", wire.Series, query)
 
     def heatmap(
-        self, run_id: str, metric: str, *, points: int = 200, order: Literal["depth", "worst"] = "depth"
+        self,
+        run_id: str,
+        metric: str,
+        *,
+        points: int = 200,
+        order: Literal["depth", "worst"] = "depth",
+        module_type: str | None = None,
     ) -> wire.Heatmap:
-        """A metric over layers and steps."""
-        return self._get(
-            f"/runs/{run_id}/heatmap", wire.Heatmap, {"metric": metric, "points": points, "order": order}
-        )
+        """A metric over layers (of one module type or all) and steps."""
+        query = {"metric": metric, "points": points, "order": order, "module_type": module_type}
+        return self._get(f"/runs/{run_id}/heatmap", wire.Heatmap, query)
 
     def histogram(
         self,

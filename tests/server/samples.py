@@ -35,9 +35,8 @@ LAYERS = ["embedding.weight", "blocks.0.weight", "blocks.1.weight"]
 
 
 def layer(name, replica=0):
-    return wire.Layer(
-        name=name, shape=[8, 16], dtype="bfloat16", elements=128, module_type="Linear", replica=replica
-    )
+    kind = "Embedding" if name.startswith("embedding") else "Linear"
+    return wire.Layer(name=name, shape=[8, 16], dtype="bfloat16", elements=128, module_type=kind, replica=replica)
 
 
 def block(step, rank=0, layers=3):

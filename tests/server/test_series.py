@@ -58,6 +58,36 @@ def test_a_layer_and_a_pattern(server):
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
 
 
+def test_by_module_type(server):
+    server.filled()
+    linear = server.series("edq_ratio", module_type="Linear", points=1)
+    assert linear.values == pytest.approx([edq_ratio(layers=slice(1, 3))])
+    assert linear.layer == "Linear"
+    both = server.series("edq_ratio", module_type="Linear", pattern="*.1.*", points=1)
+    assert both.values == pytest.approx([edq_ratio(layers=2)])
+    heatmap = server.get("/runs/r1/heatmap?metric=edq_ratio&module_type=Linear&points=2", wire.Heatmap)
+    assert heatmap.layers == LAYERS[1:]
+    assert [row[-1] for row in heatmap.values] == pytest.approx(
+        [edq_ratio(steps=[40, 50], layers=1), edq_ratio(steps=[40, 50], layers=2)]
+    )
+    worst = server.get("/runs/r1/worst?module_type=Embedding", list[wire.WorstLayer])
+    assert [entry.layer for entry in worst] == [LAYERS[0]]
+
+
+def test_a_module_type_that_is_not_there(server):
+    server.filled()
+    for route in ("series?metric=edq_ratio", "heatmap?metric=edq_ratio", "worst?k=1"):
+        error = server.get(f"/runs/r1/{route}&module_type=LayerNorm", status=404)
+        assert error.field == "module_type"
+        assert "Embedding, Linear" in error.message
+    assert (
+        server.get("/runs/r1/series?metric=edq_ratio&layer=x&module_type=Linear", status=422).field == "module_type"
+    )
+    assert server.get("/runs/r1/series?metric=loss&module_type=Linear", status=422).field == "layer"
+    none = "/runs/r1/series?metric=edq_ratio&module_type=Linear&pattern=embedding*"
+    assert server.get(none, status=404).field == "pattern"
+
+
 def test_from_and_to_are_inclusive(server):
     server.filled()
     series = server.send("GET", "/runs/r1/series?metric=edq_ratio&from=20&to=40", kind=wire.Series)

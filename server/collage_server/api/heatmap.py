@@ -30,18 +30,20 @@ def get_heatmap(
     metric: parameters.MetricKey,
     points: parameters.PointCount = 200,
     order: Literal["depth", "worst"] = "depth",
+    module_type: parameters.ModuleType = None,
 ) -> Response:
     """values[layer][point]; layers in the order first seen, or worst first over the whole run."""
     store = components_of(request).store
     keys = queries.statistics_for(parameters.checked_metric(metric), intervals=False)
 
     def make() -> wire.Heatmap:
-        most = _MOST_CELLS // max(len(store.layers(run_id)), 1)
+        chosen = parameters.chosen_layers(store, run_id, module_type=module_type)
+        most = _MOST_CELLS // max(len(chosen or store.layers(run_id)), 1)
         if points > most:
             raise Unprocessable(
                 f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
             )
-        measured = store.layer_points(run_id, keys, Selection(points=points))
+        measured = store.layer_points(run_id, keys, Selection(points=points), chosen)
         return queries.heatmap(run_id, metric, measured, points, order)
 
     return respond(request, [run_id], make)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import Path, Query
@@ -23,11 +24,13 @@ __all__ = [
     "LastStep",
     "LayerName",
     "MetricKey",
+    "ModuleType",
     "Pattern",
     "PointCount",
     "Rank",
     "RunId",
     "checked_metric",
+    "chosen_layers",
     "is_metric",
     "known_scalars",
     "layer_points",
@@ -44,6 +47,12 @@ LayerName = Annotated[str | None, Query(max_length=512, description="One layer, 
 Pattern = Annotated[
     str | None,
     Query(max_length=200, description="Layers whose names match this glob (* ? [seq]), merged into one."),
+]
+ModuleType = Annotated[
+    str | None,
+    Query(
+        max_length=512, description="Layers of one module type (Linear, Embedding …); with a pattern, both hold."
+    ),
 ]
 Rank = Annotated[int | None, Query(ge=0, le=2**31, description="One rank alone; default: all merged.")]
 FirstStep = Annotated[int | None, Query(alias="from", ge=0, le=2**53)]
@@ -95,15 +104,17 @@ def layer_points(
     selection: Selection,
     layer: str | None,
     pattern: str | None,
+    module_type: str | None = None,
 ) -> Points:
-    """Points of one layer, or of all layers that match a glob, merged as shards: totals are one-dimensional.
+    """Points of one layer, or of all layers of a glob or module type, merged as shards: totals are one-dimensional.
 
     Raises:
         NotFound: no such layer, or none matches.
     """
-    if layer is not None and pattern is not None:
-        raise Unprocessable("give layer or pattern, not both", field="pattern")
-    names = [layer] if layer is not None else _matching(components, run_id, pattern or "*")
+    if layer is not None and (pattern is not None or module_type is not None):
+        field = "pattern" if pattern is not None else "module_type"
+        raise Unprocessable(f"give layer or {field}, not both", field=field)
+    names = [layer] if layer is not None else chosen_layers(components.store, run_id, pattern, module_type)
     return one_layer(components.store.layer_points(run_id, keys, selection, names))
 
 
@@ -112,20 +123,44 @@ def one_layer(points: Points) -> Points:
     return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), layers=[])
 
 
-def worst_of(store: Store, run_id: str, point: LatestPoint | None, key: str, k: int) -> list[wire.WorstLayer]:
-    """The k layers worst in a metric at the newest measured step."""
+def worst_of(
+    store: Store, run_id: str, point: LatestPoint | None, key: str, k: int, layers: Sequence[str] | None = None
+) -> list[wire.WorstLayer]:
+    """The k layers worst in a metric at the newest measured step, of these (None: of all)."""
     if point is None:
         return []
     at = Selection(first_step=point.step, last_step=point.step)
-    return worst_layers(key, store.layer_points(run_id, statistics_for(key, intervals=False), at), k)
+    return worst_layers(key, store.layer_points(run_id, statistics_for(key, intervals=False), at, layers), k)
 
 
-def _matching(components: Components, run_id: str, pattern: str) -> list[str]:
-    names = [entry.name for entry in components.store.layers(run_id)]
-    chosen = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+def chosen_layers(
+    store: Store, run_id: str, pattern: str | None = None, module_type: str | None = None
+) -> list[str] | None:
+    """Names of the layers that match the glob and are of the module type; None where neither is asked for.
+
+    Raises:
+        NotFound: there is no such layer.
+    """
+    if pattern is None and module_type is None:
+        return None
+    entries = store.layers(run_id)
+    if module_type is not None:
+        entries = _of_type(run_id, entries, module_type)
+    chosen = [entry.name for entry in entries if fnmatch.fnmatchcase(entry.name, pattern or "*")]
     if not chosen:
         raise NotFound(
             f"no layer of run {run_id!r} matches {pattern!r}; GET /api/v1/runs/{run_id}/layers lists them",
             field="pattern",
         )
     return chosen
+
+
+def _of_type(run_id: str, entries: Sequence[wire.Layer], module_type: str) -> list[wire.Layer]:
+    found = [entry for entry in entries if entry.module_type == module_type]
+    if not found:
+        types = ", ".join(sorted({entry.module_type or "''" for entry in entries})) or "none"
+        raise NotFound(
+            f"no layer of run {run_id!r} is of module type {module_type!r}; its types are {types}",
+            field="module_type",
+        )
+    return found

@@ -28,17 +28,19 @@ def get_series(
     metric: parameters.MetricKey,
     layer: parameters.LayerName = None,
     pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
     rank: parameters.Rank = None,
     first_step: parameters.FirstStep = None,
     last_step: parameters.LastStep = None,
     points: parameters.PointCount = 1000,
     axis: parameters.AxisName = "step",
 ) -> Response:
-    """A metric of the model, of one layer, or of layers matching a glob; or a logged scalar."""
+    """A metric of the model, of one layer, or of layers of a glob or module type; or a logged scalar."""
     components = components_of(request)
     selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=points, extremes_of=metric)
     scalar = not parameters.is_metric(metric)
-    if scalar and (layer is not None or pattern is not None):
+    whole = layer is None and pattern is None and module_type is None
+    if scalar and not whole:
         raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
 
     def make() -> wire.Series:
@@ -47,11 +49,11 @@ def get_series(
             return _scalar(components, record, metric, selection, points, axis)
         keys = statistics_for(parameters.checked_metric(metric))
         positions = parameters.positions_of(components, record, axis)
-        if layer is None and pattern is None:
+        if whole:
             measured = components.store.model_points(run_id, keys, selection)
         else:
-            measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern)
-        return metric_series(run_id, metric, measured, points, positions, layer or pattern)
+            measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern, module_type)
+        return metric_series(run_id, metric, measured, points, positions, layer or pattern or module_type)
 
     return respond(request, [run_id], make)
 

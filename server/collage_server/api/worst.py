@@ -25,8 +25,14 @@ def get_worst(
     run_id: parameters.RunId,
     metric: parameters.MetricKey = "edq_ratio",
     k: Annotated[int, Query(ge=1, le=1000)] = 10,
+    module_type: parameters.ModuleType = None,
 ) -> Response:
     """The k layers worst in a metric: lowest where 1 is ideal, |1 − x| against the oracle, else highest."""
     store = components_of(request).store
     key = parameters.checked_metric(metric)
-    return respond(request, [run_id], lambda: parameters.worst_of(store, run_id, store.latest(run_id), key, k))
+
+    def make() -> list[wire.WorstLayer]:
+        chosen = parameters.chosen_layers(store, run_id, module_type=module_type)
+        return parameters.worst_of(store, run_id, store.latest(run_id), key, k, chosen)
+
+    return respond(request, [run_id], make)
