@@ -20,8 +20,8 @@ class Sealable(Protocol):
     def journal_runs(self) -> list[str]:
         """Runs that have reports in the journal."""
 
-    def seal(self, run_id: str, now: float) -> bool:
-        """Turn some of the run's journal into chunks; True if there was something to do."""
+    def seal(self, run_id: str, now: float) -> int:
+        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
 
 
 class Sealer:

@@ -309,8 +309,8 @@ class Store(Protocol):
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Store all groups in one transaction; durable when it returns."""
 
-    def seal(self, run_id: str, now: float) -> bool:
-        """Turn some of the run's journal into chunks; True if there was something to do."""
+    def seal(self, run_id: str, now: float) -> int:
+        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
 
     def journal_runs(self) -> list[str]:
         """Runs that have reports in the journal."""

@@ -276,20 +276,21 @@ class SqlStore(ABC):
         with self._seal_lock, self._claim(run_id) as mine:
             yield mine
 
-    def seal(self, run_id: str, now: float) -> bool:
-        """Turn some of the run's journal into chunks; True if there was something to do."""
+    def seal(self, run_id: str, now: float) -> int:
+        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
         record = self.run(run_id)
         silent = record.updated_at < now - self._stale_after_seconds
         with self._sealing(run_id) as mine:
-            return mine and self._seal_part(run_id, self._limits, closed=silent or record.state != "running")
+            closed = silent or record.state != "running"
+            return self._seal_parts(run_id, self._limits, closed=closed) if mine else 0
 
     def _settle(self, run_id: str) -> None:
         """Seal every late report, however few they are; the caller has claimed the run."""
         limits = dataclasses.replace(self._limits, late_rows=1)
-        while self._seal_part(run_id, limits, closed=False):
+        while self._seal_parts(run_id, limits, closed=False):
             pass
 
-    def _seal_part(self, run_id: str, limits: SealLimits, *, closed: bool) -> bool:
+    def _seal_parts(self, run_id: str, limits: SealLimits, *, closed: bool) -> int:
         return sealing.seal(
             run_id,
             self._reading,

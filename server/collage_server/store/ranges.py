@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -27,7 +27,7 @@ def ranges_to_json(ranges: Ranges) -> str:
 
 def contains(ranges: Ranges, number: int) -> bool:
     """Whether one of the ranges holds the number."""
-    index = bisect_right(ranges, number, key=lambda entry: entry[0]) - 1
+    index = bisect_left(ranges, (number + 1,)) - 1
     return index >= 0 and number <= ranges[index][1]
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, func, select
 
 from collage_server.store import schema
 from collage_server.store.chunks import ChunkInfo, read_chunk_infos
 from collage_server.store.contract import SealLimits
 from collage_server.store.run_view import RunView
 
-__all__ = ["SealPlan", "leftovers", "plan_seal"]
+__all__ = ["Journal", "SealPlan", "plan_seal", "read_journal"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,44 +39,61 @@ class _Entry:
     bytes: int
 
 
-def leftovers(connection: Connection, view: RunView) -> list[tuple[str, int]]:
-    """Journal rows that stand in chunks already: a sealing that was interrupted before it deleted them."""
+@dataclass(frozen=True, eq=False)
+class Journal:
+    """What one look found in a run's journal, without the blocks.
+
+    `leftovers` (stream_id, seq) stand in chunks already: a sealing was interrupted before it deleted them.
+    `entries` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed, None
+    when the attempt is over.
+    """
+
+    leftovers: list[tuple[str, int]]
+    entries: dict[int, list[_Entry]]
+    ready: dict[int, int | None]
+
+    def without(self, reports: frozenset[tuple[str, int]]) -> Journal:
+        """What is left when these are sealed."""
+        left = {
+            attempt: [entry for entry in members if (entry.stream_id, entry.seq) not in reports]
+            for attempt, members in self.entries.items()
+        }
+        return Journal([], {attempt: members for attempt, members in left.items() if members}, self.ready)
+
+
+def read_journal(connection: Connection, view: RunView, *, closed: bool, stale_after_seconds: float) -> Journal:
+    """One look. `closed`: the run is over, its tail is sealed too."""
     table = schema.report
-    rows = connection.execute(select(table.c.stream_id, table.c.seq).where(table.c.run_id == view.run_id))
-    return [(row.stream_id, row.seq) for row in rows if view.sealed(row.stream_id, row.seq)]
-
-
-def plan_seal(
-    connection: Connection, view: RunView, limits: SealLimits, *, closed: bool, stale_after_seconds: float
-) -> SealPlan | None:
-    """The next part to make, None when nothing is due. `closed`: the run is over, its tail is sealed too."""
-    entries = _journal(connection, view)
-    infos = read_chunk_infos(connection, view.run_id)
+    size = func.coalesce(func.length(table.c.statistics), 0) + func.coalesce(func.length(table.c.model), 0)
+    columns = (table.c.stream_id, table.c.seq, table.c.step, table.c.model.is_not(None), size)
+    leftovers: list[tuple[str, int]] = []
+    entries: dict[int, list[_Entry]] = defaultdict(list)
+    for stream_id, seq, step, measured, length in connection.execute(
+        select(*columns).where(table.c.run_id == view.run_id)
+    ):
+        stream = view.streams.get(stream_id)
+        if view.sealed(stream_id, seq):
+            leftovers.append((stream_id, seq))
+        elif stream is not None:
+            entries[stream.attempt].append(_Entry(stream_id, seq, step, bool(measured), length))
     newest = max(entries, default=0)
-    for attempt, members in sorted(entries.items()):
+    ready = {
+        attempt: None if closed or attempt < newest else _ready_step(connection, view, attempt, stale_after_seconds)
+        for attempt in entries
+    }
+    return Journal(leftovers, entries, ready)
+
+
+def plan_seal(connection: Connection, view: RunView, journal: Journal, limits: SealLimits) -> SealPlan | None:
+    """The next part to make, None when nothing is due."""
+    infos = read_chunk_infos(connection, view.run_id)
+    for attempt, members in sorted(journal.entries.items()):
         own = [info for info in infos if info.attempt == attempt]
-        over = closed or attempt < newest
-        ready = None if over else _ready_step(connection, view, attempt, stale_after_seconds)
-        plan = _late(attempt, members, own, limits, over) or _next(attempt, members, own, limits, over, ready)
+        ready = journal.ready[attempt]
+        plan = _late(attempt, members, own, limits, ready is None) or _next(attempt, members, own, limits, ready)
         if plan is not None:
             return plan
     return None
-
-
-def _journal(connection: Connection, view: RunView) -> dict[int, list[_Entry]]:
-    """Unsealed reports by attempt, without their blocks."""
-    table = schema.report
-    size = func.coalesce(func.length(table.c.statistics), 0) + func.coalesce(func.length(table.c.model), 0)
-    columns = (table.c.stream_id, table.c.seq, table.c.step, table.c.model.is_not(None).label("measured"))
-    rows: Sequence[Row[Any]] = connection.execute(
-        select(*columns, size.label("bytes")).where(table.c.run_id == view.run_id)
-    ).all()
-    found: dict[int, list[_Entry]] = defaultdict(list)
-    for row in rows:
-        stream = view.streams.get(row.stream_id)
-        if stream is not None and not view.sealed(row.stream_id, row.seq):
-            found[stream.attempt].append(_Entry(row.stream_id, row.seq, row.step, bool(row.measured), row.bytes))
-    return found
 
 
 def _ready_step(connection: Connection, view: RunView, attempt: int, stale_after_seconds: float) -> int:
@@ -114,17 +131,16 @@ def _next(
     entries: Sequence[_Entry],
     infos: Sequence[ChunkInfo],
     limits: SealLimits,
-    over: bool,
     ready: int | None,
 ) -> SealPlan | None:
-    """The reports after the last sealed step: as many measured points as make a part, or what is due."""
+    """The reports after the last sealed step: all that are due, as far as the chunk has room."""
     open_chunk = infos[-1] if infos and infos[-1].count < limits.points else None
     after = infos[-1].last_step if infos else -1
     fresh = [entry for entry in entries if entry.step > after and (ready is None or entry.step <= ready)]
     if not fresh:
         return None
-    room = min(limits.points - (open_chunk.count if open_chunk else 0), limits.part_points)
-    cutoff = _cutoff(fresh, room, limits, over)
+    room = limits.points - (open_chunk.count if open_chunk else 0)
+    cutoff = _cutoff(fresh, room, limits, ready is None)
     if cutoff is None:
         return None
     chosen = [entry for entry in fresh if entry.step <= cutoff]
@@ -133,20 +149,26 @@ def _next(
 
 
 def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, over: bool) -> int | None:
-    """The last step to seal: where the part is full, or the bytes are; everything when the attempt is over."""
+    """The last step to seal: where the chunk is full, or the bytes are; everything when the attempt is over.
+
+    Otherwise whole multiples of `part_points`, so that parts are alike; less only when too many rows wait.
+    """
     sizes: dict[int, int] = defaultdict(int)
     for entry in fresh:
         if entry.measured:
             sizes[entry.step] += entry.bytes
-    total, cutoff = 0, None
-    for count, step in enumerate(sorted(sizes), start=1):
-        total += sizes[step]
-        cutoff = step
-        if count == room or total >= limits.bytes:
+    steps = sorted(sizes)[:room]
+    for step, total in zip(steps, accumulate(sizes[step] for step in steps), strict=True):
+        if total >= limits.bytes:
             return step
-    if over or (not sizes and len(fresh) >= limits.rows):
+    if len(steps) == room:
+        return steps[-1]
+    if over or (not steps and len(fresh) >= limits.rows):
         return max(entry.step for entry in fresh)
-    return cutoff if len(fresh) >= limits.rows else None
+    parts = len(steps) // limits.part_points
+    if parts:
+        return steps[parts * limits.part_points - 1]
+    return steps[-1] if len(fresh) >= limits.rows else None
 
 
 def _plan(attempt: int, chunk: int, part: int, chosen: Sequence[_Entry], info: ChunkInfo | None) -> SealPlan:

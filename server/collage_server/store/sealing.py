@@ -28,7 +28,7 @@ from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to
 from collage_server.store.reading import sealed_layers, sealed_model
 from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.run_view import UNBOUNDED, RunView
-from collage_server.store.seal_plan import SealPlan, leftovers, plan_seal
+from collage_server.store.seal_plan import SealPlan, plan_seal, read_journal
 
 __all__ = ["seal"]
 
@@ -45,6 +45,7 @@ _COLUMNS: Final = (
     "statistics",
 )
 _FLOAT: Final = np.dtype("<f8")
+_PARTS_A_LOOK: Final = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,23 +78,28 @@ def seal(
     *,
     closed: bool,
     stale_after_seconds: float,
-) -> bool:
-    """Make one part of one chunk of the run; False when nothing is due."""
+) -> int:
+    """Make parts of chunks of the run's journal, several after one look at it; how many, 0 when nothing is due.
+
+    What an interrupted sealing left behind is cleared away first, and counts as a part.
+    """
     with reading() as connection:
         view = RunView(connection, run_id)
-        old = leftovers(connection, view)
-        plan = None
-        if not old:
-            plan = plan_seal(connection, view, limits, closed=closed, stale_after_seconds=stale_after_seconds)
-        built = None if plan is None else _build(connection, view, plan, limits)
-    if old:
-        _delete_reports(run_id, writing, old, limits)
-        return True
-    if built is None:
-        return False
-    _write(run_id, writing, built, limits)
-    _delete_reports(run_id, writing, sorted(built.plan.reports), limits)
-    return True
+        journal = read_journal(connection, view, closed=closed, stale_after_seconds=stale_after_seconds)
+    if journal.leftovers:
+        _delete_reports(run_id, writing, journal.leftovers, limits)
+        return 1
+    for number in range(_PARTS_A_LOOK):
+        with reading() as connection:
+            view = RunView(connection, run_id)
+            plan = plan_seal(connection, view, journal, limits)
+            built = None if plan is None else _build(connection, view, plan, limits)
+        if built is None:
+            return number
+        _write(run_id, writing, built, limits)
+        _delete_reports(run_id, writing, sorted(built.plan.reports), limits)
+        journal = journal.without(built.plan.reports)
+    return _PARTS_A_LOOK
 
 
 def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits) -> _Built:
