@@ -24,6 +24,7 @@ import msgspec
 from benchmarks._harness import Figure, Options, main
 from benchmarks._postgresql import run_cluster
 from benchmarks._reports import LARGE, SMALL, Shape, register, requests
+from benchmarks._sealing import disk_figures, sealing_figures
 from benchmarks._serving import Connection, Server, run_server
 from collage_monitor import wire
 
@@ -236,6 +237,9 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
         for case, ratios in held:
             found = measure_case(case, servers, folder, rounds)
             figures += [*ratios(found), *plain_figures(case, found)]
+        figures += sealing_figures(servers["sqlite"], rounds)
+        with run_server("sqlite", folder / "disk") as server:
+            figures += disk_figures(server, folder / "disk")
         for case in () if options.gate else (LARGE_ONE, LARGE_EIGHT):
             figures += plain_figures(case, measure_case(case, servers, folder, rounds))
     notes = [

@@ -211,7 +211,7 @@ class NewEvent:
 class SealLimits:
     """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
 
-    `slice_rows` bounds what one write transaction holds, so that acknowledgements do not wait.
+    `slice_rows` and `slice_bytes` bound what one write transaction holds, so that acknowledgements do not wait.
     """
 
     points: int = 256
@@ -220,6 +220,7 @@ class SealLimits:
     rows: int = 8192
     late_rows: int = 64
     slice_rows: int = 6
+    slice_bytes: int = 2**19
     delete_rows: int = 64
 
 

@@ -8,7 +8,7 @@ blocks that nobody sees, overwritten by the next one, or journal rows that reade
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,6 +33,7 @@ from collage_server.store.seal_plan import SealPlan, plan_seal, read_journal
 __all__ = ["seal"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
+_Block = tuple[Any, dict[str, Any]]
 _COLUMNS: Final = (
     "stream_id",
     "seq",
@@ -240,15 +241,28 @@ def _write(run_id: str, writing: Transaction, built: _Built, limits: SealLimits)
         for table in (schema.model_chunk, schema.layer_chunk):
             connection.execute(delete(table).where(*_part_of(table, run_id, plan)))
     if built.part is not None:
-        blocks = list(_blocks(run_id, plan, plan.part, 1, built.part, entries))
-        for start in range(0, len(blocks), limits.slice_rows):
+        for blocks in _slices(_blocks(run_id, plan, plan.part, 1, built.part, entries), limits):
             with writing() as connection:
                 _require(connection, run_id)
-                for table, values in blocks[start : start + limits.slice_rows]:
+                for table, values in blocks:
                     connection.execute(insert(table).values(**values))
     with writing() as connection:
         _require(connection, run_id)
         _publish(connection, run_id, built, entries)
+
+
+def _slices(blocks: Iterable[_Block], limits: SealLimits) -> Iterator[list[_Block]]:
+    """Blocks by transaction: so few rows or bytes that the next commit of reports hardly waits."""
+    held: list[_Block] = []
+    size = 0
+    for block in blocks:
+        held.append(block)
+        size += len(block[1]["data"])
+        if len(held) >= limits.slice_rows or size >= limits.slice_bytes:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
 
 
 def _require(connection: Connection, run_id: str) -> None:
@@ -286,7 +300,7 @@ def _entries(connection: Connection, run_id: str, built: _Built) -> dict[str, in
 
 def _blocks(
     run_id: str, plan: SealPlan, part: int, level: int, held: _Level, entries: Mapping[str, int]
-) -> Iterator[tuple[Any, dict[str, Any]]]:
+) -> Iterator[_Block]:
     """(table, values) of every block row of a level."""
     count = len(held.points.steps)
     place = {"run_id": run_id, "attempt": plan.attempt, "level": level, "chunk": plan.chunk, "part": part}
