@@ -17,9 +17,10 @@ class BeforeAfter:
 
     kind: Final = "before-after"
 
-    def __init__(self, reason: str, kept: Composition = PLAIN) -> None:
+    def __init__(self, reason: str, kept: Composition = PLAIN, stochastic: bool | None = None) -> None:
         self.reason = reason
         self.kept = kept
+        self.stochastic = stochastic
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Nothing is kept from one step to the next."""

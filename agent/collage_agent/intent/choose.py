@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.gather import local
 from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.clone import isolated
+from collage_agent.intent.observe import observed
+from collage_agent.intent.probing import HOST
 from collage_agent.intent.rule import Rule
-from collage_agent.intent.selftest import judged
+from collage_agent.intent.selftest import Judgement, judged
 from collage_agent.intent.shadow import Shadow
 from collage_agent.optim import CollageOptimizer
 from collage_agent.stored import Composition
@@ -28,6 +32,10 @@ class Intent(Protocol):
     @property
     def kept(self) -> Composition:
         """Which states make up the stored weight."""
+
+    @property
+    def stochastic(self) -> bool | None:
+        """Whether weights are seen to be rounded at random; None: not known."""
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Look at the live instance once before each step that will be asked about."""
@@ -55,7 +63,28 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
 
 def _for_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
     found = judged(optimizer, group)
-    return Shadow(optimizer, widens=found.widens) if found.kind == "shadow" else BeforeAfter(found.reason)
+    seen = observed(optimizer, group, found)
+    if found.kind != "shadow":
+        return BeforeAfter(found.reason, seen.kept, seen.stochastic)
+    failure = seen.failure or _failure_on_device(optimizer, group, found)
+    if failure is not None:
+        return BeforeAfter(failure, seen.kept, seen.stochastic)
+    return Shadow(optimizer, seen.kept, widens=found.widens, stochastic=seen.stochastic)
+
+
+def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: Judgement) -> str | None:
+    """Why the clone cannot step fp64 tensors where the weights are; nothing is read, so nothing is waited for."""
+    device = local(group["params"][0]).device if group["params"] else HOST
+    if device.type in ("cpu", "meta"):
+        return None
+    try:
+        with isolated(device):
+            probe = torch.zeros(8, dtype=torch.float64, device=device)
+            Shadow(optimizer, widens=found.widens).step(group, {}, probe, torch.ones_like(probe))
+    except Exception as error:
+        name = type(optimizer).__name__
+        return f"{name} cannot step fp64 tensors on {device.type}: {type(error).__name__}: {error}"
+    return None
 
 
 def _kind_of(group: dict[str, Any]) -> object:
@@ -67,4 +96,5 @@ def _kind_of(group: dict[str, Any]) -> object:
         plain_number = isinstance(value, int | float) and not isinstance(value, bool)
         switches.append((key, value != 0 if plain_number else repr(value)))
     tensors = sorted(key for key, value in group.items() if isinstance(value, Tensor) and key != "params")
-    return (tuple(switches), tuple(tensors), torch.get_default_dtype())
+    dtypes = frozenset(parameter.dtype for parameter in group["params"])
+    return (tuple(switches), tuple(tensors), dtypes, torch.get_default_dtype())

@@ -45,6 +45,16 @@ class Run:
         own["params"] = self.parameters
         self._clone.param_groups = [own]
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The clone that takes the steps."""
+        return self._clone
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The settings that it steps by."""
+        return self._clone.param_groups[0]
+
     def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Take a step with these gradients; the displacements."""
         before = [parameter.clone() for parameter in self.parameters]

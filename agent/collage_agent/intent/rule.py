@@ -9,6 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.optim import CollageOptimizer
 from collage_agent.stored import OURS
+from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["Rule"]
 
@@ -20,6 +21,7 @@ class Rule:
     kept: Final = OURS
 
     def __init__(self, optimizer: CollageOptimizer) -> None:
+        self.stochastic: bool | None = any(_stochastic(group) for group in optimizer.param_groups)
         self._displacement = optimizer.exact_rule()
 
     def refresh(self, optimizer: Optimizer) -> None:
@@ -39,3 +41,8 @@ class Rule:
         state["step"] = step
         out.copy_(intended)
         return True
+
+
+def _stochastic(group: dict[str, Any]) -> bool:
+    known = STRATEGIES.get(str(group.get("strategy")))
+    return known is not None and known.stochastic

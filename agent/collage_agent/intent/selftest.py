@@ -23,6 +23,7 @@ __all__ = ["Judgement", "judged"]
 
 _SHAPES: Final = ((24, 16), (40,))
 _MATRIX_SHAPES: Final = ((24, 16), (8, 5))
+_RIGHT_ANGLES: Final = (10, 14)
 _CANNOT_RUN: Final = "cannot step probe tensors"
 _STILL: Final = "does not move probe tensors"
 _COARSE: Final = "computes in fp32 inside an operation of its own, where a small update is itself lost"
@@ -158,11 +159,11 @@ def _separable_failure(
 
 
 def _gradient(step: int, gradients: list[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of a step; at every fourth at right angles to the weights, row by row.
+    """The gradients of a step; at some at right angles to the weights, row by row.
 
     Those of weights before a normalisation are, and some optimizers then take another way.
     """
-    if step % 4:
+    if step not in _RIGHT_ANGLES:
         return gradients
     rows = [tensor.reshape(len(tensor) if tensor.dim() > 1 else 1, -1) for tensor in parameters]
     flat = [gradient.reshape(row.shape) for gradient, row in zip(gradients, rows, strict=True)]

@@ -24,9 +24,17 @@ class Shadow:
 
     kind: Final = "shadow"
 
-    def __init__(self, optimizer: Optimizer, kept: Composition = PLAIN, *, widens: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        kept: Composition = PLAIN,
+        *,
+        widens: bool = False,
+        stochastic: bool | None = None,
+    ) -> None:
         """widens: the optimizer's own code casts down, which its clone must not."""
         self.kept = kept
+        self.stochastic = stochastic
         self._widens = widens
         self._foreign = not type(optimizer).__module__.startswith("torch.optim")
         self._shared: dict[str, Any] = {}

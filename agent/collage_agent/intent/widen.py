@@ -23,11 +23,14 @@ _CASTS: Final[frozenset[Any]] = frozenset(
 )
 _FACTORIES: Final[frozenset[Any]] = frozenset(
     (
-        *(torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty, torch.as_tensor, torch.scalar_tensor),
-        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.clone, torch.arange),
+        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.clone),
         *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
     )
 )
+_OF_DEFAULT_DTYPE: Final[frozenset[Any]] = frozenset(
+    (torch.zeros, torch.ones, torch.full, torch.empty, torch.tensor, torch.as_tensor, torch.scalar_tensor)
+)
+"""Make what they are told to, scalars of run state apart: a table's or a code's dtype matters."""
 
 
 class Widening(TorchFunctionMode):
@@ -53,7 +56,8 @@ class Widening(TorchFunctionMode):
             return result
         if func in _CASTS and isinstance(args[0], Tensor):
             return self._cast(args[0], result)
-        return result.double() if func in _FACTORIES else result
+        made = func in _FACTORIES or (func in _OF_DEFAULT_DTYPE and not result.dim())
+        return result.double() if made else result
 
     def _cast(self, value: Tensor, result: Tensor) -> Tensor:
         if value.dtype != torch.float64 or is_quantised(value):
@@ -63,11 +67,18 @@ class Widening(TorchFunctionMode):
 
 
 def widened(state: dict[str, Any]) -> dict[str, Any]:
-    """The same entries, with every float tensor in fp64; the others are not copied."""
-    return {
-        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in state.items()
-    }
+    """The same entries, with every float tensor in fp64, also in containers; the others are not copied."""
+    return {key: _widened(value) for key, value in state.items()}
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if type(value) in (list, tuple):
+        return type(value)(_widened(entry) for entry in value)
+    if type(value) is dict:
+        return {key: _widened(entry) for key, entry in value.items()}
+    return value
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""Optimizers written for the tests: what they keep is known, their names for it say nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+
+class Momentum(Optimizer):
+    """u = −lr · m with m = 0.9 m + g, computed in fp32; how the weight is kept is the subclass's."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["a"] = torch.zeros_like(parameter)
+                        self.begin(parameter, state)
+                    average = 0.9 * self.wide(state["a"]) + self.wide(parameter.grad)
+                    state["a"].copy_(average)
+                    self.move(parameter, state, -group["lr"] * average)
+
+    def wide(self, tensor):
+        return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+    def begin(self, parameter, state):
+        """Make what the weight needs beside itself."""
+
+    def move(self, parameter, state, update):
+        parameter.copy_(self.wide(parameter) + update)
+
+
+class Subtracting(Momentum):
+    """Kahan's summation as textbooks have it: the compensation is what is too much in the weight."""
+
+    def begin(self, parameter, state):
+        state["b"] = torch.zeros_like(parameter)
+
+    def move(self, parameter, state, update):
+        compensated = (update - self.wide(state["b"])).to(parameter.dtype)
+        total = parameter + compensated
+        state["b"].copy_((total - parameter) - compensated)
+        parameter.copy_(total)
+
+
+class Adding(Momentum):
+    """The same with the other sign: the residual is what the weight lacks."""
+
+    def begin(self, parameter, state):
+        state["b"] = torch.zeros_like(parameter)
+
+    def move(self, parameter, state, update):
+        compensated = (update + self.wide(state["b"])).to(parameter.dtype)
+        total = parameter + compensated
+        state["b"].copy_(compensated - (total - parameter))
+        parameter.copy_(total)
+
+
+class Master(Momentum):
+    """An fp32 copy of the weight, of which the weight is a rounding."""
+
+    def begin(self, parameter, state):
+        state["b"] = self.wide(parameter).clone()
+
+    def move(self, parameter, state, update):
+        state["b"].add_(update)
+        parameter.copy_(state["b"])
+
+
+class Stochastic(Momentum):
+    """bf16 weights rounded up or down at random, in the mean to what they should be."""
+
+    def move(self, parameter, state, update):
+        target = self.wide(parameter) + update
+        if parameter.dtype != torch.bfloat16:
+            parameter.copy_(target)
+            return
+        noise = torch.randint_like(target, 2**16, dtype=torch.int32)
+        parameter.copy_(((target.view(torch.int32) + noise) & -(2**16)).view(torch.float32))

@@ -1,0 +1,114 @@
+"""Residuals, master weights and stochastic rounding are found by what they do, whatever they are called."""
+
+from __future__ import annotations
+
+import optimi
+import pytest
+import pytorch_optimizer
+import torch
+from collage_agent.intent.observe import observed
+from collage_agent.intent.selftest import judged
+from collage_agent.stored import PLAIN, Composition
+from collage_agent.watch import watch
+from torch import nn
+
+from tests.agent.intent import optimizers
+from tests.agent.training import gpt_loss, small_gpt, train
+
+
+def seen(make, dtype=torch.bfloat16):
+    parameters = [nn.Parameter(torch.randn(8, 4).to(dtype)), nn.Parameter(torch.randn(4).to(dtype))]
+    optimizer = make(parameters)
+    group = optimizer.param_groups[0]
+    return observed(optimizer, group, judged(optimizer, group))
+
+
+ADDED = Composition(residual="kahan_comp")
+RESIDUALS = {
+    "subtracted": (optimizers.Subtracting, Composition(residual="b", sign=-1)),
+    "added": (optimizers.Adding, Composition(residual="b")),
+    "optimi AdamW": (lambda p: optimi.AdamW(p, lr=1e-3, weight_decay=0.1), ADDED),
+    "optimi AdamW foreach": (lambda p: optimi.AdamW(p, lr=1e-3, foreach=True), ADDED),
+    "optimi SGD": (lambda p: optimi.SGD(p, lr=1e-2, momentum=0.9, kahan_sum=True), ADDED),
+    "optimi Lion": (lambda p: optimi.Lion(p, lr=1e-4), ADDED),
+    "optimi Adan": (lambda p: optimi.Adan(p, lr=1e-3, kahan_sum=True), ADDED),
+    "optimi Ranger, which looks ahead": (lambda p: optimi.Ranger(p, lr=1e-3), ADDED),
+    "optimi StableAdamW": (lambda p: optimi.StableAdamW(p, lr=1e-3), ADDED),
+    "pytorch_optimizer StableAdamW": (lambda p: pytorch_optimizer.StableAdamW(p, lr=1e-3), ADDED),
+}
+NONE = {
+    "momentum": optimizers.Momentum,
+    "AdamW": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
+    "AdamW rate 0": lambda p: torch.optim.AdamW(p, lr=0.0),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "optimi AdamW without": lambda p: optimi.AdamW(p, lr=1e-3, kahan_sum=False),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "Lamb": lambda p: pytorch_optimizer.Lamb(p),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Parameter .foreach. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_a_residual_is_found_with_its_sign(name, dtype):
+    make, expected = RESIDUALS[name]
+    found = seen(make, dtype)
+    assert (found.kept, found.failure) == (expected, None)
+    assert found.stochastic is False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", NONE)
+def test_moving_averages_are_no_residuals(name, dtype):
+    found = seen(NONE[name], dtype)
+    assert (found.kept, found.stochastic, found.failure) == (PLAIN, False, None)
+
+
+def test_a_master_weight_is_found():
+    assert seen(optimizers.Master).kept == Composition(master="b")
+
+
+def test_stochastic_rounding_is_found():
+    found = seen(optimizers.Stochastic)
+    assert (found.kept, found.stochastic) == (PLAIN, True)
+
+
+def test_what_cannot_be_stepped_is_not_known():
+    found = seen(lambda p: torch.optim.LBFGS(p))
+    assert (found.kept, found.stochastic) == (PLAIN, None)
+
+
+@pytest.mark.parametrize("name", ["Subtracting", "Adding", "Master"])
+def test_stored_and_visible_are_told_apart(name):
+    model = small_gpt()
+    optimizer = getattr(optimizers, name)(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample="all", oracle=True)
+    train(model, optimizer, 5, gpt_loss)
+    values = handle.summary()["model"]
+    assert values["edq_ratio"] == pytest.approx(1.0, abs=0.01)
+    assert values["edq_oracle_ratio"] == pytest.approx(1.0, abs=0.02)
+    assert values["lost_update_ratio"] < 0.1
+    assert values["lost_visible_ratio"] > 0.2
+
+
+def test_stored_sums_equal_a_look_at_the_whole_stored_weight():
+    model = small_gpt()
+    optimizer = optimizers.Subtracting(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample="all")
+    train(model, optimizer, 3, gpt_loss)
+    named = dict(model.named_parameters())
+
+    def stored(parameter):
+        return parameter.detach().double() - optimizer.state[parameter]["b"].double()
+
+    before = {name: stored(parameter) for name, parameter in named.items()}
+    averages = {name: optimizer.state[parameter]["a"].double() for name, parameter in named.items()}
+    optimizer.zero_grad()
+    gpt_loss(model, 3).backward()
+    intended = {name: -1e-3 * (0.9 * averages[name] + p.grad.double()) for name, p in named.items()}
+    optimizer.step()
+    layers = handle.summary()["layers"]
+    for name, parameter in named.items():
+        u, e = intended[name].flatten(), (stored(parameter) - before[name]).flatten()
+        expected = float(u @ e / (u @ u))
+        assert layers[name]["edq_ratio"] == pytest.approx(expected, rel=1e-9), name
