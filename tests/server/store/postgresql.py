@@ -39,12 +39,16 @@ def programs_or_skip():
 
 
 class Cluster:
-    """One server process on a Unix socket in `folder`; PostgreSQL refuses root, so root hands it to `postgres`."""
+    """One server process on a Unix socket in `folder`; PostgreSQL refuses root, so root hands it to `postgres`.
+
+    `wrap` is a command that runs the server, strace for one.
+    """
 
     def __init__(self, folder: str | Path, programs: Path, settings: Sequence[str] = SETTINGS) -> None:
         self.folder = Path(folder)
         self.programs = programs
         self.settings = settings
+        self.wrap: list[str] = []
         self.user = "postgres" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -59,6 +63,7 @@ class Cluster:
         """Start, and wait until it accepts connections."""
         options = [part for setting in self.settings for part in ("-c", setting)]
         command = [
+            *self.wrap,
             str(self.programs / "postgres"),
             "-D",
             str(self.folder / "data"),
@@ -80,16 +85,17 @@ class Cluster:
 
     def kill(self) -> None:
         """As a power cut would: no shutdown checkpoint. Its children notice and end."""
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+        self.end(signal.SIGKILL)
 
     def stop(self) -> None:
         """Fast shutdown."""
+        self.end(signal.SIGINT)
+
+    def end(self, number: int) -> None:
+        """Signal the postmaster (SIGQUIT: immediate shutdown), and wait until it is gone."""
         process, self.process = self.process, None
-        if process is not None:
-            process.send_signal(signal.SIGINT)
+        if process is not None and process.poll() is None:
+            os.kill(int((self.folder / "data" / "postmaster.pid").read_text().split()[0]), number)
             process.wait(30)
 
     def url(self, database: str) -> str:

@@ -1,0 +1,151 @@
+"""Durable when acknowledged, seen in the system calls: what was written is synchronised before the answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import tempfile
+from contextlib import closing, contextmanager
+
+import httpx
+import pytest
+from collage_server.store import PostgresqlStore, ReportGroup, SqliteStore
+
+from collage_monitor import wire
+from tests.server.samples import report
+from tests.server.store.postgresql import Cluster, programs_or_skip
+from tests.server.test_process import SERVE, prepare, send
+from tests.torture.trace import parse, requests, settled, synced_before, synced_bytes, traced
+
+ROUTE = "/api/v1/streams/s0/reports"
+LOG = "collage.sqlite-wal"
+COUNT = 8
+
+
+@contextmanager
+def traced_server(folder, *flags):
+    """(client, trace file, pid) of a server under strace; the server is killed at the end, not strace."""
+    file = folder / "trace"
+    command = traced([*SERVE, "--no-auth", "--dir", str(folder), "--port", "0", *flags], str(file))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    output = process.stdout
+    assert output is not None
+    try:
+        ready = json.loads(output.readline())
+        server = int(file.read_text(errors="replace").split(maxsplit=1)[0])
+        with httpx.Client(base_url=ready["server_url"], timeout=60.0, trust_env=False) as client:
+            yield client, file, server
+    finally:
+        if process.poll() is None:
+            os.kill(server, signal.SIGKILL)
+            process.wait(30)
+        output.close()
+
+
+def post_reports(client, count, first=0):
+    for seq in range(first, first + count):
+        send(client, "/streams/s0/reports", wire.ReportBatch(reports=[report(seq, seq + 1)]), wire.encode_batch)
+
+
+def test_sqlite_synchronises_its_log_before_every_answer(tmp_path):
+    with traced_server(tmp_path) as (client, file, _):
+        prepare(client)
+        post_reports(client, COUNT)
+        calls = parse(settled(file))
+    pairs = requests(calls, ROUTE)
+    assert len(pairs) == COUNT
+    for asked, answered in pairs:
+        assert synced_before(calls, LOG, asked.end, answered.begin), (asked, answered)
+
+
+def test_postgresql_synchronises_its_log_before_every_answer(tmp_path):
+    """Two traces, of the server and of the cluster, on one clock."""
+    programs = programs_or_skip()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(folder, programs)
+        cluster.create()
+        cluster.wrap = traced([], str(cluster.folder / "trace"))
+        cluster.start()
+        try:
+            PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0).migrate()
+            with traced_server(tmp_path, "--database", cluster.url("postgres")) as (client, file, _):
+                prepare(client)
+                post_reports(client, COUNT)
+                asked_of = requests(parse(settled(file)), ROUTE)
+                calls = parse(settled(cluster.folder / "trace"))
+        finally:
+            cluster.stop()
+    assert len(asked_of) == COUNT
+    for asked, answered in asked_of:
+        assert synced_before(calls, "/pg_wal/", asked.end, answered.begin), (asked, answered)
+
+
+@pytest.mark.parametrize("tail", ["nothing", "zeros", "noise", "torn"])
+def test_a_log_that_lost_what_was_never_synchronised_loses_nothing_acknowledged(tmp_path, tail):
+    """As a power cut leaves it: the log as far as the trace shows it synchronised, then what the disk made up."""
+    with traced_server(tmp_path) as (client, file, server):
+        prepare(client)
+        post_reports(client, COUNT)
+        os.kill(server, signal.SIGSTOP)
+        calls = parse(settled(file))
+        os.kill(server, signal.SIGKILL)
+    log = tmp_path / LOG
+    answered = requests(calls, ROUTE)[-1][1]
+    assert not [call for call in calls if call.name == "pwrite64" and call.on("collage.sqlite>")][2:], (
+        "a checkpoint"
+    )
+    kept = synced_bytes(calls, LOG, answered.begin)
+    whole = log.read_bytes()
+    assert 0 < kept <= len(whole)
+    noise = random.Random(7).randbytes(40_000)
+    tails = {"nothing": b"", "zeros": bytes(40_000), "noise": noise, "torn": whole[kept - 16_408 : kept - 9_000]}
+    log.write_bytes(whole[:kept] + tails[tail])
+    (tmp_path / "collage.sqlite-shm").unlink()
+    with closing(SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)) as store:
+        store.open()
+        stream = store.stream_record("s0")
+        assert store.streams("r1")[0].reports == COUNT
+        again = store.append([ReportGroup(stream, [report(i, i + 1) for i in range(COUNT + 1)])], 1.7e9)[0]
+        assert (again.accepted, again.duplicates) == (1, COUNT)
+
+
+def test_a_log_cut_shorter_than_what_was_synchronised_does_lose(tmp_path):
+    """The check above can fail: cut one commit deeper, and an acknowledged report is gone."""
+    with traced_server(tmp_path) as (client, file, server):
+        prepare(client)
+        post_reports(client, COUNT)
+        os.kill(server, signal.SIGSTOP)
+        calls = parse(settled(file))
+        os.kill(server, signal.SIGKILL)
+    asked, _ = requests(calls, ROUTE)[-1]
+    log = tmp_path / LOG
+    log.write_bytes(log.read_bytes()[: synced_bytes(calls, LOG, asked.end)])
+    (tmp_path / "collage.sqlite-shm").unlink()
+    with closing(SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)) as store:
+        store.open()
+        assert store.streams("r1")[0].reports == COUNT - 1
+
+
+RECORDED = """\
+7 10.000001 read(9<socket:[1]>, "POST /api/v1/streams/s0/reports HTTP/1.1\\r\\n"..., 65536) = 300
+8 10.000002 pwrite64(5</d/collage.sqlite-wal>, "\\0x, 1, 2)"..., 24, 100 <unfinished ...>
+7 10.000003 read(9<socket:[1]>, 0x7f, 65536) = -1 EAGAIN (Resource temporarily unavailable)
+8 10.000004 <... pwrite64 resumed>)         = 24
+8 10.000005 fdatasync(5</d/collage.sqlite-wal> <unfinished ...>
+7 10.000006 write(9<socket:[1]>, "HTTP/1.1 200 OK\\r\\n"..., 190) = 190
+8 10.000007 <... fdatasync resumed>)        = 0
+7 10.000008 +++ killed by SIGKILL +++
+"""
+
+
+def test_an_answer_that_leaves_before_the_synchronisation_has_ended_is_found():
+    calls = parse(RECORDED)
+    [(asked, answered)] = requests(calls, ROUTE)
+    assert not synced_before(calls, LOG, asked.end, answered.begin)
+    assert synced_before(calls, LOG, asked.end, 10.1)
+    assert (synced_bytes(calls, LOG, 10.1), synced_bytes(calls, LOG, answered.begin)) == (124, 0)
+    early = RECORDED.replace("10.000007 <...", "10.0000055 <...")
+    assert synced_before(parse(early), LOG, asked.end, answered.begin)
