@@ -22,6 +22,7 @@ __all__ = [
     "ORACLE_TOLERANCE",
     "STATE_TOLERANCE",
     "judge",
+    "longest_window",
     "state_decrements",
 ]
 
@@ -49,11 +50,17 @@ def judge(metrics: Mapping[str, Number | None]) -> Judgement:
 
     Healthy: `edq_ratio` within EDQ_TOLERANCE of 1, and so, within theirs, every defined `state_decrement_ratio` and
     `edq_oracle_ratio`, of which there must be one. "losing updates" comes before "states are stuck" before
-    "steps are off" (an overshoot, a state that decays too fast, an oracle that disagrees).
+    "steps are off" (an overshoot, a state that decays too fast, an oracle that disagrees). Where windows were
+    measured, the longest one's `edq_window_ratio` stands in for `edq_ratio`: errors that even out over many steps
+    have done so, and the others are left.
     """
     edq, oracle = _finite(metrics.get("edq_ratio")), _finite(metrics.get("edq_oracle_ratio"))
+    window = longest_window(metrics, "edq_window_ratio")
+    over = ""
+    if window is not None:
+        over, edq = f" over {window[0]} steps", window[1]
     states = state_decrements(metrics)
-    complaints = _complaints(edq, states, oracle)
+    complaints = _complaints(edq, states, oracle, over)
     if complaints:
         gravest = min((health for health, _ in complaints), key=_GRAVITY.index)
         text = "; ".join(sentence for _, sentence in complaints)
@@ -64,9 +71,20 @@ def judge(metrics: Mapping[str, Number | None]) -> Judgement:
     witnesses = [f"{named} {'decays as it' if len(states) == 1 else 'decay as they'} should"] if states else []
     witnesses += ["the oracle agrees"] if oracle is not None else []
     if not witnesses:
-        text = f"EDQ reads {edq:.3f}, but no state decrement and no oracle confirms it: not known."
+        text = f"EDQ{over} reads {edq:.3f}, but no state decrement and no oracle confirms it: not known."
         return Judgement("unknown", text)
-    return Judgement("healthy", f"Updates arrive (EDQ {edq:.3f}), and {' and '.join(witnesses)}.")
+    return Judgement("healthy", f"Updates arrive (EDQ{over} {edq:.3f}), and {' and '.join(witnesses)}.")
+
+
+def longest_window(metrics: Mapping[str, Number | None], name: str) -> tuple[int, float] | None:
+    """(steps, value) of the longest window in which the metric `name` is defined; None: nowhere."""
+    found = []
+    for key, value in metrics.items():
+        own, label = split_key(key)
+        number = _finite(value)
+        if own == name and label and label.isdigit() and number is not None:
+            found.append((int(label), number))
+    return max(found, default=None)
 
 
 def state_decrements(metrics: Mapping[str, Number | None]) -> dict[str, float]:
@@ -83,12 +101,14 @@ def state_decrements(metrics: Mapping[str, Number | None]) -> dict[str, float]:
 _GRAVITY: Final[tuple[Health, ...]] = ("losing updates", "states are stuck", "steps are off")
 
 
-def _complaints(edq: float | None, states: Mapping[str, float], oracle: float | None) -> list[tuple[Health, str]]:
+def _complaints(
+    edq: float | None, states: Mapping[str, float], oracle: float | None, over: str
+) -> list[tuple[Health, str]]:
     complaints: list[tuple[Health, str]] = []
     if edq is not None and edq < 1 - EDQ_TOLERANCE:
-        complaints.append(("losing updates", f"EDQ is {edq:.3f}: updates are lost"))
+        complaints.append(("losing updates", f"EDQ{over} is {edq:.3f}: updates are lost"))
     elif edq is not None and edq > 1 + EDQ_TOLERANCE:
-        complaints.append(("steps are off", f"EDQ is {edq:.3f}: updates overshoot"))
+        complaints.append(("steps are off", f"EDQ{over} is {edq:.3f}: updates overshoot"))
     for name, value in states.items():
         if value < 1 - STATE_TOLERANCE:
             complaints.append(("states are stuck", f"the state {name} does not decay"))

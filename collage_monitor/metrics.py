@@ -143,6 +143,62 @@ _METRICS = (
         "The paper's imprecision. It counts idle elements as lost; for comparison with published figures only.",
     ),
     Metric(
+        "edq_window_ratio",
+        "EDQ over a window",
+        "ratio",
+        "Σ U·E / Σ U², U = Σ u and E = the change of θ over k steps",
+        "As edq_ratio, for k steps together. Hardly depends on k: one step forecasts it.",
+        label="steps",
+        ideal=1.0,
+    ),
+    Metric(
+        "edq_window_cosine",
+        "EDQ cosine over a window",
+        "ratio",
+        "Σ U·E / √(Σ U² · Σ E²)",
+        "Direction over k steps: nears 1 with k where errors even out, as stochastic rounding's do.",
+        label="steps",
+        ideal=1.0,
+    ),
+    Metric(
+        "lost_window_ratio",
+        "Updates lost over a window",
+        "ratio",
+        "window_lost / window_active",
+        "Share of the updates intended over k steps that left the stored weight where it was. "
+        "Judges stochastic rounding, which one step misjudges.",
+        label="steps",
+        ideal=0.0,
+    ),
+    Metric(
+        "edq_visible_window_ratio",
+        "EDQ over a window, visible",
+        "ratio",
+        "Σ U·Eᵛ / Σ U²",
+        "The same for the registered parameter.",
+        label="steps",
+        ideal=1.0,
+    ),
+    Metric(
+        "edq_visible_window_cosine",
+        "EDQ cosine over a window, visible",
+        "ratio",
+        "Σ U·Eᵛ / √(Σ U² · Σ Eᵛ²)",
+        "Direction over k steps of the registered parameter.",
+        label="steps",
+        ideal=1.0,
+    ),
+    Metric(
+        "lost_visible_window_ratio",
+        "Updates lost over a window, visible",
+        "ratio",
+        "window_lost_visible / window_active",
+        "Share of the updates intended over k steps that did not move the registered parameter. "
+        "Judges Kahan's, which one step misjudges.",
+        label="steps",
+        ideal=0.0,
+    ),
+    Metric(
         "state_decrement_ratio",
         "State decrement",
         "ratio",
@@ -381,4 +437,6 @@ def _look_up(key: str, table: dict[str, _Entry], kind: str) -> _Entry:
         raise CatalogueError(f"{kind} {key!r}: {name} takes {wanted}")
     if entry.label == "octave" and label not in HISTOGRAM_LABELS:
         raise CatalogueError(f"{kind} {key!r}: octaves run from {HISTOGRAM_LABELS[1]} to {HISTOGRAM_LABELS[-2]}")
+    if entry.label == "steps" and not str(label).isdigit():
+        raise CatalogueError(f"{kind} {key!r}: a window's label is its length in steps, {name}/64")
     return entry

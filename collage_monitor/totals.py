@@ -31,6 +31,10 @@ def _sum(name: str, unit: str, text: str, label: str | None = None) -> Statistic
     return Statistic(name, "sum", "sum", unit, text, label)
 
 
+def _window(name: str, unit: str, text: str) -> Statistic:
+    return Statistic(name, "sum", "last", unit, text, "steps")
+
+
 _STATISTICS = (
     Statistic("measured_steps", "max", "sum", "steps", "Measured steps merged into the totals."),
     _sum("elements", "elements", "Elements of the tensor shard."),
@@ -96,6 +100,14 @@ _STATISTICS = (
     ),
     _sum("covariance", "metric's²", "Covariance of the two.", "metric"),
     _sum("variance_product_root", "metric's²", "√(V_AA·V_BB) of each step, made after shards merged.", "metric"),
+    _window("window_intended_squared_sum", "weight²", "Σ U², U = Σ u over the window's steps."),
+    _window("window_intended_effective_sum", "weight²", "Σ U·E, E = θ now − θ at the window's start."),
+    _window("window_effective_squared_sum", "weight²", "Σ E²"),
+    _window("window_intended_visible_sum", "weight²", "Σ U·Eᵛ"),
+    _window("window_visible_squared_sum", "weight²", "Σ Eᵛ²"),
+    _window("window_active", "elements", "Elements with U ≠ 0."),
+    _window("window_lost", "elements", "U ≠ 0 and E = 0."),
+    _window("window_lost_visible", "elements", "U ≠ 0 and Eᵛ = 0."),
     Statistic("oracle_steps", "max", "last", "steps", "Steps since the oracle was attached."),
     _sum("oracle_sampled", "elements", "Elements that the oracle follows: raw."),
     _sum("oracle_elements", "elements", "Elements that they stand for."),

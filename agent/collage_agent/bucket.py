@@ -11,7 +11,7 @@ from torch import Tensor
 from collage_agent import stored
 from collage_agent.chunk import BlockTotals, Chunk, Observation
 from collage_agent.gather import BlockLayout, Staging
-from collage_agent.intended import Workspace
+from collage_agent.intended import Before, Intended, Workspace
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
@@ -135,25 +135,62 @@ class Bucket:
                 oracle.take(index, (chunk.intended, chunk.effective, chunk.parameter_after), chunk.left_out)
         return _put_together(pieces)
 
-    def _observation(
-        self, chunk: int, slots: slice, keys_after: Sequence[str], scale: Tensor | None
-    ) -> Observation:
-        before = {key: self._before[key].values[slots] for key in self._keys_before}
-        after = {key: self._after[key].values[slots] for key in keys_after}
-        block = self.layout.block
-        return Observation(
-            before=before,
-            after=after,
+    def intended(self, scale: Tensor | None) -> Tensor:
+        """u of what was gathered before the step, fp64 [slots], valid until the next call; see `measure`."""
+        found = self._workspace.buffer("intended", self.layout.device, self.layout.slots)
+        for start in range(0, self.layout.slots, CHUNK_SLOTS):
+            slots = slice(start, start + CHUNK_SLOTS)
+            intended = found[slots]
+            rows = self._workspace.buffer("rows", self.layout.device, 2, len(intended))
+            Intended(self._seen_before(slots, scale), rows[0], rows[1], intended)
+        return found
+
+    def weights_before(self) -> dict[str, Tensor]:
+        """Copies of the gathered components of the weights, visible and stored, by key."""
+        return {key: self._before[key].values.clone() for key in self._weights(self._keys_before)}
+
+    def weights_after(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The components of the weights, visible and stored, gathered now; valid until the next gathering."""
+        keys = self._weights((stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0])))
+        for key in keys:
+            if key == stored.PARAMETER:
+                self._gather(self._after, key, self.parameters)
+            else:
+                self._gather_state(self._after, key, states)
+        return {key: self._after[key].values for key in keys}
+
+    def without_padding(self, values: Tensor) -> Tensor:
+        """The same fp64 [slots] with 0 in the slots that hold nothing, in place."""
+        for index, start in enumerate(range(0, self.layout.slots, CHUNK_SLOTS)):
+            if len(self._padding[index]):
+                values[start : start + CHUNK_SLOTS].index_fill_(0, self._padding[index], 0.0)
+        return values
+
+    def _weights(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((stored.PARAMETER, *stored.stored_parameter(keys, self.intent.kept))))
+
+    def _seen_before(self, slots: slice, scale: Tensor | None) -> Before:
+        return Before(
+            before={key: self._before[key].values[slots] for key in self._keys_before},
             group=self._group,
             scalars=self._scalars,
             decay=self._decay,
             intent=self.intent,
+            scale=scale,
+            workspace=self._workspace,
+        )
+
+    def _observation(
+        self, chunk: int, slots: slice, keys_after: Sequence[str], scale: Tensor | None
+    ) -> Observation:
+        block = self.layout.block
+        return Observation(
+            **vars(self._seen_before(slots, scale)),
+            after={key: self._after[key].values[slots] for key in keys_after},
             block=block,
             columns=self.layout.columns[slots.start // block : slots.stop // block],
             tensors=len(self.members),
             padding=self._padding[chunk],
-            scale=scale,
-            workspace=self._workspace,
         )
 
     def _gather_state(self, into: dict[str, Staging], key: str, states: Sequence[Mapping[str, Any]]) -> None:

@@ -20,7 +20,8 @@ class Governor:
     """Counts the CPU of the hooks' thread and of the worker against the rest of the process.
 
     `interval` = every · 2^doublings: steps divisible by it are measured. `whole` says that whole-tensor totals are
-    asked for; once given up they stay so. With budget None nothing is changed.
+    asked for; once given up they stay so. With budget None nothing is changed. `cycle`: steps after which the cost
+    comes round again, the least to judge it by; doublings stretch it too.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class Governor:
         worker_cpu_seconds: Callable[[], float] | None = None,
         *,
         whole: bool = False,
+        cycle: int = 0,
     ) -> None:
         self.doublings = 0
         self.whole = whole
         self.sample = sample
         self._every = every
         self._budget = budget
+        self._judged_after = max(_STEPS_BEFORE_JUDGING, -(-cycle // every))
         self._worker_cpu_seconds = worker_cpu_seconds
         self.wall_seconds = 0.0
         self._hook_seconds = 0.0
@@ -82,7 +85,7 @@ class Governor:
         agent, process = self.agent_cpu_seconds, time.process_time()
         if self._measured == _WARM_UP_STEPS:
             self._window = (self._measured, agent, process)
-        if self._budget is None or self._measured < max(count, _WARM_UP_STEPS) + _STEPS_BEFORE_JUDGING:
+        if self._budget is None or self._measured < max(count, _WARM_UP_STEPS) + self._judged_after:
             return False
         self._window = (self._measured, agent, process)
         ratio = _over_rest(agent - agent_then, process - process_then)

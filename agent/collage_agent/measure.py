@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -12,7 +11,6 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent import stored
 from collage_agent.bucket import Bucket, Followed
-from collage_agent.decay import decoupled_rate
 from collage_agent.footprint import kept_bytes
 from collage_agent.gather import BlockLayout, Staging, local
 from collage_agent.intent.before_after import BeforeAfter
@@ -20,39 +18,32 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.parameters import WatchedParameter
+from collage_agent.planned import Planned
 from collage_agent.quantised import reading
 from collage_agent.sampling import TensorSample, draw
 from collage_agent.scaling import loss_scaling
 from collage_agent.shards import placed_alike
 from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
 from collage_agent.whole import WholeTotals
+from collage_agent.windows import Windows
 
-__all__ = ["Meter", "differing", "out_of_lock_step"]
+__all__ = ["Meter"]
 
 ORACLE_SAMPLE: Final = 1024
+WINDOW_SAMPLE: Final = 2048
 _Entry = tuple[int, int, int, float, torch.dtype | None]
 _Signature = tuple[bool, int, tuple[_Entry, ...]]
 _NO_STATE: Final[dict[str, Any]] = {}
 _CLOSURE: Final = BeforeAfter("the step evaluates a closure repeatedly, so no one gradient leads to it")
 
 
-@dataclass
-class _Planned:
-    """A bucket with what is fixed until the next plan, and which tensors of it are out of step this time."""
-
-    bucket: Bucket
-    sizes: SampleSizes
-    columns: Tensor
-    followed: list[tuple[Followed, SampleSizes, Tensor]]
-    apart: Tensor | None = None
-
-
 class Meter:
     """Measures steps of one optimizer, and keeps its oracle running.
 
     Calls come in pairs around a step: `before`, `after`. `statistics` are the rows, `watched` the columns of what
-    `after` returns; both are only ever appended to. Tensors stepped alike are measured as one bucket; when
-    gradients come or go, or states appear, the buckets are planned anew.
+    `after` returns; both are only ever appended to. `rarer` holds keys that the last measured step reported and not
+    every one does. Tensors stepped alike are measured as one bucket; when gradients come or go, or states appear,
+    the buckets are planned anew.
     """
 
     def __init__(
@@ -62,22 +53,25 @@ class Meter:
         sample: int | Literal["all"],
         *,
         oracle: bool,
+        windows: Windows | None = None,
         seed: int,
         shard: int = 0,
     ) -> None:
         self.watched = list(watched)
         self.statistics = list(BASE_STATISTICS)
+        self.rarer: list[tuple[str, ...]] = []
         self._intents = list(intents)
         self._sample: int | Literal["all"] = sample
         self._wants_oracle = oracle
+        self.windows = windows
         self._seed, self._shard = seed, shard
         self._oracles: list[Oracle] | None = None
         self._versions: list[int] = []
         self._signature: _Signature | None = None
-        self._plan: list[_Planned] = []
+        self._plan: list[Planned] = []
         self._row_index: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, int] = {key: row for row, key in enumerate(self.statistics)}
-        self._kept_bytes: tuple[object, float] = (None, 0.0)
+        self._kept_bytes: tuple[tuple[object, object] | None, float] = (None, 0.0)
 
     @property
     def sample(self) -> int | Literal["all"]:
@@ -87,13 +81,14 @@ class Meter:
     def kept_bytes(self, optimizer: Optimizer) -> float:
         """Bytes of the buffers kept for this optimizer; counted anew when the buckets were planned anew."""
         counted_for, found = self._kept_bytes
-        if counted_for is not self._plan:
+        plans = (self._plan, None if self.windows is None else self.windows.plan)
+        if counted_for is None or any(then is not now for then, now in zip(counted_for, plans, strict=True)):
             parameters = [watched.parameter for watched in self.watched]
             states = [value for state in optimizer.state.values() for value in state.values()]
             gradients = [parameter.grad for parameter in parameters]
             training = [tensor for tensor in (*parameters, *gradients, *states) if isinstance(tensor, Tensor)]
-            found = float(kept_bytes((self._plan, self._oracles), training))
-            self._kept_bytes = self._plan, found
+            found = float(kept_bytes((self._plan, self._oracles, self.windows), training))
+            self._kept_bytes = plans, found
         return found
 
     def shrink_sample(self, sample: int) -> None:
@@ -127,25 +122,34 @@ class Meter:
             gradients = [_gradient(self.watched[member]) for member in oracle.members]
             oracle.step(intent, optimizer.param_groups[watched.group], gradients, scale, skipped)
 
+    def add_up(self, optimizer: Optimizer, step: int, doublings: int) -> None:
+        """Let the windows add u of step number `step`, which the optimizer is about to take. Inside `isolated`."""
+        if self.windows is None:
+            return
+        if self.windows.running and self._written_since():
+            self.windows.drop()
+        signature = self._signature_of(optimizer, closure=False)
+        cap = self._sample if self._sample == "all" else min(self._sample, WINDOW_SAMPLE)
+
+        def plan() -> list[Planned]:
+            planned = self._planned(optimizer, signature, cap, ())
+            return [entry for entry in planned if entry.bucket.intent.kind != "before-after"]
+
+        self.windows.before(optimizer, step, doublings, (cap, signature[2]), plan)
+
     def stepped(self) -> None:
         """The live step is over: whoever writes to the weights from here on is not the optimizer. O(1) a tensor."""
-        if self._wants_oracle:
+        if self._wants_oracle or (self.windows is not None and self.windows.running):
             self._versions = [watched.parameter._version for watched in self.watched]
 
     def before(self, optimizer: Optimizer, *, closure: bool) -> None:
         """Gather what the step is about to change. Inside `isolated`."""
         signature = self._signature_of(optimizer, closure)
         if signature != self._signature:
-            self._plan = self._planned(optimizer, signature)
+            self._plan = self._planned(optimizer, signature, self._sample, self._oracles or ())
             self._signature = signature
         for planned in self._plan:
-            bucket = planned.bucket
-            group = self.watched[bucket.members[0]].group
-            bucket.intent.refresh(optimizer)
-            states = _states(optimizer, bucket)
-            planned.apart = out_of_lock_step(states)
-            hyper = optimizer.param_groups[group]
-            bucket.gather_before(hyper, states, decoupled_rate(optimizer, hyper))
+            planned.gather_before(optimizer)
 
     def after(self, optimizer: Optimizer, whole: WholeTotals | None = None) -> Tensor:
         """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`.
@@ -156,7 +160,7 @@ class Meter:
         found: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
         for planned in self._plan:
             followed = [follower for follower, _, _ in planned.followed]
-            blocks = planned.bucket.measure(_states(optimizer, planned.bucket), scale, followed)
+            blocks = planned.bucket.measure(planned.states(optimizer), scale, followed)
             keys, totals = bucket_totals(planned.bucket, planned.sizes, blocks)
             if planned.apart is not None:
                 totals = torch.where(planned.apart, torch.nan, totals)
@@ -167,6 +171,11 @@ class Meter:
             found += whole.rows(
                 self.watched, [member for planned in self._plan for member in planned.bucket.members]
             )
+        self.rarer = []
+        if self.windows is not None:
+            ended = self.windows.after(optimizer)
+            self.rarer += [keys for keys, _, _ in ended]
+            found += ended
         return self._assembled(found, skipped)
 
     def _written_since(self) -> bool:
@@ -213,7 +222,9 @@ class Meter:
             entries.append((index, watched.group, len(own), step - first, dtype))
         return closure, 0 if self._oracles is None else len(self._oracles), tuple(entries)
 
-    def _planned(self, optimizer: Optimizer, signature: _Signature) -> list[_Planned]:
+    def _planned(
+        self, optimizer: Optimizer, signature: _Signature, cap: int | Literal["all"], oracles: Sequence[Oracle]
+    ) -> list[Planned]:
         kinds: dict[object, list[int]] = {}
         closure, _, entries = signature
         for index, *rest in entries:
@@ -223,21 +234,26 @@ class Meter:
                 continue
             shapes = stored.elementwise_dtypes(parameter, optimizer.state.get(parameter, {}))
             kinds.setdefault((*rest, local(parameter).device, parameter.dtype, shapes), []).append(index)
-        return [self._plan_bucket(members, closure) for members in kinds.values()]
+        return [self._plan_bucket(members, closure, cap, oracles) for members in kinds.values()]
 
-    def _plan_bucket(self, members: list[int], closure: bool) -> _Planned:
+    def _plan_bucket(
+        self, members: list[int], closure: bool, cap: int | Literal["all"], oracles: Sequence[Oracle]
+    ) -> Planned:
+        watched = self.watched[members[0]]
         parameters = [self.watched[member].parameter for member in members]
-        samples = [self._draw(member, self._sample) for member in members]
-        intent = _CLOSURE if closure else self._intents[self.watched[members[0]].group]
+        samples = [self._draw(member, cap) for member in members]
+        intent = _CLOSURE if closure else self._intents[watched.group]
         bucket = Bucket(members, parameters, samples, intent, knows_gradient=not closure)
         device = bucket.layout.device
         followed = []
-        for oracle in [] if intent.kind == "before-after" else self._oracles or []:
+        for oracle in [] if intent.kind == "before-after" else oracles:
             if set(oracle.members) <= set(members):
                 sizes = SampleSizes(oracle.samples, oracle.layout)
                 columns = torch.tensor(oracle.members).to(device)
                 followed.append((Followed(oracle, bucket), sizes, columns))
-        return _Planned(bucket, SampleSizes(samples, bucket.layout), torch.tensor(members).to(device), followed)
+        return Planned(
+            bucket, watched.group, SampleSizes(samples, bucket.layout), torch.tensor(members).to(device), followed
+        )
 
     def _draw(self, index: int, cap: int | Literal["all"]) -> TensorSample:
         watched, shard = self.watched[index], self.watched[index].shard
@@ -331,29 +347,6 @@ def _gradient(watched: WatchedParameter) -> Tensor:
     gradient = watched.parameter.grad
     assert gradient is not None
     return gradient
-
-
-def _states(optimizer: Optimizer, bucket: Bucket) -> list[dict[str, Any]]:
-    # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
-    return [optimizer.state.get(parameter, {}) for parameter in bucket.parameters]
-
-
-def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """bool [tensors]: whose step counter differs from the first one's; None where counters live on the host.
-
-    On the host counters decide about the buckets. On a device reading them would synchronise it: tensors that
-    missed a step there are stepped with a wrong counter by the shadow, and so not reported.
-    """
-    steps = [state.get("step") for state in states]
-    if not all(isinstance(step, Tensor) and not step.is_cpu for step in steps):
-        return None
-    return differing([step.reshape(()) for step in steps if isinstance(step, Tensor)])
-
-
-def differing(counters: Sequence[Tensor]) -> Tensor:
-    """bool [n]: which of n counters [()] differ from the first. No synchronisation."""
-    stacked = torch.stack(list(counters))
-    return stacked.ne(stacked[0])
 
 
 def _step_count(state: dict[str, Any]) -> float:

@@ -22,6 +22,8 @@ DEFAULTS: Final[dict[str, Any]] = {
     "first_step": None,
 }
 
+MOST_WINDOWS: Final = 4
+
 
 class Exclude:
     """Layers to leave out: every parameter whose name matches one of the regular expressions."""
@@ -64,8 +66,7 @@ class WatchOptions:
             _whole_number("first_step", self.first_step, at_least=1)
         if self.budget is not None and not 0 < self.budget < 1:
             raise ValueError(f"budget={self.budget!r}; pass a share between 0 and 1, or None for no governor")
-        if tuple(self.windows):
-            raise ValueError(f"windows={self.windows!r}; windows are not there yet: leave windows=()")
+        _window_lengths(self.windows)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r}; choose one of {', '.join(STRATEGIES)}, or None")
         self.selects("")
@@ -85,6 +86,13 @@ def _compiled(patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:
         return tuple(re.compile(pattern) for pattern in patterns)
     except (re.error, TypeError) as error:
         raise ValueError(f"layers={patterns!r}: not a regular expression ({error})") from None
+
+
+def _window_lengths(windows: tuple[int, ...]) -> None:
+    for length in windows:
+        _whole_number("windows", length, at_least=2, otherwise=" for each window, in steps")
+    if len(set(windows)) != len(windows) or len(windows) > MOST_WINDOWS:
+        raise ValueError(f"windows={windows!r}; pass at most {MOST_WINDOWS} different lengths, such as (8, 64)")
 
 
 def _whole_number(name: str, value: object, *, at_least: int, otherwise: str = "") -> None:

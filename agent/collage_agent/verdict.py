@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from collage_monitor import wire
-from collage_monitor.judgement import STATE_TOLERANCE, judge, state_decrements
+from collage_monitor.judgement import STATE_TOLERANCE, judge, longest_window, state_decrements
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["verdict"]
@@ -54,11 +54,18 @@ def _body(summary: Mapping[str, Any], info: wire.WatchInfo) -> Iterator[str]:
 
 
 def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
+    window, seen = longest_window(model, "lost_window_ratio"), longest_window(model, "lost_visible_window_ratio")
+    if window is not None:
+        visible = "" if seen is None or seen == window else f", of those that the forward pass sees {seen[1]:.1%}"
+        yield f"updates rounded away over {window[0]} steps: {window[1]:.1%}{visible}"
     lost = model.get("lost_update_ratio")
     if lost is None:
         return
     strategy = STRATEGIES.get(info.strategy or info.observed_strategy)
-    caution = "; one step misjudges stochastic rounding" if strategy is not None and strategy.stochastic else ""
+    caution = ""
+    if strategy is not None and strategy.stochastic:
+        advice = "the window above judges it" if window is not None else "watch with windows=(64,) to judge it"
+        caution = f"; one step misjudges stochastic rounding, {advice}"
     yield f"updates rounded away in this step: {lost:.1%}{_interval(model, 'lost_update_ratio', '.1%')}{caution}"
 
 

@@ -27,6 +27,7 @@ from collage_agent.shards import Sharding, stepping_optimizer
 from collage_agent.summary import summarise
 from collage_agent.verdict import verdict
 from collage_agent.whole import WholeTotals
+from collage_agent.windows import Windows
 from collage_monitor import wire
 
 __all__ = ["Watch", "watch"]
@@ -57,7 +58,8 @@ def watch(
     every: measure the steps divisible by it. sample: elements looked at in each tensor, or "all".
     layers: regular expression(s) of the names to watch, or `Exclude(...)`. strategy: the label that the user
     believes in. oracle: keep an fp64 optimizer running beside the live one. budget: the agent's CPU over the rest
-    of the process's, None for no governor. first_step: number of the next step, None: read from the optimizer.
+    of the process's, None for no governor. windows: numbers of steps over which u is added up, in bursts that take
+    about a quarter of the steps. first_step: number of the next step, None: read from the optimizer.
     reporter takes measurements away; seed and shard fix the sample; worker_cpu_seconds is what delivery has used.
 
     Costs a self-test of 5 to 35 ms for each kind of parameter group. Synchronises no device.
@@ -93,8 +95,14 @@ class Watch:
         self._reporter = reporter
         self._guard = Guard()
         self._whole = WholeTotals(self._stepping, options)
+        self._windows = Windows(options.windows, options.every) if options.windows else None
         self._governor = Governor(
-            options.every, options.sample, options.budget, worker_cpu_seconds, whole=self._whole.possible
+            options.every,
+            options.sample,
+            options.budget,
+            worker_cpu_seconds,
+            whole=self._whole.possible,
+            cycle=0 if self._windows is None else self._windows.schedule.cycle,
         )
         sharding = Sharding(model, optimizer)
         self._mixed_precision = sharding.mixed_precision
@@ -104,7 +112,15 @@ class Watch:
         with self._governor.timing():
             self._intents = choose_intent(self._stepping)
         self._groups = _sizes_of(self._stepping)
-        self._meter = Meter(watched, self._intents, options.sample, oracle=options.oracle, seed=seed, shard=shard)
+        self._meter = Meter(
+            watched,
+            self._intents,
+            options.sample,
+            oracle=options.oracle,
+            windows=self._windows,
+            seed=seed,
+            shard=shard,
+        )
         self._skipped = SkippedSteps(optimizer)
         self._step: int | None = None
         self._depth = 0
@@ -113,6 +129,7 @@ class Watch:
         self._bytes_per_parameter: float | None = None
         self._layout: Layout | None = None
         self._last: Measurement | None = None
+        self._rarer: dict[tuple[str, ...], Measurement] = {}
         # Where the user compiles the step, the hooks are called from compiled code and stay out of it.
         self._uncompiled_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
         self._uncompiled_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
@@ -155,10 +172,10 @@ class Watch:
     def summary(self) -> dict[str, Any]:
         """{"step", "model": {key: value}, "layers": {name: {key: value}}} of the last measured step.
 
-        Values are float or None (undefined); 95 % intervals stand beside theirs as NAME_low, NAME_high. Blocks
-        until the step is finished: synchronises the device. This process's shards only.
+        Windows are those that ended last. Values are float or None (undefined); 95 % intervals stand beside theirs
+        as NAME_low, NAME_high. Blocks until the step is finished: synchronises the device. This process's shards.
         """
-        summary = summarise(self._last)
+        summary = summarise(self._last, self._rarer)
         skipped = self._skipped.count
         if skipped is not None:
             summary["model"]["skipped_steps"] = float(skipped)
@@ -200,7 +217,7 @@ class Watch:
         measured = (self._step + 1) % interval == 0
         # The step before a measured one shows what a step takes that makes no totals.
         compared = self._governor.whole and (self._step + 2) % interval == 0
-        if not (measured or compared or self.options.oracle):
+        if not (measured or compared or self.options.oracle or self._in_window()):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or self._closure_seen:
@@ -259,6 +276,16 @@ class Watch:
             self._measuring = False
             self._measure(self._stepping)
 
+    def _in_window(self) -> bool:
+        assert self._step is not None
+        windows = self._windows
+        return windows is not None and bool(windows.schedule.covering(self._step + 1, self._governor.doublings))
+
+    def _add_up(self, optimizer: Optimizer) -> None:
+        if self._in_window():
+            assert self._step is not None
+            self._meter.add_up(optimizer, self._step + 1, self._governor.doublings)
+
     def _start(self, optimizer: Optimizer) -> None:
         self._step = 0
         try:
@@ -278,6 +305,7 @@ class Watch:
                     self._closure_seen = True
                 else:
                     self._meter.follow(optimizer)
+                    self._add_up(optimizer)
                 if measured:
                     self._meter.before(optimizer, closure=closure)
                     self._measuring = True
@@ -320,6 +348,8 @@ class Watch:
             scalars["skipped_steps"] = skipped
         assert self._step is not None
         self._last = Measurement(self._current_layout(), self._step, time.time(), totals, scalars)
+        for keys in self._meter.rarer:
+            self._rarer[keys] = self._last
         if self._reporter is not None:
             self._reporter.measured(self._last)
 
@@ -348,6 +378,8 @@ class Watch:
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         self._meter.restart_oracle()
+        if self._windows is not None:
+            self._windows.drop()
 
     def _notes(self) -> list[str]:
         notes = [f"left out: {', '.join(self._left_out)}"] if self._left_out else []

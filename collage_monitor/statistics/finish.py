@@ -111,12 +111,41 @@ def _half_ulp_lr_factor(totals: Totals, _label: str | None) -> Array:
     return np.exp2(-1.0 - histogram_quantile(histogram_counts(totals), 0.1))
 
 
+_WINDOWS: dict[str, tuple[str, ...]] = {
+    "edq_window_ratio": ("window_intended_effective_sum", "window_intended_squared_sum"),
+    "edq_window_cosine": (
+        "window_intended_effective_sum",
+        "window_intended_squared_sum",
+        "window_effective_squared_sum",
+    ),
+    "lost_window_ratio": ("window_lost", "window_active"),
+    "edq_visible_window_ratio": ("window_intended_visible_sum", "window_intended_squared_sum"),
+    "edq_visible_window_cosine": (
+        "window_intended_visible_sum",
+        "window_intended_squared_sum",
+        "window_visible_squared_sum",
+    ),
+    "lost_visible_window_ratio": ("window_lost_visible", "window_active"),
+}
+"""Window metric → numerator, then its denominator or the two squares whose roots' product is."""
+
+
+def _over_window(numerator: str, *under: str) -> Callable[[Totals, str | None], Array]:
+    def finisher(totals: Totals, label: str | None) -> Array:
+        amounts = [totals[f"{name}/{label}"] for name in under]
+        product = amounts[0] if len(amounts) == 1 else np.sqrt(amounts[0]) * np.sqrt(amounts[1])
+        return _ratio(totals[f"{numerator}/{label}"], product)
+
+    return finisher
+
+
 _FINISHERS: dict[str, Callable[[Totals, str | None], Array]] = {
     **{name: _pair(name) for name in INTERVAL_PAIRS},
     "edq": _edq,
     "edq_cosine": _edq_cosine,
     "unchanged_ratio": _unchanged,
     "state_decrement_ratio": _state_decrement,
+    **{name: _over_window(*needed) for name, needed in _WINDOWS.items()},
     "state_zero_ratio": lambda t, label: _ratio(t[f"state_zero/{label}"], t["gradient_nonzero"]),
     "decay_ratio": lambda t, _: _ratio(t["decay_kept_sum"], t["decay_squared_sum"]),
     "residual_fill_ratio": lambda t, _: _ratio(t["residual_fill_sum"], t["residual_elements"]),
@@ -165,6 +194,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "lost_visible_ratio": ("lost_visible", "elements", "nonfinite", "idle"),
     "unchanged_ratio": ("unchanged", "elements", "nonfinite"),
     "state_decrement_ratio": ("state_decrement_observed_sum", "state_decrement_intended_sum"),
+    **_WINDOWS,
     "state_zero_ratio": ("state_zero", "gradient_nonzero"),
     "decay_ratio": ("decay_kept_sum", "decay_squared_sum"),
     "residual_fill_ratio": ("residual_fill_sum", "residual_elements"),

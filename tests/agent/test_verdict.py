@@ -57,3 +57,15 @@ def test_before_after_claims_nothing():
     assert "what was lost is unknown" in text
     assert "Muon is not elementwise" in text
     assert "healthy" not in text
+
+
+def test_a_window_stands_beside_one_step_and_is_asked_for_where_one_step_misjudges():
+    model = {"edq_ratio": 1.0, "lost_update_ratio": 0.5, "lost_window_ratio/64": 0.04}
+    summary = {"step": 64, "model": {**model, "lost_visible_window_ratio/64": 0.2}, "layers": {}}
+    text = verdict(summary, info(strategy="stochastic"))
+    assert "updates rounded away over 64 steps: 4.0%, of those that the forward pass sees 20.0%" in text
+    assert "the window above judges it" in text
+    del model["lost_window_ratio/64"]
+    assert "watch with windows=(64,) to judge it" in verdict(
+        {**summary, "model": model}, info(strategy="stochastic")
+    )

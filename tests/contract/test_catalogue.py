@@ -12,7 +12,7 @@ UNITS = {"ratio", "elements", "weight", "gradient", "octaves", "factor", "steps"
 
 
 def all_statistic_keys():
-    labels = {"octave": "-3", "state": "exp_avg_sq", "metric": "edq_ratio"}
+    labels = {"octave": "-3", "state": "exp_avg_sq", "metric": "edq_ratio", "steps": "64"}
     for name, entry in STATISTICS.items():
         yield f"{name}/{labels[entry.label]}" if entry.label else name
 
@@ -46,7 +46,7 @@ def test_all_statistics_together_make_all_metrics():
     assert made == set(METRICS)
 
 
-@pytest.mark.parametrize("key", ["edq", "state_decrement_ratio/exp_avg_sq"])
+@pytest.mark.parametrize("key", ["edq", "state_decrement_ratio/exp_avg_sq", "edq_window_ratio/64"])
 def test_known_metric_keys(key):
     assert metric(key).name == key.partition("/")[0]
 
@@ -58,6 +58,7 @@ def test_known_metric_keys(key):
         ("edq_ratio/x", "no label"),
         ("state_decrement_ratio", "a label"),
         ("state_decrement_ratio/", "a label"),
+        ("edq_window_ratio/long", "length in steps, edq_window_ratio/64"),
     ],
 )
 def test_wrong_metric_keys_are_named(key, words):

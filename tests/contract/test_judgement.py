@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collage_monitor.judgement import judge
+from collage_monitor.judgement import judge, longest_window
 
 STATE = "state_decrement_ratio/exp_avg_sq"
 values = st.none() | st.floats(-2, 3) | st.just("NaN")
@@ -38,6 +38,17 @@ def test_one_contradiction_is_enough(metrics, health, word):
     verdict = judge(metrics)
     assert verdict.health == health
     assert word in verdict.text.lower()
+
+
+def test_the_longest_window_speaks_in_place_of_single_steps():
+    one_step = {"edq_ratio": 1.0, STATE: 1.0, "edq_window_ratio/8": 0.99, "edq_window_ratio/64": 0.7}
+    verdict = judge(one_step)
+    assert verdict.health == "losing updates"
+    assert "over 64 steps is 0.700" in verdict.text
+    assert judge({**one_step, "edq_window_ratio/64": None}).health == "healthy"
+    assert "over 8 steps" in judge({**one_step, "edq_window_ratio/64": None}).text
+    assert longest_window(one_step, "lost_window_ratio") is None
+    assert longest_window({"edq_window_ratio/x": 1.0}, "edq_window_ratio") is None
 
 
 def test_nothing_measured_is_not_known():

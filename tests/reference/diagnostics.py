@@ -119,3 +119,17 @@ def zeros(gradient, state) -> tuple[int, int]:
     """Elements with g ≠ 0, and those of them whose state is 0."""
     wanted = [s for g, s in zip(gradient, state, strict=True) if g is not None and g != 0]
     return len(wanted), sum(s == 0 for s in wanted)
+
+
+def window(updates, before, after) -> dict[str, Fraction | int]:
+    """Totals of one window and one weight: lists of u by step, and the weights at its two ends, all fractions."""
+    together = [sum(steps, Fraction(0)) for steps in zip(*updates, strict=True)]
+    moved = [b - a for a, b in zip(before, after, strict=True)]
+    pairs = list(zip(together, moved, strict=True))
+    return {
+        "intended_squared": total(u * u for u, _ in pairs),
+        "product": total(u * e for u, e in pairs),
+        "effective_squared": total(e * e for _, e in pairs),
+        "active": sum(u != 0 for u, _ in pairs),
+        "lost": sum(u != 0 and e == 0 for u, e in pairs),
+    }

@@ -10,12 +10,14 @@ from collage_agent.stats.residuals import RESIDUAL_SUMS, residual_block_sums
 from collage_agent.stats.segments import Columns, block_sums, on_host
 from collage_agent.stats.states import state_decrement_block_sums
 from collage_agent.stats.variance import population_factor, product_rows, ratio_variances
+from collage_agent.stats.windows import WINDOW_SUMS, window_block_sums
 from collage_agent.stats.zeros import may_be_zero, zero_block_counts
 
 __all__ = [
     "CLASS_COUNTS",
     "Columns",
     "RESIDUAL_SUMS",
+    "WINDOW_SUMS",
     "block_sums",
     "class_codes",
     "count_classes",
@@ -34,5 +36,6 @@ __all__ = [
     "squared_block_sums",
     "state_decrement_block_sums",
     "ulp_octave_counts",
+    "window_block_sums",
     "zero_block_counts",
 ]

@@ -1,0 +1,189 @@
+"""Windows of real runs against whole tensors re-run in fp64, and the bursts that are given up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collage_agent.optim import CollageAdamW
+from collage_agent.watch import watch
+from collage_agent.windows import Schedule
+
+from tests.agent.test_measure import totals_of
+from tests.agent.training import mlp, mlp_loss, train
+from tests.reference import diagnostics
+from tests.reference.adamw import ReferenceAdamW
+from tests.reference.intended import full_precision_update
+
+CYCLE = 16
+"""Windows of 2 and 4 steps, every step measured: they end every 8 and 16 steps, together at the sixteenth."""
+
+
+def test_a_burst_ends_at_a_measured_step_and_takes_a_quarter_of_the_steps():
+    schedule = Schedule((8, 64), 10)
+    assert schedule.cycle == 260
+    spans = [span for step in range(1, 521) for span in schedule.covering(step, 0)]
+    assert {span.end for span in spans if span.length == 64} == {260, 520}
+    assert {span.end % 40 for span in spans if span.length == 8} == {0}
+    assert sum(span.length == 64 for span in spans) == 128
+    assert schedule.covering(192, 0) == []
+    assert [(span.begin, span.end) for span in schedule.covering(197, 0)] == [(192, 200), (196, 260)]
+    assert {span.end for step in range(1, 1041) for span in schedule.covering(step, 1) if span.length == 64} == {
+        520,
+        1040,
+    }
+
+
+def reference_update(optimizer):
+    """u of each parameter by id, of torch's AdamW or of our pairs, from the stored state."""
+    if not isinstance(optimizer, CollageAdamW):
+        return {key: u.flatten() for key, u in full_precision_update(optimizer).items()}
+    found = {}
+    group = optimizer.param_groups[0]
+    for p in group["params"]:
+        state = optimizer.state[p]
+        reference = ReferenceAdamW(p, group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        reference.parameter = optimizer.stored_parameter(p)
+        reference.first, reference.second = state["exp_avg"].double(), state["exp_avg_sq"].double()
+        reference.steps = int(state["step"])
+        found[id(p)] = reference.step(p.grad).flatten()
+    return found
+
+
+def stored(optimizer, p):
+    kept = optimizer.stored_parameter(p) if isinstance(optimizer, CollageAdamW) else p.detach().double()
+    return diagnostics.exact(kept.flatten().clone())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=3e-4, weight_decay=0.1),
+        lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="light"),
+    ],
+    ids=["plain", "light"],
+)
+def test_windows_of_whole_tensors_equal_a_full_fp64_run(make):
+    model = mlp()
+    optimizer = make(model.parameters())
+    handle = watch(model, optimizer, every=1, sample="all", windows=(2, 4))
+    updates: dict[str, list] = {name: [] for name, _ in model.named_parameters()}
+    ends: dict[str, list] = {name: [] for name in updates}
+    visible: dict[str, list] = {name: [] for name in updates}
+    for step in range(CYCLE):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        if step >= CYCLE - 4:
+            found = reference_update(optimizer)
+            for name, p in model.named_parameters():
+                updates[name].append(diagnostics.exact(found[id(p)]))
+                ends[name].append(stored(optimizer, p))
+                visible[name].append(diagnostics.exact(p.detach().flatten()))
+        optimizer.step()
+    named = dict(model.named_parameters())
+    for layer, totals in totals_of(handle).items():
+        for length in (2, 4):
+            end, seen = stored(optimizer, named[layer]), diagnostics.exact(named[layer].detach().flatten())
+            expected = diagnostics.window(updates[layer][-length:], ends[layer][-length], end)
+            shown = diagnostics.window(updates[layer][-length:], visible[layer][-length], seen)
+            assert totals[f"window_active/{length}"] == expected["active"]
+            assert totals[f"window_lost/{length}"] == expected["lost"]
+            assert totals[f"window_lost_visible/{length}"] == shown["lost"]
+            for name, value in (
+                ("intended_squared", expected["intended_squared"]),
+                ("intended_effective", expected["product"]),
+                ("effective_squared", expected["effective_squared"]),
+                ("intended_visible", shown["product"]),
+            ):
+                assert totals[f"window_{name}_sum/{length}"] == pytest.approx(float(value), rel=1e-9)
+    values = handle.summary()["model"]
+    assert 0 < values["lost_visible_window_ratio/4"] < values["lost_visible_window_ratio/2"]
+    if isinstance(optimizer, CollageAdamW):
+        assert values["edq_window_ratio/4"] == pytest.approx(1.0, abs=0.01)
+        assert values["lost_window_ratio/4"] < 0.01
+
+
+def run(spoil, steps=CYCLE, at=CYCLE - 1, windows=(4,), **options):
+    """Window totals after `steps` steps, with `spoil(model, optimizer)` just before step number `at`."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample=1024, windows=windows, budget=None, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        if step + 1 == at:
+            spoil(model, optimizer)
+        optimizer.step()
+    return handle.summary()["model"].get("edq_window_ratio/4")
+
+
+def nothing(model, optimizer):
+    pass
+
+
+def load(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def write(model, optimizer):
+    with torch.no_grad():
+        model[0].weight.mul_(1.01)
+
+
+def poison(model, optimizer):
+    model[0].weight.grad[0, 0] = torch.nan
+
+
+def freeze(model, optimizer):
+    model[2].bias.grad = None
+
+
+@pytest.mark.parametrize("spoil", [load, write, poison, freeze], ids=lambda spoil: spoil.__name__)
+def test_a_spoilt_burst_is_not_reported_and_one_spoilt_before_it_began_is_none(spoil):
+    assert run(nothing) is not None
+    assert run(spoil) is None
+    if spoil is not poison:
+        assert run(spoil, at=CYCLE - 6) is not None
+
+
+def test_a_step_that_the_loss_scaler_skips_spoils_the_burst():
+    model = mlp(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    handle = watch(model, optimizer, every=1, sample="all", windows=(4,))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    seen = {}
+    for step in range(2 * CYCLE):
+        optimizer.zero_grad()
+        scaler.scale(mlp_loss(model, step)).backward()
+        if step == CYCLE - 2:
+            model[0].weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        seen[step + 1] = handle.summary()["model"].get("edq_window_ratio/4")
+    assert seen[CYCLE] is None
+    assert seen[2 * CYCLE] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_windows_leave_the_training_alone_and_are_reported_at_their_ends_only():
+    plain, watched = mlp(), mlp()
+    first = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    second = torch.optim.AdamW(watched.parameters(), lr=1e-3)
+    handle = watch(watched, second, every=2, windows=(3,), budget=None)
+    losses = train(plain, first, 20)
+    assert train(watched, second, 20) == losses
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    assert totals_of(handle)["0.weight"]["window_active/3"] != totals_of(handle)["0.weight"]["window_active/3"]
+    assert handle.summary()["step"] == 20
+    assert 0 < handle.summary()["model"]["edq_window_ratio/3"] < 2
+    assert 0 < handle.summary()["layers"]["2.weight"]["edq_window_ratio/3"] < 2
+
+
+def test_a_larger_step_shows_in_windows_of_a_sample_too():
+    model = mlp(width=130)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    sampled = watch(model, optimizer, every=1, sample=1024, windows=(4,), budget=None)
+    whole = watch(model, optimizer, every=1, sample="all", windows=(4,))
+    train(model, optimizer, CYCLE)
+    few, all_of_them = sampled.summary()["model"], whole.summary()["model"]
+    for key in ("edq_window_ratio/4", "edq_window_cosine/4", "lost_window_ratio/4"):
+        assert few[key] == pytest.approx(all_of_them[key], abs=0.05)
+        assert few[key] != all_of_them[key]
