@@ -10,6 +10,7 @@ import pytest
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create
+from tests.server.store.contract import LIMITS
 
 STEPS = range(10, 60, 10)
 
@@ -275,3 +276,16 @@ def test_nan_is_not_reported(server):
     expected = total("lost", steps=[10], layers=slice(1, 3))
     assert server.series("lost").values == [expected]
     assert server.series("lost", layer=LAYERS[0]).values == [None]
+
+
+def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
+    """Long runs answer from coarse levels: a layer's extremes are those over its single steps."""
+    store = server.app.state.components.store
+    store._limits = LIMITS
+    server.filled(steps=range(1, 4 * LIMITS.points + 1))
+    while store.seal("r1", server.clock.now):
+        pass
+    lost = server.series("lost_update_ratio", layer=LAYERS[1], points=4)
+    assert lost.minimum == lost.maximum == pytest.approx(lost.values)
+    both = server.series("edq_ratio", pattern="blocks.*", points=4)
+    assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3), steps=[1])] * 4)

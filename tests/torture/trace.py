@@ -57,7 +57,8 @@ def traced(command, file):
 
 def parse(text):
     """The calls in `text`, in the order in which they began; one that never ended has no result."""
-    calls, open_calls = [], {}
+    calls: list[Call] = []
+    open_calls: dict[str, Call] = {}
     for line in text.splitlines():
         match = _LINE.match(line)
         if match is None:

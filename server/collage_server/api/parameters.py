@@ -119,8 +119,10 @@ def layer_points(
 
 
 def one_layer(points: Points) -> Points:
-    """The layers of these points merged as shards."""
-    return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), layers=[])
+    """The layers of these points merged as shards. Extremes of several layers do not tell those of their sum."""
+    single = {key: (low[:, 0], high[:, 0]) for key, (low, high) in points.extremes.items()}
+    extremes = single if len(points.layers) == 1 else {}
+    return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), extremes=extremes, layers=[])
 
 
 def worst_of(
