@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 import collage_monitor
+from collage_agent.fingerprint import fingerprint, observed_strategy
 from collage_agent.gather import local
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.options import WatchOptions
 from collage_agent.parameters import WatchedParameter
-from collage_agent.stored import observed_strategy
+from collage_agent.quantised import stored_tensors
 from collage_monitor import wire
 
 __all__ = ["bytes_per_parameter", "describe"]
@@ -49,7 +50,7 @@ def describe(
     return wire.WatchInfo(
         optimizer=type(optimizer).__name__,
         strategy=options.strategy,
-        observed_strategy=observed_strategy(optimizer),
+        observed_strategy=observed_strategy(optimizer, watched, intents),
         dtype=_most_common(dtypes, "unknown"),
         intent=intent_kind,
         intent_reason="; ".join([*reasons, *([_CLOSURE_NOTE] if closure else []), *notes]),
@@ -59,6 +60,7 @@ def describe(
         oracle=options.oracle,
         agent_version=collage_monitor.__version__,
         host=socket.gethostname(),
+        fingerprint=fingerprint(optimizer, watched, intents, options.strategy),
     )
 
 
@@ -79,9 +81,10 @@ def bytes_per_parameter(optimizer: Optimizer) -> float | None:
     storages: dict[tuple[torch.device, int], int] = {}
     for parameter in parameters:
         for tensor in _tensors_of(parameter, optimizer.state.get(parameter, {})):
-            if tensor.numel():
-                storage = local(tensor.detach()).untyped_storage()
-                storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+            for part in stored_tensors(tensor):
+                if part.numel():
+                    storage = part.untyped_storage()
+                    storages[part.device, storage.data_ptr()] = storage.nbytes()
     elements = sum(local(parameter).numel() for parameter in parameters)
     return sum(storages.values()) / elements if elements else None
 

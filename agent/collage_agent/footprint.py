@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from collage_agent.gather import local
+from collage_agent.quantised import stored_tensors
 
 __all__ = ["kept_bytes"]
 
@@ -18,7 +19,7 @@ def kept_bytes(root: object, foreign: Iterable[Tensor]) -> int:
     Memory is counted once however many views look at it. `foreign` are the tensors of the training (weights,
     gradients, states), whose memory is not the agent's. Reads sizes and addresses only: synchronises no device.
     """
-    not_ours = {_address(tensor) for tensor in foreign}
+    not_ours = {_address(part) for tensor in foreign for part in stored_tensors(tensor)}
     sizes = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(root)}
     return sum(size for address, size in sizes.items() if address not in not_ours)
 

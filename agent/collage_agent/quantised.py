@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from collage_agent.gather import local
 
-__all__ = ["dequantised", "is_quantised", "reading", "reading_dtype"]
+__all__ = ["dequantised", "is_quantised", "reading", "reading_dtype", "stored_tensors"]
 
 _PLAIN: Final = (Tensor, Parameter)
 _BLOCK: Final = 256
@@ -32,6 +32,15 @@ def dequantised(tensor: Tensor) -> Tensor:
     """The numbers, in the float dtype that the class computes in; of a distributed tensor this rank's shard."""
     tensor = local(tensor)
     return tensor.dequantize() if is_quantised(tensor) else tensor
+
+
+def stored_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold a quantised one's bytes; any other by itself. Of a distributed tensor this shard's."""
+    tensor = local(tensor.detach()) if not is_quantised(tensor) else tensor
+    if not is_quantised(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [getattr(tensor, name) for name in names]
 
 
 def reading(state: Mapping[str, Any], key: str) -> Tensor:

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 
-from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, CollageOptimizer
+from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
 from collage_agent.quantised import reading_dtype
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "decaying",
     "elementwise_dtypes",
     "elementwise_state",
-    "observed_strategy",
     "scalar_state",
     "stored_parameter",
 ]
@@ -103,20 +101,3 @@ def average_names(keys: Iterable[str], kept: Composition) -> list[str]:
 def decaying(name: str, tensor_dtype: torch.dtype) -> bool:
     """Whether a kept average can be judged by its decrements: a float, and no running maximum."""
     return tensor_dtype.is_floating_point and name not in _RUNNING_MAXIMA
-
-
-def observed_strategy(optimizer: Optimizer) -> str:
-    """What the optimizer is seen to keep, as a strategy's name; "unknown" for classes that are not known here."""
-    if isinstance(optimizer, CollageOptimizer):
-        names = {str(group["strategy"]) for group in optimizer.param_groups}
-        return names.pop() if len(names) == 1 else "unknown"
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return "unknown"
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, Tensor) and isinstance(state, dict):
-            floats = [
-                value.dtype for value in elementwise_state(parameter, state).values() if value.is_floating_point()
-            ]
-            if floats and parameter.dtype.itemsize < 4 and all(dtype.itemsize >= 4 for dtype in floats):
-                return "fp32-states"
-    return "plain"

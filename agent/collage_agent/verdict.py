@@ -28,6 +28,8 @@ def verdict(summary: Mapping[str, Any], info: wire.WatchInfo) -> str:
         return f"{head}: nothing measured yet; the first measured step is the next one divisible by {info.every}"
     model = summary["model"]
     lines = [f"{head}, step {summary['step']}: {judge(model).health}"]
+    if info.fingerprint is not None:
+        lines += [f"  finding: {found}" for found in info.fingerprint.findings]
     if info.intent_reason:
         lines.append(f"  note: {info.intent_reason}")
     if info.intent == "before-after":

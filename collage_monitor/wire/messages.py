@@ -15,6 +15,7 @@ from msgspec import Meta, Struct, field
 __all__ = [
     "Attempt",
     "AttemptCreate",
+    "Fingerprint",
     "Gap",
     "LIMITS",
     "Layer",
@@ -99,6 +100,26 @@ class Layer(Struct, kw_only=True, frozen=True):
     replica: Index = 0
 
 
+class Fingerprint(Struct, kw_only=True, frozen=True):
+    """How weights, gradients and states are really kept, as the agent sees it.
+
+    parameters, gradients: dtype to number of elements; states: key to dtype, or how it is quantised. master:
+    the state that is the stored weight; residual: the state that completes it, added with `residual_sign`.
+    stochastic_rounding: of weights, seen at attach; None: not known. implementation: "fused", "foreach",
+    "for-loop" or "unknown". findings: what does not agree with what was declared, a sentence each.
+    """
+
+    parameters: dict[Name, Index] = field(default_factory=dict)
+    gradients: dict[Name, Index] = field(default_factory=dict)
+    states: dict[Name, Name] = field(default_factory=dict)
+    master: Name | None = None
+    residual: Name | None = None
+    residual_sign: Literal[1, -1] = 1
+    stochastic_rounding: bool | None = None
+    implementation: Name = "unknown"
+    findings: list[Text] = field(default_factory=list)
+
+
 class WatchInfo(Struct, kw_only=True, frozen=True):
     """What the agent watches and how: shown with the run, never needed to read its numbers.
 
@@ -118,6 +139,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     oracle: bool = False
     agent_version: Annotated[str, Meta(max_length=64)] = ""
     host: Annotated[str, Meta(max_length=255)] = ""
+    fingerprint: Fingerprint | None = None
 
 
 class StreamCreate(Struct, kw_only=True, frozen=True):

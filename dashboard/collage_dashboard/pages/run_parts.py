@@ -104,8 +104,25 @@ def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
         ("Intended update from", _INTENT[watch.intent]),
     ]
     facts += [("Because", watch.intent_reason)] if watch.intent_reason else []
+    if watch.fingerprint is not None:
+        facts += _fingerprint_facts(watch.fingerprint)
     facts += [("Oracle", "on" if watch.oracle else "off: watch(…, oracle=True) attaches one")]
     return [*facts, ("Agent", f"{watch.agent_version} on {watch.host}")]
+
+
+def _fingerprint_facts(seen: wire.Fingerprint) -> list[tuple[str, str]]:
+    """What the agent saw of how weights and states are kept; findings first."""
+    facts = [("Finding", found) for found in seen.findings]
+    if seen.states:
+        facts.append(("States", ", ".join(f"{key} {kept}" for key, kept in seen.states.items())))
+    if seen.master:
+        facts.append(("Stored weight", seen.master))
+    if seen.residual:
+        sign = "+" if seen.residual_sign > 0 else "−"
+        facts.append(("Stored weight", f"parameter {sign} {seen.residual}"))
+    if seen.stochastic_rounding is not None:
+        facts.append(("Stochastic rounding", "seen" if seen.stochastic_rounding else "not seen"))
+    return [*facts, ("Implementation", seen.implementation)]
 
 
 def _scalar(name: str, entry: wire.LoggedScalar) -> str:
