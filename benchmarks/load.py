@@ -1,0 +1,185 @@
+"""A server that is offered more than it can take: 64 simulated agents beside it, `--seconds` long (300).
+
+Held: p99 of what is acknowledged below a second, memory flat, every refusal 429 or 503 with Retry-After, something
+refused at all, and afterwards in the database exactly what was acknowledged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from benchmarks._agents import Agent, Tally
+from benchmarks._harness import Figure, Options, main
+from benchmarks._reports import SMALL, register
+from benchmarks._serving import cpu_seconds
+
+__all__ = ["Load", "Outcome", "run_load", "stored"]
+
+RANKS_A_RUN: Final = 8
+SERVE: Final = (sys.executable, "-c", "from collage_monitor.command import main; main()", "serve", "--json")
+MOST_GROWTH: Final = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is offered: `agents` streams of `rate` reports a second each, 500 numbers a report."""
+
+    seconds: float = 300.0
+    agents: int = 64
+    rate: float = 200.0
+
+
+@dataclass
+class Outcome:
+    """What came of it. `memory` is (seconds, bytes) of the server's resident set, once a second."""
+
+    tally: Tally = field(default_factory=Tally)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    server_cpu_seconds: float = 0.0
+    missing: int = 0
+    unexpected: int = 0
+
+
+@contextmanager
+def serving(folder: Path, **settings: object) -> Iterator[tuple[int, int]]:
+    """(process id, port) of `collage-monitor serve`, as anybody would start it; ended by SIGTERM."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
+    environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
+    command = [*SERVE, "--dir", str(folder), "--port", "0", "--no-auth"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        if process.stdout is None:
+            raise RuntimeError("the server process has no standard output")
+        try:
+            address = json.loads(process.stdout.readline())["server_url"]
+            yield process.pid, int(address.rpartition(":")[2])
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def run_load(load: Load, folder: Path, seed: int = 0, **settings: object) -> Outcome:
+    """Offer the load to a fresh server in `folder`, end it, and count what it kept."""
+    outcome = Outcome()
+    with serving(folder, **settings) as (process_id, port):
+        runs = -(-load.agents // RANKS_A_RUN)
+        for run in range(runs):
+            register(port, f"run-{run}", SMALL, RANKS_A_RUN)
+        agents = [
+            Agent(
+                port,
+                f"run-{i // RANKS_A_RUN}-{i % RANKS_A_RUN}",
+                SMALL,
+                load.rate,
+                seed * load.agents + i,
+                outcome.tally,
+            )
+            for i in range(load.agents)
+        ]
+        before = cpu_seconds(process_id)
+        asyncio.run(_run(agents, load.seconds, process_id, outcome))
+        outcome.server_cpu_seconds = cpu_seconds(process_id) - before
+    kept = stored(folder / "collage.sqlite")
+    for stream_id, count in outcome.tally.acknowledged.items():
+        outcome.missing += len(set(range(count)) - kept.get(stream_id, set()))
+        outcome.unexpected += len(kept.get(stream_id, set()) - set(range(count)))
+    return outcome
+
+
+async def _run(agents: list[Agent], seconds: float, process_id: int, outcome: Outcome) -> None:
+    watching = asyncio.create_task(_watch_memory(process_id, outcome.memory))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for agent in agents:
+                group.create_task(agent.run(seconds))
+    finally:
+        watching.cancel()
+
+
+async def _watch_memory(process_id: int, memory: list[tuple[float, int]]) -> None:
+    began, page = time.perf_counter(), os.sysconf("SC_PAGE_SIZE")
+    while True:
+        resident = int(Path(f"/proc/{process_id}/statm").read_text().split()[1]) * page
+        memory.append((time.perf_counter() - began, resident))
+        await asyncio.sleep(1.0)
+
+
+def stored(path: Path) -> dict[str, set[int]]:
+    """Numbers of the reports that the file holds, by stream: in the journal, or in the ranges that were sealed."""
+    kept: dict[str, set[int]] = {}
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        for stream_id, sealed in connection.execute("SELECT stream_id, sealed FROM run_latest"):
+            kept[stream_id] = {seq for first, last in json.loads(sealed) for seq in range(first, last + 1)}
+        for stream_id, seq in connection.execute("SELECT stream_id, seq FROM report"):
+            kept[stream_id].add(seq)
+    return kept
+
+
+def figures_of(load: Load, outcome: Outcome) -> list[Figure]:
+    """What is held, then what is only stated."""
+    tally = outcome.tally
+    accepted = sum(tally.acknowledged.values())
+    refused = sum(count for status, count in tally.statuses.items() if status != 200)
+    times, sizes = (np.array(column, dtype=np.float64) for column in zip(*outcome.memory, strict=True))
+    third = len(sizes) // 3
+    slope = np.polyfit(times[third:], sizes[third:], 1)[0] if len(sizes) > 3 else 0.0
+    growth = np.median(sizes[-third:]) / np.median(sizes[third : 2 * third]) if third else 1.0
+
+    def one(name: str, unit: str, value: float, **bound: float) -> Figure:
+        return Figure(name, unit, (float(value),), **bound)
+
+    return [
+        one("acknowledged, p99", "s", np.percentile(tally.waits, 99), limit=1.0),
+        one("acknowledged, p50", "s", np.percentile(tally.waits, 50)),
+        one("refused requests", "", refused, floor=1.0),
+        one("refused without Retry-After", "", tally.without_retry_after, limit=0.0),
+        one("acknowledged reports that are not stored", "", outcome.missing, limit=0.0),
+        one("stored reports that were not acknowledged", "", outcome.unexpected, limit=0.0),
+        one("memory, last third / middle third", "×", growth, limit=MOST_GROWTH),
+        one("memory, slope after the first third", "MiB/min", slope * 60 / 2**20),
+        one("memory, most", "MiB", sizes.max() / 2**20),
+        one("offered", "reports/s", load.agents * load.rate),
+        one("acknowledged", "reports/s", accepted / load.seconds),
+        one("given up by the agents", "reports/s", tally.dropped / load.seconds),
+        one("refusal, p99", "s", np.percentile(tally.refusal_waits or [0.0], 99)),
+        one("server's CPU", "cores", outcome.server_cpu_seconds / load.seconds),
+    ]
+
+
+def command(arguments: list[str]) -> int:
+    """The command line: options of the load, then those of every benchmark."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--seconds", type=float, default=Load.seconds)
+    parser.add_argument("--agents", type=int, default=Load.agents)
+    parser.add_argument("--rate", type=float, default=Load.rate, help="reports a second of each agent")
+    chosen, others = parser.parse_known_args(arguments)
+    load = Load(**vars(chosen))
+
+    def measure(options: Options) -> tuple[list[str], list[Figure]]:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = run_load(load, Path(folder), options.seed)
+        notes = [
+            f"{load.agents} agents for {load.seconds:g} s, {SMALL.numbers} numbers a report, SQLite, all settings default",
+            f"answers by status: {dict(sorted(outcome.tally.statuses.items()))}",
+        ]
+        return notes, figures_of(load, outcome)
+
+    return main("load", __doc__ or "", measure, others)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))
