@@ -173,7 +173,7 @@ def command(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             outcome = run_load(load, Path(folder), options.seed)
         notes = [
-            f"{load.agents} agents for {load.seconds:g} s, {SMALL.numbers} numbers a report, SQLite, all settings default",
+            f"{load.agents} agents for {load.seconds:g} s, {SMALL.numbers} numbers a report, SQLite, default settings",
             f"answers by status: {dict(sorted(outcome.tally.statuses.items()))}",
         ]
         return notes, figures_of(load, outcome)

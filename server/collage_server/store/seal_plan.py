@@ -29,6 +29,13 @@ class SealPlan:
     reports: frozenset[tuple[str, int]]
     info: ChunkInfo | None
 
+    def numbers(self) -> dict[str, list[int]]:
+        """The reports' seq by stream, both sorted."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for stream_id, seq in sorted(self.reports):
+            found[stream_id].append(seq)
+        return found
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -41,16 +48,17 @@ class _Entry:
 
 @dataclass(frozen=True, eq=False)
 class Journal:
-    """What one look found in a run's journal, without the blocks.
+    """What one look found in a run's journal, without the blocks: of each stream the oldest rows, so many at most.
 
     `leftovers` (stream_id, seq) stand in chunks already: a sealing was interrupted before it deleted them.
-    `entries` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed, None
-    when the attempt is over.
+    `entries` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed and the
+    look covers, None when the attempt is over. `crowded` attempts have streams with more rows than were looked at.
     """
 
     leftovers: list[tuple[str, int]]
     entries: dict[int, list[_Entry]]
     ready: dict[int, int | None]
+    crowded: frozenset[int]
 
     def without(self, reports: frozenset[tuple[str, int]]) -> Journal:
         """What is left when these are sealed."""
@@ -58,30 +66,51 @@ class Journal:
             attempt: [entry for entry in members if (entry.stream_id, entry.seq) not in reports]
             for attempt, members in self.entries.items()
         }
-        return Journal([], {attempt: members for attempt, members in left.items() if members}, self.ready)
+        return Journal(
+            [], {attempt: members for attempt, members in left.items() if members}, self.ready, self.crowded
+        )
 
 
-def read_journal(connection: Connection, view: RunView, *, closed: bool, stale_after_seconds: float) -> Journal:
+def read_journal(
+    connection: Connection, view: RunView, limits: SealLimits, *, closed: bool, stale_after_seconds: float
+) -> Journal:
     """One look. `closed`: the run is over, its tail is sealed too."""
-    table = schema.report
-    size = func.coalesce(func.length(table.c.statistics), 0) + func.coalesce(func.length(table.c.model), 0)
-    columns = (table.c.stream_id, table.c.seq, table.c.step, table.c.model.is_not(None), size)
     leftovers: list[tuple[str, int]] = []
     entries: dict[int, list[_Entry]] = defaultdict(list)
-    for stream_id, seq, step, measured, length in connection.execute(
-        select(*columns).where(table.c.run_id == view.run_id)
-    ):
-        stream = view.streams.get(stream_id)
-        if view.sealed(stream_id, seq):
-            leftovers.append((stream_id, seq))
-        elif stream is not None:
-            entries[stream.attempt].append(_Entry(stream_id, seq, step, bool(measured), length))
+    covered: dict[int, int] = {}
+    most = max(2 * limits.points, 2 * limits.rows // max(len(view.streams), 1))
+    for stream in view.streams.values():
+        rows = _oldest(connection, view.run_id, stream.stream_id, most)
+        done = {entry.seq for entry in rows if view.sealed(stream.stream_id, entry.seq)}
+        leftovers += [(stream.stream_id, seq) for seq in done]
+        if len(rows) > len(done):
+            entries[stream.attempt] += [entry for entry in rows if entry.seq not in done]
+        if len(rows) == most:
+            # More rows of the last step may stand beyond the look.
+            last = max(entry.step for entry in rows)
+            last -= last > min(entry.step for entry in rows)
+            covered[stream.attempt] = min(last, covered.get(stream.attempt, last))
     newest = max(entries, default=0)
-    ready = {
-        attempt: None if closed or attempt < newest else _ready_step(connection, view, attempt, stale_after_seconds)
-        for attempt in entries
-    }
-    return Journal(leftovers, entries, ready)
+    ready: dict[int, int | None] = {}
+    for attempt in entries:
+        over = closed or attempt < newest
+        bounds = [] if over else [_ready_step(connection, view, attempt, stale_after_seconds)]
+        bounds += [covered[attempt]] if attempt in covered else []
+        ready[attempt] = min(bounds, default=None)
+    return Journal(leftovers, entries, ready, frozenset(covered))
+
+
+def _oldest(connection: Connection, run_id: str, stream_id: str, most: int) -> list[_Entry]:
+    """A stream's oldest rows, in the key's order: a long queue is not read to its end."""
+    table = schema.report
+    size = func.coalesce(func.length(table.c.statistics), 0) + func.coalesce(func.length(table.c.model), 0)
+    rows = connection.execute(
+        select(table.c.seq, table.c.step, table.c.model.is_not(None), size)
+        .where(table.c.run_id == run_id, table.c.stream_id == stream_id)
+        .order_by(table.c.seq)
+        .limit(most)
+    )
+    return [_Entry(stream_id, seq, step, bool(measured), length) for seq, step, measured, length in rows]
 
 
 def plan_seal(connection: Connection, view: RunView, journal: Journal, limits: SealLimits) -> SealPlan | None:
@@ -90,7 +119,8 @@ def plan_seal(connection: Connection, view: RunView, journal: Journal, limits: S
     for attempt, members in sorted(journal.entries.items()):
         own = [info for info in infos if info.attempt == attempt]
         ready = journal.ready[attempt]
-        plan = _late(attempt, members, own, limits, ready is None) or _next(attempt, members, own, limits, ready)
+        plan = _late(attempt, members, own, limits, ready is None)
+        plan = plan or _next(attempt, members, own, limits, ready, attempt in journal.crowded)
         if plan is not None:
             return plan
     return None
@@ -132,6 +162,7 @@ def _next(
     infos: Sequence[ChunkInfo],
     limits: SealLimits,
     ready: int | None,
+    crowded: bool,
 ) -> SealPlan | None:
     """The reports after the last sealed step: all that are due, as far as the chunk has room."""
     open_chunk = infos[-1] if infos and infos[-1].count < limits.points else None
@@ -140,7 +171,8 @@ def _next(
     if not fresh:
         return None
     room = limits.points - (open_chunk.count if open_chunk else 0)
-    cutoff = _cutoff(fresh, room, limits, ready is None)
+    crowded = crowded or len(fresh) >= limits.rows
+    cutoff = _cutoff(fresh, room, limits, over=ready is None, crowded=crowded)
     if cutoff is None:
         return None
     chosen = [entry for entry in fresh if entry.step <= cutoff]
@@ -148,7 +180,7 @@ def _next(
     return _plan(attempt, chunk, open_chunk.parts if open_chunk else 0, chosen, open_chunk)
 
 
-def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, over: bool) -> int | None:
+def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, *, over: bool, crowded: bool) -> int | None:
     """The last step to seal: where the chunk is full, or the bytes are; everything when the attempt is over.
 
     Otherwise whole multiples of `part_points`, so that parts are alike; less only when too many rows wait.
@@ -163,12 +195,12 @@ def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, over: bool) 
             return step
     if len(steps) == room:
         return steps[-1]
-    if over or (not steps and len(fresh) >= limits.rows):
+    if over or (crowded and not steps):
         return max(entry.step for entry in fresh)
     parts = len(steps) // limits.part_points
     if parts:
         return steps[parts * limits.part_points - 1]
-    return steps[-1] if len(fresh) >= limits.rows else None
+    return steps[-1] if crowded else None
 
 
 def _plan(attempt: int, chunk: int, part: int, chosen: Sequence[_Entry], info: ChunkInfo | None) -> SealPlan:

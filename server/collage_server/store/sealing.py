@@ -21,7 +21,6 @@ from collage_server.store import schema, unsealed
 from collage_server.store.chunks import ALL_RANKS, LEVELS, pack_points
 from collage_server.store.contract import FloatArray, IntArray, SealLimits, Selection
 from collage_server.store.contributors import pack_contributors, read_contributors
-from collage_server.store.journal import read_reports
 from collage_server.store.levels import coarsen, layer_extremes, model_extremes
 from collage_server.store.pieces import Piece, join
 from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
@@ -86,7 +85,7 @@ def seal(
     """
     with reading() as connection:
         view = RunView(connection, run_id)
-        journal = read_journal(connection, view, closed=closed, stale_after_seconds=stale_after_seconds)
+        journal = read_journal(connection, view, limits, closed=closed, stale_after_seconds=stale_after_seconds)
     if journal.leftovers:
         _delete_reports(run_id, writing, journal.leftovers, limits)
         return 1
@@ -121,9 +120,15 @@ def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLi
 
 
 def _rows(connection: Connection, view: RunView, plan: SealPlan) -> list[Row[Any]]:
-    selection = Selection(first_step=plan.first_step, last_step=plan.last_step)
-    slabs = read_reports(connection, view.run_id, _COLUMNS, "time", selection)
-    return [row for slab in slabs for row in slab if (row.stream_id, row.seq) in plan.reports]
+    """The plan's journal rows, found by their key: what waits behind them is not touched."""
+    table = schema.report
+    statement = select(*(table.c[name] for name in _COLUMNS)).where(table.c.run_id == view.run_id)
+    found: list[Row[Any]] = []
+    for stream_id, seqs in plan.numbers().items():
+        mine = statement.where(table.c.stream_id == stream_id, table.c.seq.between(seqs[0], seqs[-1]))
+        wanted = set(seqs)
+        found += [row for row in connection.execute(mine) if row.seq in wanted]
+    return found
 
 
 def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[Row[Any]]) -> _Level:
@@ -342,11 +347,8 @@ def _publish(connection: Connection, run_id: str, built: _Built, entries: Mappin
         for table, values in _blocks(run_id, plan, 0, level, held, entries):
             connection.execute(insert(table).values(**values))
     _publish_scalars(connection, run_id, built)
-    numbers: dict[str, list[int]] = defaultdict(list)
-    for stream_id, seq in plan.reports:
-        numbers[stream_id].append(seq)
     table = schema.run_latest
-    for stream_id, seqs in sorted(numbers.items()):
+    for stream_id, seqs in plan.numbers().items():
         mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)
         old = connection.execute(select(table.c.sealed).where(*mine).with_for_update()).scalar_one()
         merged = ranges_to_json(add_numbers(ranges_from_json(old), seqs))

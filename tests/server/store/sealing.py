@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 from collage_monitor import wire
 from collage_monitor.statistics import finish, reduce_steps
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
-from tests.server.store.contract import NOW, StoreContract
+from tests.server.store.contract import LIMITS, NOW, StoreContract
 
 ALL = Selection()
 CHUNKS = (schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk, schema.entry)
@@ -115,6 +115,23 @@ class SealingContract:
         assert seal_all(store) == 2
         assert rows(store, schema.report) == 80 - 64
         unchanged(before, seen(store))
+
+    def test_a_queue_longer_than_one_look(self, store):
+        """Ranks at different places, one with much that was not measured: nothing comes late, nothing is left."""
+        store._limits = dataclasses.replace(LIMITS, rows=20)
+        streams = self.ranks(store, 3)
+        for rank, stream in enumerate(streams[:2]):
+            self.send(store, stream, range(1, 201 - 50 * rank), rank)
+        self.append(store, streams[2], *(report(i, i + 1, rank=2, measured=i % 10 == 9) for i in range(300)))
+        before = seen(store, ranks=(None, 0, 1, 2))
+        seal_all(store)
+        unchanged(before, seen(store, ranks=(None, 0, 1, 2)))
+        parts = rows(store, schema.point_chunk)
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        seal_all(store)
+        assert rows(store, schema.report) == 0
+        unchanged(before, seen(store, ranks=(None, 0, 1, 2)))
+        assert parts > 3
 
     def test_a_finished_run_is_sealed_whole(self, store):
         self.send(store, self.fill(store), range(1, 41))
