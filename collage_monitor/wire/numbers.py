@@ -44,9 +44,10 @@ def from_number(value: Number) -> float:
 
 def undefined_to_none(values: NDArray[np.float64]) -> list[float | Number | None]:
     """A one-dimensional array of finished metrics for JSON: NaN is undefined, so null; infinities are strings."""
-    if np.isfinite(values).all():
-        return list(values.tolist())
-    return [None if math.isnan(value) else to_number(value) for value in values.tolist()]
+    numbers: list[float | Number | None] = values.tolist()
+    for index in np.flatnonzero(~np.isfinite(values)).tolist():
+        numbers[index] = None if math.isnan(values[index]) else to_number(float(values[index]))
+    return numbers
 
 
 def block_to_bytes(block: NDArray[np.float64]) -> bytes:

@@ -25,12 +25,20 @@ class AnswerCache:
 
     def encoded(self, key: Hashable, make: Callable[[], Any]) -> msgspec.Raw:
         """The answer kept under `key`, else the one that `make` gives."""
+        return self.known(key) or self.keep(key, make())
+
+    def known(self, key: Hashable) -> msgspec.Raw | None:
+        """The answer kept under `key`."""
         with self._lock:
-            known = self._answers.get(key)
-            if known is not None:
-                self._answers.move_to_end(key)
-                return msgspec.Raw(known)
-        made = wire.encode_json(make())
+            kept = self._answers.get(key)
+            if kept is None:
+                return None
+            self._answers.move_to_end(key)
+            return msgspec.Raw(kept)
+
+    def keep(self, key: Hashable, answer: Any) -> msgspec.Raw:
+        """Encode an answer and keep it, if it is not larger than all may be together."""
+        made = wire.encode_json(answer)
         with self._lock:
             if key not in self._answers and len(made) <= self._limit_bytes:
                 self._answers[key] = made

@@ -289,3 +289,46 @@ def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     assert lost.minimum == lost.maximum == pytest.approx(lost.values)
     both = server.series("edq_ratio", pattern="blocks.*", points=4)
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3), steps=[1])] * 4)
+
+
+def of_few(seq, step, names):
+    values = block(step)[[STATISTICS.index(name) for name in names]]
+    return wire.Report(
+        seq=seq,
+        step=step,
+        time=1_700_000_000.0 + step,
+        statistic_count=len(names),
+        layer_count=len(LAYERS),
+        statistics=wire.block_to_bytes(values),
+        model=wire.block_to_bytes(values.sum(axis=1)),
+    )
+
+
+def test_runs_compared_together_are_what_each_is_alone(server):
+    """Other lengths, other statistics, nothing measured: one pass over all runs gives what a run alone gives."""
+    server.filled()
+    server.filled("r2", "s1", steps=range(10, 330, 10))
+    server.run("r3")
+    server.run("r4")
+    server.attempt("r4")
+    few = ["measured_steps", "intended_squared_sum", "intended_effective_sum"]
+    server.stream("r4", stream_id="s4", statistics=few)
+    server.reports([of_few(i, 10 * (i + 1), few) for i in range(2)], "s4")
+    runs = ["r1", "r2", "r3", "r4"]
+    for more in ("", "&axis=time", f"&layer={LAYERS[1]}"):
+        asked = [run for run in runs if run != "r3"] if "layer" in more else runs
+        path = "&".join(f"run={run}" for run in asked)
+        answer = server.get(f"/compare?{path}&metric=edq_ratio&points=4{more}", wire.Comparison)
+        assert [run.run_id for run in answer.runs] == asked
+        for run in answer.runs:
+            alone = server.get(f"/runs/{run.run_id}/series?metric=edq_ratio&points=4{more}", wire.Series)
+            assert run.series == alone
+    merged = {run.run_id: run.merged for run in answer.runs}
+    assert "lost_update_ratio" in merged["r1"]
+    assert "lost_update_ratio" not in merged["r4"]
+
+
+def test_a_scalar_has_no_layers_in_a_comparison(server):
+    server.filled()
+    refused = server.client.get(f"/api/v1/compare?run=r1&metric=loss&layer={LAYERS[0]}")
+    assert (refused.status_code, refused.json()["error"]["field"]) == (422, "layer")

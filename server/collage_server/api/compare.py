@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,12 +17,15 @@ from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond, revisions_of
 from collage_server.components import Components, components_of
-from collage_server.store import ScalarPoints, Selection
+from collage_server.errors import Unprocessable
+from collage_server.store import ScalarPoints, Selection, Store
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["reading"])
 _NOTHING = ScalarPoints.empty()
+PositionsOf = Mapping[str, queries.Positions]
+SeriesOf = dict[str, wire.Series]
 
 
 @router.get("/compare", **describes(wire.Comparison))
@@ -30,45 +33,80 @@ def compare(
     request: Request,
     run: Annotated[list[str], Query(min_length=1, max_length=100, description="A run_id; repeat it.")],
     metric: parameters.MetricKey,
+    layer: parameters.LayerName = None,
     points: parameters.PointCount = 500,
     axis: parameters.AxisName = "step",
 ) -> Response:
-    """Each run's curve of one metric or scalar, its metrics merged over everything, its last scalars."""
+    """Each run's curve of one metric (of the model, or of one layer) or scalar, beside it the model's metrics
+    merged over everything and the last scalars."""
     components = components_of(request)
-    _check(components, run, metric)
-
-    def one(run_id: str, revision: object) -> msgspec.Raw:
-        key = ("compare", run_id, metric, points, axis, revision)
-        return components.answers.encoded(key, lambda: _compared(components, run_id, metric, points, axis))
+    asked = _Asked(metric, layer, points, axis)
+    _check(components, run, asked)
 
     def make() -> dict[str, Any]:
-        revisions = revisions_of(request, run)
-        runs = [one(run_id, revision) for run_id, revision in revisions.items()]
-        return {"metric": metric, "axis": axis, "runs": runs}
+        keys = {
+            run_id: ("compare", run_id, asked, revision) for run_id, revision in revisions_of(request, run).items()
+        }
+        answers = {run_id: components.answers.known(key) for run_id, key in keys.items()}
+        missing = [run_id for run_id, known in answers.items() if known is None]
+        for compared in _compared(components, missing, asked) if missing else ():
+            answers[compared.run_id] = components.answers.keep(keys[compared.run_id], compared)
+        return {"metric": metric, "axis": axis, "runs": list(answers.values())}
 
     return respond(request, run, make, keep=False)
 
 
-def _check(components: Components, run_ids: Sequence[str], metric: str) -> None:
-    if parameters.is_metric(metric):
-        parameters.checked_metric(metric)
-    elif metric not in SCALARS:
-        parameters.known_scalars(metric, [components.store.run(run_id) for run_id in dict.fromkeys(run_ids)])
+@dataclass(frozen=True)
+class _Asked:
+    metric: str
+    layer: str | None
+    points: int
+    axis: parameters.AxisName
 
 
-def _compared(
-    components: Components, run_id: str, metric: str, points: int, axis: parameters.AxisName
-) -> wire.ComparedRun:
-    record = components.store.run(run_id)
-    shown = metric if parameters.is_metric(metric) else None
-    measured = components.store.model_points(record.run_id, None, Selection(points=points, extremes_of=shown))
-    positions = parameters.positions_of(components, record, axis)
-    if parameters.is_metric(metric):
-        series = queries.metric_series(record.run_id, metric, measured, points, positions)
+def _check(components: Components, run_ids: Sequence[str], asked: _Asked) -> None:
+    if parameters.is_metric(asked.metric):
+        parameters.checked_metric(asked.metric)
+        return
+    if asked.layer is not None:
+        raise Unprocessable(f"{asked.metric!r} is a logged scalar: it has no layers", field="layer")
+    if asked.metric not in SCALARS:
+        parameters.known_scalars(asked.metric, list(components.store.records(run_ids).values()))
+
+
+def _compared(components: Components, run_ids: list[str], asked: _Asked) -> Iterator[wire.ComparedRun]:
+    """Runs read together: what each has costs, the number of statements does not grow."""
+    store = components.store
+    records = store.records(run_ids)
+    positions = parameters.positions_of(components, records, asked.axis)
+    shown = asked.metric if parameters.is_metric(asked.metric) and asked.layer is None else None
+    model = store.points_of(run_ids, None, Selection(points=asked.points if shown else 1, extremes_of=shown))
+    if shown is not None:
+        series = queries.metric_series(shown, model, asked.points, positions)
+    elif asked.layer is None:
+        series = _scalars(store, run_ids, asked, positions)
     else:
-        found = components.store.scalar_points(record.run_id, (metric,), Selection())
-        logged = found.get(metric, _NOTHING)
-        series = queries.scalar_series(record.run_id, metric, logged, points, positions)
-    state = queries.state_of(record, components.clock(), components.settings.stale_after_seconds)
-    newest = components.store.newest_scalars(record.run_id, queries.MEAN_OF_LAST)
-    return queries.compared_run(record, state, series, measured, newest)
+        series = _layers(store, run_ids, asked, asked.layer, positions)
+    merged = queries.merged_metrics(model)
+    newest = store.newest_scalars(run_ids, queries.MEAN_OF_LAST)
+    now, stale_after = components.clock(), components.settings.stale_after_seconds
+    for run_id, record in records.items():
+        state = queries.state_of(record, now, stale_after)
+        yield queries.compared_run(record, state, series[run_id], merged[run_id], newest[run_id])
+
+
+def _scalars(store: Store, run_ids: list[str], asked: _Asked, positions: PositionsOf) -> SeriesOf:
+    logged = store.scalars_of(run_ids, (asked.metric,), Selection())
+    return {
+        run_id: queries.scalar_series(
+            run_id, asked.metric, held.get(asked.metric, _NOTHING), asked.points, positions[run_id]
+        )
+        for run_id, held in logged.items()
+    }
+
+
+def _layers(store: Store, run_ids: list[str], asked: _Asked, layer: str, positions: PositionsOf) -> SeriesOf:
+    selection = Selection(points=asked.points, extremes_of=asked.metric)
+    measured = store.points_of(run_ids, queries.statistics_for(asked.metric), selection, layer)
+    one = {run_id: parameters.one_layer(points) for run_id, points in measured.items()}
+    return queries.metric_series(asked.metric, one, asked.points, positions, layer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from fastapi import Path, Query
@@ -89,12 +89,15 @@ def known_scalars(key: str, records: list[RunRecord]) -> None:
         )
 
 
-def positions_of(components: Components, record: RunRecord, axis: AxisName) -> Positions:
-    """Where the run's steps stand on an axis."""
-    tokens: ScalarPoints | None = None
+def positions_of(components: Components, records: Mapping[str, RunRecord], axis: AxisName) -> dict[str, Positions]:
+    """Where each run's steps stand on an axis."""
+    tokens: Mapping[str, Mapping[str, ScalarPoints]] = {}
     if axis == "tokens":
-        tokens = components.store.scalar_points(record.run_id, ("tokens",), Selection()).get("tokens")
-    return Positions(axis, record.first_time or 0.0, tokens)
+        tokens = components.store.scalars_of(list(records), ("tokens",), Selection())
+    return {
+        run_id: Positions(axis, record.first_time or 0.0, tokens.get(run_id, {}).get("tokens"))
+        for run_id, record in records.items()
+    }
 
 
 def layer_points(

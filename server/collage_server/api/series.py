@@ -48,12 +48,13 @@ def get_series(
         if scalar:
             return _scalar(components, record, metric, selection, points, axis)
         keys = statistics_for(parameters.checked_metric(metric))
-        positions = parameters.positions_of(components, record, axis)
+        positions = parameters.positions_of(components, {run_id: record}, axis)
         if whole:
             measured = components.store.model_points(run_id, keys, selection)
         else:
             measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern, module_type)
-        return metric_series(run_id, metric, measured, points, positions, layer or pattern or module_type)
+        shown = layer or pattern or module_type
+        return metric_series(metric, {run_id: measured}, points, positions, shown)[run_id]
 
     return respond(request, [run_id], make)
 
@@ -68,4 +69,5 @@ def _scalar(
 ) -> wire.Series:
     parameters.known_scalars(name, [record])
     logged = components.store.scalar_points(record.run_id, (name,), selection).get(name, _NOTHING)
-    return scalar_series(record.run_id, name, logged, points, parameters.positions_of(components, record, axis))
+    positions = parameters.positions_of(components, {record.run_id: record}, axis)[record.run_id]
+    return scalar_series(record.run_id, name, logged, points, positions)

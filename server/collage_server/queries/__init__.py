@@ -1,6 +1,6 @@
 """From stored points to answers: pure functions, no database, no web."""
 
-from collage_server.queries.compare import MEAN_OF_LAST, compared_run
+from collage_server.queries.compare import MEAN_OF_LAST, compared_run, merged_metrics
 from collage_server.queries.correlation import RunValue, correlation, last_metric, last_scalar
 from collage_server.queries.events import alert_event
 from collage_server.queries.finished import number, numbers
@@ -24,6 +24,7 @@ __all__ = [
     "last_metric",
     "last_scalar",
     "latest_answer",
+    "merged_metrics",
     "metric_series",
     "number",
     "numbers",

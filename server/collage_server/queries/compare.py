@@ -1,4 +1,4 @@
-"""One run of a comparison: its curve, its metrics merged over everything measured, its last scalars."""
+"""Runs of a comparison: each one's curve, its metrics merged over everything measured, its last scalars."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all, reduce_steps
 from collage_monitor.wire import Number
-from collage_server.queries.finished import numbers
+from collage_server.queries.finished import number
+from collage_server.queries.side_by_side import alike
 from collage_server.store.contract import FloatArray, Points, RunRecord
 
-__all__ = ["MEAN_OF_LAST", "compared_run"]
+__all__ = ["MEAN_OF_LAST", "compared_run", "merged_metrics"]
 
 MEAN_OF_LAST: Final = 20
 
@@ -22,10 +23,10 @@ def compared_run(
     record: RunRecord,
     state: str,
     series: wire.Series,
-    points: Points,
+    merged: dict[str, Number | None],
     newest: Mapping[str, FloatArray],
 ) -> wire.ComparedRun:
-    """The run beside others; `points` are all points of the model, `newest` its last logged values."""
+    """The run beside others; `merged` are its metrics over everything measured, `newest` its last logged values."""
     return wire.ComparedRun(
         run_id=record.run_id,
         name=record.name,
@@ -35,17 +36,24 @@ def compared_run(
         last_step=record.last_step,
         reports=record.reports,
         series=series,
-        merged=_merged(points),
+        merged=merged,
         scalars=record.scalars,
         mean_scalars={name: _mean(values) for name, values in newest.items()},
     )
 
 
-def _merged(points: Points) -> dict[str, Number | None]:
-    if not len(points.steps):
-        return {}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return numbers(finish_all(reduce_steps(points.totals, axis=0)))
+def merged_metrics(points: Mapping[str, Points]) -> dict[str, dict[str, Number | None]]:
+    """By run, every metric that the model's totals can make, merged over all of its points."""
+    found: dict[str, dict[str, Number | None]] = {run_id: {} for run_id in points}
+    measured = {run_id: held for run_id, held in points.items() if len(held.steps)}
+    for group in alike(measured):
+        starts = np.array([place.start for place in group.places], dtype=np.intp)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            table = finish_all(reduce_steps(group.points.totals, axis=0, starts=starts))
+        for key, array in table.items():
+            for run_id, value in zip(group.run_ids, array.tolist(), strict=True):
+                found[run_id][key] = number(value)
+    return found
 
 
 def _mean(values: FloatArray) -> Number:

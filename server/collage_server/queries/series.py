@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from collage_monitor.wire import Number
 from collage_server.queries.finished import bucket_starts, finished, finished_interval, values
+from collage_server.queries.side_by_side import SideBySide, alike
 from collage_server.store.contract import FloatArray, IntArray, Points, ScalarPoints
 
 __all__ = ["Axis", "Positions", "metric_series", "scalar_series"]
@@ -40,31 +42,57 @@ class Positions:
 
 
 def metric_series(
-    run_id: str, metric: str, points: Points, count: int, positions: Positions, layer: str | None = None
-) -> wire.Series:
-    """The metric of points whose totals are one-dimensional; minimum and maximum are those of single steps."""
-    size = len(points.steps)
-    starts = bucket_starts(points.counts, count)
+    metric: str,
+    points: Mapping[str, Points],
+    count: int,
+    positions: Mapping[str, Positions],
+    layer: str | None = None,
+) -> dict[str, wire.Series]:
+    """The metric of each run, from points with one-dimensional totals; minimum and maximum are of single steps.
+
+    Runs that reported the same statistics are finished in one pass.
+    """
+    found: dict[str, wire.Series] = {}
+    for group in alike(points, metric):
+        found.update(_series_of(metric, group, count, positions, layer))
+    return {run_id: found[run_id] for run_id in points}
+
+
+def _series_of(
+    metric: str, group: SideBySide, count: int, positions: Mapping[str, Positions], layer: str | None
+) -> Iterator[tuple[str, wire.Series]]:
+    points, size = group.points, len(group.points.steps)
+    starts_of = [bucket_starts(counts, count) for counts in group.split(points.counts)]
+    starts = np.concatenate([at + place.start for at, place in zip(starts_of, group.places, strict=True)])
+    last = np.cumsum([len(at) for at in starts_of]).tolist()
     low, high = _extremes(metric, points)
     merged = reduce_steps(points.totals, axis=0, starts=starts) if size else dict(points.totals)
     bounds = finished_interval(metric, merged)
     ends = _ends(starts, size)
-    return wire.Series(
-        run_id=run_id,
-        metric=metric,
-        layer=layer,
-        axis=positions.axis,
-        first_steps=points.first_steps[starts].tolist(),
-        steps=points.steps[ends].tolist(),
-        positions=values(positions.of(points.steps[ends], points.times[ends])),
-        values=values(finished(metric, merged, (len(starts),))),
-        minimum=values(_reduce(np.fmin, low, starts)),
-        maximum=values(_reduce(np.fmax, high, starts)),
-        low=None if bounds is None else values(bounds[0]),
-        high=None if bounds is None else values(bounds[1]),
-        ranks=_fewest(points.ranks, starts),
-        world_size=points.world_size,
-    )
+    steps, times = points.steps[ends], points.times[ends]
+    columns: dict[str, Any] = {
+        "first_steps": points.first_steps[starts].tolist(),
+        "steps": steps.tolist(),
+        "values": values(finished(metric, merged, (len(starts),))),
+        "minimum": values(_reduce(np.fmin, low, starts)),
+        "maximum": values(_reduce(np.fmax, high, starts)),
+        "ranks": _fewest(points.ranks, starts),
+    }
+    if bounds is not None:
+        columns |= {"low": values(bounds[0]), "high": values(bounds[1])}
+    for run_id, world_size, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
+        yield (
+            run_id,
+            wire.Series(
+                run_id=run_id,
+                metric=metric,
+                layer=layer,
+                axis=positions[run_id].axis,
+                positions=values(positions[run_id].of(steps[a:b], times[a:b])),
+                world_size=world_size,
+                **{name: column[a:b] for name, column in columns.items()},
+            ),
+        )
 
 
 def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, positions: Positions) -> wire.Series:

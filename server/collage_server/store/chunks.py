@@ -1,45 +1,50 @@
-"""Chunks as rows: reading and writing points, model totals, layer totals and scalars."""
+"""Chunks as rows: points, model totals and layer totals of several runs, each kind in one statement.
+
+Columns stand side by side over all runs that were asked for; what belongs to one attempt of one run is a slice.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Row, Table, case, func, select
+from numpy.typing import NDArray
+from sqlalchemy import Connection, TextClause, text
 
-from collage_server.store import schema
 from collage_server.store.contract import FloatArray, IntArray
 from collage_server.store.rows import int_array, int_bytes
 
 __all__ = [
     "ALL_RANKS",
-    "LEVELS",
-    "ChunkInfo",
+    "Chunks",
     "PointRows",
     "maximum_key",
     "minimum_key",
     "pack_points",
-    "read_chunk_infos",
     "read_layer_data",
     "read_model_data",
     "read_point_rows",
 ]
 
-ALL_RANKS: Final = -1
-LEVELS: Final = (1, 16, 256)
-"""Measured points that one point of a level merges."""
+Chunks = Mapping[tuple[str, int], Sequence[int]]
+"""(run_id, attempt) → the numbers of some of its chunks."""
+Part = tuple[str, int, int, int]
+"""(run_id, attempt, chunk, part)"""
 
+ALL_RANKS: Final = -1
 _FLOAT: Final = np.dtype("<f8")
 _INT: Final = np.dtype("<i8")
 _SLICED_LAYERS: Final = 4
-_LEVELS_OF: Final = {
-    held: frozenset(level for level, there in zip(LEVELS, held, strict=True) if there)
-    for held in itertools.product((False, True), repeat=len(LEVELS))
-}
+_SPANS_A_STATEMENT: Final = 1000
+_ROWS_A_SLAB: Final = 128
+_PLACE: Final = ("run_id", "attempt", "chunk", "part")
 
 
 def minimum_key(metric: str) -> str:
@@ -52,62 +57,15 @@ def maximum_key(metric: str) -> str:
     return f"maximum {metric}"
 
 
-@dataclass(frozen=True)
-class ChunkInfo:
-    """One chunk of an attempt, all parts together; `levels` are those that it has.
-
-    A frozen chunk has lost its level 1 to retention: `parts` is 0 and `count` what its coarse points stand for.
-    """
-
-    attempt: int
-    chunk: int
-    parts: int
-    count: int
-    first_step: int
-    last_step: int
-    levels: frozenset[int]
-
-    @property
-    def frozen(self) -> bool:
-        """Whether only coarse levels are left."""
-        return 1 not in self.levels
-
-
-def read_chunk_infos(connection: Connection, run_id: str) -> list[ChunkInfo]:
-    """What chunks the run has, oldest first."""
-    table = schema.point_chunk
-    held = [func.sum(case((table.c.level == level, table.c.point_count), else_=0)) for level in LEVELS]
-    columns = (
-        func.sum(case((table.c.level == 1, 1), else_=0)),
-        func.min(table.c.first_step),
-        func.max(table.c.last_step),
-        *held,
-    )
-    rows = connection.execute(
-        select(table.c.attempt, table.c.chunk, *columns)
-        .where(table.c.run_id == run_id)
-        .group_by(table.c.attempt, table.c.chunk)
-        .order_by(table.c.attempt, table.c.chunk)
-    ).all()
-    return [
-        ChunkInfo(
-            attempt=attempt,
-            chunk=chunk,
-            parts=int(parts),
-            count=next(level * int(count) for level, count in zip(LEVELS, counts, strict=True) if count),
-            first_step=first_step,
-            last_step=last_step,
-            levels=_LEVELS_OF[tuple(map(bool, counts))],
-        )
-        for attempt, chunk, parts, first_step, last_step, *counts in rows
-    ]
-
-
 @dataclass(frozen=True, eq=False)
 class PointRows:
-    """Points of several chunks of one attempt and level, in order of chunk and part; `where` finds each part's."""
+    """Points of several chunks at one level, in order of run, attempt, chunk and part.
 
-    where: dict[tuple[int, int], slice]
+    `where` finds the first point of each part, `owners` all points of an attempt of a run.
+    """
+
+    where: dict[Part, int]
+    owners: dict[tuple[str, int], slice]
     first_steps: IntArray
     steps: IntArray
     times: FloatArray
@@ -123,109 +81,165 @@ def pack_points(
     return b"".join((int_bytes(first_steps), int_bytes(steps), *ends))
 
 
-def read_point_rows(
-    connection: Connection, run_id: str, attempt: int, level: int, chunks: Collection[int]
-) -> PointRows:
+def read_point_rows(connection: Connection, level: int, chunks: Chunks) -> PointRows:
     """The points of these chunks at a level."""
-    rows = _select(connection, schema.point_chunk, run_id, attempt, level, chunks, ("point_count", "points"))
-    where, start = {}, 0
-    for row in rows:
-        where[row.chunk, row.part] = slice(start, start + row.point_count)
-        start += row.point_count
-    packed = [np.frombuffer(row.points, dtype=_INT).reshape(5, row.point_count) for row in rows]
-    joined = np.concatenate([*packed, np.zeros((5, 0), dtype=_INT)], axis=1).astype(np.int64, copy=False)
-    return PointRows(where, joined[0], joined[1], joined[2].copy().view(np.float64), joined[3], joined[4])
+    slabs = _select(connection, "point_chunk", level, chunks, ("point_count", "points"))
+    rows = sorted(itertools.chain.from_iterable(slabs), key=itemgetter(0, 1, 2, 3))
+    where: dict[Part, int] = {}
+    owners: dict[tuple[str, int], slice] = {}
+    start = 0
+    for run_id, attempt, chunk, part, count, _ in rows:
+        where[run_id, attempt, chunk, part] = start
+        first = owners[run_id, attempt].start if (run_id, attempt) in owners else start
+        start += count
+        owners[run_id, attempt] = slice(first, start)
+    columns = np.concatenate([np.zeros((5, 0), dtype=_INT), *_packed(rows)], axis=1)
+    joined = columns.astype(np.int64, copy=False)
+    return PointRows(where, owners, joined[0], joined[1], joined[2].view(_FLOAT), joined[3], joined[4])
+
+
+def _packed(rows: Sequence[Any]) -> Iterator[NDArray[np.int64]]:
+    """[5][points] of neighbouring rows of one size, decoded together."""
+    for count, members in groupby(rows, itemgetter(4)):
+        data = b"".join([row[5] for row in members])
+        yield np.frombuffer(data, dtype=_INT).reshape(-1, 5, count).swapaxes(0, 1).reshape(5, -1)
 
 
 def read_model_data(
     connection: Connection,
-    run_id: str,
-    attempt: int,
     level: int,
+    chunks: Chunks,
     points: PointRows,
-    keys: Mapping[str, int],
+    entries: Mapping[str, Mapping[str, int]],
+    keys: Sequence[str],
     rank: int = ALL_RANKS,
-) -> dict[str, FloatArray]:
-    """Totals [points] by key (`keys`: key → entry); NaN where a part does not hold the key."""
-    chunks = {chunk for chunk, _ in points.where}
-    filters = {"rank": rank}
-    rows = _select(
-        connection, schema.model_chunk, run_id, attempt, level, chunks, ("point_count", "entries", "data"), filters
-    )
+) -> FloatArray:
+    """Totals [keys, points] of the model; NaN where a part lacks the key. `entries`: by run, key → entry."""
+    dictionaries: dict[tuple[str, ...], int] = {}
+    numbers = {run: dictionaries.setdefault(tuple(known), len(dictionaries)) for run, known in entries.items()}
     values = np.full((len(keys), len(points.steps)), np.nan)
-    alike: dict[tuple[bytes, int], list[Row[Any]]] = defaultdict(list)
-    for row in rows:
-        if (row.chunk, row.part) in points.where:
-            alike[row.entries, row.point_count].append(row)
-    for (entries, count), members in alike.items():
-        held = {int(entry): index for index, entry in enumerate(int_array(entries))}
-        found = [(target, held[entry]) for target, entry in enumerate(keys.values()) if entry in held]
-        block = np.frombuffer(b"".join(row.data for row in members), dtype=_FLOAT).reshape(len(members), -1, count)
-        starts = np.array([points.where[row.chunk, row.part].start for row in members])
-        places = (starts[:, None] + np.arange(count)).ravel()
+    columns = ("point_count", "entries", "data")
+    for rows in _select(connection, "model_chunk", level, chunks, columns, "t.rank = :rank", {"rank": rank}):
+        alike: dict[tuple[int, bytes, int], list[Any]] = defaultdict(list)
+        for row in rows:
+            if row[:4] in points.where:
+                alike[numbers[row[0]], row[5], row[4]].append(row)
+        for (_, held, _), members in alike.items():
+            index = {int(entry): place for place, entry in enumerate(int_array(held))}
+            known = entries[members[0][0]]
+            found = [(target, index[known[key]]) for target, key in enumerate(keys) if known.get(key) in index]
+            _place(values, found, members, points)
+    return values
+
+
+def _place(values: FloatArray, found: Sequence[tuple[int, int]], rows: Sequence[Any], points: PointRows) -> None:
+    """Copy, of rows with the same entries, those in `found` (target row, place in the block) where they belong."""
+    count = rows[0][4]
+    block = np.frombuffer(b"".join([row[6] for row in rows]), dtype=_FLOAT).reshape(len(rows), -1, count)
+    starts = np.array([points.where[row[:4]] for row in rows])
+    if np.all(np.diff(starts) == count):
+        place = slice(starts[0], starts[0] + len(rows) * count)
         for target, source in found:
-            values[target, places] = block[:, source].ravel()
-    return dict(zip(keys, values, strict=True))
+            values[target, place].reshape(-1, count)[...] = block[:, source]
+        return
+    places = (starts[:, None] + np.arange(count)).ravel()
+    for target, source in found:
+        values[target, places] = block[:, source].ravel()
 
 
 def read_layer_data(
     connection: Connection,
-    run_id: str,
-    attempt: int,
     level: int,
+    chunks: Chunks,
     points: PointRows,
-    keys: Mapping[str, int],
-    positions: IntArray,
-) -> dict[str, FloatArray]:
-    """Totals [points, layers] by key, of the layers at these positions; few layers are read as slices."""
-    values = {key: np.full((len(points.steps), len(positions)), np.nan) for key in keys}
-    names = {entry: key for key, entry in keys.items()}
-    chunks = {chunk for chunk, _ in points.where}
-    sliced = len(positions) <= _SLICED_LAYERS
-    for index, group in enumerate(positions.tolist() if sliced else [None]):
-        table = schema.layer_chunk
-        data: Any = table.c.data
-        if group is not None:
-            data = func.substr(table.c.data, 8 * table.c.point_count * group + 1, 8 * table.c.point_count).label(
-                "data"
-            )
-        columns = ("entry", "point_count", "layer_count", data)
-        filters = {"entry": list(names)}
-        for row in _select(connection, table, run_id, attempt, level, chunks, columns, filters):
-            place = points.where.get((row.chunk, row.part))
-            if place is None or not row.data:
+    entries: Mapping[str, Mapping[str, int]],
+    keys: Sequence[str],
+    positions: Mapping[str, IntArray],
+) -> FloatArray:
+    """Totals [keys, points, layers] of the layers at these positions by run; few layers are read as slices."""
+    width = len(next(iter(positions.values()), ()))
+    values = np.full((len(keys), len(points.steps), width), np.nan)
+    targets = {
+        (run, known[key]): target
+        for run, known in entries.items()
+        for target, key in enumerate(keys)
+        if key in known
+    }
+    wanted: dict[str, list[int]] = defaultdict(list)
+    for run, entry in targets:
+        wanted[run].append(entry)
+    sliced = width <= _SLICED_LAYERS
+    for index in range(width) if sliced else [None]:
+        extra = {
+            run: [(entry, -1 if index is None else int(positions[run][index])) for entry in numbers]
+            for run, numbers in wanted.items()
+        }
+        data = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count)" if sliced else "t.data"
+        slabs = _select(
+            connection,
+            "layer_chunk",
+            level,
+            chunks,
+            ("entry", "point_count", "layer_count", data),
+            "t.entry = w.entry",
+            spans=("entry", "layer"),
+            extra=extra,
+        )
+        for row in itertools.chain.from_iterable(slabs):
+            start = points.where.get(row[:4])
+            if start is None or not row[7]:
                 continue
-            block = np.frombuffer(row.data, dtype=_FLOAT).reshape(-1, row.point_count)
-            if group is not None:
-                values[names[row.entry]][place, index] = block[0]
+            run, entry, count, layers = row[0], row[4], row[5], row[6]
+            block = np.frombuffer(row[7], dtype=_FLOAT).reshape(-1, count)
+            target = values[targets[run, entry], start : start + count]
+            if index is not None:
+                target[:, index] = block[0]
             else:
-                held = positions < row.layer_count
-                values[names[row.entry]][place, held] = block[positions[held]].T
+                held = positions[run] < layers
+                target[:, held] = block[positions[run][held]].T
     return values
 
 
 def _select(
     connection: Connection,
-    table: Table,
-    run_id: str,
-    attempt: int,
+    table: str,
     level: int,
-    chunks: Collection[int],
-    columns: Sequence[Any],
-    filters: Mapping[str, Any] | None = None,
-) -> Sequence[Row[Any]]:
-    """Rows of these chunks in order of chunk and part."""
-    if not chunks:
-        return []
-    wanted = [table.c[column] if isinstance(column, str) else column for column in columns]
-    statement = select(table.c.chunk, table.c.part, *wanted).where(
-        table.c.run_id == run_id,
-        table.c.attempt == attempt,
-        table.c.level == level,
-        table.c.chunk.between(min(chunks), max(chunks)),
+    chunks: Chunks,
+    columns: Sequence[str],
+    condition: str = "TRUE",
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    spans: Sequence[str] = (),
+    extra: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+) -> Iterator[Sequence[Any]]:
+    """Rows (run_id, attempt, chunk, part, *columns) of these chunks, in slabs, so that blocks can be let go early.
+
+    `extra` gives, by run, further values of each span under the names `spans`, for the condition.
+    """
+    wanted = [
+        (run_id, attempt, numbers[0], numbers[-1], *more)
+        for (run_id, attempt), numbers in chunks.items()
+        if numbers
+        for more in (extra.get(run_id, ()) if extra is not None else [()])
+    ]
+    held = {owner: set(numbers) for owner, numbers in chunks.items()}
+    for start in range(0, len(wanted), _SPANS_A_STATEMENT):
+        some = wanted[start : start + _SPANS_A_STATEMENT]
+        statement = _statement(table, tuple(columns), condition, tuple(spans), len(some))
+        values = {f"v{i}": value for i, value in enumerate(value for span in some for value in span)}
+        found = connection.execute(statement, {**values, "level": level, **(parameters or {})})
+        for rows in found.partitions(_ROWS_A_SLAB):
+            yield [row for row in rows if row[2] in held[row[:2]]]
+
+
+@lru_cache(maxsize=256)
+def _statement(table: str, columns: Sequence[str], condition: str, spans: Sequence[str], count: int) -> TextClause:
+    names = ("run_id", "attempt", "first_chunk", "last_chunk", *spans)
+    marks = iter(range(count * len(names)))
+    values = ", ".join(f"({', '.join(f':v{next(marks)}' for _ in names)})" for _ in range(count))
+    shown = ", ".join(column if "." in column else f"t.{column}" for column in (*_PLACE, *columns))
+    return text(
+        f"WITH w ({', '.join(names)}) AS (VALUES {values}) SELECT {shown} FROM w CROSS JOIN {table} t "
+        "WHERE t.run_id = w.run_id AND t.attempt = w.attempt AND t.level = :level "
+        f"AND t.chunk BETWEEN w.first_chunk AND w.last_chunk AND {condition}"
     )
-    for name, value in (filters or {}).items():
-        column = table.c[name]
-        statement = statement.where(column.in_(value) if isinstance(value, list) else column == value)
-    rows = connection.execute(statement.order_by(table.c.chunk, table.c.part)).all()
-    return [row for row in rows if row.chunk in chunks]

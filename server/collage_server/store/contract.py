@@ -283,6 +283,9 @@ class Store(Protocol):
     def run(self, run_id: str) -> RunRecord:
         """One run."""
 
+    def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
+        """Several runs, in the order given."""
+
     def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
         """The revision of each of these runs, in the order given."""
 
@@ -333,13 +336,27 @@ class Store(Protocol):
     ) -> Points:
         """Totals by layer, only those of `keys`, only these layers (None: all)."""
 
+    def points_of(
+        self,
+        run_ids: Sequence[str],
+        keys: Collection[str] | None,
+        selection: Selection,
+        layer: str | None = None,
+    ) -> dict[str, Points]:
+        """The model's totals of several runs, or those of one layer, read together; in the order given."""
+
     def scalar_points(
         self, run_id: str, names: Collection[str] | None, selection: Selection
     ) -> dict[str, ScalarPoints]:
         """Logged values by name, only `names` (None: all)."""
 
-    def newest_scalars(self, run_id: str, count: int) -> dict[str, FloatArray]:
-        """The last `count` logged values by name, oldest first."""
+    def scalars_of(
+        self, run_ids: Sequence[str], names: Collection[str], selection: Selection
+    ) -> dict[str, dict[str, ScalarPoints]]:
+        """Logged values of several runs by name, read together."""
+
+    def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
+        """The last `count` logged values of each run by name, oldest first."""
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step, None before the first."""

@@ -173,6 +173,11 @@ class SqlStore(ABC):
         with self._reading() as connection:
             return runs.read_run(connection, run_id)
 
+    def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
+        """Several runs, in the order given."""
+        with self._reading() as connection:
+            return runs.read_records(connection, run_ids)
+
     def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
         """The revision of each of these runs, in the order given."""
         with self._reading() as connection:
@@ -244,26 +249,46 @@ class SqlStore(ABC):
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""
         with self._reading() as connection:
-            return reading.read_model_points(connection, run_id, keys, selection)
+            return reading.read_model_points(connection, [run_id], keys, selection)[run_id]
 
     def layer_points(
         self, run_id: str, keys: Collection[str], selection: Selection, layers: Sequence[str] | None = None
     ) -> Points:
         """Totals by layer, only those of `keys`, only these layers (None: all)."""
         with self._reading() as connection:
-            return reading.read_layer_points(connection, run_id, keys, selection, layers)
+            return reading.read_layer_points(connection, [run_id], keys, selection, layers)[run_id]
+
+    def points_of(
+        self,
+        run_ids: Sequence[str],
+        keys: Collection[str] | None,
+        selection: Selection,
+        layer: str | None = None,
+    ) -> dict[str, Points]:
+        """The model's totals of several runs, or those of one layer."""
+        with self._reading() as connection:
+            if layer is None:
+                return reading.read_model_points(connection, run_ids, keys, selection)
+            return reading.read_layer_points(connection, run_ids, keys or (), selection, [layer])
 
     def scalar_points(
         self, run_id: str, names: Collection[str] | None, selection: Selection
     ) -> dict[str, ScalarPoints]:
         """Logged values by name, only `names` (None: all)."""
         with self._reading() as connection:
-            return scalars.read_scalar_points(connection, run_id, names, selection)
+            return scalars.read_scalar_points(connection, [run_id], names, selection)[run_id]
 
-    def newest_scalars(self, run_id: str, count: int) -> dict[str, FloatArray]:
-        """The last `count` logged values by name, oldest first."""
+    def scalars_of(
+        self, run_ids: Sequence[str], names: Collection[str], selection: Selection
+    ) -> dict[str, dict[str, ScalarPoints]]:
+        """Logged values of several runs by name."""
         with self._reading() as connection:
-            return scalars.read_newest_scalars(connection, run_id, count)
+            return scalars.read_scalar_points(connection, run_ids, names, selection)
+
+    def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
+        """The last `count` logged values of each run by name, oldest first."""
+        with self._reading() as connection:
+            return scalars.read_newest_scalars(connection, run_ids, count)
 
     def journal_runs(self) -> list[str]:
         """Runs that have reports in the journal."""

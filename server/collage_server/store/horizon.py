@@ -12,7 +12,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, func, or_, select, update
 
 from collage_server.store import schema
-from collage_server.store.chunks import read_chunk_infos
+from collage_server.store.directory import read_chunk_infos
 from collage_server.store.ranges import Ranges, contains, ranges_from_json
 from collage_server.store.rows import require_run
 
@@ -57,7 +57,7 @@ def catch_up(connection: Connection, run_id: str, lagging: Mapping[int, int]) ->
 def read_lagging(connection: Connection, run_id: str) -> dict[int, int]:
     """Attempts whose horizon lags behind what is frozen, with where it belongs: an older server dropped points."""
     wanted: dict[int, int] = {}
-    for info in read_chunk_infos(connection, run_id):
+    for info in read_chunk_infos(connection, [run_id])[run_id]:
         if info.frozen:
             wanted[info.attempt] = info.last_step
     if not wanted:

@@ -169,12 +169,14 @@ def journal_runs(connection: Connection) -> list[str]:
 
 
 def read_reports(
-    connection: Connection, run_id: str, columns: Sequence[str], present: str, selection: Selection
+    connection: Connection, run_ids: Sequence[str], columns: Sequence[str], present: str, selection: Selection
 ) -> Iterator[Sequence[Row[Any]]]:
-    """The journal's rows of a run in which column `present` is not null, in slabs, in no particular order."""
+    """The journal's rows of these runs in which column `present` is not null, in slabs, in no particular order."""
+    if not run_ids:
+        return
     table = schema.report
     statement = select(*(table.c[name] for name in columns)).where(
-        table.c.run_id == run_id, table.c[present].is_not(None)
+        table.c.run_id.in_(run_ids), table.c[present].is_not(None)
     )
     if selection.first_step is not None:
         statement = statement.where(table.c.step >= selection.first_step)

@@ -12,7 +12,14 @@ from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
 from collage_server.store import schema
 
-__all__ = ["hidden_from", "measured_state", "newest_measured_step", "newest_scalars", "sum_of_newest"]
+__all__ = [
+    "hidden_from",
+    "logged_names",
+    "measured_state",
+    "newest_measured_step",
+    "newest_scalars",
+    "sum_of_newest",
+]
 
 _UNBOUNDED: Final = 2**62
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
@@ -39,6 +46,11 @@ def newest_scalars(latest: Sequence[Row[Any]], bounds: Mapping[int, int]) -> dic
             if name not in found or place > found[name][0]:
                 found[name] = (place, LoggedScalar(step=step, value=value))
     return {name: entry for name, (_, entry) in sorted(found.items())}
+
+
+def logged_names(scalars: str) -> Iterable[str]:
+    """Names that a stream has logged, from its `scalars`."""
+    return _DECODE(scalars)
 
 
 def sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float | None:

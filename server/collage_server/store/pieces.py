@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor.statistics import reduce_shards
+from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.contract import FloatArray, IntArray, Points, Selection
 
 __all__ = ["Piece", "join"]
@@ -42,16 +43,15 @@ def join(
 
     A point is visible before `bound(attempt)`; of attempts that share a step only the newest counts.
     """
-    pieces = [piece for piece in pieces if len(piece.steps)]
+    pieces = sorted((piece for piece in pieces if len(piece.steps)), key=lambda piece: int(piece.steps[0]))
     arrays = {name: _concatenate([getattr(piece, name) for piece in pieces], name) for name in _COUNTED}
-    attempts = np.concatenate([np.full(len(piece.steps), piece.attempt) for piece in pieces] or [np.zeros(0, int)])
-    order = _visible_order(attempts, arrays["steps"], bound, selection)
-    whole = len(order) == len(attempts) and bool(np.all(order[1:] > order[:-1]))
+    whole = _in_order(pieces, arrays["steps"], bound, selection)
+    order = None if whole else _visible_order(pieces, arrays["steps"], bound, selection)
     tail = () if layers is None else (len(layers),)
 
     def picked(parts: list[FloatArray]) -> FloatArray:
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return joined if whole else joined[order]
+        return joined if order is None else joined[order]
 
     missing = [np.full((len(piece.steps), *tail), np.nan) for piece in pieces]
     totals = {
@@ -66,13 +66,13 @@ def join(
         for key in dict.fromkeys(key for piece in pieces for key in piece.extremes)
     }
     points = Points(
-        **{name: values[order] for name, values in arrays.items()},
+        **(arrays if order is None else {name: values[order] for name, values in arrays.items()}),
         world_size=world_size,
-        totals=totals,
+        totals=with_variance_product_roots(totals),
         extremes=extremes,
         layers=list(layers or ()),
     )
-    return _merge_equal_steps(points)
+    return points if whole else _merge_equal_steps(points)
 
 
 def _concatenate(parts: list[NDArray[Any]], name: str) -> NDArray[Any]:
@@ -81,9 +81,20 @@ def _concatenate(parts: list[NDArray[Any]], name: str) -> NDArray[Any]:
     return np.zeros(0, dtype=np.float64 if name == "times" else np.int64)
 
 
+def _in_order(pieces: Sequence[Piece], steps: IntArray, bound: Callable[[int], int], selection: Selection) -> bool:
+    """Whether the pieces, one after the other, are what is asked for already: nothing hidden, no step twice."""
+    if not pieces:
+        return True
+    first, last = selection.first_step or 0, selection.last_step
+    inside = int(steps[0]) >= first and (last is None or int(steps[-1]) <= last)
+    one = {piece.attempt for piece in pieces} == {pieces[0].attempt} and int(steps[-1]) < bound(pieces[0].attempt)
+    return inside and one and bool(np.all(steps[1:] > steps[:-1]))
+
+
 def _visible_order(
-    attempts: IntArray, steps: IntArray, bound: Callable[[int], int], selection: Selection
+    pieces: Sequence[Piece], steps: IntArray, bound: Callable[[int], int], selection: Selection
 ) -> IntArray:
+    attempts = np.repeat([piece.attempt for piece in pieces], [len(piece.steps) for piece in pieces])
     limits = {int(attempt): bound(int(attempt)) for attempt in np.unique(attempts)}
     keep = np.ones(len(steps), dtype=bool)
     for attempt, limit in limits.items():

@@ -1,273 +1,245 @@
-"""Reading a run's points: journal, sealed parts and coarse levels joined. Only asked columns are decoded."""
+"""Reading points of runs: journal, sealed parts and coarse levels joined. Only asked columns are decoded.
+
+Several runs are read together: as many statements as one run takes, and one pass over their blocks.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
 
 import numpy as np
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection
 
-from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.errors import Unprocessable
 from collage_server.store import unsealed
 from collage_server.store.chunks import (
-    ALL_RANKS,
-    LEVELS,
-    ChunkInfo,
+    Chunks,
     PointRows,
     maximum_key,
     minimum_key,
-    read_chunk_infos,
     read_layer_data,
     read_model_data,
     read_point_rows,
 )
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
-from collage_server.store.contributors import Contributors, rank_contributed, read_contributors
+from collage_server.store.contributors import rank_contributed
+from collage_server.store.directory import read_chunk_infos
 from collage_server.store.latest import newest_measured_step
 from collage_server.store.pieces import Piece, join
-from collage_server.store.run_view import RunView
+from collage_server.store.read_plan import ReadPlan, plan_read
+from collage_server.store.run_view import RunView, read_views
 
 __all__ = ["read_latest", "read_layer_points", "read_model_points", "sealed_layers", "sealed_model"]
 
-Rows = Mapping[int, Sequence[Row[Any]]]
-_COARSE_FROM: Final = {16: 8, 256: 128}
-"""A level is used when more than so many measured points fall on one wanted: at least half of them are left."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which chunks are read at which level, by attempt, and who stands in those with late reports."""
-
-    chunks: dict[tuple[int, int], list[int]]
-    known: dict[int, Contributors]
+Views = Mapping[str, RunView]
+Pieces = dict[str, list[Piece]]
 
 
 def read_model_points(
-    connection: Connection, run_id: str, wanted: Collection[str] | None, selection: Selection
-) -> Points:
-    """The whole model's totals, from model vectors alone where replicas allow it."""
-    view = RunView(connection, run_id)
-    view.check_rank(selection.rank)
-    infos = read_chunk_infos(connection, run_id)
-    rows = _without_frozen(unsealed.journal_rows(connection, view, selection, layers=view.mixed), infos)
-    plan = _plan(view, rows, selection, infos)
-    pieces = [
-        sealed_model(view, attempt, level, chunks, wanted, selection)
-        for (attempt, level), chunks in plan.chunks.items()
-    ]
-    keys = view.statistics(wanted)
-    positions = np.array(list(view.layers.values()) if view.mixed else [], dtype=np.int64)
-    for attempt, members in rows.items():
-        known = plan.known.get(attempt, {})
-        if view.mixed:
-            piece = unsealed.model_of(unsealed.layer_piece(view, attempt, members, keys, positions, known))
-        else:
-            piece = unsealed.model_piece(view, attempt, members, keys, known)
-        pieces.append(piece)
-    return join(pieces, view.bound, selection, view.world_size)
+    connection: Connection, run_ids: Sequence[str], wanted: Collection[str] | None, selection: Selection
+) -> dict[str, Points]:
+    """The whole model's totals by run, from model vectors alone where replicas allow it."""
+    views = read_views(connection, run_ids)
+    plans = _plans(connection, views, selection, mixed=[run for run, view in views.items() if view.mixed])
+    pieces: Pieces = {run_id: [] for run_id in views}
+    for level, chunks in _by_level(plans).items():
+        chosen = {run_id: views[run_id] for run_id, _ in chunks}
+        for run_id, found in sealed_model(connection, chosen, level, chunks, wanted, selection).items():
+            pieces[run_id] += found
+    for run_id, plan in plans.items():
+        pieces[run_id] += _unsealed_model(views[run_id], plan, wanted)
+    return {run_id: join(pieces[run_id], view.bound, selection, view.world_size) for run_id, view in views.items()}
 
 
 def read_layer_points(
     connection: Connection,
-    run_id: str,
+    run_ids: Sequence[str],
     wanted: Collection[str],
     selection: Selection,
     layers: Sequence[str] | None = None,
-) -> Points:
-    """Totals by layer: of each block only the asked statistics and layers are kept."""
-    view = RunView(connection, run_id)
-    view.check_rank(selection.rank)
-    chosen = view.chosen_layers(layers)
-    positions = np.array(list(chosen.values()), dtype=np.int64)
-    infos = read_chunk_infos(connection, run_id)
-    rows = _without_frozen(unsealed.journal_rows(connection, view, selection, layers=True), infos)
-    if selection.rank is not None and any(view.ranks(info.attempt) != {selection.rank} for info in infos):
-        raise Unprocessable(
-            "layers of a single rank are kept until they are sealed only; leave rank out, or leave layer out",
-            field="rank",
-        )
-    plan = _plan(view, rows, selection, infos)
-    pieces = [
-        sealed_layers(view, attempt, level, chunks, wanted, positions, selection.extremes_of)
-        for (attempt, level), chunks in plan.chunks.items()
-    ]
-    keys = view.statistics(wanted)
-    for attempt, members in rows.items():
-        known = plan.known.get(attempt, {})
-        pieces.append(unsealed.layer_piece(view, attempt, members, keys, positions, known))
-    return join(pieces, view.bound, selection, view.world_size, list(chosen))
+) -> dict[str, Points]:
+    """Totals by layer: of each block only the asked statistics and layers are kept.
 
-
-def _plan(view: RunView, rows: Rows, selection: Selection, infos: Sequence[ChunkInfo]) -> _Plan:
-    late = {(attempt, chunk) for attempt in rows for chunk in _late_chunks(attempt, rows[attempt], infos)}
-    inside = [info for info in infos if _overlaps(view, info, selection)]
-    level = _level(view, inside, rows, selection)
-    chunks: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for info in inside:
-        fine = not _contained(view, info, selection) or (info.attempt, info.chunk) in late
-        chunks[info.attempt, _held_level(info, 1 if fine else level)].append(info.chunk)
-    known: dict[int, Contributors] = {}
-    for attempt in {attempt for attempt, _ in late}:
-        members = [chunk for owner, chunk in late if owner == attempt]
-        known[attempt] = read_contributors(view.connection, view.run_id, attempt, members)
-    return _Plan(chunks, known)
-
-
-def _held_level(info: ChunkInfo, wanted: int) -> int:
-    """The coarsest level that the chunk has up to the one wanted; a frozen chunk may only have coarser ones."""
-    return max((level for level in info.levels if level <= wanted), default=min(info.levels))
-
-
-def _without_frozen(rows: Rows, infos: Sequence[ChunkInfo]) -> Rows:
-    """Without reports that came too late: their steps are frozen into coarse points."""
-    frozen: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for info in infos:
-        if info.frozen:
-            frozen[info.attempt].append((info.first_step, info.last_step))
+    Several runs are read together only with `layers` given.
+    """
+    views = read_views(connection, run_ids)
+    chosen = {run_id: view.chosen_layers(layers) for run_id, view in views.items()}
+    positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
+    plans = _plans(connection, views, selection, mixed=views)
+    if selection.rank is not None:
+        _check_unsealed(views, plans, selection.rank)
+    pieces: Pieces = {run_id: [] for run_id in views}
+    for level, chunks in _by_level(plans).items():
+        held = {run_id: views[run_id] for run_id, _ in chunks}
+        found = sealed_layers(connection, held, level, chunks, wanted, positions, selection.extremes_of)
+        for run_id, more in found.items():
+            pieces[run_id] += more
+    for run_id, plan in plans.items():
+        pieces[run_id] += _unsealed_layers(views[run_id], plan, wanted, positions[run_id])
     return {
-        attempt: [row for row in members if not any(a <= row.step <= b for a, b in frozen[attempt])]
-        for attempt, members in rows.items()
+        run_id: join(pieces[run_id], view.bound, selection, view.world_size, list(chosen[run_id]))
+        for run_id, view in views.items()
     }
 
 
-def _late_chunks(attempt: int, rows: Sequence[Row[Any]], infos: Sequence[ChunkInfo]) -> set[int]:
-    """Chunks in whose steps some reports are not sealed yet."""
-    own = [info for info in infos if info.attempt == attempt]
-    ends = [info.last_step for info in own]
-    found = set()
-    for step in {row.step for row in rows}:
-        index = bisect_left(ends, step)
-        if index < len(own) and own[index].first_step <= step:
-            found.add(own[index].chunk)
-    return found
-
-
-def _overlaps(view: RunView, info: ChunkInfo, selection: Selection) -> bool:
-    first, last = selection.first_step or 0, selection.last_step
-    return (
-        info.last_step >= first
-        and info.first_step < view.bound(info.attempt)
-        and (last is None or info.first_step <= last)
+def _plans(
+    connection: Connection, views: Views, selection: Selection, mixed: Collection[str]
+) -> dict[str, ReadPlan]:
+    """What is read of each run; of those in `mixed` the journal's layers, else its model vectors."""
+    for view in views.values():
+        view.check_rank(selection.rank)
+    infos = read_chunk_infos(connection, list(views))
+    plain = {run_id: view for run_id, view in views.items() if run_id not in mixed}
+    rows = unsealed.journal_rows(connection, plain, selection, layers=False)
+    rows |= unsealed.journal_rows(
+        connection, {run_id: views[run_id] for run_id in views if run_id in mixed}, selection, layers=True
     )
+    return {run_id: plan_read(view, rows[run_id], selection, infos[run_id]) for run_id, view in views.items()}
 
 
-def _contained(view: RunView, info: ChunkInfo, selection: Selection) -> bool:
-    first, last = selection.first_step or 0, selection.last_step
-    return (
-        info.first_step >= first
-        and info.last_step < view.bound(info.attempt)
-        and (last is None or info.last_step <= last)
-    )
+def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
+    levels: dict[int, dict[tuple[str, int], list[int]]] = defaultdict(dict)
+    for run_id, plan in plans.items():
+        for (attempt, level), chunks in plan.chunks.items():
+            levels[level][run_id, attempt] = chunks
+    return dict(levels)
 
 
-def _level(view: RunView, infos: Iterable[ChunkInfo], rows: Rows, selection: Selection) -> int:
-    """The coarsest level that still leaves at least half of the points wanted."""
-    several = selection.rank is not None and any(view.ranks(info.attempt) != {selection.rank} for info in infos)
-    metric = selection.extremes_of
-    lacking = metric is not None and minimum_key(metric) not in view.entries
-    if selection.points is None or several or lacking:
-        return 1
-    measured = sum(info.count for info in infos)
-    measured += sum(len({row.step for row in members}) for members in rows.values())
-    bucket = -(-measured // selection.points)
-    return max((level for level in LEVELS if level == 1 or bucket > _COARSE_FROM[level]), default=1)
+def _unsealed_model(view: RunView, plan: ReadPlan, wanted: Collection[str] | None) -> Iterable[Piece]:
+    keys = view.statistics(wanted)
+    for attempt, members in plan.rows.items():
+        known = plan.known.get(attempt, {})
+        if view.mixed:
+            positions = np.array(list(view.layers.values()), dtype=np.int64)
+            yield unsealed.model_of(unsealed.layer_piece(view, attempt, members, keys, positions, known))
+        else:
+            yield unsealed.model_piece(view, attempt, members, keys, known)
 
 
-def _entries(view: RunView, wanted: Collection[str] | None, metric: str | None, level: int) -> dict[str, int]:
-    """Entries to read: the wanted statistics, and at coarse levels the extremes of the metric."""
-    extremes = {key for key in view.entries if key.startswith((minimum_key(""), maximum_key("")))}
-    keys = {key: entry for key, entry in view.entries.items() if key not in extremes}
-    if wanted is not None:
-        keys = {key: entry for key, entry in keys.items() if key in wanted}
-    if level > 1 and metric is not None:
-        both = (minimum_key(metric), maximum_key(metric))
-        keys.update({key: view.entries[key] for key in both if key in view.entries})
-    return keys
+def _unsealed_layers(
+    view: RunView, plan: ReadPlan, wanted: Collection[str], positions: IntArray
+) -> Iterable[Piece]:
+    keys = view.statistics(wanted)
+    for attempt, members in plan.rows.items():
+        yield unsealed.layer_piece(view, attempt, members, keys, positions, plan.known.get(attempt, {}))
+
+
+def _check_unsealed(views: Views, plans: Mapping[str, ReadPlan], rank: int) -> None:
+    for run_id, plan in plans.items():
+        if any(views[run_id].ranks(attempt) != {rank} for attempt in plan.sealed):
+            raise Unprocessable(
+                "layers of a single rank are kept until they are sealed only; leave rank out, or leave layer out",
+                field="rank",
+            )
 
 
 def sealed_model(
-    view: RunView,
-    attempt: int,
+    connection: Connection,
+    views: Views,
     level: int,
-    chunks: Sequence[int],
+    chunks: Chunks,
     wanted: Collection[str] | None,
     selection: Selection,
-) -> Piece:
-    """Sealed points of the model at a level; with `selection.rank` those of one rank."""
-    several = selection.rank is not None and view.ranks(attempt) != {selection.rank}
-    rank = selection.rank if several and selection.rank is not None else ALL_RANKS
-    points = read_point_rows(view.connection, view.run_id, attempt, level, chunks)
-    keys = _entries(view, wanted, selection.extremes_of, level)
-    values = read_model_data(view.connection, view.run_id, attempt, level, points, keys, rank)
-    if several:
-        return _of_one_rank(view, attempt, points, chunks, values, keys, rank)
-    return _piece(attempt, level, points, values)
+) -> Pieces:
+    """Sealed points of the model at a level, by run; with `selection.rank` those of one rank."""
+    rank = selection.rank
+    several = {
+        (run_id, attempt): numbers
+        for (run_id, attempt), numbers in chunks.items()
+        if rank is not None and views[run_id].ranks(attempt) != {rank}
+    }
+    merged = {owner: numbers for owner, numbers in chunks.items() if owner not in several}
+    keys = _keys(views, wanted, selection.extremes_of, level)
+    points = read_point_rows(connection, level, merged)
+    values = read_model_data(connection, level, merged, points, _entries(views), keys)
+    found = _pieces(views, level, points, keys, values)
+    for owner, numbers in several.items():
+        found[owner[0]].append(_of_one_rank(connection, views[owner[0]], {owner: numbers}, keys, rank or 0))
+    return found
 
 
-def _of_one_rank(
-    view: RunView,
-    attempt: int,
-    points: PointRows,
-    chunks: Sequence[int],
-    values: dict[str, FloatArray],
-    keys: Mapping[str, int],
-    rank: int,
-) -> Piece:
+def _of_one_rank(connection: Connection, view: RunView, chunks: Chunks, keys: Sequence[str], rank: int) -> Piece:
     """Only the points to which the rank contributed; where it was the only one, the merged totals are its own."""
-    merged = read_model_data(view.connection, view.run_id, attempt, 1, points, keys)
+    [(_, attempt)] = chunks
+    views = {view.run_id: view}
+    points = read_point_rows(connection, 1, chunks)
+    values = read_model_data(connection, 1, chunks, points, _entries(views), keys, rank)
+    merged = read_model_data(connection, 1, chunks, points, _entries(views), keys)
     there = np.zeros(len(points.steps), dtype=bool)
-    contributed = rank_contributed(view.connection, view.run_id, attempt, chunks, rank)
-    for part, (present, alone) in contributed.items():
-        place = points.where[part]
+    contributed = rank_contributed(connection, view.run_id, attempt, chunks[view.run_id, attempt], rank)
+    for (chunk, part), (present, alone) in contributed.items():
+        start = points.where[view.run_id, attempt, chunk, part]
+        place = slice(start, start + len(present))
         there[place] = present
         if alone and not view.replicated:
-            for key, array in values.items():
-                array[place] = merged[key][place]
-    chosen = _piece(attempt, 1, points, values)
-    fields = {name: getattr(chosen, name)[there] for name in ("first_steps", "steps", "times", "counts")}
-    totals = {key: array[there] for key, array in chosen.totals.items()}
-    return replace(chosen, **fields, ranks=np.ones(int(there.sum()), dtype=np.int64), totals=totals)
+            values[:, place] = merged[:, place]
+    [piece] = _pieces(views, 1, points, keys, values)[view.run_id]
+    fields = {name: getattr(piece, name)[there] for name in ("first_steps", "steps", "times", "counts")}
+    totals = {key: array[there] for key, array in piece.totals.items()}
+    return replace(piece, **fields, ranks=np.ones(int(there.sum()), dtype=np.int64), totals=totals)
 
 
 def sealed_layers(
-    view: RunView,
-    attempt: int,
+    connection: Connection,
+    views: Views,
     level: int,
-    chunks: Sequence[int],
+    chunks: Chunks,
     wanted: Collection[str],
-    positions: IntArray,
+    positions: Mapping[str, IntArray],
     metric: str | None = None,
-) -> Piece:
-    """Sealed points by layer at a level."""
-    points = read_point_rows(view.connection, view.run_id, attempt, level, chunks)
-    keys = _entries(view, wanted, metric, level)
-    values = read_layer_data(view.connection, view.run_id, attempt, level, points, keys, positions)
-    return _piece(attempt, level, points, values)
+) -> Pieces:
+    """Sealed points by layer at a level, by run."""
+    keys = _keys(views, wanted, metric, level)
+    points = read_point_rows(connection, level, chunks)
+    values = read_layer_data(connection, level, chunks, points, _entries(views), keys, positions)
+    return _pieces(views, level, points, keys, values)
 
 
-def _piece(attempt: int, level: int, points: PointRows, values: dict[str, FloatArray]) -> Piece:
-    low, high = minimum_key(""), maximum_key("")
-    extremes = {
-        key.removeprefix(low): (values[key], values[maximum_key(key.removeprefix(low))])
-        for key in values
-        if key.startswith(low)
-    }
-    totals = {key: array for key, array in values.items() if not key.startswith((low, high))}
-    return Piece(
-        attempt=attempt,
-        first_steps=points.first_steps,
-        steps=points.steps,
-        times=points.times,
-        ranks=points.ranks,
-        counts=points.counts,
-        totals=with_variance_product_roots(totals) if level == 1 else totals,
-        extremes=extremes,
+def _entries(views: Views) -> dict[str, dict[str, int]]:
+    return {run_id: view.entries for run_id, view in views.items()}
+
+
+def _keys(views: Views, wanted: Collection[str] | None, metric: str | None, level: int) -> list[str]:
+    """What to read: the wanted statistics, and at coarse levels the extremes of the metric."""
+    extremes = (minimum_key(""), maximum_key(""))
+    keys = dict.fromkeys(
+        key
+        for view in views.values()
+        for key in view.entries
+        if (wanted is None or key in wanted) and not key.startswith(extremes)
     )
+    if level > 1 and metric is not None:
+        both = (minimum_key(metric), maximum_key(metric))
+        keys |= dict.fromkeys(key for key in both if any(key in view.entries for view in views.values()))
+    return list(keys)
+
+
+def _pieces(views: Views, level: int, points: PointRows, keys: Sequence[str], values: FloatArray) -> Pieces:
+    """The points of each attempt of each run, with what its dictionary knows."""
+    pieces: Pieces = {run_id: [] for run_id in views}
+    low, high = minimum_key(""), maximum_key("")
+    for (run_id, attempt), place in points.owners.items():
+        known = views[run_id].entries
+        held = {key: row[place] for key, row in zip(keys, values, strict=True) if key in known}
+        extremes = {
+            key.removeprefix(low): (array, held[maximum_key(key.removeprefix(low))])
+            for key, array in held.items()
+            if key.startswith(low)
+        }
+        piece = Piece(
+            attempt=attempt,
+            first_steps=points.first_steps[place],
+            steps=points.steps[place],
+            times=points.times[place],
+            ranks=points.ranks[place],
+            counts=points.counts[place],
+            totals={key: array for key, array in held.items() if not key.startswith((low, high))},
+            extremes=extremes,
+        )
+        pieces[run_id].append(piece)
+    return pieces
 
 
 def read_latest(connection: Connection, run_id: str, stale_after_seconds: float) -> LatestPoint | None:
@@ -275,11 +247,12 @@ def read_latest(connection: Connection, run_id: str, stale_after_seconds: float)
     view = RunView(connection, run_id)
     step = newest_measured_step(connection, run_id, view.bounds, stale_after_seconds)
     if step is None:
-        steps = read_model_points(connection, run_id, ("measured_steps",), Selection()).steps
+        steps = read_model_points(connection, [run_id], ("measured_steps",), Selection())[run_id].steps
         if not len(steps):
             return None
         step = int(steps[-1])
-    points = read_model_points(connection, run_id, None, Selection(first_step=step, last_step=step))
+    at = Selection(first_step=step, last_step=step)
+    points = read_model_points(connection, [run_id], None, at)[run_id]
     if not len(points.steps):
         return None
     return LatestPoint(step, float(points.times[0]), {key: values[0] for key, values in points.totals.items()})

@@ -16,7 +16,8 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, Table, delete, exists, or_, select, tuple_
 
 from collage_server.store import schema
-from collage_server.store.chunks import LEVELS, read_point_rows
+from collage_server.store.chunks import read_point_rows
+from collage_server.store.directory import LEVELS
 from collage_server.store.horizon import catch_up, freeze, read_lagging
 
 __all__ = ["SqlLife"]
@@ -193,5 +194,5 @@ def _held(connection: Connection, table: Table, run_id: str) -> dict[int, dict[i
 
 def _last_point(connection: Connection, run_id: str, attempt: int, level: int, chunk: int) -> tuple[int, float]:
     """The last step of a chunk, and the newest time in it."""
-    points = read_point_rows(connection, run_id, attempt, level, [chunk])
+    points = read_point_rows(connection, level, {(run_id, attempt): [chunk]})
     return int(points.steps.max()), float(points.times.max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ __all__ = [
     "int_bytes",
     "missing_run",
     "require_run",
+    "require_runs",
     "scalars_from_json",
     "scalars_to_json",
     "to_json",
@@ -75,3 +77,11 @@ def require_run(connection: Connection, run_id: str, *, lock: bool = False) -> N
     statement = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id)
     if connection.execute(statement.with_for_update() if lock else statement).first() is None:
         raise missing_run(connection, run_id)
+
+
+def require_runs(connection: Connection, run_ids: Collection[str]) -> None:
+    """Raise NotFound or Gone unless all these runs exist."""
+    there = set(connection.execute(select(schema.run.c.run_id).where(schema.run.c.run_id.in_(run_ids))).scalars())
+    for run_id in run_ids:
+        if run_id not in there:
+            raise missing_run(connection, run_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
@@ -11,36 +13,39 @@ from sqlalchemy import Connection, select
 
 from collage_server.errors import NotFound
 from collage_server.store import schema
+from collage_server.store.contract import StreamRecord
 from collage_server.store.latest import hidden_from
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.streams import read_stream_records
 
-__all__ = ["UNBOUNDED", "RunView"]
+__all__ = ["UNBOUNDED", "RunView", "read_views"]
 
 UNBOUNDED: Final = 2**62
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the database holds of a run's streams and attempts."""
+
+    streams: list[StreamRecord] = field(default_factory=list)
+    attempts: list[tuple[int, int]] = field(default_factory=list)
+    sealed: dict[str, str] = field(default_factory=dict)
 
 
 class RunView:
     """One run, as one transaction sees it."""
 
-    def __init__(self, connection: Connection, run_id: str) -> None:
+    def __init__(self, connection: Connection, run_id: str, rows: _Rows | None = None) -> None:
+        rows = rows or _read(connection, [run_id])[run_id]
         self.connection = connection
         self.run_id = run_id
-        records = read_stream_records(connection, run_id)
-        self.streams = {record.stream_id: record for record in records}
-        table = schema.attempt
-        self.attempts = [
-            (row.attempt, row.first_step)
-            for row in connection.execute(
-                select(table.c.attempt, table.c.first_step).where(table.c.run_id == run_id)
-            )
-        ]
+        self.streams = {record.stream_id: record for record in rows.streams}
+        self.attempts = rows.attempts
         self.bounds = hidden_from(self.attempts)
-        newest = max((record.attempt for record in records), default=0)
-        self.world_size = max((record.world_size for record in records if record.attempt == newest), default=1)
-        latest = schema.run_latest
-        rows = connection.execute(select(latest.c.stream_id, latest.c.sealed).where(latest.c.run_id == run_id))
-        self._sealed = {row.stream_id: ranges_from_json(row.sealed) for row in rows}
+        newest = max((record.attempt for record in rows.streams), default=0)
+        sizes = (record.world_size for record in rows.streams if record.attempt == newest)
+        self.world_size = max(sizes, default=1)
+        self._sealed = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
 
     def check_rank(self, rank: int | None) -> None:
         """Raise NotFound unless some stream has this rank; a run without streams has every rank."""
@@ -80,11 +85,7 @@ class RunView:
     @cached_property
     def entries(self) -> dict[str, int]:
         """The dictionary of what chunks hold."""
-        table = schema.entry
-        rows = self.connection.execute(
-            select(table.c.key, table.c.entry).where(table.c.run_id == self.run_id).order_by(table.c.entry)
-        )
-        return {row.key: row.entry for row in rows}
+        return _read_entries(self.connection, [self.run_id])[self.run_id]
 
     @cached_property
     def layers(self) -> dict[str, int]:
@@ -110,3 +111,39 @@ class RunView:
                     field="layer",
                 )
         return {name: self.layers[name] for name in names}
+
+
+def read_views(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunView]:
+    """Views of several runs, in the order given, in as many statements as one takes.
+
+    Raises:
+        NotFound, Gone: one of the runs is not there.
+    """
+    ids = list(dict.fromkeys(run_ids))
+    entries = _read_entries(connection, ids)
+    views = {run_id: RunView(connection, run_id, rows) for run_id, rows in _read(connection, ids).items()}
+    for run_id, view in views.items():
+        view.entries = entries[run_id]
+    return views
+
+
+def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
+    found = {run_id: _Rows(streams=records) for run_id, records in read_stream_records(connection, run_ids).items()}
+    table, latest = schema.attempt, schema.run_latest
+    columns = (table.c.run_id, table.c.attempt, table.c.first_step)
+    for run_id, attempt, first_step in connection.execute(select(*columns).where(table.c.run_id.in_(run_ids))):
+        found[run_id].attempts.append((attempt, first_step))
+    sealed = select(latest.c.run_id, latest.c.stream_id, latest.c.sealed).where(latest.c.run_id.in_(run_ids))
+    for run_id, stream_id, text in connection.execute(sealed):
+        found[run_id].sealed[stream_id] = text
+    return found
+
+
+def _read_entries(connection: Connection, run_ids: Sequence[str]) -> Mapping[str, dict[str, int]]:
+    table = schema.entry
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    columns = (table.c.run_id, table.c.key, table.c.entry)
+    statement = select(*columns).where(table.c.run_id.in_(run_ids)).order_by(table.c.run_id, table.c.entry)
+    for run_id, key, entry in connection.execute(statement):
+        found[run_id][key] = entry
+    return found

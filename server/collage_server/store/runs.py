@@ -16,9 +16,9 @@ from collage_server.errors import Conflict, NotFound, Unprocessable
 from collage_server.store import schema
 from collage_server.store.contract import RunPageRecord, RunQuery, RunRecord, RunRevision
 from collage_server.store.latest import hidden_from, newest_scalars, sum_of_newest
-from collage_server.store.rows import from_json, missing_run, require_run, to_json
+from collage_server.store.rows import from_json, missing_run, require_run, require_runs, to_json
 
-__all__ = ["create_run", "delete_run", "read_revisions", "read_run", "read_runs", "update_run"]
+__all__ = ["create_run", "delete_run", "read_records", "read_revisions", "read_run", "read_runs", "update_run"]
 
 _RUN: Final = schema.run
 _OWNED: Final = (
@@ -140,6 +140,15 @@ def read_run(connection: Connection, run_id: str) -> RunRecord:
     if row is None:
         raise missing_run(connection, run_id)
     return _records(connection, [row])[0]
+
+
+def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRecord]:
+    """Several runs, in the order given."""
+    ids = list(dict.fromkeys(run_ids))
+    require_runs(connection, ids)
+    rows = connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids))).all()
+    found = {record.run_id: record for record in _records(connection, rows)}
+    return {run_id: found[run_id] for run_id in ids}
 
 
 def read_revisions(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRevision]:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
+from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, func, or_, select
+from sqlalchemy import Connection, Row, TextClause, select, text
 
 from collage_server.store import schema
 from collage_server.store.assemble import Places, group_steps, visible
 from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
 from collage_server.store.journal import read_reports
+from collage_server.store.latest import logged_names
 from collage_server.store.rows import scalars_from_json
-from collage_server.store.run_view import RunView
+from collage_server.store.run_view import RunView, read_views
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
 
-_COLUMNS = ("stream_id", "seq", "step", "time", "scalars")
+_NEWEST_PARTS: Final = 4
+_KEYS_A_STATEMENT: Final = 1000
+_COLUMNS = ("run_id", "stream_id", "seq", "step", "time", "scalars")
 
 
 @dataclass
@@ -43,79 +48,109 @@ class _Values:
 
 
 def read_scalar_points(
-    connection: Connection, run_id: str, names: Collection[str] | None, selection: Selection
-) -> dict[str, ScalarPoints]:
-    """Logged values by name: a rank's last word on a step counts, then the mean over the ranks."""
-    view = RunView(connection, run_id)
-    view.check_rank(selection.rank)
-    return _read(connection, view, names, selection, {})
+    connection: Connection, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
+) -> dict[str, dict[str, ScalarPoints]]:
+    """Logged values by run and name: a rank's last word on a step counts, then the mean over the ranks."""
+    views = read_views(connection, run_ids)
+    for view in views.values():
+        view.check_rank(selection.rank)
+    return _read(connection, views, names, selection, {})
+
+
+def read_newest_scalars(
+    connection: Connection, run_ids: Sequence[str], count: int
+) -> dict[str, dict[str, FloatArray]]:
+    """The last `count` logged values by run and name, oldest first."""
+    views = read_views(connection, run_ids)
+    alone = {run_id: view for run_id, view in views.items() if len(view.attempts) == len(view.streams) == 1}
+    newest = _newest_rows(connection, alone, 2 * count)
+    points = _read(connection, views, None, Selection(), newest)
+    return {
+        run_id: {name: entry.values[-count:] for name, entry in held.items()} for run_id, held in points.items()
+    }
 
 
 def _read(
     connection: Connection,
-    view: RunView,
+    views: Mapping[str, RunView],
     names: Collection[str] | None,
     selection: Selection,
-    first_parts: Mapping[str, int],
-) -> dict[str, ScalarPoints]:
-    found: dict[tuple[str, str], _Values] = {}
-    _read_sealed(connection, view, names, selection, first_parts, found)
-    _read_journal(connection, view, names, selection, found)
-    by_name: dict[str, list[_Values]] = defaultdict(list)
-    for (name, _), values in found.items():
-        by_name[name].append(values)
-    merged = {name: _merge(view, members, selection) for name, members in sorted(by_name.items())}
-    return {name: points for name, points in merged.items() if len(points.steps)}
+    known: Mapping[str, Sequence[Row[Any]]],
+) -> dict[str, dict[str, ScalarPoints]]:
+    found: dict[str, dict[tuple[str, str], _Values]] = {run_id: {} for run_id in views}
+    _read_sealed(connection, views, names, selection, known, found)
+    _read_journal(connection, views, names, selection, found)
+    points = {}
+    for run_id, view in views.items():
+        by_name: dict[str, list[_Values]] = defaultdict(list)
+        for (name, _), values in found[run_id].items():
+            by_name[name].append(values)
+        merged = {name: _merge(view, members, selection) for name, members in sorted(by_name.items())}
+        points[run_id] = {name: entry for name, entry in merged.items() if len(entry.steps)}
+    return points
 
 
-def read_newest_scalars(connection: Connection, run_id: str, count: int) -> dict[str, FloatArray]:
-    """The last `count` logged values by name, oldest first."""
-    view = RunView(connection, run_id)
-    alone = len(view.attempts) == len(view.streams) == 1
-    parts = _newest_parts(connection, run_id, count) if alone else {}
-    points = _read(connection, view, None, Selection(), parts)
-    return {name: entry.values[-count:] for name, entry in points.items()}
-
-
-def _newest_parts(connection: Connection, run_id: str, count: int) -> dict[str, int]:
-    """By name, the first part that is needed for its last `count` values; twice as many, as steps may repeat."""
-    table = schema.scalar_chunk
-    rows = connection.execute(
-        select(table.c.name, table.c.part, func.sum(table.c.point_count).label("values"))
-        .where(table.c.run_id == run_id)
-        .group_by(table.c.name, table.c.part)
-        .order_by(table.c.name, table.c.part.desc())
-    )
-    first: dict[str, int] = {}
-    held: dict[str, int] = defaultdict(int)
+def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: int) -> dict[str, list[Row[Any]]]:
+    """By run, the last parts of every name, where they hold at least `count` values each or are all there is."""
+    latest = schema.run_latest
+    names = connection.execute(
+        select(latest.c.run_id, latest.c.stream_id, latest.c.scalars).where(latest.c.run_id.in_(list(views)))
+    ).all()
+    keys = [(row.run_id, row.stream_id, name) for row in names for name in logged_names(row.scalars)]
+    rows: list[Row[Any]] = []
+    for start in range(0, len(keys), _KEYS_A_STATEMENT):
+        some = keys[start : start + _KEYS_A_STATEMENT]
+        values = {f"v{i}": value for i, value in enumerate(value for key in some for value in key)}
+        rows += connection.execute(_newest_statement(len(some)), {**values, "parts": _NEWEST_PARTS}).all()
+    short = {
+        run_id
+        for (run_id, _), members in groupby(rows, lambda row: (row.run_id, row.name))
+        if (held := list(members))[0].part > 0 and sum(row.point_count for row in held) < count
+    }
+    found: dict[str, list[Row[Any]]] = {run_id: [] for run_id in views if run_id not in short}
     for row in rows:
-        if held[row.name] < 2 * count:
-            first[row.name] = row.part
-        held[row.name] += int(row.values)
-    return first
+        if row.run_id not in short:
+            found[row.run_id].append(row)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _newest_statement(count: int) -> TextClause:
+    values = ", ".join(f"(:v{3 * i}, :v{3 * i + 1}, :v{3 * i + 2})" for i in range(count))
+    same = "{0}.run_id = w.run_id AND {0}.stream_id = w.stream_id AND {0}.name = w.name"
+    return text(
+        f"WITH w (run_id, stream_id, name) AS (VALUES {values}) "
+        "SELECT t.run_id, t.stream_id, t.name, t.part, t.point_count, t.data FROM w CROSS JOIN scalar_chunk t "
+        f"WHERE {same.format('t')} AND t.part > "
+        f"(SELECT max(s.part) FROM scalar_chunk s WHERE {same.format('s')}) - :parts "
+        "ORDER BY t.run_id, t.stream_id, t.name, t.part"
+    )
 
 
 def _read_sealed(
     connection: Connection,
-    view: RunView,
+    views: Mapping[str, RunView],
     names: Collection[str] | None,
     selection: Selection,
-    first_parts: Mapping[str, int],
-    found: dict[tuple[str, str], _Values],
+    known: Mapping[str, Sequence[Row[Any]]],
+    found: dict[str, dict[tuple[str, str], _Values]],
 ) -> None:
+    """Rows that are not `known` already are read."""
     table = schema.scalar_chunk
-    statement = select(table).where(table.c.run_id == view.run_id)
-    if names is not None:
-        statement = statement.where(table.c.name.in_(list(names)))
-    if first_parts:
-        wanted = [(table.c.name == name) & (table.c.part >= part) for name, part in first_parts.items()]
-        statement = statement.where(or_(*wanted))
-    rows = connection.execute(statement.order_by(table.c.stream_id, table.c.name, table.c.part)).all()
-    for (stream_id, name, count), members in groupby(rows, lambda row: (row.stream_id, row.name, row.point_count)):
-        stream = view.streams.get(stream_id)
+    rows = [row for members in known.values() for row in members]
+    if whole := [run_id for run_id in views if run_id not in known]:
+        statement = select(table).where(table.c.run_id.in_(whole))
+        if names is not None:
+            statement = statement.where(table.c.name.in_(list(names)))
+        rows += connection.execute(
+            statement.order_by(table.c.run_id, table.c.stream_id, table.c.name, table.c.part)
+        ).all()
+    alike = groupby(rows, lambda row: (row.run_id, row.stream_id, row.name, row.point_count))
+    for (run_id, stream_id, name, count), members in alike:
+        stream = views[run_id].streams.get(stream_id)
         if stream is not None and selection.rank in (None, stream.rank):
-            values = found.setdefault((name, stream_id), _Values(stream))
-            values.parts.append(_unpack(b"".join(row.data for row in members), count))
+            values = found[run_id].setdefault((name, stream_id), _Values(stream))
+            values.parts.append(_unpack(b"".join([row.data for row in members]), count))
 
 
 def _unpack(data: bytes, count: int) -> FloatArray:
@@ -127,14 +162,15 @@ def _unpack(data: bytes, count: int) -> FloatArray:
 
 def _read_journal(
     connection: Connection,
-    view: RunView,
+    views: Mapping[str, RunView],
     names: Collection[str] | None,
     selection: Selection,
-    found: dict[tuple[str, str], _Values],
+    found: dict[str, dict[tuple[str, str], _Values]],
 ) -> None:
     rows = []
-    for slab in read_reports(connection, view.run_id, _COLUMNS, "scalars", selection):
+    for slab in read_reports(connection, list(views), _COLUMNS, "scalars", selection):
         for row in slab:
+            view = views[row.run_id]
             stream = view.streams.get(row.stream_id)
             wanted = stream is not None and selection.rank in (None, stream.rank)
             if wanted and not view.sealed(row.stream_id, row.seq):
@@ -142,8 +178,8 @@ def _read_journal(
     for row in sorted(rows, key=lambda row: row.seq):
         for name, value in scalars_from_json(row.scalars).items():
             if names is None or name in names:
-                key = (name, row.stream_id)
-                values = found.setdefault(key, _Values(view.streams[row.stream_id]))
+                stream = views[row.run_id].streams[row.stream_id]
+                values = found[row.run_id].setdefault((name, row.stream_id), _Values(stream))
                 values.steps.append(row.step)
                 values.times.append(row.time)
                 values.values.append(value)

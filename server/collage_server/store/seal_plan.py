@@ -10,8 +10,8 @@ from itertools import accumulate
 from sqlalchemy import Connection, func, select
 
 from collage_server.store import schema
-from collage_server.store.chunks import ChunkInfo, read_chunk_infos
 from collage_server.store.contract import SealLimits
+from collage_server.store.directory import ChunkInfo, read_chunk_infos
 from collage_server.store.run_view import RunView
 
 __all__ = ["Journal", "SealPlan", "plan_seal", "read_journal"]
@@ -115,7 +115,7 @@ def _oldest(connection: Connection, run_id: str, stream_id: str, most: int) -> l
 
 def plan_seal(connection: Connection, view: RunView, journal: Journal, limits: SealLimits) -> SealPlan | None:
     """The next part to make, None when nothing is due."""
-    infos = read_chunk_infos(connection, view.run_id)
+    infos = read_chunk_infos(connection, [view.run_id])[view.run_id]
     for attempt, members in sorted(journal.entries.items()):
         own = [info for info in infos if info.attempt == attempt]
         ready = journal.ready[attempt]
@@ -165,12 +165,12 @@ def _next(
     crowded: bool,
 ) -> SealPlan | None:
     """The reports after the last sealed step: all that are due, as far as the chunk has room."""
-    open_chunk = infos[-1] if infos and infos[-1].count < limits.points else None
+    open_chunk = infos[-1] if infos and infos[-1].point_count < limits.points else None
     after = infos[-1].last_step if infos else -1
     fresh = [entry for entry in entries if entry.step > after and (ready is None or entry.step <= ready)]
     if not fresh:
         return None
-    room = limits.points - (open_chunk.count if open_chunk else 0)
+    room = limits.points - (open_chunk.point_count if open_chunk else 0)
     crowded = crowded or len(fresh) >= limits.rows
     cutoff = _cutoff(fresh, room, limits, over=ready is None, crowded=crowded)
     if cutoff is None:

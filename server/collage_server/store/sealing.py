@@ -18,9 +18,10 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from collage_server.errors import Gone
 from collage_server.store import schema, unsealed
-from collage_server.store.chunks import ALL_RANKS, LEVELS, pack_points
+from collage_server.store.chunks import ALL_RANKS, pack_points
 from collage_server.store.contract import FloatArray, IntArray, SealLimits, Selection
 from collage_server.store.contributors import pack_contributors, read_contributors
+from collage_server.store.directory import LEVELS
 from collage_server.store.levels import coarsen, layer_extremes, model_extremes
 from collage_server.store.pieces import Piece, join
 from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
@@ -185,16 +186,18 @@ def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
 def _coarse(view: RunView, plan: SealPlan, part: _Level, limits: SealLimits) -> dict[int, _Level]:
     """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
     chunks = [] if plan.info is None else [plan.chunk]
-    everything = Selection()
-    model = _whole(
-        [sealed_model(view, plan.attempt, 1, chunks, None, everything), _as_piece(plan, part, part.model)]
-    )
+    held = {(view.run_id, plan.attempt): chunks}
+    views = {view.run_id: view}
+    old = sealed_model(view.connection, views, 1, held, None, Selection())[view.run_id]
+    model = _whole([*old, _as_piece(plan, part, part.model)])
     if len(model.steps) < limits.points:
         return {}
     positions = np.array(list(view.layers.values()), dtype=np.int64)
     statistics = list(part.layers)
-    old = sealed_layers(view, plan.attempt, 1, chunks, view.statistics(None), positions)
-    layers = _whole([old, _as_piece(plan, part, part.layers)], list(view.layers))
+    old = sealed_layers(view.connection, views, 1, held, view.statistics(None), {view.run_id: positions})[
+        view.run_id
+    ]
+    layers = _whole([*old, _as_piece(plan, part, part.layers)], list(view.layers))
     levels = {}
     for level in LEVELS[1:]:
         points, model_stored = coarsen(model, level, limits.points, model_extremes(list(part.model)))

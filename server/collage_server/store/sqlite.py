@@ -25,7 +25,15 @@ __all__ = ["SqliteStore"]
 
 _PAGE_BYTES: Final = 16384
 _INCREMENTAL: Final = 2
+_MAPPED_BYTES: Final = 2**31 - 2**16
+"""As much of the file as SQLite can map: readers then take pages from the system's cache without a copy."""
 _INSERT: Final = str(insert(schema.report).on_conflict_do_nothing().compile(dialect=sqlite.dialect()))
+_PRAGMAS: Final = (
+    "synchronous = FULL",
+    "foreign_keys = ON",
+    "temp_store = MEMORY",
+    f"mmap_size = {_MAPPED_BYTES}",
+)
 
 
 class SqliteStore(SqlStore):
@@ -112,7 +120,7 @@ def _prepare(path: Path, timeout_seconds: float) -> None:
 
 def _on_connect(connection: Any, _record: Any) -> None:
     connection.isolation_level = None
-    for pragma in ("synchronous = FULL", "foreign_keys = ON", "temp_store = MEMORY"):
+    for pragma in _PRAGMAS:
         connection.execute(f"PRAGMA {pragma}").close()
 
 

@@ -20,23 +20,24 @@ from collage_server.store.run_view import RunView
 
 __all__ = ["journal_rows", "layer_piece", "model_of", "model_piece", "seen_rows"]
 
-_PLACE = ("stream_id", "seq", "step", "time")
+_PLACE = ("run_id", "stream_id", "seq", "step", "time")
 _MODEL = (*_PLACE, "statistic_count", "model")
 _LAYERS = (*_PLACE, "statistic_count", "layer_count", "statistics")
 
 
 def journal_rows(
-    connection: Connection, view: RunView, selection: Selection, *, layers: bool
-) -> dict[int, list[Row[Any]]]:
-    """Unsealed measured rows by attempt, with the columns that `layer_piece` or `model_piece` needs."""
+    connection: Connection, views: Mapping[str, RunView], selection: Selection, *, layers: bool
+) -> dict[str, dict[int, list[Row[Any]]]]:
+    """Unsealed measured rows by run and attempt, with the columns that `layer_piece` or `model_piece` needs."""
     columns, present = (_LAYERS, "statistics") if layers else (_MODEL, "model")
-    found: dict[int, list[Row[Any]]] = defaultdict(list)
-    for slab in read_reports(connection, view.run_id, columns, present, selection):
+    found: dict[str, dict[int, list[Row[Any]]]] = {run_id: defaultdict(list) for run_id in views}
+    for slab in read_reports(connection, list(views), columns, present, selection):
         for row in slab:
+            view = views[row.run_id]
             stream = view.streams.get(row.stream_id)
             wanted = stream is not None and selection.rank in (None, stream.rank)
             if stream is not None and wanted and not view.sealed(row.stream_id, row.seq):
-                found[stream.attempt].append(row)
+                found[row.run_id][stream.attempt].append(row)
     return found
 
 

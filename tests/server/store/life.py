@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone
 from collage_server.store import Selection
-from collage_server.store.chunks import read_chunk_infos
+from collage_server.store.directory import read_chunk_infos
 
 from collage_monitor import wire
 from tests.server.samples import STATISTICS, report, stream_create
@@ -31,7 +31,7 @@ def filled(store, steps=4 * CHUNK, run_id="r1"):
 
 def infos(store, run_id="r1"):
     with store._reading() as connection:
-        return read_chunk_infos(connection, run_id)
+        return read_chunk_infos(connection, [run_id])[run_id]
 
 
 def coarse(array, level):

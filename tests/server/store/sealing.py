@@ -167,7 +167,7 @@ class SealingContract:
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        newest = store.newest_scalars("r1", 20)
+        newest = store.newest_scalars(["r1"], 20)["r1"]
         assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
         assert newest["note"].tolist() == [1.0]
 

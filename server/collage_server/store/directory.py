@@ -1,0 +1,65 @@
+"""Which chunks runs have: what reading and sealing look at before they touch a block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from sqlalchemy import Connection, case, func, select
+
+from collage_server.store import schema
+
+__all__ = ["LEVELS", "ChunkInfo", "read_chunk_infos"]
+
+LEVELS: Final = (1, 16, 256)
+"""Measured points that one point of a level merges."""
+_LEVELS_OF: Final = {
+    held: frozenset(level for level, there in zip(LEVELS, held, strict=True) if there)
+    for held in itertools.product((False, True), repeat=len(LEVELS))
+}
+
+
+class ChunkInfo(NamedTuple):
+    """One chunk of an attempt, all parts together; `levels` are those that it has.
+
+    A frozen chunk has lost its level 1 to retention: `parts` is 0, `point_count` what its
+    coarse points stand for.
+    """
+
+    attempt: int
+    chunk: int
+    parts: int
+    point_count: int
+    first_step: int
+    last_step: int
+    levels: frozenset[int]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only coarse levels are left."""
+        return 1 not in self.levels
+
+
+def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str, list[ChunkInfo]]:
+    """What chunks each run has, oldest first."""
+    table = schema.point_chunk
+    held = [func.sum(case((table.c.level == level, table.c.point_count), else_=0)) for level in LEVELS]
+    columns = (
+        func.sum(case((table.c.level == 1, 1), else_=0)),
+        func.min(table.c.first_step),
+        func.max(table.c.last_step),
+        *held,
+    )
+    rows = connection.execute(
+        select(table.c.run_id, table.c.attempt, table.c.chunk, *columns)
+        .where(table.c.run_id.in_(run_ids))
+        .group_by(table.c.run_id, table.c.attempt, table.c.chunk)
+        .order_by(table.c.run_id, table.c.attempt, table.c.chunk)
+    ).all()
+    found: dict[str, list[ChunkInfo]] = {run_id: [] for run_id in run_ids}
+    for run_id, attempt, chunk, parts, first_step, last_step, fine, middle, coarse in rows:
+        count = int(fine or LEVELS[1] * middle or LEVELS[2] * coarse)
+        levels = _LEVELS_OF[fine > 0, middle > 0, coarse > 0]
+        found[run_id].append(ChunkInfo(attempt, chunk, int(parts), count, first_step, last_step, levels))
+    return found
