@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -21,7 +22,7 @@ from collage_agent.parameters import WatchedParameter
 from collage_agent.quantised import stored_tensors
 from collage_monitor import wire
 
-__all__ = ["bytes_per_parameter", "describe"]
+__all__ = ["bytes_per_parameter", "describe", "joined"]
 
 _CLOSURE_NOTE = "steps evaluate a closure repeatedly: no one gradient leads to them, only what changed is measured"
 
@@ -64,28 +65,50 @@ def describe(
     )
 
 
+def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
+    """Several optimizers under one watch: names side by side, the larger part speaks where they differ."""
+    if len(infos) == 1:
+        return infos[0]
+    largest = max(infos, key=lambda info: info.parameters)
+    names = dict.fromkeys(info.optimizer for info in infos)
+    observed = {info.observed_strategy for info in infos}
+    reasons = dict.fromkeys(info.intent_reason for info in infos if info.intent_reason)
+    return msgspec.structs.replace(
+        largest,
+        optimizer=" + ".join(names)[: wire.LIMITS["name_characters"]],
+        observed_strategy=observed.pop() if len(observed) == 1 else "unknown",
+        intent_reason="; ".join(reasons),
+        parameters=sum(info.parameters for info in infos),
+    )
+
+
 def _most_common(counted: Counter[str], otherwise: str) -> str:
     """What most elements have; a rank may hold none."""
     return counted.most_common(1)[0][0] if counted else otherwise
 
 
-def bytes_per_parameter(optimizer: Optimizer) -> float | None:
+def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
     """Bytes of weights, optimizer states and gradients over the number of weights; None while there is no state.
 
     From the storages, each counted once. Numbers kept once for a tensor, such as step counters, are left out.
     No synchronisation.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(optimizer.state.get(parameter) for parameter in parameters):
+    states: dict[Tensor, dict[str, Any]] = {
+        parameter: optimizer.state.get(parameter, {})
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    if not any(states.values()):
         return None
     storages: dict[tuple[torch.device, int], int] = {}
-    for parameter in parameters:
-        for tensor in _tensors_of(parameter, optimizer.state.get(parameter, {})):
+    for parameter, state in states.items():
+        for tensor in _tensors_of(parameter, state):
             for part in stored_tensors(tensor):
                 if part.numel():
                     storage = part.untyped_storage()
                     storages[part.device, storage.data_ptr()] = storage.nbytes()
-    elements = sum(local(parameter).numel() for parameter in parameters)
+    elements = sum(local(parameter).numel() for parameter in states)
     return sum(storages.values()) / elements if elements else None
 
 

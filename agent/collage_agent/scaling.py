@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["SkippedSteps", "loss_scaling"]
+__all__ = ["SkippedSteps", "loss_scaling", "most_skipped"]
 
 
 class SkippedSteps:
@@ -50,6 +51,18 @@ class SkippedSteps:
     def stop(self) -> None:
         """Count no more."""
         _LISTENING.discard(self)
+
+
+def most_skipped(counters: Iterable[SkippedSteps]) -> float | Tensor | None:
+    """Skipped steps of the optimizer that skipped most; None where no loss scaler was seen."""
+    counts = [count for counter in counters if (count := counter.count) is not None]
+    if len(counts) < 2:
+        return counts[0] if counts else None
+    on_host = max((count for count in counts if isinstance(count, float)), default=0.0)
+    on_device = [count for count in counts if isinstance(count, Tensor)]
+    if not on_device:
+        return on_host
+    return torch.stack([count.to(on_device[0].device) for count in on_device]).amax().clamp(min=on_host)
 
 
 def loss_scaling(optimizer: Optimizer) -> tuple[Tensor | None, Tensor | None]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Optimizer
 
 from collage_agent.identity import make_identity
 from collage_agent.measurement import Measurement
@@ -20,7 +19,7 @@ from collage_agent.run import Run
 from collage_agent.settings import read_settings, watch_defaults
 from collage_agent.termination import TerminationHandler
 from collage_agent.transport import Transport
-from collage_agent.watch import Watch
+from collage_agent.watch import Optimizers, Watch
 from collage_agent.watch import watch as attach_watch
 
 __all__ = ["current_run", "finish", "init", "log", "watch"]
@@ -147,7 +146,7 @@ def init(
 
 def watch(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     *,
     every: int = 10,
     sample: int | Literal["all"] = 4096,
@@ -160,6 +159,8 @@ def watch(
 ) -> Watch:
     """Measure what becomes of the optimizer's updates, every `every` steps; report it to the current run, if any.
 
+    `optimizer` is one, or several over different parameters (a sequence, or the values of a mapping, such as one
+    for each parameter that steps in the backward pass): then steps are iterations, and one report holds them all.
     `sample` elements of each tensor are looked at, "all" for whole tensors. `layers` are regular expressions for
     the names to watch, or Exclude(...). `strategy` is the label that you believe in; the observed one stands beside
     it. `oracle` keeps an fp64 optimizer beside yours on a small sample. `budget` bounds the agent's CPU over the

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from collage_agent import chunk, totals
+from collage_agent.attached import Attached
 from collage_agent.optim import CollageAdamW
 from collage_agent.stats import segments
-from collage_agent.watch import Watch, watch
+from collage_agent.watch import watch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.agent.training import mlp, train
@@ -41,13 +42,13 @@ def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypa
     train(model, optimizer, 3)
     listening = Listening()
     for name in ("_look", "_measure"):
-        original = getattr(Watch, name)
+        original = getattr(Attached, name)
 
         def listened(*arguments, _original=original):
             with listening:
                 return _original(*arguments)
 
-        monkeypatch.setattr(Watch, name, listened)
+        monkeypatch.setattr(Attached, name, listened)
     train(model, optimizer, 2, start=3)
     assert handle.summary()["step"] == 5
     assert {tuple(tensor.shape) for tensor in listening.read} <= {()}

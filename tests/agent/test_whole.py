@@ -140,7 +140,7 @@ def test_a_smaller_sample_changes_nothing_about_whole_tensors():
     optimizer = CollageAdamW(model.parameters(), strategy="plus")
     handle = watch(model, optimizer, every=1, sample=4096, budget=None)
     stepped(optimizer, model, 2)
-    handle._meter.shrink_sample(SAMPLE)
+    handle._attached[0].meter.shrink_sample(SAMPLE)
     stepped(optimizer, model, 1, first=3)
     assert totals_of(handle, "large")["sampled"] == 15_000
 
@@ -248,7 +248,7 @@ def test_beyond_the_budget_the_sample_takes_over_and_the_run_says_so(monkeypatch
 def test_who_is_asked(options, settings, possible):
     model = Bare()
     handle = watch(model, CollageAdamW(model.parameters(), **options), every=1, **settings)
-    assert handle._whole.possible == handle._governor.whole == possible
+    assert handle._attached[0].whole.possible == handle._governor.whole == possible
 
 
 def test_totals_of_a_compiled_step():
@@ -277,7 +277,7 @@ def test_a_copied_optimizer_and_another_library_s_are_not_asked():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     handle = watch(model, optimizer, every=1, sample=SAMPLE, budget=None)
     train(model, optimizer, 2)
-    assert not handle._whole.possible
+    assert not handle._attached[0].whole.possible
     ours = CollageAdamW(model.parameters())
     watch(model, ours, every=1, budget=None)
     train(model, ours, 1)

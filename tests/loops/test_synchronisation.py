@@ -25,7 +25,7 @@ MAKERS = {
     "CollageSGD": lambda p: CollageSGD(p, lr=1e-3, momentum=0.9, strategy="light"),
 }
 STEPS = 8
-COUNTERS = frozenset(range(STEPS + 2)) | {1e-3}
+COUNTERS = frozenset(range(STEPS + 2)) | {1e-3, float(torch.tensor(1e-3))}
 """Numbers of steps, and the learning rate where it is a tensor on the host."""
 
 

@@ -1,0 +1,57 @@
+"""Iterations of a training loop: which steps of several optimizers belong together, and their common number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Iterations"]
+
+
+class Iterations:
+    """Counts iterations from the steps of `members` optimizers; with one of them each step is an iteration.
+
+    An iteration is over when all have stepped, or when one of them steps again: then the others had no gradient.
+    `begun` gives the number of the last iteration before the first; `over` is called at the end of each in which
+    `measured` was set. Every call takes a constant time.
+    """
+
+    def __init__(self, members: int, begun: Callable[[], int], over: Callable[[], None]) -> None:
+        self.step: int | None = None
+        self.measured = False
+        self._members = members
+        self._begun, self._over = begun, over
+        self._stepped: set[int] = set()
+
+    def entered(self, member: int) -> int:
+        """Number of the iteration to which the step that `member` is about to take belongs."""
+        if self.step is None:
+            self.step = self._begun()
+        if self._stepped:
+            if member not in self._stepped:
+                return self.step
+            self.end()
+        return self.step + 1
+
+    def stepped(self, member: int) -> None:
+        """`member` has stepped. The number counts as reached as soon as the first has."""
+        if self.step is None:
+            return
+        if self._members == 1:
+            self.step += 1
+            if self.measured:
+                self.end()
+            return
+        if member in self._stepped:
+            self.end()
+        if not self._stepped:
+            self.step += 1
+        self._stepped.add(member)
+        if len(self._stepped) == self._members:
+            self.end()
+
+    def end(self) -> None:
+        """The iteration is over, however many have stepped in it."""
+        self._stepped.clear()
+        if self.measured:
+            self.measured = False
+            self._over()
