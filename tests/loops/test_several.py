@@ -97,7 +97,12 @@ def test_a_call_that_is_not_measured_looks_at_nothing(monkeypatch):
 def test_optimizers_with_equal_settings_share_one_self_test(monkeypatch):
     tests = []
     original = choose._for_group
-    monkeypatch.setattr(choose, "_for_group", lambda *arguments: tests.append(arguments) or original(*arguments))
+
+    def counted(*arguments):
+        tests.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(choose, "_for_group", counted)
     model = mlp()
     rates = iter((1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-4))
     watch(model, in_backward(model, lambda p: torch.optim.AdamW(p, lr=next(rates))))
@@ -128,7 +133,6 @@ def test_two_kinds_of_optimizers_share_one_watch(tmp_path):
     layers = handle.summary()["layers"]
     assert all(values["effective_norm"] > 0 for values in layers.values())
     assert layers["0.bias"]["edq_ratio"] is not None
-    assert "EDQ" in str(handle)
     assert repr(handle) == "<Watch of Muon + AdamW, 6 layers, at step 6>"
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from collage_agent import session
+from collage_agent.attached import Attached
 from collage_agent.guard import Guard
-from collage_agent.watch import Watch
 
 __all__ = ["ATTACH", "environment_of", "find_model", "step_begins"]
 
@@ -120,7 +120,7 @@ def _is_module(value: object) -> bool:
 
 def _is_watched(optimizer: Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), Watch) for hook in hooks)
+    return any(isinstance(getattr(hook, "__self__", None), Attached) for hook in hooks)
 
 
 def _is_container(optimizer: Optimizer) -> bool:
