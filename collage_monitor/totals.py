@@ -118,5 +118,13 @@ _STATISTICS = (
     Statistic("oracle_displacement_squared_sum", "sum", "last", "weight²", "Σ O², since attach."),
     Statistic("oracle_displacement_effective_sum", "sum", "last", "weight²", "Σ O·E, since attach."),
     Statistic("oracle_drift_squared_sum", "sum", "last", "weight²", "Σ (E − O)², since attach."),
+    Statistic(
+        "replica_checksum",
+        "sum",
+        "last",
+        "1",
+        "Of the sampled weights' bits after the step, below 2³² a tensor: raw, equal in replicas.",
+    ),
+    Statistic("replica_checksum_elements", "sum", "last", "elements", "Elements that it was made of: raw."),
 )
 STATISTICS: Final = {entry.name: entry for entry in _STATISTICS}

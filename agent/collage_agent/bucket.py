@@ -91,6 +91,11 @@ class Bucket:
             for start in range(0, self.layout.slots, CHUNK_SLOTS)
         ]
 
+    @property
+    def parameter_after(self) -> Tensor:
+        """The registered weights at the sampled elements as `measure` last saw them: [slots], own dtype."""
+        return self._after[stored.PARAMETER].values
+
     def gather_before(
         self,
         group: Mapping[str, Any],

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent import stored
 from collage_agent.bucket import Bucket, Followed
+from collage_agent.checksum import CHECKSUM_STATISTICS, Checksums
 from collage_agent.footprint import kept_bytes
 from collage_agent.gather import BlockLayout, Staging, local
 from collage_agent.intent.before_after import BeforeAfter
@@ -165,6 +166,8 @@ class Meter:
             if planned.apart is not None:
                 totals = torch.where(planned.apart, torch.nan, totals)
             found.append((keys, totals, planned.columns))
+            if planned.checksums is not None:
+                found.append((CHECKSUM_STATISTICS, planned.checksums.rows(planned.bucket), planned.columns))
             for follower, sizes, columns in planned.followed:
                 found.append((ORACLE_STATISTICS, oracle_totals(follower, sizes), columns))
         if whole is not None:
@@ -251,9 +254,11 @@ class Meter:
                 sizes = SampleSizes(oracle.samples, oracle.layout)
                 columns = torch.tensor(oracle.members).to(device)
                 followed.append((Followed(oracle, bucket), sizes, columns))
-        return Planned(
-            bucket, watched.group, SampleSizes(samples, bucket.layout), torch.tensor(members).to(device), followed
-        )
+        checksums = None
+        sizes = SampleSizes(samples, bucket.layout)
+        if any(self.watched[member].shard.replicated for member in members):
+            checksums = Checksums([self.watched[member] for member in members], sizes, device)
+        return Planned(bucket, watched.group, sizes, torch.tensor(members).to(device), followed, checksums)
 
     def _draw(self, index: int, cap: int | Literal["all"]) -> TensorSample:
         watched, shard = self.watched[index], self.watched[index].shard

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.bucket import Bucket, Followed
+from collage_agent.checksum import Checksums
 from collage_agent.decay import decoupled_rate
 from collage_agent.totals import SampleSizes
 
@@ -26,6 +27,7 @@ class Planned:
     sizes: SampleSizes
     columns: Tensor
     followed: list[tuple[Followed, SampleSizes, Tensor]]
+    checksums: Checksums | None = None
     apart: Tensor | None = None
 
     def states(self, optimizer: Optimizer) -> list[dict[str, Any]]:

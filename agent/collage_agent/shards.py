@@ -27,7 +27,8 @@ class Shard:
 
     shape: the whole tensor's. elements: of the shard, 0 for an empty one. number: which shard it is, 0 for a whole
     tensor. replica: which of the ranks that hold the same elements this one is. start: where in the flattened
-    registered parameter the shard begins, None: it is all of it.
+    registered parameter the shard begins, None: it is all of it. replicated: a wrapper says that other ranks hold
+    the same elements, so that their bits must agree.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Shard:
     number: int = 0
     replica: int = 0
     start: int | None = None
+    replicated: bool = False
 
 
 class Sharding:
@@ -69,18 +71,23 @@ class Sharding:
             return Shard(shape, elements)
         if hasattr(parameter, "placements"):
             number, replica, replicas = _mesh_position(parameter)
-            return Shard(shape, elements, number, replica + replicas * self._replicas.get(id(parameter), 0))
+            replica += replicas * self._replicas.get(id(parameter), 0)
+            replicated = replicas > 1 or id(parameter) in self._replicas
+            return Shard(shape, elements, number, replica, replicated=replicated)
         original = self._originals.get(id(parameter))
         if original is not None:
             shape, wrapper = original
-            return Shard(shape, elements, *_fsdp_position(wrapper))
+            number, replica = _fsdp_position(wrapper)
+            return Shard(shape, elements, number, replica, replicated=_fsdp_replicated(wrapper))
         if self._partitioned:
             # The ranks' optimizers share out the tensors among themselves: each is stepped, and reported, once.
             return Shard(shape, elements)
-        return Shard(shape, elements, replica=self._replicas.get(id(parameter), distributed.get_rank()))
+        replica = self._replicas.get(id(parameter), distributed.get_rank())
+        return Shard(shape, elements, replica=replica, replicated=id(parameter) in self._replicas)
 
     def _pieces_of_flat(self, prefix: str, parameter: Any) -> Iterator[tuple[str, Shard, str | None]]:
-        number, replica = _fsdp_position(self._flat[id(parameter)])
+        wrapper = self._flat[id(parameter)]
+        (number, replica), replicated = _fsdp_position(wrapper), _fsdp_replicated(wrapper)
         described = zip(
             parameter._fqns,
             parameter._shapes,
@@ -91,7 +98,8 @@ class Sharding:
         for name, shape, place, info in described:
             elements = place.numel_in_shard if place.in_shard else 0
             start = place.offset_in_shard if place.in_shard else 0
-            yield prefix + name, Shard(tuple(shape), elements, number, replica, start), type(info.module).__name__
+            shard = Shard(tuple(shape), elements, number, replica, start, replicated)
+            yield prefix + name, shard, type(info.module).__name__
 
     def _read_wrappers(self, model: nn.Module) -> None:
         # Who uses it has imported it; importing it for the others would cost them its warnings and its time.
@@ -156,3 +164,7 @@ def _fsdp_position(wrapper: Any) -> tuple[int, int]:
         return 0, rank
     between_nodes = getattr(wrapper, "_inter_node_pg", None)
     return rank, 0 if between_nodes is None else distributed.get_rank(between_nodes)
+
+
+def _fsdp_replicated(wrapper: Any) -> bool:
+    return wrapper.sharding_strategy.name == "NO_SHARD" or getattr(wrapper, "_inter_node_pg", None) is not None

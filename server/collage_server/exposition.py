@@ -143,6 +143,7 @@ class _Server(Collector):
 
     def __init__(self, components: Components) -> None:
         self._counters = components.counters
+        self._store = components.store
 
     def collect(self) -> Iterable[Metric]:
         counters = self._counters
@@ -159,6 +160,11 @@ class _Server(Collector):
             buckets=list(zip(bounds, counts, strict=True)),
             sum_value=counters.commit_seconds,
         )
+        mismatches = GaugeMetricFamily(
+            "collage_server_replica_mismatches",
+            "Layers and steps at which ranks that should hold the same weights did not, over all runs.",
+        )
+        mismatches.add_metric([], self._store.replica_mismatches())
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
-        return [reports, commits, build]
+        return [reports, commits, mismatches, build]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import collage_agent as collage
 import torch
+from collage_agent.optim import CollageAdamW
 from collage_agent.shards import stepping_optimizer
 from collage_agent.watch import watch
 from torch import distributed, nn
 
 from tests.agent.training import Block
-from tests.parallel.models import MIXED, SPREAD, adamw, injected, ours
+from tests.parallel.models import MIXED, SPREAD, adamw, injected, ours, replicated
 
 STEPS = 3
 IDENTITY_STEPS = 50
@@ -166,4 +168,35 @@ def _report(name, model, optimizer):
     collage.finish()
     distributed.barrier()
     assert (run.reports_sent, run.reports_dropped) == (STEPS, {})
+    return run.run_id
+
+
+STOCHASTIC = functools.partial(CollageAdamW, lr=2**-9, strategy="stochastic")
+FLIPPED = "parts.3.weight"
+"""The tensor of which one rank loses a bit after the step before FLIPPED_STEP."""
+FLIPPED_STEP = 3
+
+
+def replicas(folder):
+    """Replicated runs that stay in step, and last one in which rank 1 suffers a flipped bit; their ids."""
+    ways = {
+        "ddp": replicated(torch.bfloat16),
+        "ddp fp32": replicated(torch.float32),
+        "stochastic": replicated(torch.bfloat16, None, STOCHASTIC),
+        "unsharded": SPREAD["fsdp1 unsharded"](torch.bfloat16),
+        "flipped": replicated(torch.bfloat16),
+    }
+    return {name: _replicated_run(name, model, optimizer) for name, (model, optimizer) in ways.items()}
+
+
+def _replicated_run(name, model, optimizer):
+    run = collage.init("parallel", name)
+    collage.watch(model, optimizer, every=1, sample="all" if name == "flipped" else 64, budget=None)
+    train(model, optimizer, FLIPPED_STEP - 1)
+    if name == "flipped" and distributed.get_rank() == 1:
+        with torch.no_grad():
+            model.module.get_parameter(FLIPPED).view(torch.int16)[0, 0, 0] ^= 1
+    train(model, optimizer, STEPS)
+    collage.finish()
+    distributed.barrier()
     return run.run_id

@@ -316,6 +316,9 @@ class Store(Protocol):
     def seal(self, run_id: str, now: float) -> int:
         """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
 
+    def replica_mismatches(self) -> int:
+        """At how many layers and steps replicas differed, over all runs."""
+
     def journal_runs(self) -> list[str]:
         """Runs that have reports in the journal."""
 

@@ -36,6 +36,7 @@ from collage_server.store.contract import (
     Sizes,
     StreamRecord,
 )
+from collage_server.store.replicas import Replicas, count_mismatches
 from collage_server.store.retention import SqlLife
 from collage_server.store.rows import require_run
 
@@ -68,6 +69,7 @@ class SqlStore(ABC):
         self._engine: Engine | None = None
         self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
         self._newest_lock = Lock()
+        self._replicas = Replicas()
         self._access = SqlAccess(self._reading, self._writing)
         self._life = SqlLife(self._reading, self._writing, self._sealing, self._settle)
 
@@ -290,6 +292,11 @@ class SqlStore(ABC):
         with self._reading() as connection:
             return scalars.read_newest_scalars(connection, run_ids, count)
 
+    def replica_mismatches(self) -> int:
+        """At how many layers and steps replicas differed, over all runs."""
+        with self._reading() as connection:
+            return count_mismatches(connection)
+
     def journal_runs(self) -> list[str]:
         """Runs that have reports in the journal."""
         with self._reading() as connection:
@@ -307,20 +314,23 @@ class SqlStore(ABC):
         silent = record.updated_at < now - self._stale_after_seconds
         with self._sealing(run_id) as mine:
             closed = silent or record.state != "running"
-            return self._seal_parts(run_id, self._limits, closed=closed) if mine else 0
+            return self._seal_parts(run_id, self._limits, now=now, closed=closed) if mine else 0
 
     def _settle(self, run_id: str) -> None:
         """Seal every late report, however few they are; the caller has claimed the run."""
         limits = dataclasses.replace(self._limits, late_rows=1)
-        while self._seal_parts(run_id, limits, closed=False):
+        now = self.run(run_id).updated_at
+        while self._seal_parts(run_id, limits, now=now, closed=False):
             pass
 
-    def _seal_parts(self, run_id: str, limits: SealLimits, *, closed: bool) -> int:
+    def _seal_parts(self, run_id: str, limits: SealLimits, *, now: float, closed: bool) -> int:
         return sealing.seal(
             run_id,
             self._reading,
             self._writing,
             limits,
+            self._replicas,
+            now=now,
             closed=closed,
             stale_after_seconds=self._stale_after_seconds,
         )

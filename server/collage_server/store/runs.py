@@ -25,6 +25,7 @@ _OWNED: Final = (
     schema.entry,
     schema.run_latest,
     schema.event,
+    schema.replica_mismatch,
     schema.layer,
     schema.attempt,
     schema.run_tag,

@@ -28,6 +28,7 @@ __all__ = [
     "metadata",
     "model_chunk",
     "point_chunk",
+    "replica_mismatch",
     "report",
     "run",
     "run_latest",
@@ -251,6 +252,17 @@ event: Final = Table(
     UniqueConstraint("run_id", "origin"),
 )
 """What happened to a run, numbered from 1; `origin` is what it comes from, so that it is told once."""
+
+replica_mismatch: Final = Table(
+    "replica_mismatch",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("step", BigInteger, primary_key=True, autoincrement=False),
+    Column("layer", Integer, primary_key=True, autoincrement=False),
+    Column("replicas", Text, nullable=False),
+)
+"""Where ranks that should hold the same weights did not; `replicas` [number, …] are those apart from the most."""
 
 seal_claim: Final = Table("seal_claim", metadata, Column("run_id", _ID, primary_key=True))
 """A row to lock: on a database with several servers, the one that holds it seals the run."""

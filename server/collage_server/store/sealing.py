@@ -26,7 +26,8 @@ from collage_server.store.levels import coarsen, layer_extremes, model_extremes
 from collage_server.store.pieces import Piece, join
 from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
 from collage_server.store.reading import sealed_layers, sealed_model
-from collage_server.store.rows import int_bytes, scalars_from_json
+from collage_server.store.replicas import Replicas, keep_mismatches
+from collage_server.store.rows import int_bytes, require_run, scalars_from_json
 from collage_server.store.run_view import UNBOUNDED, RunView
 from collage_server.store.seal_plan import SealPlan, plan_seal, read_journal
 
@@ -76,17 +77,27 @@ def seal(
     reading: Transaction,
     writing: Transaction,
     limits: SealLimits,
+    replicas: Replicas,
     *,
+    now: float,
     closed: bool,
     stale_after_seconds: float,
 ) -> int:
     """Make parts of chunks of the run's journal, several after one look at it; how many, 0 when nothing is due.
 
-    What an interrupted sealing left behind is cleared away first, and counts as a part.
+    Replicas are compared first: what is sealed can no longer be. What an interrupted sealing left behind is cleared
+    away then, and counts as a part.
     """
     with reading() as connection:
         view = RunView(connection, run_id)
+        mismatches, looked = replicas.find(view)
         journal = read_journal(connection, view, limits, closed=closed, stale_after_seconds=stale_after_seconds)
+    if mismatches:
+        with writing() as connection:
+            require_run(connection, run_id)
+            keep_mismatches(connection, run_id, mismatches, now)
+    if looked is not None:
+        replicas.remember(run_id, looked)
     if journal.leftovers:
         _delete_reports(run_id, writing, journal.leftovers, limits)
         return 1

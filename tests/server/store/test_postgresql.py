@@ -19,6 +19,7 @@ from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
+from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract, seal_all, seen, unchanged
 
 ALL = Selection()
@@ -61,6 +62,10 @@ class TestPostgresqlSealing(SealingContract):
 
 class TestPostgresqlEvents(EventsContract):
     """What happened to a run, on PostgreSQL."""
+
+
+class TestPostgresqlReplicas(ReplicasContract):
+    """Replicas compared, on PostgreSQL."""
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):

@@ -11,6 +11,7 @@ from collage_server.store import SqliteStore
 
 from tests.server.store.contract import LIMITS, StoreContract
 from tests.server.store.events import EventsContract
+from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract
 
 
@@ -51,6 +52,10 @@ class TestSqliteSealing(SealingContract):
 
 class TestSqliteEvents(EventsContract):
     """What happened to a run, on SQLite."""
+
+
+class TestSqliteReplicas(ReplicasContract):
+    """Replicas compared, on SQLite."""
 
 
 def test_page_settings_are_in_force(store):

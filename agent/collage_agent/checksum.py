@@ -1,0 +1,52 @@
+"""Checksums of replicated weights: the bits of the sampled elements after the step, for the server to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from collage_agent.bucket import Bucket
+from collage_agent.parameters import WatchedParameter
+from collage_agent.totals import SampleSizes
+
+__all__ = ["CHECKSUM_STATISTICS", "Checksums", "block_checksums"]
+
+CHECKSUM_STATISTICS: Final = ("replica_checksum", "replica_checksum_elements")
+_BITS: Final = 2**32 - 1
+_AT_ONCE: Final = 2**18
+_PATTERNS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def block_checksums(values: Tensor, block: int) -> Tensor:
+    """Σ x(2x + 1) mod 2³² over each block of values [slots], x an element's bits: int64 [slots / block].
+
+    x(2x + 1) takes every value once mod 2³²: a change of one element (one half of a 64-bit one) never goes unseen,
+    of several only by an accident of 2⁻³². Integers add up alike in any order and on any device; zeros, and so
+    padding, add nothing. No synchronisation.
+    """
+    patterns = values.view(_PATTERNS[values.element_size()])
+    width = block * patterns.numel() // max(values.numel(), 1)
+    sums = []
+    for piece in torch.split(patterns, _AT_ONCE // block * width):
+        bits = piece.to(torch.int32)
+        mixed = bits.mul(2).add_(1).mul_(bits)
+        sums.append(mixed.view(-1, width).sum(1, dtype=torch.int32))
+    return torch.cat(sums).to(torch.int64).bitwise_and_(_BITS)
+
+
+class Checksums:
+    """Which tensors of a bucket are replicas of others, and their checksums after a step."""
+
+    def __init__(self, members: Sequence[WatchedParameter], sizes: SampleSizes, device: torch.device) -> None:
+        self._sizes = sizes
+        self._elsewhere = torch.tensor([watched.shard.replicated for watched in members]).to(device)
+
+    def rows(self, bucket: Bucket) -> Tensor:
+        """fp64 [2, tensors] in the order of CHECKSUM_STATISTICS, NaN for tensors without a replica elsewhere."""
+        blocks = block_checksums(bucket.parameter_after, bucket.layout.block)
+        sums = self._sizes.columns.sums(blocks.unsqueeze(0)).bitwise_and_(_BITS).to(torch.float64)
+        both = torch.cat((sums, self._sizes.sampled.unsqueeze(0)))
+        return torch.where(self._elsewhere, both, torch.nan)
