@@ -111,7 +111,7 @@ def _by_attempt(view: RunView, steps: Collection[int]) -> Iterator[tuple[int, li
     """Rows with model vectors at these steps, one process a rank, without what is sealed."""
     selection = Selection(first_step=min(steps), last_step=max(steps))
     found: dict[int, list[Row[Any]]] = defaultdict(list)
-    for slab in read_reports(view.connection, view.run_id, (*_PLACE, "model"), "statistics", selection):
+    for slab in read_reports(view.connection, [view.run_id], (*_PLACE, "model"), "statistics", selection):
         for row in slab:
             stream = view.streams.get(row.stream_id)
             if stream is not None and row.step in steps and not view.sealed(row.stream_id, row.seq):
@@ -128,7 +128,7 @@ def _differing(view: RunView, attempt: int, rows: Sequence[Row[Any]]) -> Iterato
     selection = Selection(first_step=min(suspicious), last_step=max(suspicious))
     chosen = {(row.stream_id, row.seq) for row in rows if row.step in suspicious}
     columns = (*_PLACE, "layer_count", "statistics")
-    blocks = read_reports(view.connection, view.run_id, columns, "statistics", selection)
+    blocks = read_reports(view.connection, [view.run_id], columns, "statistics", selection)
     by_step: dict[int, list[Row[Any]]] = defaultdict(list)
     for slab in blocks:
         for row in slab:
