@@ -9,6 +9,7 @@ import torch
 from collage_agent.optim import CollageAdamW
 from collage_agent.optim.arithmetic import Working, Workspace
 from collage_agent.optim.runtime import release_scratch, shared_workspace
+from collage_agent.optim.stepping import chunks
 
 from tests.optim.models import parameters, train
 
@@ -47,12 +48,25 @@ def test_root_of_a_negative_number_is_not_a_number_and_no_warning():
     assert torch.isnan(Working(workspace(1)).square_root(torch.tensor([-1.0]))).all()
 
 
-def test_buffers_are_handed_out_in_turn_and_again():
+def test_scratch_is_handed_out_in_turn_and_again():
     space = workspace(8)
-    first, second = space.take(8), space.take(4)
+    first, second = space.take(), space.take()
+    assert first.shape == second.shape == (8,)
     assert first.data_ptr() != second.data_ptr()
-    space.restart()
-    assert space.take(3).data_ptr() == first.data_ptr()
+    space.give_back(second)
+    assert space.take().data_ptr() == second.data_ptr()
+    space.restart(3)
+    again = space.take()
+    assert again.shape == (3,)
+    assert again.data_ptr() == first.data_ptr()
+
+
+@pytest.mark.parametrize("elements", [0, 1, 150, 151, 1000, 1049])
+def test_chunks_are_nearly_equal_and_none_is_too_long(elements):
+    vector = torch.arange(elements)
+    found = [chunk["parameter"] for chunk in chunks({"parameter": vector}, 100)]
+    assert torch.equal(torch.cat([vector[:0], *found]), vector)
+    assert all(0 < part.numel() <= 150 for part in found)
 
 
 def test_optimizers_share_their_scratch():

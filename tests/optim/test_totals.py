@@ -13,27 +13,12 @@ from collage_agent.optim import (
     CollageSGD,
     totals,
 )
-from collage_agent.optim.codes import CodedChunk
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
-from tests.reference.step_totals import step_totals, taken_down
+from tests.optim.observed import COUNTS, check
+from tests.reference.step_totals import step_totals
 
-SHAPES = ((300, 50), (7,), (1,))
-COUNTS = STEP_TOTALS[:10]
-
-
-def check(row, expected, tolerance=1e-5):
-    found = dict(zip(STEP_TOTALS, row.tolist(), strict=True))
-    assert {name: found[name] for name in COUNTS} == {name: expected[name] for name in COUNTS}
-    for name in STEP_TOTALS[10:]:
-        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=1e-30), name
-
-
-@pytest.fixture
-def intentions(monkeypatch):
-    """The step's own u, chunk by chunk, taken down beside the totals."""
-    return taken_down(monkeypatch)
-
+SHAPES = ((300, 70), (7,), (1,), (300, 50))
 
 CASES: list[tuple[Any, dict[str, Any]]] = [(CollageAdamW, {"strategy": name}) for name in STRATEGIES]
 CASES += [(CollageAdamW, {"strategy": name, "arithmetic": "storage"}) for name in STRATEGIES]
@@ -153,7 +138,22 @@ def test_every_class_of_element(dtype):
     same = step_totals(u, e, e, gradient)
     check(totals.totals_of(totals.Observation(u.clone(), e.clone(), None, gradient)), same)
     for shown, wanted in ((visible, expected), (None, same)):
-        coded = CodedChunk(20, dtype, torch.device("cpu"), shows_all=shown is None)
-        CodedChunk.write(totals.Observation(u, e, shown, gradient), coded.tensors(12))
-        coded.count(12)
-        check(coded.totals(), wanted)
+        observation = totals.Observation(u, e, shown, gradient)
+        check(totals.classified(totals.plain_raw_sums(observation)), wanted)
+        first, second = totals.segmented_totals(observation, [5, 7])
+        check(first + second, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_half_of_an_update_is_faithful_and_anything_less_is_not(dtype):
+    """The next number below a half, whose distance from u rounds to a half."""
+    half, two = torch.tensor([0.5, -0.5], dtype=dtype), torch.tensor([0.0, 0.0], dtype=dtype)
+    e = torch.cat([half, torch.nextafter(half, two), 3 * half, torch.nextafter(3 * half, 4 * half)])
+    u = torch.tensor([1.0, -1.0], dtype=dtype).repeat(4)
+    observation = totals.Observation(u, e, None, u)
+    for found in (
+        totals.totals_of(observation),
+        totals.classified(totals.plain_raw_sums(observation)),
+        totals.segmented_totals(observation, [8])[0],
+    ):
+        assert dict(zip(STEP_TOTALS, found.tolist(), strict=True))["distorted"] == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from collage_agent.optim import observing, stepping, totals
+from collage_agent.optim import base, stepping, totals
 
 
 def step_totals(u, e, visible, gradient):
@@ -34,14 +34,19 @@ def step_totals(u, e, visible, gradient):
 
 
 def taken_down(monkeypatch):
-    """A list that the u of every chunk is added to, as a measured step of ours computes it."""
+    """A list that the u of every tensor is added to, as a measured step of ours computes it; small tensors last."""
     taken: list[torch.Tensor] = []
-    real = totals.totals_of
+    of_one, of_several = totals.totals_of, totals.segmented_totals
 
-    def spy(observation):
+    def one(observation):
         taken.append(observation.intended.clone())
-        return real(observation)
+        return of_one(observation)
 
-    for module in (observing, stepping):
-        monkeypatch.setattr(module, "totals_of", spy)
+    def several(observation, sizes):
+        taken.extend(torch.split(observation.intended.clone(), sizes))
+        return of_several(observation, sizes)
+
+    for module in (base, stepping):
+        monkeypatch.setattr(module, "totals_of", one)
+    monkeypatch.setattr(stepping, "segmented_totals", several)
     return taken

@@ -18,6 +18,7 @@ from collage_agent.optim.arithmetic import Scalar, State, Storage, Working, Work
 from collage_agent.optim.rules import Moment, Rule
 from collage_agent.optim.seeding import Seeding
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Kept, Strategy
+from collage_agent.optim.totals import Observation
 
 __all__ = ["Moved", "Step", "advance_in_storage", "advance_in_working"]
 
@@ -29,7 +30,7 @@ class Step:
     """All that one tensor's step needs to know beside its tensors.
 
     record: takes a tensor's position and its totals, where the step is a measured one; `compiled` then returns
-    totals.
+    totals, and `compiled_observation` what was seen, or None where it cannot be used.
     """
 
     rule: Rule
@@ -41,6 +42,7 @@ class Step:
     workspace: Workspace
     seeding: Seeding | None = None
     compiled: Callable[[State, Mapping[str, Scalar]], Tensor | None] | None = None
+    compiled_observation: Callable[[State, Mapping[str, Scalar]], Observation | None] | None = None
     record: Callable[[int, Tensor], None] | None = None
 
 
@@ -113,7 +115,9 @@ def _store(
         _round_into(value, high, generator)
         return
     high.copy_(value)
-    _round_into(arithmetic.difference(value, high), low, generator)
+    rest = arithmetic.rest(value, high)
+    _round_into(rest, low, generator)
+    arithmetic.give_back(rest)
 
 
 def _round_into(value: Tensor, out: Tensor, generator: torch.Generator | None) -> None:

@@ -30,43 +30,53 @@ class Arithmetic(Protocol):
         """a * b."""
 
     def quotient(self, a: Tensor, b: Tensor) -> Tensor:
-        """a / b."""
+        """a / b; b, a result itself, is used up."""
 
     def square_root(self, a: Tensor) -> Tensor:
         """The square root of a."""
 
     def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
-        """Set state[name] to decay * state[name] + increment and return it (for an expansion its high part)."""
+        """Set state[name] to decay * state[name] + increment and return it (for an expansion its high part);
+        increment, a result itself, is used up."""
 
     def keep_maximum(self, state: State, name: str, other: str) -> Tensor:
         """Set state[name] to the larger of state[name] and state[other] and return it (the high part)."""
 
 
 class Workspace:
-    """Scratch tensors of one device and dtype, allocated once and handed out in turn.
+    """Scratch vectors of one device and dtype, allocated once and used again, the warmest first.
 
-    A chunk's step takes the same buffers in the same order every time; `restart` begins a new chunk. Without
-    reuse of addresses the allocator gives pages back and faults them in again, which costs five times the
+    Without reuse of addresses the allocator gives pages back and faults them in again, which costs five times the
     arithmetic.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._elements = elements
+        self._longest = elements
         self._dtype = dtype
         self._device = device
         self._buffers: list[Tensor] = []
-        self._taken = 0
+        self._views: list[Tensor] = []
+        self._free: list[Tensor] = []
+        self._length = elements
 
-    def restart(self) -> None:
-        """Begin a new chunk: all buffers are free again."""
-        self._taken = 0
+    def restart(self, length: int) -> None:
+        """Begin a chunk of so many elements: all scratch is free again."""
+        if length != self._length:
+            self._views = [buffer[:length] for buffer in self._buffers]
+            self._length = length
+        self._free = self._views[::-1]
 
-    def take(self, elements: int) -> Tensor:
-        """A scratch vector of so many elements, with undefined content."""
-        if self._taken == len(self._buffers):
-            self._buffers.append(torch.empty(self._elements, dtype=self._dtype, device=self._device))
-        self._taken += 1
-        return self._buffers[self._taken - 1][:elements]
+    def take(self) -> Tensor:
+        """A scratch vector as long as the chunk, with undefined content."""
+        if not self._free:
+            self._buffers.append(torch.empty(self._longest, dtype=self._dtype, device=self._device))
+            self._views.append(self._buffers[-1][: self._length])
+            return self._views[-1]
+        return self._free.pop()
+
+    def give_back(self, vector: Tensor) -> None:
+        """Let the next `take` return this vector, which it returned before."""
+        self._free.append(vector)
 
 
 class Working:
@@ -91,29 +101,38 @@ class Working:
 
     def take(self, like: Tensor) -> Tensor:
         """A fresh vector as long as `like`."""
-        if self._workspace is None:
-            return torch.empty_like(like, dtype=self._dtype)
-        return self._workspace.take(like.numel())
+        return torch.empty_like(like, dtype=self._dtype) if self._workspace is None else self._workspace.take()
+
+    def give_back(self, vector: Tensor) -> None:
+        """Say that a result is not needed any more."""
+        if self._workspace is not None:
+            self._workspace.give_back(vector)
 
     def load(self, high: Tensor, low: Tensor | None = None) -> Tensor:
         """A fresh wide copy of a stored value, its low component added."""
         own = self._workspace is None
         value = high.to(self._dtype, copy=True) if own else self.take(high).copy_(high)
-        return value if low is None else value.add_(low)
+        if low is not None:
+            # Operands of one dtype: with two, torch makes a temporary for every operation, outside the scratch.
+            loaded = self.load(low)
+            value.add_(loaded)
+            self.give_back(loaded)
+        return value
 
     def product(self, a: Tensor, b: Tensor | Scalar) -> Tensor:
         return a * b if self._workspace is None else torch.mul(a, b, out=self.take(a))
 
     def quotient(self, a: Tensor, b: Tensor) -> Tensor:
-        return a / b if self._workspace is None else torch.div(a, b, out=self.take(a))
+        return a / b if self._workspace is None else torch.div(a, b, out=b)
 
     def total(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b."""
         return a + b if self._workspace is None else torch.add(a, b, out=self.take(a))
 
-    def difference(self, a: Tensor, b: Tensor) -> Tensor:
-        """a - b."""
-        return a - b if self._workspace is None else torch.sub(a, b, out=self.take(a))
+    def rest(self, value: Tensor, stored: Tensor) -> Tensor:
+        """value - stored, which is of a narrower dtype."""
+        loaded = self.load(stored)
+        return value - loaded if self._workspace is None else torch.sub(value, loaded, out=loaded)
 
     def square_root(self, a: Tensor) -> Tensor:
         if self._workspace is None:
@@ -126,7 +145,9 @@ class Working:
         return root
 
     def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
-        return state[name].mul_(decay).add_(increment)
+        state[name].mul_(decay).add_(increment)
+        self.give_back(increment)
+        return state[name]
 
     def keep_maximum(self, state: State, name: str, other: str) -> Tensor:
         return state[name].copy_(torch.maximum(state[name], state[other]))

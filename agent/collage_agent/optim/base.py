@@ -10,7 +10,14 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from collage_agent.optim import checkpoints
 from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, Working
-from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
+from collage_agent.optim.compiled import (
+    Structure,
+    check_compiled,
+    compiled_observation,
+    compiled_step,
+    compiled_totals,
+    scalar_tensors,
+)
 from collage_agent.optim.guards import (
     check_moments,
     check_range,
@@ -32,6 +39,7 @@ from collage_agent.optim.strategies import (
     check_dtype,
     strategy_named,
 )
+from collage_agent.optim.totals import totals_of
 
 __all__ = ["ARITHMETICS", "CollageOptimizer"]
 
@@ -157,7 +165,8 @@ class CollageOptimizer(Optimizer):
         number = int(member.state["step"].item()) + 1
         step = self._step(group, strategy, True, number, member.parameter.dtype, member.parameter.device)
         components = member.components(["parameter", "gradient", *component_names(strategy, step.moments)])
-        record(member.position, observe_around(step, components, lambda: self.rule.torch_step(*arguments)))
+        observed = observe_around(step, components, lambda: self.rule.torch_step(*arguments))
+        record(member.position, totals_of(observed))
         return True
 
     def _step(
@@ -171,20 +180,14 @@ class CollageOptimizer(Optimizer):
     ) -> Step:
         """Step `number` of this group for tensors of one dtype on one device."""
         moments, scalars = self.rule.moments(group), self.rule.scalars(group, number)
-        compiled = None
+        compiled = observation = None
         if group["compiled"] is not None:
-            structure = Structure(
-                self.rule,
-                strategy,
-                moments,
-                group["maximize"],
-                group["compiled"],
-                dtype,
-                device.type,
-                tuple(scalars),
-                measured=self._runtime.record is not None,
-            )
-            compiled = compiled_step(structure)
+            form = (group["maximize"], group["compiled"], dtype, device.type, tuple(scalars))
+            structure = Structure(self.rule, strategy, moments, *form)
+            if self._runtime.record is None:
+                compiled = compiled_step(structure)
+            else:
+                compiled, observation = compiled_totals(structure), compiled_observation(structure)
         return Step(
             rule=self.rule,
             strategy=strategy,
@@ -197,6 +200,7 @@ class CollageOptimizer(Optimizer):
             if strategy.stochastic
             else None,
             compiled=compiled,
+            compiled_observation=None if compiled is None else observation,
             record=self._runtime.record,
         )
 
@@ -244,7 +248,7 @@ class CollageOptimizer(Optimizer):
         Empty before the first measured step; parameters without gradient are missing.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {parameters[position]: totals for position, totals in self._runtime.totals.items()}
+        return {parameters[position]: totals for position, totals in sorted(self._runtime.totals.items())}
 
     def exact_rule(self) -> Callable[..., tuple[Tensor, State]]:
         """The function that makes this optimizer's step in fp64: `exact_displacement`."""

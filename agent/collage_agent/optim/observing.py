@@ -8,7 +8,7 @@ from torch import Tensor
 from collage_agent.optim.advance import Step, advance_in_storage, advance_in_working
 from collage_agent.optim.arithmetic import Scalar, State, Working
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
-from collage_agent.optim.totals import Observation, totals_of
+from collage_agent.optim.totals import Observation
 
 __all__ = ["observe_around", "observe_storage_chunk", "observe_working_chunk"]
 
@@ -43,13 +43,13 @@ def observe_working_chunk(
     return Observation(moved.displacement, effective, visible, moved.gradient, arithmetic.take)
 
 
-def observe_storage_chunk(step: Step, chunk: State, generator: torch.Generator | None) -> Tensor:
-    """Advance a chunk in storage arithmetic and return its totals; u is computed in fp64, unrounded."""
+def observe_storage_chunk(step: Step, chunk: State, generator: torch.Generator | None) -> Observation:
+    """Advance a chunk in storage arithmetic and return what was seen; u is computed in fp64, unrounded."""
     return observe_around(step, chunk, lambda: advance_in_storage(step, chunk, generator))
 
 
-def observe_around(step: Step, chunk: State, advance: Callable[[], object]) -> Tensor:
-    """Call `advance`, which moves the chunk's components in any way, and return the totals, u and e in fp64."""
+def observe_around(step: Step, chunk: State, advance: Callable[[], object]) -> Observation:
+    """Call `advance`, which moves the chunk's components in any way, and return what was seen, flat and in fp64."""
     before = _kept(chunk, torch.float64)
     visible = chunk["parameter"].to(torch.float64) if _has_more_than_it_shows(chunk) else None
     intended = _exact_displacement(step, chunk, before)
@@ -58,7 +58,7 @@ def observe_around(step: Step, chunk: State, advance: Callable[[], object]) -> T
     change = None if visible is None else chunk["parameter"].to(torch.float64).sub_(visible)
     gradient = chunk["gradient"].to(torch.float64)
     flat = [tensor.reshape(-1) for tensor in (intended, effective, gradient)]
-    return totals_of(Observation(flat[0], flat[1], None if change is None else change.reshape(-1), flat[2]))
+    return Observation(flat[0], flat[1], None if change is None else change.reshape(-1), flat[2])
 
 
 def _exact_displacement(step: Step, chunk: State, value: Tensor) -> Tensor:

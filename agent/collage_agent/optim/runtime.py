@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.optim.arithmetic import Workspace
-from collage_agent.optim.stepping import chunk_elements
+from collage_agent.optim.stepping import longest_chunk
 
 __all__ = ["Runtime", "release_scratch", "shared_workspace"]
 
@@ -26,7 +26,7 @@ def shared_workspace(device: torch.device, dtype: torch.dtype) -> Workspace:
     spaces: dict[tuple[torch.device, torch.dtype], Workspace] = _SCRATCH.__dict__.setdefault("spaces", {})
     found = spaces.get((device, dtype))
     if found is None:
-        found = spaces[device, dtype] = Workspace(chunk_elements(device), dtype, device)
+        found = spaces[device, dtype] = Workspace(longest_chunk(device), dtype, device)
     return found
 
 

@@ -1,5 +1,6 @@
 """One tensor's step: its components as flat memory, chunk by chunk or through the compiled form."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,9 +12,17 @@ from collage_agent.optim.arithmetic import State, Working
 from collage_agent.optim.observing import observe_storage_chunk, observe_working_chunk
 from collage_agent.optim.rules import Moment
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, Kept, Strategy
-from collage_agent.optim.totals import STEP_TOTALS, totals_of
+from collage_agent.optim.totals import STEP_TOTALS, Observation, segmented_totals, totals_of
 
-__all__ = ["Member", "chunk_elements", "chunks", "component_names", "step_tensors", "working_dtype"]
+__all__ = [
+    "Member",
+    "chunk_elements",
+    "chunks",
+    "component_names",
+    "longest_chunk",
+    "step_tensors",
+    "working_dtype",
+]
 
 _CPU_CHUNK_ELEMENTS = 1 << 17
 _CPU_SHORT_CHUNK_ELEMENTS = 1 << 16
@@ -31,6 +40,11 @@ def chunk_elements(device: torch.device, allocating: bool = False) -> int:
     if device.type != "cpu":
         return _DEVICE_CHUNK_ELEMENTS
     return _CPU_SHORT_CHUNK_ELEMENTS if allocating else _CPU_CHUNK_ELEMENTS
+
+
+def longest_chunk(device: torch.device) -> int:
+    """The most elements that `chunks` puts into one chunk here, which scratch must hold."""
+    return chunk_elements(device) * 3 // 2
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,11 +74,13 @@ class Member:
 
 
 def chunks(tensors: State, size: int) -> Iterator[State]:
-    """Slice flat tensors of one length into chunks of `size`."""
+    """Slice flat tensors of one length into chunks of nearly equal length: half as much again as `size` at most."""
     elements = tensors["parameter"].numel()
-    for start in range(0, elements, size):
-        length = min(size, elements - start)
-        yield {name: tensor.narrow(0, start, length) for name, tensor in tensors.items()}
+    length = math.ceil(elements / max(1, round(elements / size)))
+    if length == elements:
+        return iter([tensors] if elements else [])
+    sliced = zip(*(torch.split(tensor, length) for tensor in tensors.values()), strict=True)
+    return (dict(zip(tensors, parts, strict=True)) for parts in sliced)
 
 
 def component_names(strategy: Strategy, moments: tuple[Moment, ...]) -> list[str]:
@@ -86,16 +102,16 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     the same, as elements never mix; random numbers are drawn by tensor, so stochastic strategies go one by one.
     """
     names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
-    small: list[State] = []
+    small: list[tuple[int, State]] = []
     gathered = 0
     for member in members:
         components = member.components(names)
         elements = components["parameter"].numel()
-        together = elements <= _SMALL_ELEMENTS and step.seeding is None and step.record is None
+        together = 0 < elements <= _SMALL_ELEMENTS and step.seeding is None
         if not together or not all(tensor.is_contiguous() for tensor in components.values()):
             step_components(step, components, member.position)
             continue
-        small.append({name: tensor.view(-1) for name, tensor in components.items()})
+        small.append((member.position, {name: tensor.view(-1) for name, tensor in components.items()}))
         gathered += elements
         if gathered >= _TOGETHER_ELEMENTS:
             _step_together(step, small)
@@ -114,17 +130,21 @@ def step_components(step: Step, components: State, position: int) -> None:
             tensor.copy_(dense[name])
 
 
-def _step_together(step: Step, members: list[State]) -> None:
-    """Step several tensors' flat components as one vector, and copy the results back."""
-    if len(members) == 1:
-        _step_flat(step, members[0], 0)
-        return
-    sizes = [components["parameter"].numel() for components in members]
-    joined = {name: torch.cat([components[name] for components in members]) for name in members[0]}
-    _step_flat(step, joined, 0)
+def _step_together(step: Step, members: list[tuple[int, State]]) -> None:
+    """Step several tensors' flat components as one vector, record totals if asked to, and copy the results back."""
+    parts = [components for _, components in members]
+    alone = len(parts) == 1
+    joined = parts[0] if alone else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    sizes = [part["parameter"].numel() for part in parts]
+    if step.record is None:
+        _step_flat(step, joined, 0)
+    else:
+        rows = segmented_totals(_observed(step, joined, None), sizes)
+        for (position, _), row in zip(members, rows.unbind(), strict=True):
+            step.record(position, row)
     for name, tensor in joined.items():
-        if name != "gradient":
-            torch._foreach_copy_([components[name] for components in members], list(torch.split(tensor, sizes)))
+        if name != "gradient" and not alone:
+            torch._foreach_copy_([part[name] for part in parts], list(torch.split(tensor, sizes)))
 
 
 def _step_flat(step: Step, flat: State, position: int) -> None:
@@ -146,14 +166,23 @@ def _step_flat(step: Step, flat: State, position: int) -> None:
 
 def _step_chunk(step: Step, chunk: State, generator: torch.Generator | None) -> Tensor | None:
     """Advance one chunk; its totals on a measured step, else None."""
+    if step.record is not None:
+        return totals_of(_observed(step, chunk, generator))
     if step.storage_arithmetic:
-        if step.record is not None:
-            return observe_storage_chunk(step, chunk, generator)
         advance_in_storage(step, chunk, generator)
         return None
-    step.workspace.restart()
-    arithmetic = Working(step.workspace)
-    if step.record is not None:
-        return totals_of(observe_working_chunk(step, arithmetic, chunk, generator=generator))
-    advance_in_working(step, arithmetic, chunk, generator=generator)
+    step.workspace.restart(chunk["parameter"].numel())
+    advance_in_working(step, Working(step.workspace), chunk, generator=generator)
     return None
+
+
+def _observed(step: Step, chunk: State, generator: torch.Generator | None) -> Observation:
+    """Advance one chunk, compiled where that is to be had, and return what was seen."""
+    if step.storage_arithmetic:
+        return observe_storage_chunk(step, chunk, generator)
+    if step.compiled_observation is not None:
+        found = step.compiled_observation(chunk, step.scalars)
+        if found is not None:
+            return found
+    step.workspace.restart(chunk["parameter"].numel())
+    return observe_working_chunk(step, Working(step.workspace), chunk, generator=generator)
