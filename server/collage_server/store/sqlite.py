@@ -17,6 +17,7 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
+from collage_server.store.folder import folder_lock
 from collage_server.store.journal import ReportRow
 from collage_server.store.migrate import migrate
 from collage_server.store.space import return_pages, sqlite_sizes
@@ -77,8 +78,9 @@ class SqliteStore(SqlStore):
 
     @contextmanager
     def _claim(self, run_id: str) -> Iterator[bool]:
-        """The file has one server; nobody else seals."""
-        yield True
+        """Several servers may serve a file, one of them seals at a time."""
+        with folder_lock(self.path.parent) as mine:
+            yield mine
 
     @contextmanager
     def _begin_writing(self) -> Iterator[Connection]:

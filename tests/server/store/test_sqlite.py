@@ -9,7 +9,8 @@ import pytest
 from collage_server.errors import StoreUnusable
 from collage_server.store import SqliteStore
 
-from tests.server.store.contract import LIMITS, StoreContract
+from tests.server.samples import report
+from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract
@@ -85,3 +86,14 @@ def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path):
 def test_the_file_survives_a_second_opening(store):
     store.close()
     opened(store.path).close()
+
+
+def test_of_two_servers_on_one_file_one_seals_at_a_time(store):
+    other = opened(store.path)
+    stream = StoreContract.fill(store)
+    StoreContract.append(store, stream, *(report(i, i + 1) for i in range(40)))
+    with store._claim("r1") as mine:
+        assert mine
+        assert not other.seal("r1", NOW)
+    assert other.seal("r1", NOW)
+    other.close()

@@ -1,0 +1,152 @@
+"""`python -m tests.torture`: servers and databases killed at random while reports come and are read; a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from collage_server.store import PostgresqlStore
+
+from tests.server.store.postgresql import SETTINGS, Cluster, find_programs
+from tests.torture.disk import SmallDisk
+from tests.torture.lives import PostgresqlLives, SqliteLives
+from tests.torture.migration import end_in_migration
+from tests.torture.zygote import Zygote
+
+__all__ = ["LANES", "torture"]
+
+LANES = {
+    "sqlite": 0.4,
+    "sqlite, small disk": 0.08,
+    "sqlite, migration": 0.1,
+    "postgresql": 0.28,
+    "postgresql, small disk": 0.04,
+    "postgresql, migration": 0.1,
+}
+"""Each lane's share of the kills."""
+_KILLS_A_RUN = 25
+_SMALL = (*SETTINGS, "max_wal_size=64MB", "min_wal_size=32MB", "wal_keep_size=0")
+
+
+@contextmanager
+def _cluster(folder, settings=SETTINGS):
+    programs = find_programs()
+    assert programs is not None, "no PostgreSQL programs (initdb, postgres); install postgresql"
+    cluster = Cluster(folder, programs, settings)
+    cluster.create()
+    cluster.start()
+    try:
+        PostgresqlStore(cluster.url("postgres"), stale_after_seconds=600.0).migrate()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def _storm(lives, kinds, kills):
+    """Runs one after the other, each through so many ends, every kind in turn."""
+    due: list[str] = []
+    number = 0
+    while sum(lives.kills.values()) < kills and not lives.findings:
+        number += 1
+        lives.begin(f"r{number}")
+        stop = min(kills, sum(lives.kills.values()) + _KILLS_A_RUN)
+        while sum(lives.kills.values()) < stop - 1 and not lives.ledger.findings:
+            due = due or lives.random.sample(kinds, len(kinds))
+            lives.end(due.pop())
+        lives.finish()
+
+
+def _lane(lane, folder, zygote, seed, kills, opened):
+    """The lives of one lane, with what they count."""
+    database, _, special = lane.partition(", ")
+    disk = None
+    if special == "small disk":
+        disk = SmallDisk(folder, 64 if database == "sqlite" else 400)
+        opened.callback(disk.close)
+    lives: SqliteLives | PostgresqlLives = SqliteLives(folder / "data", zygote, seed)
+    if database == "postgresql":
+        home = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=folder if disk else None)))
+        cluster = opened.enter_context(_cluster(home, _SMALL if disk else SETTINGS))
+        lives = PostgresqlLives(folder / "data", zygote, seed, cluster)
+    lives.disk = disk
+    if special == "migration":
+        _migrations(lives, folder, kills)
+    else:
+        _storm(lives, ["disk full"] if disk else lives.kinds, kills)
+    return lives
+
+
+def _migrations(lives, folder, kills):
+    count = 0
+    while sum(lives.kills.values()) < kills and not lives.findings:
+        count += 1
+        lives.folder = folder / f"migration-{count}"
+        if isinstance(lives, PostgresqlLives):
+            lives.cluster.execute(f"CREATE DATABASE migration_{count}")
+            lives.url = lives.cluster.url(f"migration_{count}")
+        end_in_migration(lives, released=count % 3 != 0)
+
+
+def torture(kills, seed, say, lanes=tuple(LANES)):
+    """Rows of the table, and what should not have been; `say` is told of each lane that ends."""
+    rows, findings = [], []
+    share = sum(LANES[lane] for lane in lanes)
+    with tempfile.TemporaryDirectory() as home:
+        # PostgreSQL runs as another user, who must get to its disk.
+        Path(home).chmod(0o755)
+        zygote = Zygote(Path(home) / "servers.log")
+        try:
+            for number, lane in enumerate(lanes):
+                with ExitStack() as opened:
+                    begun, folder = time.monotonic(), Path(home) / f"lane-{number}"
+                    folder.mkdir()
+                    wanted = max(round(kills * LANES[lane] / share), 2)
+                    lives = _lane(lane, folder, zygote, random.Random(f"{seed} {lane}").random(), wanted, opened)
+                how = f" ({lives.disk.how})" if lives.disk else ""
+                for kind, count in sorted(lives.kills.items()):
+                    rows.append(
+                        {"lane": lane + how, "end": kind, "kills": count, "reports": lives.acknowledged[kind]}
+                    )
+                findings += [f"{lane}: {text}" for text in lives.findings]
+                seconds = time.monotonic() - begun
+                say(
+                    f"{lane}: {sum(lives.kills.values())} kills, {seconds:.0f} s, {lives.looks} looks of the reader"
+                )
+        finally:
+            zygote.close()
+    return rows, findings
+
+
+def main():
+    """The table on standard output; ends with 1 when something was lost, doubled or half seen."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--lane", action="append", choices=tuple(LANES))
+    chosen = parser.parse_args()
+    sys.stdout.write(f"seed {chosen.seed}\n")
+    lanes = tuple(chosen.lane or LANES)
+    rows, findings = torture(chosen.kills, chosen.seed, lambda text: sys.stderr.write(f"{text}\n"), lanes)
+    for row in rows:
+        sys.stdout.write(f"{row['lane']:<52} {row['end']:<24} {row['kills']:>6} {row['reports']:>8}\n")
+    total = sum(row["kills"] for row in rows)
+    reports = sum(row["reports"] for row in rows)
+    sys.stdout.write(
+        f"{total} kills, {reports} reports acknowledged; lost, doubled or half seen: {len(findings)}\n"
+    )
+    for finding in findings:
+        sys.stdout.write(f"  {finding}\n")
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"seed": chosen.seed, "rows": rows, "findings": findings}, indent=1))
+    sys.exit(bool(findings))
+
+
+if __name__ == "__main__":
+    main()

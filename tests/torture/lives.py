@@ -1,0 +1,253 @@
+"""One database, three senders and a reader that go on all the time, and server lives that end badly one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+
+import httpx
+from collage_server.store import PostgresqlStore, SqliteStore
+
+from collage_monitor import wire
+from tests.ports import free_port
+from tests.server.samples import stream_create
+from tests.server.store.contract import LIMITS
+from tests.torture.clients import Reader, Sender, ask
+from tests.torture.disk import SmallDisk
+from tests.torture.ledger import RANKS, Ledger
+from tests.torture.verify import verify
+from tests.torture.zygote import gone
+
+__all__ = ["Lives", "PostgresqlLives", "SqliteLives"]
+
+_PATIENCE_SECONDS = 60.0
+
+
+class Lives:
+    """`end(kind)` lives and ends one life, or two that belong together; kills are counted by kind in `kills`."""
+
+    kinds: tuple[str, ...] = ("anywhere", "starting", "commit", "answer", "seal", "two servers")
+
+    def __init__(self, folder, zygote, seed):
+        self.folder = folder
+        self.zygote = zygote
+        self.random = random.Random(seed)
+        self.ports = (free_port(), free_port())
+        self.urls = [f"http://127.0.0.1:{self.ports[0]}"]
+        self.kills: Counter[str] = Counter()
+        self.acknowledged: Counter[str] = Counter()
+        self.findings: list[str] = []
+        self.looks = 0
+        self.ledger = Ledger()
+        self.clients: list[Sender | Reader] = []
+        self.run_id = ""
+        self.disk: SmallDisk | None = None
+
+    def arguments(self):
+        """What a server needs beside its port."""
+        return ["--no-auth", "--dir", self.folder]
+
+    def store(self):
+        """The database opened from outside, as the verification does."""
+        raise NotImplementedError
+
+    def start(self, which=0, die=None):
+        """A server's life; its process id."""
+        return self.zygote.start(
+            "serve",
+            [*self.arguments(), "--port", self.ports[which]],
+            die=die,
+            seal_interval_seconds=0.05,
+            busy_timeout_seconds=2.0,
+            disk_reserve_bytes=1,
+            shutdown_seconds=4.0,
+        )
+
+    def kill(self, pid, kind):
+        """SIGKILL, if it has not ended itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        assert gone(pid, 10)
+        self.kills[kind] += 1
+
+    def progress(self, count=1):
+        """Wait until so many more reports are acknowledged."""
+        wanted, deadline = self.ledger.total + count, time.monotonic() + _PATIENCE_SECONDS
+        while self.ledger.total < wanted and not self.findings and not self.ledger.findings:
+            assert time.monotonic() < deadline, (
+                f"nothing was acknowledged for {_PATIENCE_SECONDS} s: {self.zygote.log}"
+            )
+            time.sleep(0.005)
+
+    def begin(self, run_id):
+        """A run of its own, its senders and its reader."""
+        self.run_id, self.ledger = run_id, Ledger()
+        pid = self.start()
+        with httpx.Client(timeout=10.0, trust_env=False) as client:
+            streams = [
+                stream_create(f"{run_id}-{rank}", f"{run_id}-launch", rank=rank, world_size=RANKS)
+                for rank in range(RANKS)
+            ]
+            for path, message in (
+                ("/projects/p/runs", wire.RunCreate(run_id=run_id)),
+                (f"/runs/{run_id}/attempts", wire.AttemptCreate(launch_id=f"{run_id}-launch", first_step=1)),
+                *((f"/runs/{run_id}/streams", stream) for stream in streams),
+            ):
+                while ask(client, self.urls[0], "POST", path, message) is None:
+                    threading.Event().wait(0.02)
+        seeds = [self.random.random() for _ in range(RANKS + 1)]
+        self.clients = [Sender(self.ledger, self.urls, run_id, seeds[rank], rank) for rank in range(RANKS)]
+        self.clients.append(Reader(self.ledger, self.urls, run_id, seeds[-1]))
+        for thread in self.clients:
+            thread.start()
+        self.progress()
+        self.kill(pid, "anywhere")
+
+    def end(self, kind):
+        """One life that ends like this."""
+        before = self.ledger.total
+        getattr(self, f"end_{kind.replace(' ', '_')}", self.end_at_a_point)(kind)
+        self.acknowledged[kind] += self.ledger.total - before
+
+    def end_anywhere(self, kind):
+        pid = self.start()
+        self.progress(self.random.randint(1, 30))
+        time.sleep(0.1 * self.random.random())
+        self.kill(pid, kind)
+
+    def end_starting(self, kind):
+        pid = self.start()
+        time.sleep(0.3 * self.random.random())
+        self.kill(pid, kind)
+
+    def end_at_a_point(self, kind):
+        pid = self.start(die=(kind, self.random.randint(1, 30)))
+        self.kill(pid, kind if gone(pid, 10) else "anywhere")
+
+    def end_two_servers(self, kind):
+        pids = [self.start(0), self.start(1)]
+        self.urls.append(f"http://127.0.0.1:{self.ports[1]}")
+        self.progress(self.random.randint(10, 60))
+        self.kill(pids[1], kind)
+        self.urls.pop()
+        self.progress(10)
+        self.kill(pids[0], kind)
+
+    def end_disk_full(self, kind):
+        """Full while reports come; half of the time killed and started on the full disk, too."""
+        assert self.disk is not None
+        pid = self.start()
+        self.progress(self.random.randint(1, 30))
+        self.disk.fill(pid)
+        time.sleep(0.2 + 0.5 * self.random.random())
+        if self.disk.mounted and self.random.random() < 0.5:
+            self.kill(pid, kind)
+            pid = self.start()
+            time.sleep(0.5 * self.random.random())
+        self.disk.free(pid)
+        self.revive()
+        if gone(pid, 0.05):
+            pid = self.start()
+        self.progress(5)
+        self.kill(pid, kind)
+
+    def revive(self):
+        """What an operator does after the disk was full, beside making room."""
+
+    def finish(self):
+        """Let the senders finish their batch, then verify the run in every way."""
+        pid = self.start()
+        for client in self.clients:
+            client.stopping.set()
+        for client in self.clients:
+            client.join(_PATIENCE_SECONDS)
+            assert not client.is_alive()
+        self.looks += self.clients[-1].looks  # type: ignore[union-attr]
+        verify(self.ledger, self.urls[0], self.run_id, self.store)
+        self.findings += self.ledger.findings
+        self.kill(pid, "anywhere")
+
+
+class SqliteLives(Lives):
+    """Servers on one file."""
+
+    kinds = (*Lives.kinds, "second writer")
+
+    def store(self):
+        return SqliteStore(self.folder / "collage.sqlite", stale_after_seconds=600.0, limits=LIMITS)
+
+    def end_second_writer(self, kind):
+        """Another program holds the file's lock with changes of its own, and is killed."""
+        pid = self.start()
+        self.progress()
+        other = self.zygote.start("hold", [self.folder / "collage.sqlite", 0.2 + 0.3 * self.random.random()])
+        assert gone(other, 20)
+        self.kills[kind] += 1
+        self.progress()
+        self.kill(pid, kind)
+
+
+class PostgresqlLives(Lives):
+    """Any number of servers on one cluster, which is killed as well."""
+
+    kinds = (*Lives.kinds, "cluster killed", "cluster stopped at once", "backend killed")
+
+    def __init__(self, folder, zygote, seed, cluster, database="postgres"):
+        super().__init__(folder, zygote, seed)
+        self.cluster = cluster
+        self.url = cluster.url(database)
+
+    def arguments(self):
+        return [*super().arguments(), "--database", self.url]
+
+    def store(self):
+        return PostgresqlStore(self.url, stale_after_seconds=600.0, limits=LIMITS)
+
+    def end_cluster_killed(self, kind, number=signal.SIGKILL):
+        """The server lives on, and must find the database again."""
+        pid = self.start()
+        self.progress(self.random.randint(1, 30))
+        self.cluster.end(number)
+        self.kills[kind] += 1
+        time.sleep(0.3 * self.random.random())
+        self.restart()
+        self.progress()
+        self.kill(pid, kind)
+
+    def end_cluster_stopped_at_once(self, kind):
+        self.end_cluster_killed(kind, signal.SIGQUIT)
+
+    def end_backend_killed(self, kind):
+        """One of PostgreSQL's own processes: the postmaster then restarts them all."""
+        pid = self.start()
+        self.progress(self.random.randint(1, 30))
+        found = self.cluster.execute("SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'")
+        mine = [int(line) for line in found.split()]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.random.choice(mine), signal.SIGKILL)
+        self.kills[kind] += 1
+        self.progress()
+        self.kill(pid, kind)
+
+    def revive(self):
+        """A cluster that cannot write its log ends."""
+        for _ in range(20):
+            process = self.cluster.process
+            if process is not None and process.poll() is not None:
+                return self.restart()
+            time.sleep(0.05)
+        return None
+
+    def restart(self):
+        """Once its last processes have noticed; memory that they share keeps a new one out until then."""
+        for _ in range(50):
+            try:
+                return self.cluster.start()
+            except AssertionError:
+                time.sleep(0.1)
+        raise TimeoutError("the cluster does not start again")

@@ -1,0 +1,60 @@
+"""Migrations killed at random statements until one gets through: from nothing, and from the previous release."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+
+import httpx
+
+from tests.server.store.release import holds, read_release
+from tests.server.store.test_release import as_released
+from tests.torture.zygote import gone
+
+__all__ = ["end_in_migration"]
+
+_STATEMENTS = {True: 14, False: 90}
+"""About how many there are from the previous release on, and from nothing."""
+_TRIES = 4
+
+
+def end_in_migration(lives, released):
+    """A few kills of one database's migration; then a life gets through, and must answer as the release did."""
+    if released:
+        as_released(lives.store())
+    by_command = "--database" in lives.arguments()
+    for _ in range(_TRIES):
+        die = ("migration", lives.random.randint(1, _STATEMENTS[released]))
+        command = lives.arguments()[-2:]
+        pid = lives.zygote.start("migrate", command, die=die) if by_command else lives.start(die=die)
+        if not gone(pid, 5):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            assert gone(pid, 10)
+        lives.kills["migration"] += 1
+    if by_command:
+        assert gone(lives.zygote.start("migrate", lives.arguments()[-2:]), 60)
+    pid = lives.start()
+    _compare(lives, released)
+    lives.kill(pid, "migration")
+
+
+def _compare(lives, released):
+    with httpx.Client(base_url=lives.urls[0], timeout=10.0, trust_env=False) as client:
+        deadline = time.monotonic() + 60.0
+        while not _ready(client):
+            assert time.monotonic() < deadline, f"it does not serve: {lives.zygote.log}"
+            time.sleep(0.02)
+        for path, answer in read_release()[2].items() if released else ():
+            if path.startswith("/runs/r1/") and not holds(json.loads(client.get(f"/api/v1{path}").content), answer):
+                lives.findings.append(f"after an interrupted migration {path} answers something else")
+
+
+def _ready(client):
+    try:
+        return client.get("/readyz").is_success
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,54 @@
+"""The torture in short, with a fixed seed; `make torture` goes on for longer, with another one each time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.store.postgresql import programs_or_skip
+from tests.torture.__main__ import LANES, torture
+from tests.torture.ledger import RANKS, Ledger, members, report_of
+from tests.torture.verify import _compare
+
+SHORT = {
+    "sqlite": 11,
+    "sqlite, small disk": 4,
+    "sqlite, migration": 5,
+    "postgresql": 14,
+}
+
+
+@pytest.mark.parametrize("lane", SHORT)
+def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_half_seen(lane):
+    if lane.startswith("postgresql"):
+        programs_or_skip()
+    rows, findings = torture(SHORT[lane], 7, print, (lane,))
+    assert findings == []
+    assert sum(row["kills"] for row in rows) >= SHORT[lane]
+
+
+@pytest.mark.nightly
+def test_two_hundred_kills():
+    programs_or_skip()
+    rows, findings = torture(200, 11, print, tuple(LANES))
+    assert findings == []
+    assert sum(row["kills"] for row in rows) >= 200
+
+
+def test_a_point_of_half_a_report_is_told_from_whole_ones():
+    assert members(60.0 / 360.0, 1) == {0}
+    assert members(180.0 / 720.0, 2) == {0, 1}
+    assert members(360.0 / 1080.0, 3) == {0, 1, 2}
+    for ratio, ranks in ((60.0 / 720.0, 2), (120.0 / 360.0 + 1e-6, 1), (420.0 / 1080.0, 3), (0.0, 1)):
+        assert members(ratio, ranks) is None
+
+
+def test_a_lost_and_a_doubled_report_are_found(store):
+    """The verification can fail: one report that was never stored, one that was stored under two numbers."""
+    ledger = Ledger()
+    for rank in range(RANKS):
+        ledger.acknowledge(rank, ledger.next_group(rank, 3))
+    _compare(ledger, store(lambda rank: [report_of(rank, step) for step in (1, 2, 3)]), "r1")
+    assert ledger.findings == []
+    _compare(ledger, store(lambda rank: [report_of(rank, step) for step in (1, 3)]), "r1")
+    assert any("lost" in finding for finding in ledger.findings)
+    assert any("streams count" in finding for finding in ledger.findings)

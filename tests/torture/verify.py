@@ -1,0 +1,81 @@
+"""After the storm: every acknowledged report once, no other, the same from the journal and from chunks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+
+import httpx
+import numpy as np
+from collage_server.store import Selection, SqliteStore
+
+from collage_monitor import wire
+from tests.torture.clients import ask
+from tests.torture.ledger import RANKS, report_of
+
+__all__ = ["verify"]
+
+_BATCH = 200
+
+
+def verify(ledger, url, run_id, make_store):
+    """Findings go to the ledger. Every sender has ended between two batches, so what was sent is acknowledged."""
+    with httpx.Client(timeout=30.0, trust_env=False) as client:
+        _resend(ledger, client, url, run_id)
+        _until(lambda: ask(client, url, "PATCH", f"/runs/{run_id}", wire.RunUpdate(state="finished")))
+    with closing(make_store()) as store:
+        store.open()
+        deadline = time.monotonic() + 60.0
+        while run_id in store.journal_runs():
+            assert time.monotonic() < deadline, "the journal of a finished run is not sealed"
+            time.sleep(0.05)
+        _compare(ledger, store, run_id)
+        if isinstance(store, SqliteStore):
+            with store._reading() as connection:
+                answer = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
+            if answer != "ok":
+                ledger.find(f"integrity_check: {answer}")
+
+
+def _until(work):
+    while (answer := work()) is None:
+        threading.Event().wait(0.03)
+    return answer
+
+
+def _resend(ledger, client, url, run_id):
+    """All that was acknowledged, once more: the server has it, and takes none of it."""
+    for rank, last in enumerate(ledger.acknowledged):
+        path = f"/streams/{run_id}-{rank}/reports"
+        for first in range(1, last + 1, _BATCH):
+            steps = range(first, min(first + _BATCH, last + 1))
+            batch = wire.ReportBatch(reports=[report_of(rank, step) for step in steps])
+            answer = _until(lambda path=path, batch=batch: ask(client, url, "POST", path, batch, wire.encode_batch))
+            told = wire.decode_message(answer.content, wire.BatchAnswer, wire.JSON)
+            if (told.accepted, told.duplicates) != (0, len(steps)):
+                ledger.find(f"rank {rank}, steps {steps}: sent again, answered {told}")
+
+
+def _compare(ledger, store, run_id):
+    """Sums, counts and scalars of every step, from chunks alone."""
+    last = max(ledger.acknowledged)
+    steps = np.arange(1, last + 1)
+    there = np.array([[step <= end for step in steps] for end in ledger.acknowledged])
+    weights = (there * (1 + np.arange(RANKS))[:, None]).sum(axis=0)
+    model = store.model_points(run_id, ["lost", "measured_steps"], Selection())
+    layers = store.layer_points(run_id, ["lost"], Selection())
+    loss = store.scalar_points(run_id, ["loss"], Selection())["loss"]
+    for what, found, expected in (
+        ("steps", model.steps, steps),
+        ("ranks", model.ranks, there.sum(axis=0)),
+        ("lost", model.totals["lost"], 60.0 * weights),
+        ("lost by layer", layers.totals["lost"], 10.0 * weights[:, None] * np.array([1, 2, 3])),
+        ("steps of the loss", loss.steps, steps),
+        ("loss", loss.values, 4.0 - 0.01 * steps),
+    ):
+        if np.shape(found) != np.shape(expected) or not np.allclose(found, expected, rtol=1e-12):
+            ledger.find(f"{what}: {len(found)} values are not the {len(expected)} that were acknowledged")
+    counts = {stream.rank: stream.reports for stream in store.streams(run_id)}
+    if counts != dict(enumerate(ledger.acknowledged)):
+        ledger.find(f"streams count {counts}, acknowledged were {ledger.acknowledged}")
