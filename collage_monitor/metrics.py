@@ -199,6 +199,25 @@ _METRICS = (
         ideal=0.0,
     ),
     Metric(
+        "counterfactual_edq_ratio",
+        "EDQ, had the weights been kept otherwise",
+        "ratio",
+        "counterfactual_kept_sum / counterfactual_squared_sum",
+        "What another method would have kept of these very steps, from the same θ and u. "
+        "Stochastic rounding keeps 1 in expectation: see its variance.",
+        label="method/dtype",
+        ideal=1.0,
+    ),
+    Metric(
+        "counterfactual_variance_ratio",
+        "Noise, had the weights been kept otherwise",
+        "ratio",
+        "counterfactual_variance_sum / counterfactual_squared_sum",
+        "How much noise stochastic rounding would have added to an update, in units of the update's square.",
+        label="method/dtype",
+        ideal=0.0,
+    ),
+    Metric(
         "state_decrement_ratio",
         "State decrement",
         "ratio",
@@ -437,6 +456,8 @@ def _look_up(key: str, table: dict[str, _Entry], kind: str) -> _Entry:
         raise CatalogueError(f"{kind} {key!r}: {name} takes {wanted}")
     if entry.label == "octave" and label not in HISTOGRAM_LABELS:
         raise CatalogueError(f"{kind} {key!r}: octaves run from {HISTOGRAM_LABELS[1]} to {HISTOGRAM_LABELS[-2]}")
+    if entry.label == "method/dtype" and not all(str(label).partition("/")[::2]):
+        raise CatalogueError(f"{kind} {key!r}: {name} takes a method and a dtype, {name}/light/bf16")
     if entry.label == "steps" and not str(label).isdigit():
         raise CatalogueError(f"{kind} {key!r}: a window's label is its length in steps, {name}/64")
     return entry

@@ -246,7 +246,11 @@ class Attached:
         assert self._iterations is not None
         try:
             with self._governor.timing(), isolated(_device_of(self.meter)):
-                self.totals = self.meter.after(self.stepping, self.whole if self._governor.whole else None)
+                self.totals = self.meter.after(
+                    self.stepping,
+                    self.whole if self._governor.whole else None,
+                    counterfactuals=self._governor.rarely(self._entered),
+                )
             self._iterations.measured = True
         except Exception as error:
             self._guard.caught("measuring a step", error)

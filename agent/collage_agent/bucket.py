@@ -17,6 +17,7 @@ from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.quantised import reading
 from collage_agent.sampling import TensorSample
+from collage_agent.stats import fp8_scales
 from collage_agent.stats.histogram import BINS
 
 __all__ = ["Bucket", "Followed"]
@@ -83,6 +84,7 @@ class Bucket:
         self._decay: float | Tensor | None = None
         self._scalars: dict[str, Any] = {}
         self._keys_before: tuple[str, ...] = ()
+        self._scales: Tensor | None = None
         self._workspace = Workspace()
         self._padding = [
             torch.tensor([slot - start for slot in self.layout.padding if start <= slot < start + CHUNK_SLOTS])
@@ -121,12 +123,19 @@ class Bucket:
             self._keys_before += (stored.GRADIENT,)
 
     def measure(
-        self, states: Sequence[Mapping[str, Any]], scale: Tensor | None, followed: Sequence[Followed]
+        self,
+        states: Sequence[Mapping[str, Any]],
+        scale: Tensor | None,
+        followed: Sequence[Followed],
+        *,
+        counterfactuals: bool = False,
     ) -> BlockTotals:
         """Gather again after the step, work out u and e, and reduce them to block totals.
 
-        `scale`: what the gathered gradients are to be divided by. Runs inside `isolated`.
+        `scale`: what the gathered gradients are to be divided by; `counterfactuals`: add what other ways of keeping
+        the weights would have kept. Runs inside `isolated`.
         """
+        self._scales = self._fp8_scales() if counterfactuals else None
         keys_after = (stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0]))
         self._gather(self._after, stored.PARAMETER, self.parameters)
         for key in keys_after[1:]:
@@ -196,7 +205,13 @@ class Bucket:
             columns=self.layout.columns[slots.start // block : slots.stop // block],
             tensors=len(self.members),
             padding=self._padding[chunk],
+            scales=None if self._scales is None else self._scales[slots.start // block : slots.stop // block],
         )
+
+    def _fp8_scales(self) -> Tensor:
+        weights = stored.stored_parameter(self._keys_before, self.intent.kept)
+        values = self._before[weights[0]].values
+        return fp8_scales(values, self.layout.columns, len(self.members), self.layout.block)
 
     def _gather_state(self, into: dict[str, Staging], key: str, states: Sequence[Mapping[str, Any]]) -> None:
         tensors = [reading(state, key) for state in states]

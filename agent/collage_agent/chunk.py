@@ -12,8 +12,10 @@ from collage_agent import stored
 from collage_agent.intended import Before, Intended, Values
 from collage_agent.keeping import Sums, average_sums, decay_sums, residual_of, residual_sums
 from collage_agent.stats import (
+    COUNTERFACTUAL_SUMS,
     class_codes,
     count_classes,
+    counterfactual_block_sums,
     edq_block_sums,
     edq_products,
     leave_out,
@@ -47,7 +49,8 @@ class BlockTotals:
 class Observation(Before):
     """A run of gathered slots before and after the live step.
 
-    `columns` [blocks] int64 names each block's tensor of `tensors`; `padding` lists slots that hold nothing.
+    `columns` [blocks] int64 names each block's tensor of `tensors`; `padding` lists slots that hold nothing;
+    `scales` fp64 [blocks] are those of fp8 where counterfactuals are asked for.
     """
 
     after: Values
@@ -55,6 +58,7 @@ class Observation(Before):
     columns: Tensor
     tensors: int
     padding: Tensor
+    scales: Tensor | None
 
 
 class Chunk:
@@ -132,6 +136,9 @@ class Chunk:
             fills += ulp_octave_counts(
                 residual, parameter, parameter.dtype, seen.columns, seen.tensors, block, gaps=0.5
             )
+        if seen.scales is not None and self._averages.known:
+            sums = counterfactual_block_sums(self.parameter, self.intended, seen.scales, block)
+            found.append((COUNTERFACTUAL_SUMS, sums))
         return found
 
     def _leave_out_nonfinite(self) -> None:

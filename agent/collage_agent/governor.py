@@ -11,6 +11,7 @@ __all__ = ["Governor"]
 
 _STEPS_BEFORE_JUDGING: Final = 4
 _WARM_UP_STEPS: Final = 2
+_STEPS_BETWEEN_MORE: Final = 100
 _MAXIMUM_DOUBLINGS: Final = 6
 _SMALLEST_SAMPLE: Final = 1024
 _ROOM_TO_SPARE: Final = 0.25
@@ -51,6 +52,10 @@ class Governor:
     def interval(self) -> int:
         """Steps from one measured step to the next."""
         return self._every << self.doublings
+
+    def rarely(self, step: int) -> bool:
+        """Whether a measured step is one that does more: about one in a hundred steps, fewer with doublings."""
+        return step % (self._every * -(-_STEPS_BETWEEN_MORE // self._every) << self.doublings) == 0
 
     @property
     def agent_cpu_seconds(self) -> float:

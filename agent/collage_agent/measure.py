@@ -24,6 +24,7 @@ from collage_agent.quantised import reading
 from collage_agent.sampling import TensorSample, draw
 from collage_agent.scaling import loss_scaling
 from collage_agent.shards import placed_alike
+from collage_agent.stats import COUNTERFACTUAL_SUMS
 from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
 from collage_agent.whole import WholeTotals
 from collage_agent.windows import Windows
@@ -152,16 +153,20 @@ class Meter:
         for planned in self._plan:
             planned.gather_before(optimizer)
 
-    def after(self, optimizer: Optimizer, whole: WholeTotals | None = None) -> Tensor:
+    def after(
+        self, optimizer: Optimizer, whole: WholeTotals | None = None, *, counterfactuals: bool = False
+    ) -> Tensor:
         """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`.
 
-        What `whole` knows of whole tensors stands in place of what the sample says of them.
+        What `whole` knows of whole tensors stands in place of what the sample says of them. `counterfactuals` asks
+        for what other ways of keeping the weights would have kept.
         """
         scale, skipped = loss_scaling(optimizer)
         found: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
         for planned in self._plan:
             followed = [follower for follower, _, _ in planned.followed]
-            blocks = planned.bucket.measure(planned.states(optimizer), scale, followed)
+            states = planned.states(optimizer)
+            blocks = planned.bucket.measure(states, scale, followed, counterfactuals=counterfactuals)
             keys, totals = bucket_totals(planned.bucket, planned.sizes, blocks)
             if planned.apart is not None:
                 totals = torch.where(planned.apart, torch.nan, totals)
@@ -174,7 +179,7 @@ class Meter:
             found += whole.rows(
                 self.watched, [member for planned in self._plan for member in planned.bucket.members]
             )
-        self.rarer = []
+        self.rarer = [COUNTERFACTUAL_SUMS] if any(COUNTERFACTUAL_SUMS[0] in keys for keys, _, _ in found) else []
         if self.windows is not None:
             ended = self.windows.after(optimizer)
             self.rarer += [keys for keys, _, _ in ended]

@@ -140,8 +140,9 @@ class Watch:
     def summary(self) -> dict[str, Any]:
         """{"step", "model": {key: value}, "layers": {name: {key: value}}} of the last measured step.
 
-        Windows are those that ended last. Values are float or None (undefined); 95 % intervals stand beside theirs
-        as NAME_low, NAME_high. Blocks until the step is finished: synchronises the device. This process's shards.
+        Windows and counterfactuals are the last ones. Values are float or None (undefined); 95 % intervals stand
+        beside theirs as NAME_low, NAME_high. Blocks until the step is finished: synchronises the device. This
+        process's shards only.
         """
         summary = summarise(self._last, self._rarer)
         skipped = most_skipped(attached.skipped for attached in self._attached)

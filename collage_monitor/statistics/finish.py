@@ -146,6 +146,12 @@ _FINISHERS: dict[str, Callable[[Totals, str | None], Array]] = {
     "unchanged_ratio": _unchanged,
     "state_decrement_ratio": _state_decrement,
     **{name: _over_window(*needed) for name, needed in _WINDOWS.items()},
+    "counterfactual_edq_ratio": lambda t, label: _ratio(
+        t[f"counterfactual_kept_sum/{label}"], t["counterfactual_squared_sum"]
+    ),
+    "counterfactual_variance_ratio": lambda t, label: _ratio(
+        t[f"counterfactual_variance_sum/{label}"], t["counterfactual_squared_sum"]
+    ),
     "state_zero_ratio": lambda t, label: _ratio(t[f"state_zero/{label}"], t["gradient_nonzero"]),
     "decay_ratio": lambda t, _: _ratio(t["decay_kept_sum"], t["decay_squared_sum"]),
     "residual_fill_ratio": lambda t, _: _ratio(t["residual_fill_sum"], t["residual_elements"]),
@@ -195,6 +201,8 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "unchanged_ratio": ("unchanged", "elements", "nonfinite"),
     "state_decrement_ratio": ("state_decrement_observed_sum", "state_decrement_intended_sum"),
     **_WINDOWS,
+    "counterfactual_edq_ratio": ("counterfactual_kept_sum", "counterfactual_squared_sum"),
+    "counterfactual_variance_ratio": ("counterfactual_variance_sum", "counterfactual_squared_sum"),
     "state_zero_ratio": ("state_zero", "gradient_nonzero"),
     "decay_ratio": ("decay_kept_sum", "decay_squared_sum"),
     "residual_fill_ratio": ("residual_fill_sum", "residual_elements"),

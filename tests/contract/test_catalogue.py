@@ -13,6 +13,7 @@ UNITS = {"ratio", "elements", "weight", "gradient", "octaves", "factor", "steps"
 
 def all_statistic_keys():
     labels = {"octave": "-3", "state": "exp_avg_sq", "metric": "edq_ratio", "steps": "64"}
+    labels["method/dtype"] = "light/bf16"
     for name, entry in STATISTICS.items():
         yield f"{name}/{labels[entry.label]}" if entry.label else name
 
@@ -46,7 +47,9 @@ def test_all_statistics_together_make_all_metrics():
     assert made == set(METRICS)
 
 
-@pytest.mark.parametrize("key", ["edq", "state_decrement_ratio/exp_avg_sq", "edq_window_ratio/64"])
+@pytest.mark.parametrize(
+    "key", ["edq", "state_decrement_ratio/exp_avg_sq", "edq_window_ratio/64", "counterfactual_edq_ratio/light/bf16"]
+)
 def test_known_metric_keys(key):
     assert metric(key).name == key.partition("/")[0]
 
@@ -58,6 +61,8 @@ def test_known_metric_keys(key):
         ("edq_ratio/x", "no label"),
         ("state_decrement_ratio", "a label"),
         ("state_decrement_ratio/", "a label"),
+        ("counterfactual_edq_ratio/light", "a method and a dtype"),
+        ("counterfactual_edq_ratio/light/", "a method and a dtype"),
         ("edq_window_ratio/long", "length in steps, edq_window_ratio/64"),
     ],
 )

@@ -8,6 +8,8 @@ from fractions import Fraction
 import numpy as np
 import torch
 
+from tests.reference.expansions import LAYOUTS, Layout
+
 OCTAVES = range(-24, 8)
 
 
@@ -133,3 +135,39 @@ def window(updates, before, after) -> dict[str, Fraction | int]:
         "active": sum(u != 0 for u, _ in pairs),
         "lost": sum(u != 0 and e == 0 for u, e in pairs),
     }
+
+
+class E4M3(Layout):
+    """float8_e4m3fn: no infinity, so that the largest number is 448."""
+
+    largest = Fraction(448)
+
+
+def counterfactuals(theta, u, scale: Fraction) -> dict[str, Fraction]:
+    """Σ u·e of each method and the variance of stochastic rounding, of lists of fractions; fp8 by `scale`."""
+    bf16, fp8 = LAYOUTS["bfloat16"], E4M3(4, 3)
+    sums = dict.fromkeys(("squared", "plain", "light", "stochastic", "fp8", "variance"), Fraction(0))
+
+    def eight(value):
+        return scale * fp8.round(min(max(value / scale, Fraction(-448)), Fraction(448)))
+
+    for t, x in zip(theta, u, strict=True):
+        start = bf16.round(t)
+        low = bf16.round(t - start)
+        exact = start + low + x
+        high = bf16.round(exact)
+        sums["squared"] += x * x
+        sums["plain"] += x * (bf16.round(start + x) - start)
+        sums["light"] += x * (high + bf16.round(exact - high) - start - low)
+        sums["stochastic"] += x * x
+        sums["fp8"] += x * (eight(eight(t) + x) - eight(t))
+        below, above = neighbours(bf16, start + x)
+        sums["variance"] += (start + x - below) * (above - start - x)
+    return sums
+
+
+def neighbours(layout, value: Fraction) -> tuple[Fraction, Fraction]:
+    """The numbers of a format next below and above a value, both the value itself where it is one of them."""
+    unit = Fraction(2) ** layout.exponent_of_ulp(value)
+    below = math.floor(value / unit) * unit
+    return below, below if below == value else below + unit

@@ -1,6 +1,7 @@
 """Pure diagnostics: tensors in, totals out, still on the device. Nothing here reads a value back."""
 
 from collage_agent.stats.classes import CLASS_COUNTS, class_codes, count_classes
+from collage_agent.stats.counterfactual import COUNTERFACTUAL_SUMS, counterfactual_block_sums, fp8_scales
 from collage_agent.stats.decay import decay_block_sums, decay_is_lost
 from collage_agent.stats.edq import edq_block_sums, edq_products
 from collage_agent.stats.finite import leave_out, nonfinite
@@ -15,16 +16,19 @@ from collage_agent.stats.zeros import may_be_zero, zero_block_counts
 
 __all__ = [
     "CLASS_COUNTS",
+    "COUNTERFACTUAL_SUMS",
     "Columns",
     "RESIDUAL_SUMS",
     "WINDOW_SUMS",
     "block_sums",
     "class_codes",
     "count_classes",
+    "counterfactual_block_sums",
     "decay_block_sums",
     "decay_is_lost",
     "edq_block_sums",
     "edq_products",
+    "fp8_scales",
     "leave_out",
     "may_be_zero",
     "nonfinite",
