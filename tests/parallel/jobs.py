@@ -14,6 +14,7 @@ from torch import distributed, nn
 
 from tests.agent.training import Block
 from tests.parallel.models import MIXED, SPREAD, adamw, injected, ours, replicated
+from tests.parallel.optimizers import stepped_shards as stepped_shards
 
 STEPS = 3
 IDENTITY_STEPS = 50

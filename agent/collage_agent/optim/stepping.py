@@ -11,6 +11,7 @@ from collage_agent.optim.advance import Step, advance_in_storage, advance_in_wor
 from collage_agent.optim.arithmetic import State, Working
 from collage_agent.optim.observing import observe_storage_chunk, observe_working_chunk
 from collage_agent.optim.rules import Moment
+from collage_agent.optim.seeding import shard_number
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, Kept, Strategy
 from collage_agent.optim.totals import STEP_TOTALS, Observation, segmented_totals, totals_of
 
@@ -109,7 +110,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
         elements = components["parameter"].numel()
         together = 0 < elements <= _SMALL_ELEMENTS and step.seeding is None
         if not together or not all(tensor.is_contiguous() for tensor in components.values()):
-            step_components(step, components, member.position)
+            step_components(step, components, member.position, shard_number(member.parameter))
             continue
         small.append((member.position, {name: tensor.view(-1) for name, tensor in components.items()}))
         gathered += elements
@@ -120,11 +121,11 @@ def step_tensors(step: Step, members: list[Member]) -> None:
         _step_together(step, small)
 
 
-def step_components(step: Step, components: State, position: int) -> None:
+def step_components(step: Step, components: State, position: int, shard: int) -> None:
     """Step one tensor's components, of one shape and any strides."""
     # What is not contiguous is stepped in a copy: flat memory would do if all layouts agreed, but they may differ.
     dense = {name: tensor.contiguous() for name, tensor in components.items()}
-    _step_flat(step, {name: tensor.view(-1) for name, tensor in dense.items()}, position)
+    _step_flat(step, {name: tensor.view(-1) for name, tensor in dense.items()}, position, shard)
     for name, tensor in components.items():
         if dense[name] is not tensor and name != "gradient":
             tensor.copy_(dense[name])
@@ -137,7 +138,7 @@ def _step_together(step: Step, members: list[tuple[int, State]]) -> None:
     joined = parts[0] if alone else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     sizes = [part["parameter"].numel() for part in parts]
     if step.record is None:
-        _step_flat(step, joined, 0)
+        _step_flat(step, joined, 0, 0)
     else:
         rows = segmented_totals(_observed(step, joined, None), sizes)
         for (position, _), row in zip(members, rows.unbind(), strict=True):
@@ -147,14 +148,14 @@ def _step_together(step: Step, members: list[tuple[int, State]]) -> None:
             torch._foreach_copy_([part[name] for part in parts], list(torch.split(tensor, sizes)))
 
 
-def _step_flat(step: Step, flat: State, position: int) -> None:
+def _step_flat(step: Step, flat: State, position: int, shard: int) -> None:
     """Step flat vectors of one length, compiled as a whole or chunk by chunk; record their totals if asked to."""
     elements = flat["parameter"].numel()
     totals = []
     if step.compiled is not None and elements:
         totals.append(step.compiled(flat, step.scalars))
     else:
-        generator = None if step.seeding is None else step.seeding.at(position)
+        generator = None if step.seeding is None else step.seeding.at(position, shard)
         allocating = step.storage_arithmetic or generator is not None
         for chunk in chunks(flat, chunk_elements(flat["parameter"].device, allocating)):
             totals.append(_step_chunk(step, chunk, generator))

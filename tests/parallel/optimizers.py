@@ -1,0 +1,77 @@
+"""Our optimizers on shards: after the same gradients, what the ranks hold together is what one process holds."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from collage_agent.optim import STEP_TOTALS, CollageAdamW, CollageLion, CollageSGD
+from collage_agent.optim.seeding import shard_number
+from torch import distributed
+
+from tests.parallel.models import fsdp2, injected
+
+STEPS = 4
+MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plus": (CollageAdamW, {"strategy": "plus"}),
+    "full, amsgrad": (CollageAdamW, {"strategy": "full", "amsgrad": True}),
+    "master-weights": (CollageAdamW, {"strategy": "master-weights"}),
+    "fp32-states": (CollageAdamW, {"strategy": "fp32-states"}),
+    "plus, storage": (CollageAdamW, {"strategy": "plus", "arithmetic": "storage"}),
+    "plain, storage": (CollageAdamW, {"strategy": "plain", "arithmetic": "storage"}),
+    "plain, storage, SGD": (CollageSGD, {"strategy": "plain", "arithmetic": "storage", "momentum": 0.9}),
+    "kahan, Lion": (CollageLion, {"strategy": "kahan", "weight_decay": 0.1}),
+    "light-stochastic": (CollageAdamW, {"strategy": "light-stochastic"}),
+    "light-stochastic, storage": (CollageAdamW, {"strategy": "light-stochastic", "arithmetic": "storage"}),
+}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def stepped(model, optimizer, steps, first=1):
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.measure_next_step()
+        optimizer.step()
+
+
+def held(model, optimizer):
+    """Every tensor of every parameter, whole, with the totals of the last step added over the ranks."""
+    found = {}
+    totals = optimizer.step_totals()
+    for name, parameter in model.named_parameters():
+        found[name, "parameter"] = whole(parameter.detach())
+        found[name, "stored"] = whole(optimizer.stored_parameter(parameter))
+        found.update({(name, key): whole(value) for key, value in optimizer.state[parameter].items()})
+        added = totals.get(parameter, torch.zeros(len(STEP_TOTALS), dtype=torch.float64)).clone()
+        if hasattr(parameter, "full_tensor"):
+            distributed.all_reduce(added)
+        found[name, "totals"] = added
+    return found
+
+
+def stepped_shards(folder):
+    """Of each optimizer: what the ranks hold, what they hold when resumed half-way, and what one process holds."""
+    seen = {}
+    for name, (maker, options) in MAKERS.items():
+        make = functools.partial(maker, lr=2**-9, **options)
+        model, optimizer = fsdp2(torch.bfloat16, make=make)
+        stepped(model, optimizer, STEPS)
+        checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        stepped(model, optimizer, STEPS, first=STEPS + 1)
+
+        other, resumed = fsdp2(torch.bfloat16, make=functools.partial(make, lr=1.0))
+        other.load_state_dict(checkpoint[0])
+        resumed.load_state_dict(checkpoint[1])
+        stepped(other, resumed, STEPS, first=STEPS + 1)
+
+        alone = injected(torch.bfloat16)
+        single = make(alone.parameters())
+        stepped(alone, single, 2 * STEPS)
+        seen[name] = held(model, optimizer), held(other, resumed), held(alone, single)
+    return seen, shard_number(next(model.parameters())), shard_number(next(alone.parameters()))
