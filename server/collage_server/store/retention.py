@@ -19,6 +19,7 @@ from collage_server.store import schema
 from collage_server.store.chunks import read_point_rows
 from collage_server.store.directory import LEVELS
 from collage_server.store.horizon import catch_up, freeze, read_lagging
+from collage_server.store.readable import forget_points
 
 __all__ = ["SqlLife"]
 
@@ -32,6 +33,8 @@ _BULKY: Final = (
     schema.model_chunk,
     schema.point_chunk,
     schema.scalar_chunk,
+    schema.measured_point,
+    schema.layer_point,
 )
 _SLICE_ROWS: Final = 48
 
@@ -119,6 +122,8 @@ class SqlLife:
         with self._writing() as connection:
             if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
                 return False
+            if entry.level == 1:
+                forget_points(connection, run_id, entry.attempt, entry.last_step)
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
         going_on = True
         while going_on:

@@ -25,6 +25,7 @@ from collage_server.store.directory import LEVELS
 from collage_server.store.levels import coarsen, layer_extremes, model_extremes
 from collage_server.store.pieces import Piece, join
 from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
+from collage_server.store.readable import Readable, layer_rows, point_rows, write_layers, write_points
 from collage_server.store.reading import sealed_layers, sealed_model
 from collage_server.store.replicas import Replicas, keep_mismatches
 from collage_server.store.rows import int_bytes, require_run, scalars_from_json
@@ -70,6 +71,7 @@ class _Built:
     coarse: Mapping[int, _Level]
     scalars: Mapping[tuple[str, str], bytes]
     counts: Mapping[tuple[str, str], int]
+    readable: Readable
 
 
 def seal(
@@ -122,10 +124,22 @@ def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLi
     part = _part(connection, view, plan, measured) if measured else None
     if part is not None and not len(part.points.steps):
         part = None
+    coarse: Mapping[int, _Level] = {}
+    readable = Readable()
+    if part is not None:
+        whole = _whole_model(view, plan, part)
+        coarse = _coarse(view, plan, part, whole, limits)
+        logged = {key: table for key, (_, table) in scalars.items()}
+        last = coarse.get(LEVELS[-1])
+        readable = Readable(
+            points=point_rows(view, plan, whole, part.points.steps, logged),
+            layers=[] if last is None else layer_rows(view, plan, last.points, last.layers),
+        )
     return _Built(
         plan=plan,
         part=part,
-        coarse={} if part is None else _coarse(view, plan, part, limits),
+        coarse=coarse,
+        readable=readable,
         scalars={key: data for key, (_, data) in scalars.items()},
         counts={key: count for key, (count, _) in scalars.items()},
     )
@@ -194,15 +208,19 @@ def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     }
 
 
-def _coarse(view: RunView, plan: SealPlan, part: _Level, limits: SealLimits) -> dict[int, _Level]:
+def _whole_model(view: RunView, plan: SealPlan, part: _Level) -> Piece:
+    """All points of the chunk so far, this part's joined in."""
+    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
+    old = sealed_model(view.connection, {view.run_id: view}, 1, held, None, Selection())[view.run_id]
+    return _whole([*old, _as_piece(plan, part, part.model)])
+
+
+def _coarse(view: RunView, plan: SealPlan, part: _Level, model: Piece, limits: SealLimits) -> dict[int, _Level]:
     """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
-    chunks = [] if plan.info is None else [plan.chunk]
-    held = {(view.run_id, plan.attempt): chunks}
-    views = {view.run_id: view}
-    old = sealed_model(view.connection, views, 1, held, None, Selection())[view.run_id]
-    model = _whole([*old, _as_piece(plan, part, part.model)])
     if len(model.steps) < limits.points:
         return {}
+    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
+    views = {view.run_id: view}
     positions = np.array(list(view.layers.values()), dtype=np.int64)
     statistics = list(part.layers)
     old = sealed_layers(view.connection, views, 1, held, view.statistics(None), {view.run_id: positions})[
@@ -265,6 +283,10 @@ def _write(run_id: str, writing: Transaction, built: _Built, limits: SealLimits)
                 _require(connection, run_id)
                 for table, values in blocks:
                     connection.execute(insert(table).values(**values))
+    for rows in built.readable.layer_slices():
+        with writing() as connection:
+            _require(connection, run_id)
+            write_layers(connection, run_id, plan, rows)
     with writing() as connection:
         _require(connection, run_id)
         _publish(connection, run_id, built, entries)
@@ -361,6 +383,7 @@ def _publish(connection: Connection, run_id: str, built: _Built, entries: Mappin
         for table, values in _blocks(run_id, plan, 0, level, held, entries):
             connection.execute(insert(table).values(**values))
     _publish_scalars(connection, run_id, built)
+    write_points(connection, run_id, plan, built.readable)
     table = schema.run_latest
     for stream_id, seqs in plan.numbers().items():
         mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)

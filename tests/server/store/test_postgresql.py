@@ -19,6 +19,7 @@ from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
+from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract, seal_all, seen, unchanged
 
@@ -66,6 +67,10 @@ class TestPostgresqlEvents(EventsContract):
 
 class TestPostgresqlReplicas(ReplicasContract):
     """Replicas compared, on PostgreSQL."""
+
+
+class TestPostgresqlReadable(ReadableContract):
+    """Numbers in real columns, on PostgreSQL."""
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):

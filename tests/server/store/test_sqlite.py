@@ -12,6 +12,7 @@ from collage_server.store import SqliteStore
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
+from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract
 
@@ -57,6 +58,10 @@ class TestSqliteEvents(EventsContract):
 
 class TestSqliteReplicas(ReplicasContract):
     """Replicas compared, on SQLite."""
+
+
+class TestSqliteReadable(ReadableContract):
+    """Numbers in real columns, on SQLite."""
 
 
 def test_page_settings_are_in_force(store):
