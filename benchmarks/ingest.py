@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 from benchmarks._harness import Figure, Options, main
+from benchmarks._peers import peer_figures
 from benchmarks._postgresql import run_cluster
 from benchmarks._reports import LARGE, SMALL, Shape, register, requests
 from benchmarks._sealing import disk_figures, sealing_figures
@@ -242,10 +243,13 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
             figures += disk_figures(server, folder / "disk")
         for case in () if options.gate else (LARGE_ONE, LARGE_EIGHT):
             figures += plain_figures(case, measure_case(case, servers, folder, rounds))
+        peers, beside = ([], []) if options.gate else peer_figures(folder, rounds)
+        figures += beside
     notes = [
         f"small reports: {SMALL.numbers} numbers ({SMALL.layers} layers × {len(SMALL.statistics)} statistics); "
         f"large: {LARGE.numbers} (200 layers × 60 statistics and 34 histogram bins); msgpack, loopback, keep-alive",
         f"{rounds} rounds, servers in turns; SQLite: WAL, synchronous=FULL; PostgreSQL: durable, its CPU counted",
+        *peers,
     ]
     return notes, figures
 

@@ -53,6 +53,7 @@ class Outcome:
     server_cpu_seconds: float = 0.0
     missing: int = 0
     unexpected: int = 0
+    unsealed: int = 0
 
 
 @contextmanager
@@ -60,7 +61,8 @@ def serving(folder: Path, **settings: object) -> Iterator[tuple[int, int]]:
     """(process id, port) of `collage-monitor serve`, as anybody would start it; ended by SIGTERM."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     environment |= {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
-    command = [*SERVE, "--dir", str(folder), "--port", "0", "--no-auth"]
+    # A line a refusal is nothing to read here; what fails the server is an error all the same.
+    command = [*SERVE, "--dir", str(folder), "--port", "0", "--no-auth", "--log-level", "error"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         if process.stdout is None:
             raise RuntimeError("the server process has no standard output")
@@ -93,7 +95,7 @@ def run_load(load: Load, folder: Path, seed: int = 0, **settings: object) -> Out
         before = cpu_seconds(process_id)
         asyncio.run(_run(agents, load.seconds, process_id, outcome))
         outcome.server_cpu_seconds = cpu_seconds(process_id) - before
-    kept = stored(folder / "collage.sqlite")
+    kept, outcome.unsealed = stored(folder / "collage.sqlite")
     for stream_id, count in outcome.tally.acknowledged.items():
         outcome.missing += len(set(range(count)) - kept.get(stream_id, set()))
         outcome.unexpected += len(kept.get(stream_id, set()) - set(range(count)))
@@ -118,15 +120,17 @@ async def _watch_memory(process_id: int, memory: list[tuple[float, int]]) -> Non
         await asyncio.sleep(1.0)
 
 
-def stored(path: Path) -> dict[str, set[int]]:
-    """Numbers of the reports that the file holds, by stream: in the journal, or in the ranges that were sealed."""
+def stored(path: Path) -> tuple[dict[str, set[int]], int]:
+    """Numbers of the reports that the file holds, by stream, in the journal or sealed; how many the journal has."""
     kept: dict[str, set[int]] = {}
+    journal = 0
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
         for stream_id, sealed in connection.execute("SELECT stream_id, sealed FROM run_latest"):
             kept[stream_id] = {seq for first, last in json.loads(sealed) for seq in range(first, last + 1)}
         for stream_id, seq in connection.execute("SELECT stream_id, seq FROM report"):
             kept[stream_id].add(seq)
-    return kept
+            journal += 1
+    return kept, journal
 
 
 def figures_of(load: Load, outcome: Outcome) -> list[Figure]:
@@ -155,6 +159,7 @@ def figures_of(load: Load, outcome: Outcome) -> list[Figure]:
         one("offered", "reports/s", load.agents * load.rate),
         one("acknowledged", "reports/s", accepted / load.seconds),
         one("given up by the agents", "reports/s", tally.dropped / load.seconds),
+        one("not sealed yet at the end", "reports", outcome.unsealed),
         one("refusal, p99", "s", np.percentile(tally.refusal_waits or [0.0], 99)),
         one("server's CPU", "cores", outcome.server_cpu_seconds / load.seconds),
     ]
@@ -173,7 +178,7 @@ def command(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             outcome = run_load(load, Path(folder), options.seed)
         notes = [
-            f"{load.agents} agents for {load.seconds:g} s, {SMALL.numbers} numbers a report, SQLite, default settings",
+            f"{load.agents} agents, {load.seconds:g} s, {SMALL.numbers} numbers a report, SQLite, default settings",
             f"answers by status: {dict(sorted(outcome.tally.statuses.items()))}",
         ]
         return notes, figures_of(load, outcome)

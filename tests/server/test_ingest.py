@@ -134,6 +134,29 @@ def test_the_budget_in_flight():
     assert budget.bytes == 0
 
 
+def test_the_budget_falls_while_reports_wait_and_grows_back_when_they_do_not():
+    now = [0.0]
+    budget = InFlight(100 * 2**20, wait_seconds=0.25, clock=lambda: now[0])
+    with budget.hold(40 * 2**20):
+        budget.waited(0.5, 2**20)
+        assert budget.allowed == pytest.approx(0.7 * 40 * 2**20, abs=1)
+        budget.waited(9.0, 2**20)
+        assert budget.allowed == pytest.approx(0.7 * 40 * 2**20, abs=1), "one cut for those in flight together"
+        with pytest.raises(Busy) as caught, budget.hold(2**20):
+            pytest.fail("more than is allowed now")
+        assert caught.value.limit == budget.allowed
+        now[0] = 0.6
+        budget.waited(0.5, 2**20)
+        assert budget.allowed == pytest.approx(0.49 * 40 * 2**20, abs=2)
+    for _ in range(100):
+        now[0] += 10.0
+        budget.waited(10.0, 1)
+    assert budget.allowed == 2**20, "never less than this"
+    for _ in range(1000):
+        budget.waited(0.1, 2**20)
+    assert budget.allowed == budget.limit
+
+
 def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypatch):
     app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=10))
     store = app.state.components.store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -35,7 +36,10 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
             batch = wire.decode_batch(body, content_type)
         except WireError as error:
             raise unreadable(error) from error
-        return answer(await _store(components, stream_id, batch, len(body)))
+        began = time.monotonic()
+        stored = await _store(components, stream_id, batch, len(body))
+        components.in_flight.waited(time.monotonic() - began, len(body))
+        return answer(stored)
 
 
 async def _store(components: Components, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:

@@ -1,21 +1,49 @@
-"""Back-pressure: bytes of request bodies that are read but not yet answered."""
+"""Back-pressure: bytes of request bodies that are read but not yet answered, so few that none waits for long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from collage_server.errors import Busy
 
 __all__ = ["Held", "InFlight"]
 
 
-class InFlight:
-    """A budget of bytes; used on the event loop only, so without a lock."""
+_LEAST: Final = 2**20
+_CUT: Final = 0.7
+_GROWTH: Final = 0.1
 
-    def __init__(self, limit: int) -> None:
+
+class InFlight:
+    """A budget of bytes; used on the event loop only, so without a lock.
+
+    At most `limit`, and at any moment `allowed`: less when reports have lately waited longer than `wait_seconds`
+    for their commit, whatever the reason, and more again as they do not. It falls by a share, and grows by a share
+    of what is acknowledged in time.
+    """
+
+    def __init__(
+        self, limit: int, *, wait_seconds: float = 0.25, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limit = limit
+        self.allowed = limit
         self.bytes = 0
+        self._wait_seconds = wait_seconds
+        self._clock = clock
+        self._next_cut = -math.inf
+
+    def waited(self, seconds: float, size: int) -> None:
+        """Learn from a body that was acknowledged so long after it had been read; it still holds its room."""
+        if seconds <= self._wait_seconds:
+            self.allowed = min(self.limit, self.allowed + int(_GROWTH * size))
+        elif self._clock() >= self._next_cut:
+            # Those in flight now were let in before this cut: they tell nothing about it.
+            self._next_cut = self._clock() + seconds
+            self.allowed = min(self.limit, max(_LEAST, int(_CUT * min(self.allowed, self.bytes))))
 
     @contextmanager
     def hold(self, size: int) -> Iterator[Held]:
@@ -48,11 +76,11 @@ class Held:
             Busy: they do not fit beside what others hold.
         """
         others = self._budget.bytes - self.size
-        if size > self.size and others and others + size > self._budget.limit:
+        if size > self.size and others and others + size > self._budget.allowed:
             raise Busy(
-                f"{others} bytes of other bodies are in flight, at most {self._budget.limit} in all; "
+                f"{others} bytes of other bodies are in flight, at most {self._budget.allowed} in all now; "
                 "send this one again later",
-                limit=self._budget.limit,
+                limit=self._budget.allowed,
                 retry_after_seconds=1,
             )
         self._budget.bytes = others + size
