@@ -17,9 +17,11 @@ from collage_agent.fingerprint import fingerprint, observed_strategy
 from collage_agent.gather import local
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
+from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.options import WatchOptions
 from collage_agent.parameters import WatchedParameter
 from collage_agent.quantised import stored_tensors
+from collage_agent.rotation import ELEMENTS_A_STEP, too_large
 from collage_monitor import wire
 
 __all__ = ["bytes_per_parameter", "describe", "joined"]
@@ -40,13 +42,22 @@ def describe(
     dtypes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     reasons: dict[str, None] = {}
+    large = 0
     for entry in watched:
         elements = entry.shard.elements
         dtypes[str(entry.parameter.dtype).removeprefix("torch.")] += elements
         intent = intents[entry.group]
-        kinds[intent.kind] += elements
-        if isinstance(intent, BeforeAfter):
+        kinds["whole-tensor" if isinstance(intent, WholeTensor) else intent.kind] += elements
+        if isinstance(intent, WholeTensor):
+            reasons[f"whole tensors of group {entry.group} in rotation: {intent.reason}"] = None
+            large += too_large(entry) and options.sample != "all"
+        elif isinstance(intent, BeforeAfter):
             reasons[f"only what changed is known of group {entry.group}: {intent.reason}"] = None
+    if large:
+        reasons[
+            f"{large} tensors of more than {ELEMENTS_A_STEP} elements have no turn: only what changed is known of "
+            'them; watch(…, sample="all") measures them too'
+        ] = None
     intent_kind: Any = "before-after" if closure else _most_common(kinds, "shadow")
     return wire.WatchInfo(
         optimizer=type(optimizer).__name__,

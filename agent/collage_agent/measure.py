@@ -21,6 +21,7 @@ from collage_agent.intent.oracle import Oracle
 from collage_agent.parameters import WatchedParameter
 from collage_agent.planned import Planned
 from collage_agent.quantised import reading
+from collage_agent.rotation import ELEMENTS_A_STEP, Rotation
 from collage_agent.sampling import TensorSample, draw
 from collage_agent.scaling import loss_scaling
 from collage_agent.shards import placed_alike
@@ -73,6 +74,7 @@ class Meter:
         self._plan: list[Planned] = []
         self._row_index: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, int] = {key: row for row, key in enumerate(self.statistics)}
+        self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
         self._kept_bytes: tuple[tuple[object, object] | None, float] = (None, 0.0)
 
     @property
@@ -89,7 +91,7 @@ class Meter:
             states = [value for state in optimizer.state.values() for value in state.values()]
             gradients = [parameter.grad for parameter in parameters]
             training = [tensor for tensor in (*parameters, *gradients, *states) if isinstance(tensor, Tensor)]
-            found = float(kept_bytes((self._plan, self._oracles, self.windows), training))
+            found = float(kept_bytes((self._plan, self._oracles, self.windows, self._rotation), training))
             self._kept_bytes = plans, found
         return found
 
@@ -152,6 +154,8 @@ class Meter:
             self._signature = signature
         for planned in self._plan:
             planned.gather_before(optimizer)
+        if not closure:
+            self._rotation.before(optimizer, self.watched, self._intents, lambda index: self._draw(index, "all"))
 
     def after(
         self, optimizer: Optimizer, whole: WholeTotals | None = None, *, counterfactuals: bool = False
@@ -175,6 +179,7 @@ class Meter:
                 found.append((CHECKSUM_STATISTICS, planned.checksums.rows(planned.bucket), planned.columns))
             for follower, sizes, columns in planned.followed:
                 found.append((ORACLE_STATISTICS, oracle_totals(follower, sizes), columns))
+        found += self._rotation.after(optimizer, scale, skipped)
         if whole is not None:
             found += whole.rows(
                 self.watched, [member for planned in self._plan for member in planned.bucket.members]

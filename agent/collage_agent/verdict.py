@@ -42,6 +42,9 @@ def verdict(summary: Mapping[str, Any], info: wire.WatchInfo) -> str:
 def _body(summary: Mapping[str, Any], info: wire.WatchInfo) -> Iterator[str]:
     model = summary["model"]
     edq = model.get("edq_ratio")
+    if edq is None and info.intent == "whole-tensor":
+        yield "EDQ is not known yet: whole tensors take turns, and the round is not complete"
+        return
     if edq is None:
         yield "EDQ is undefined: no update was intended in this step"
         return

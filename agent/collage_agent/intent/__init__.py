@@ -5,5 +5,6 @@ from collage_agent.intent.choose import Intent, choose_intent
 from collage_agent.intent.oracle import Oracle
 from collage_agent.intent.rule import Rule
 from collage_agent.intent.shadow import Shadow
+from collage_agent.intent.whole_tensor import WholeTensor
 
-__all__ = ["BeforeAfter", "Intent", "Oracle", "Rule", "Shadow", "choose_intent"]
+__all__ = ["BeforeAfter", "Intent", "Oracle", "Rule", "Shadow", "WholeTensor", "choose_intent"]

@@ -1,4 +1,4 @@
-"""Where u comes from, group by group: our own rule, a shadow that passed its self-test, or nowhere."""
+"""Where u comes from, group by group: our own rule, a shadow of samples or whole tensors, or nowhere."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collage_agent.intent.probing import HOST
 from collage_agent.intent.rule import Rule
 from collage_agent.intent.selftest import Judgement, judged
 from collage_agent.intent.shadow import Shadow
+from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.optim import CollageOptimizer
 from collage_agent.stored import Composition
 
@@ -26,7 +27,7 @@ class Intent(Protocol):
     """Whoever can say what a step would do in exact arithmetic."""
 
     @property
-    def kind(self) -> Literal["shadow", "rule", "before-after"]:
+    def kind(self) -> Literal["shadow", "rule", "whole-tensor", "before-after"]:
         """The name that travels with the run."""
 
     @property
@@ -64,12 +65,13 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
 def _for_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
     found = judged(optimizer, group)
     seen = observed(optimizer, group, found)
-    if found.kind != "shadow":
+    if found.kind == "before-after":
         return BeforeAfter(found.reason, seen.kept, seen.stochastic)
     failure = seen.failure or _failure_on_device(optimizer, group, found)
     if failure is not None:
         return BeforeAfter(failure, seen.kept, seen.stochastic)
-    return Shadow(optimizer, seen.kept, widens=found.widens, stochastic=seen.stochastic)
+    shadow = Shadow(optimizer, seen.kept, widens=found.widens, stochastic=seen.stochastic)
+    return shadow if found.kind == "shadow" else WholeTensor(shadow, found.reason)
 
 
 def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: Judgement) -> str | None:
@@ -79,7 +81,8 @@ def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: Judge
         return None
     try:
         with isolated(device):
-            probe = torch.zeros(8, dtype=torch.float64, device=device)
+            # Whole tensors may have to be matrices.
+            probe = torch.zeros(4, 4, dtype=torch.float64, device=device)
             Shadow(optimizer, widens=found.widens).step(group, {}, probe, torch.ones_like(probe))
     except Exception as error:
         name = type(optimizer).__name__
