@@ -95,7 +95,7 @@ def test_tensors_take_turns_and_are_handed_over_together():
     model = mlp()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
     handle = watch(model, optimizer, every=1)
-    handle._meter._rotation = rotation.Rotation(5000)
+    handle._attached[0].meter._rotation = rotation.Rotation(5000)
     known = []
     for step in range(4):
         train(model, optimizer, 1, start=step)

@@ -7,6 +7,7 @@ import gc
 import weakref
 
 import pytest
+import pytorch_optimizer
 import torch
 from collage_agent import guard
 from collage_agent.measure import Meter
@@ -202,9 +203,9 @@ def test_a_closure_evaluated_repeatedly_leaves_only_what_changed_and_says_so():
     assert "unknown" in str(handle)
 
 
-def test_an_optimizer_that_is_not_elementwise_is_measured_before_and_after():
+def test_an_optimizer_whose_tensors_act_on_each_other_is_measured_before_and_after():
     model = mlp()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    optimizer = pytorch_optimizer.Prodigy(model.parameters(), lr=1.0)
     handle = watch(model, optimizer, every=1, oracle=True)
     train(model, optimizer, 3)
     values = handle.summary()["model"]
@@ -212,7 +213,7 @@ def test_an_optimizer_that_is_not_elementwise_is_measured_before_and_after():
     assert values["grad_norm"] > 0
     assert values["edq_ratio"] is None
     assert handle.info.intent == "before-after"
-    assert "Adafactor is not elementwise" in str(handle)
+    assert "Prodigy is not elementwise" in str(handle)
 
 
 def test_loading_a_checkpoint_restarts_the_oracle_and_goes_on():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collage_agent as collage
 import pytest
+import pytorch_optimizer
 import torch
 from collage_agent.measure import Meter
 from collage_agent.optim import CollageAdamW, CollageSGD
@@ -20,7 +21,7 @@ MAKERS = {
     "AdamW tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+    "whole tensors": lambda p: pytorch_optimizer.CAME(p, lr=1e-3),
     "CollageAdamW": lambda p: CollageAdamW(p, lr=1e-3, strategy="plus"),
     "CollageSGD": lambda p: CollageSGD(p, lr=1e-3, momentum=0.9, strategy="light"),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -75,19 +78,41 @@ def _for_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
 
 
 def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: Judgement) -> str | None:
-    """Why the clone cannot step fp64 tensors where the weights are; nothing is read, so nothing is waited for."""
+    """Why the clone cannot step fp64 tensors where the weights are, or would wait for the device each time.
+
+    Steps a probe there twice; nothing of it is read.
+    """
     device = local(group["params"][0]).device if group["params"] else HOST
     if device.type in ("cpu", "meta"):
         return None
+    name = type(optimizer).__name__
     try:
         with isolated(device):
-            # Whole tensors may have to be matrices.
-            probe = torch.zeros(4, 4, dtype=torch.float64, device=device)
-            Shadow(optimizer, widens=found.widens).step(group, {}, probe, torch.ones_like(probe))
+            shadow, state = Shadow(optimizer, widens=found.widens), dict[str, Any]()
+            # Whole tensors may have to be matrices. The first step makes states, with copies from the host.
+            probe, gradient = torch.zeros(2, 4, 4, dtype=torch.float64, device=device)
+            shadow.step(group, state, probe, gradient)
+            with _waits(device) as waited:
+                shadow.step(group, state, probe, gradient)
     except Exception as error:
-        name = type(optimizer).__name__
         return f"{name} cannot step fp64 tensors on {device.type}: {type(error).__name__}: {error}"
-    return None
+    return f"{name} waits for the {device.type} device in its step: its clone would too" if waited else None
+
+
+@contextmanager
+def _waits(device: torch.device) -> Iterator[list[Any]]:
+    """Collects a warning for each time that the host waits for a CUDA device inside."""
+    if device.type != "cuda":
+        yield []
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as waited:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waited
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def _kind_of(group: dict[str, Any]) -> object:
