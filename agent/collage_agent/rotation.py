@@ -103,10 +103,15 @@ class _WholeBucket(Bucket):
         self._turn.look(group, states[0])
 
     def measure(
-        self, states: Sequence[Mapping[str, Any]], scale: Tensor | None, followed: Sequence[Followed]
+        self,
+        states: Sequence[Mapping[str, Any]],
+        scale: Tensor | None,
+        followed: Sequence[Followed],
+        *,
+        counterfactuals: bool = False,
     ) -> BlockTotals:
         self._turn.resolve(self.layout, scale)
-        return super().measure(states, scale, followed)
+        return super().measure(states, scale, followed, counterfactuals=counterfactuals)
 
 
 def too_large(entry: WatchedParameter, bound: int | None = ELEMENTS_A_STEP) -> bool:
