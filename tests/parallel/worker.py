@@ -5,13 +5,12 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from collage_agent import guard
 from torch import distributed
-
-from tests.parallel import jobs
 
 
 def main(job, folder):
@@ -20,12 +19,14 @@ def main(job, folder):
     torch.set_num_threads(1)
     guard.raise_in_tests(True)
     distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
     try:
-        seen = getattr(jobs, job)(Path(folder))
-        rank = distributed.get_rank()
+        module, _, name = job.rpartition(".")
+        seen = getattr(import_module(f"tests.parallel.{module or 'jobs'}"), name)(Path(folder))
         (Path(folder) / f"{job}-{rank}.pickle").write_bytes(pickle.dumps(seen))
     finally:
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
