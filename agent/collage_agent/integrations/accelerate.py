@@ -34,6 +34,7 @@ def watch_accelerated(
 ) -> Watch:
     """Watch an optimizer that `accelerator.prepare` returned; `model` prepared or not.
 
+    On ranks other than the first it begins the tracker's run, after `accelerator.init_trackers`.
     Steps are those of the optimizer: a gradient that is only accumulated makes none. Options are those of
     `collage_agent.watch`. Reports to the run of a CollageTracker or of `collage_agent.init`, if there is one.
 
@@ -42,16 +43,26 @@ def watch_accelerated(
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator={type(accelerator).__name__}; pass the accelerate.Accelerator that prepared")
+    if not accelerator.is_main_process:
+        _begin_here_too(accelerator)
     return session.watch(model, innermost(optimizer), **watch_options)
+
+
+def _begin_here_too(accelerator: Accelerator) -> None:
+    """Begin the tracker's run on a rank where `init_trackers` does nothing: its shards are reported there."""
+    for tracker in accelerator.log_with:
+        if isinstance(tracker, CollageTracker) and tracker not in accelerator.trackers:
+            tracker.store_init_configuration({})
+            accelerator.trackers.append(tracker)
 
 
 class CollageTracker(GeneralTracker):
     """A tracker for `Accelerator(log_with=CollageTracker("my-project"))`: `accelerator.log` records into the run.
 
     project, name: of the run; run_options: further arguments of `collage_agent.init`. The run begins with
-    `accelerator.init_trackers(project, config)`, else with the first `accelerator.log`, on every rank, and ends
-    with `accelerator.end_training`. A run that is already there is used instead, and left to its owner. Only the
-    first rank records scalars.
+    `accelerator.init_trackers(project, config)`, else with the first `accelerator.log`, on the other ranks with
+    `watch_accelerated`, and ends with `accelerator.end_training`. A run that is already there is used instead, and
+    left to its owner. Only the first rank records scalars.
     """
 
     name = "collage"
