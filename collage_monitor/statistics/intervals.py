@@ -1,8 +1,9 @@
 """95 % intervals of ratio estimators: the block is the unit, variances come merged from the shards.
 
-Ratios: linearised variance (V_AA − 2R·V_AB + R²·V_BB) / B² and the normal quantile. Shares: Wilson's interval
-with the effective sample size, so that zero losses do not give zero width. Source: Cochran, Sampling
-Techniques, chapters 6 and 9; Wilson, JASA 22 (1927).
+Ratios: linearised variance (V_AA − 2R·V_AB + R²·V_BB) / B². Shares: Wilson's interval with the effective sample
+size, so that zero losses do not give zero width. Both with Student's quantile for as many blocks as there are in
+effect: the normal one covers 0.92 with 32 blocks. Source: Cochran, Sampling Techniques, chapters 6 and 9; Wilson,
+JASA 22 (1927); Abramowitz and Stegun, 26.7.5.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ INTERVAL_PAIRS: Final = {
 }
 """Metric → (numerator A, denominator B) whose block variances travel. "active" = elements − nonfinite − idle."""
 MINIMUM_BLOCKS: Final = 20
-_QUANTILE = 1.959963984540054
+_NORMAL_QUANTILE = 1.959963984540054
+_FEWEST_DEGREES = 4.0
 _SHARES = ("lost_update_ratio", "lost_visible_ratio")
 
 
@@ -51,12 +53,13 @@ def interval(name: str, totals: Totals) -> tuple[Array, Array]:
         variance = _ratio_variance(name, totals, ratio, b)
         sampled, elements, blocks = _sample(name, totals)
         whole = sampled == elements
+        quantile = _quantile(_degrees_of_freedom(name, totals, b, sampled / elements, blocks))
         if name in _SHARES:
             # Steps look at the same elements again and again: n_eff is bounded by those of one step.
             active = sampled * b / elements / totals.get("measured_steps", np.float64(1.0))
-            low, high = _wilson(ratio, variance, sampled / elements, active, blocks)
+            low, high = _wilson(ratio, variance, sampled / elements, active, blocks, quantile)
         else:
-            half = _QUANTILE * np.sqrt(variance)
+            half = quantile * np.sqrt(variance)
             low, high = ratio - half, ratio + half
     known = np.isfinite(ratio) & (whole | ((blocks >= MINIMUM_BLOCKS) & np.isfinite(variance)))
     return (
@@ -80,8 +83,26 @@ def _ratio_variance(name: str, totals: Totals, ratio: Array, b: Array) -> Array:
     return np.maximum(v_aa - 2 * ratio * correlated + ratio**2 * v_bb, 0.0) / b**2
 
 
+def _degrees_of_freedom(name: str, totals: Totals, b: Array, fraction: Array, blocks: Array) -> Array:
+    """Blocks in effect, less one: n / (1 + cv²) with cv the spread of the denominator over the n blocks.
+
+    Few blocks then count for less where most of the denominator stands in some of them, as in rarely used rows.
+    """
+    spread = totals[f"variance_denominator/{name}"] / (b**2 * np.maximum(1.0 - fraction, np.finfo(np.float64).tiny))
+    return np.maximum(1.0 / (1.0 / blocks + np.nan_to_num(spread)) - 1.0, _FEWEST_DEGREES)
+
+
+def _quantile(degrees: Array) -> Array:
+    """Student's 97.5 % quantile, from the normal one by its expansion in 1 / degrees: within 0.003 from 5 on."""
+    z = _NORMAL_QUANTILE
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
+
+
 def _wilson(
-    share: Array, variance: Array, fraction: Array, active_sampled: Array, blocks: Array
+    share: Array, variance: Array, fraction: Array, active_sampled: Array, blocks: Array, quantile: Array
 ) -> tuple[Array, Array]:
     """Wilson's interval with n_eff = p(1 − p) / V, never above the sampled elements that were not idle.
 
@@ -91,7 +112,7 @@ def _wilson(
     unseen = np.maximum(1.0 - fraction, np.finfo(np.float64).tiny)
     spread = share * (1.0 - share)
     size = np.where(spread > 0, np.minimum(spread / variance, active_sampled / unseen), blocks / unseen)
-    z2 = _QUANTILE**2 / size
+    z2 = quantile**2 / size
     middle = (share + z2 / 2) / (1 + z2)
     half = np.sqrt(z2 * (spread + z2 / 4)) / (1 + z2)
     return np.maximum(middle - half, 0.0), np.minimum(middle + half, 1.0)
