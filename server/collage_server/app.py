@@ -108,4 +108,5 @@ def make_store(settings: Settings) -> Store:
         settings.folder / "collage.sqlite",
         stale_after_seconds=settings.stale_after_seconds,
         busy_timeout_seconds=settings.busy_timeout_seconds,
+        unsafe=settings.unsafe_database,
     )

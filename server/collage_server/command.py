@@ -12,9 +12,11 @@ import click
 import uvicorn
 
 from collage_monitor.local import data_folder, ensure_token
-from collage_server.app import create_app
+from collage_server.app import create_app, make_store
+from collage_server.errors import StoreUnusable
 from collage_server.logs import configure
 from collage_server.settings import Settings, settings_from_environment
+from collage_server.store import Store
 
 __all__ = ["serve"]
 
@@ -41,8 +43,13 @@ def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
         click.echo(json.dumps(settings.masked(), indent=2))
         return
     configure(settings.log_format, settings.log_level, [settings.token or ""])
+    store = make_store(settings)
+    try:
+        store.open()
+    except StoreUnusable as error:
+        raise click.ClickException(error.message) from error
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(settings, as_json).run()
+        _Server(settings, store, as_json).run()
 
 
 def _settings(folder: Path | None, token_file: Path | None, no_auth: bool, **flags: Any) -> Settings:
@@ -69,11 +76,11 @@ def _read_token(path: Path) -> str:
 class _Server(uvicorn.Server):
     """uvicorn that says where it listens once it does."""
 
-    def __init__(self, settings: Settings, as_json: bool) -> None:
+    def __init__(self, settings: Settings, store: Store, as_json: bool) -> None:
         self.settings = settings
         self._as_json = as_json
         config = uvicorn.Config(
-            create_app(settings),
+            create_app(settings, store=store),
             host=settings.host,
             port=settings.port,
             log_config=None,

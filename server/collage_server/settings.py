@@ -51,7 +51,7 @@ class SettingsError(CollageError, ValueError):
 class Settings:
     """Everything that can be set, with its default. Sizes in bytes, times in seconds.
 
-    `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts a PostgreSQL that
+    `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts one that
     may lose what was acknowledged. `token` guards every route but /healthz, /readyz and the API description.
     `no_auth` does without one, on loopback only. `in_flight_bytes` bounds the report bodies that are read but not
     yet acknowledged: beyond it the answer is 503.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from collage_server.store import SqliteStore
 
 from collage_monitor import wire
 from tests.server.samples import report, stream_create
@@ -121,3 +122,18 @@ def test_a_missing_token_file_is_a_sentence(tmp_path):
     assert done.returncode != 0
     assert "cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_database_of_a_newer_server_is_refused_with_a_sentence(tmp_path):
+    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
+    store.open()
+    with store._writing() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    store.close()
+    done = subprocess.run(
+        [*SERVE, "--dir", str(tmp_path), "--no-auth", "--port", "0"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "schema revision '9999', which this server does not know: a newer server made it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1

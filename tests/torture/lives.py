@@ -46,6 +46,7 @@ class Lives:
         self.ledger = Ledger()
         self.clients: list[Sender | Reader] = []
         self.run_id = ""
+        self.newest = 0
         self.disk: SmallDisk | None = None
 
     def arguments(self):
@@ -58,7 +59,7 @@ class Lives:
 
     def start(self, which=0, die=None):
         """A server's life; its process id."""
-        return self.zygote.start(
+        self.newest = self.zygote.start(
             "serve",
             [*self.arguments(), "--port", self.ports[which]],
             die=die,
@@ -67,6 +68,7 @@ class Lives:
             disk_reserve_bytes=1,
             shutdown_seconds=4.0,
         )
+        return self.newest
 
     def kill(self, pid, kind):
         """SIGKILL, if it has not ended itself."""
@@ -79,10 +81,15 @@ class Lives:
         """Wait until so many more reports are acknowledged."""
         wanted, deadline = self.ledger.total + count, time.monotonic() + _PATIENCE_SECONDS
         while self.ledger.total < wanted and not self.findings and not self.ledger.findings:
-            assert time.monotonic() < deadline, (
-                f"nothing was acknowledged for {_PATIENCE_SECONDS} s: {self.zygote.log}"
-            )
+            assert time.monotonic() < deadline, self.stacks()
             time.sleep(0.005)
+
+    def stacks(self):
+        """What the threads of the newest life are doing, at the end of the log."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.newest, signal.SIGUSR1)
+        time.sleep(1.0)
+        return self.zygote.log.read_text(errors="replace")[-9000:]
 
     def begin(self, run_id):
         """A run of its own, its senders and its reader."""

@@ -6,6 +6,7 @@ itself, with SIGKILL, at a point that a clock outside would seldom hit.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -121,7 +122,7 @@ def _arm(point, count):
 
 def _small_chunks():
     """Chunks of few points, so that short lives seal."""
-    from collage_server import app
+    from collage_server import app, command
 
     from tests.server.store.contract import LIMITS
 
@@ -132,7 +133,7 @@ def _small_chunks():
         store._limits = LIMITS  # type: ignore[attr-defined]
         return store
 
-    app.make_store = make_small_store
+    command.make_store = make_small_store  # type: ignore[attr-defined]
 
 
 def _hold(path, seconds):
@@ -148,6 +149,7 @@ def _live(order):
     with open(order["log"], "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order["environment"])
     if order["verb"] == "hold":

@@ -123,7 +123,9 @@ class SqlStore(ABC):
         return self._life
 
     def open(self) -> None:
-        """Open the database and bring its schema up to date."""
+        """Open the database and bring its schema up to date; an open one stays as it is."""
+        if self._engine is not None:
+            return
         self._engine = self._connect()
         try:
             self._prepare_schema()

@@ -156,12 +156,17 @@ def sealed_model(
     values = read_model_data(connection, level, merged, points, _entries(views), keys)
     found = _pieces(views, level, points, keys, values)
     for owner, numbers in several.items():
-        found[owner[0]].append(_of_one_rank(connection, views[owner[0]], {owner: numbers}, keys, rank or 0))
+        found[owner[0]] += _of_one_rank(connection, views[owner[0]], {owner: numbers}, keys, rank or 0)
     return found
 
 
-def _of_one_rank(connection: Connection, view: RunView, chunks: Chunks, keys: Sequence[str], rank: int) -> Piece:
-    """Only the points to which the rank contributed; where it was the only one, the merged totals are its own."""
+def _of_one_rank(
+    connection: Connection, view: RunView, chunks: Chunks, keys: Sequence[str], rank: int
+) -> list[Piece]:
+    """Only the points to which the rank contributed; where it was the only one, the merged totals are its own.
+
+    None where single points are gone: coarse ones are of all ranks.
+    """
     [(_, attempt)] = chunks
     views = {view.run_id: view}
     points = read_point_rows(connection, 1, chunks)
@@ -175,10 +180,12 @@ def _of_one_rank(connection: Connection, view: RunView, chunks: Chunks, keys: Se
         there[place] = present
         if alone and not view.replicated:
             values[:, place] = merged[:, place]
-    [piece] = _pieces(views, 1, points, keys, values)[view.run_id]
-    fields = {name: getattr(piece, name)[there] for name in ("first_steps", "steps", "times", "counts")}
-    totals = {key: array[there] for key, array in piece.totals.items()}
-    return replace(piece, **fields, ranks=np.ones(int(there.sum()), dtype=np.int64), totals=totals)
+    pieces = []
+    for piece in _pieces(views, 1, points, keys, values)[view.run_id]:
+        fields = {name: getattr(piece, name)[there] for name in ("first_steps", "steps", "times", "counts")}
+        totals = {key: array[there] for key, array in piece.totals.items()}
+        pieces.append(replace(piece, **fields, ranks=np.ones(int(there.sum()), dtype=np.int64), totals=totals))
+    return pieces
 
 
 def sealed_layers(

@@ -17,7 +17,7 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
-from collage_server.store.folder import folder_lock
+from collage_server.store.folder import folder_lock, network_file_system
 from collage_server.store.journal import ReportRow
 from collage_server.store.migrate import migrate
 from collage_server.store.space import return_pages, sqlite_sizes
@@ -38,7 +38,10 @@ _PRAGMAS: Final = (
 
 
 class SqliteStore(SqlStore):
-    """A store in `path`; several reader connections, and one writer at a time."""
+    """A store in `path`; several reader connections, and one writer at a time.
+
+    `unsafe` uses a file on a network file system, too.
+    """
 
     def __init__(
         self,
@@ -47,15 +50,18 @@ class SqliteStore(SqlStore):
         stale_after_seconds: float,
         busy_timeout_seconds: float = 30.0,
         limits: SealLimits | None = None,
+        unsafe: bool = False,
     ) -> None:
         super().__init__(stale_after_seconds, limits or SealLimits())
         self.path = path
+        self._unsafe = unsafe
         self._busy_timeout_seconds = busy_timeout_seconds
         self._write_lock = Lock()
 
     def _connect(self) -> Engine:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._check_disk()
             _prepare(self.path, self._busy_timeout_seconds)
         except (sqlite3.Error, OSError) as error:
             raise StoreUnusable(f"{self.path} cannot be opened as a database: {error}") from error
@@ -66,6 +72,16 @@ class SqliteStore(SqlStore):
         event.listen(engine, "connect", _on_connect)
         event.listen(engine, "begin", _on_begin)
         return engine
+
+    def _check_disk(self) -> None:
+        """A write-ahead log needs memory that all its processes share, and locks and synchronisation that hold."""
+        kind = network_file_system(self.path.parent)
+        if kind is not None and not self._unsafe:
+            raise StoreUnusable(
+                f"{self.path} lies on a network file system ({kind}), where SQLite may lose what this server has "
+                "acknowledged; name a folder on a local disk with --dir, or a PostgreSQL with --database, or set "
+                "COLLAGE_SERVER_UNSAFE_DATABASE=1 to accept that"
+            )
 
     def _prepare_schema(self) -> None:
         with self._writing() as connection:

@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 from collage_server.errors import StoreUnusable
 from collage_server.store import SqliteStore
+from collage_server.store.folder import network_file_system
 
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
@@ -102,3 +103,52 @@ def test_of_two_servers_on_one_file_one_seals_at_a_time(store):
         assert not other.seal("r1", NOW)
     assert other.seal("r1", NOW)
     other.close()
+
+
+MOUNTS = """\
+/dev/vda / ext4 rw,relatime 0 0
+proc /proc proc rw 0 0
+filer:/export {home} nfs4 rw,vers=4.2 0 0
+filer:/odd {home}/with\\040space cifs rw 0 0
+tmpfs {home}/local tmpfs rw 0 0
+host {home}/remote fuse.sshfs rw 0 0
+lxcfs {home}/lxc fuse.lxcfs rw 0 0
+"""
+
+
+@pytest.fixture
+def mounts(tmp_path, monkeypatch):
+    """A home on a network file system, with a local disk and others inside it."""
+    (tmp_path / "mounts").write_text(MOUNTS.format(home=tmp_path))
+    monkeypatch.setattr("collage_server.store.folder._MOUNTS", tmp_path / "mounts")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("deep/below", "nfs4"),
+        ("with space", "cifs"),
+        ("remote/data", "fuse.sshfs"),
+        ("local", None),
+        ("local/data", None),
+        ("lxc", None),
+    ],
+)
+def test_what_kind_of_disk_holds_a_folder(mounts, folder, kind):
+    assert network_file_system(mounts / folder) == kind
+
+
+def test_a_network_file_system_is_refused_until_one_accepts_the_risk(mounts):
+    path = mounts / "data" / "collage.sqlite"
+    with pytest.raises(StoreUnusable, match=rf"{path} lies on a network file system \(nfs4\).*--dir.*--database"):
+        opened(path)
+    assert not path.exists()
+    store = SqliteStore(path, stale_after_seconds=600.0, unsafe=True)
+    store.open()
+    store.close()
+
+
+def test_without_a_table_of_mounts_nothing_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("collage_server.store.folder._MOUNTS", tmp_path / "none")
+    assert network_file_system(tmp_path) is None
