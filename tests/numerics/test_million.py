@@ -7,7 +7,7 @@ from collage_agent.numerics import fast_two_sum, two_product, two_sum, ulp
 from tests.numerics.bits import random_finite, to_bits
 from tests.reference.expansions import LAYOUTS
 
-CASES = 200_000
+CASES = 230_000
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 PRODUCT_DOMAIN = {"bfloat16": 2.0**-118, "float16": 2.0**-3}
 
@@ -78,4 +78,5 @@ def test_two_product_inside_its_domain(cases):
 
 
 def test_there_are_a_million_cases():
-    assert 3 * len(DTYPES) * CASES >= 1_000_000
+    """Inside the domain: what the tests above count at least."""
+    assert len(DTYPES) * (0.99 + 0.99 + 0.35) * CASES >= 1_000_000

@@ -14,13 +14,13 @@ RULES = {
     "SGD": (CollageSGD, {"lr": 0.01, "momentum": 0.9}),
     "Lion": (CollageLion, {"lr": 1e-3}),
 }
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 WIDTH = 32
 
 
 def refusal(rule, strategy, dtype, arithmetic):
     """The words of a refusal, or None for what must work."""
-    if dtype == torch.float32 and strategy != "plain":
+    if dtype in (torch.float32, torch.float64) and strategy != "plain":
         return "is for bfloat16 and float16 parameters"
     if strategy == "plus" and rule in ("SGD", "Lion"):
         return "has none: use 'light'"
