@@ -38,7 +38,7 @@ def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypa
         monkeypatch.setattr(module, "on_host", lambda values: on_host)
     model = mlp()
     optimizer = make(model.parameters(), lr=1e-3)
-    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    handle = watch(model, optimizer, every=1, sample=256, oracle=True, windows=(2,), budget=None)
     train(model, optimizer, 3)
     listening = Listening()
     for name in ("_look", "_measure"):
@@ -49,7 +49,8 @@ def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypa
                 return _original(*arguments)
 
         monkeypatch.setattr(Attached, name, listened)
-    train(model, optimizer, 2, start=3)
-    assert handle.summary()["step"] == 5
+    train(model, optimizer, 5, start=3)
+    assert handle.summary()["step"] == 8
+    assert handle.summary()["model"]["edq_window_ratio/2"] is not None
     assert {tuple(tensor.shape) for tensor in listening.read} <= {()}
-    assert {float(tensor) for tensor in listening.read} <= {3.0, 4.0, 5.0}
+    assert {float(tensor) for tensor in listening.read} <= {3.0, 4.0, 5.0, 6.0, 7.0, 8.0}

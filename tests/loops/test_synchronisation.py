@@ -46,9 +46,26 @@ def train(model, optimizer, steps=STEPS, scaler=None, loss_of=gpt_loss):
 def test_measured_steps_read_nothing_back(name):
     model = small_gpt()
     optimizer = MAKERS[name](model.parameters())
-    handle = watch(model, optimizer, every=2, sample=512, oracle=True, budget=None)
+    handle = watch(model, optimizer, every=2, sample=512, oracle=True, windows=(2,), budget=None)
     with reading_is_forbidden(COUNTERS):
         train(model, optimizer)
+    summary = handle.summary()
+    assert summary["step"] == STEPS
+    assert name in ("Adafactor", "whole tensors") or summary["model"]["edq_window_ratio/2"] is not None
+    whole = summary["model"]["sampled"] == summary["model"]["elements"]
+    assert whole == name.startswith("Collage")
+
+
+def test_steps_within_the_backward_pass_read_nothing_back():
+    model = small_gpt()
+    optimizers = {parameter: torch.optim.AdamW([parameter], lr=1e-3) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda own: optimizers[own].step())
+    handle = watch(model, optimizers, every=2, sample=512, oracle=True, windows=(2,), budget=None)
+    with reading_is_forbidden(COUNTERS):
+        for step in range(STEPS):
+            model.zero_grad()
+            gpt_loss(model, step).backward()
     assert handle.summary()["step"] == STEPS
 
 
