@@ -119,8 +119,9 @@ def _reports(
             if line.startswith((b'{"kind":"end"', b'{"kind": "end"')):
                 _require_count(path, _object(path, line).get("steps"), seq)
                 return
-            yield _report(path, line, seq, statistics, layer_count)
-            seq += 1
+            if not line.startswith((b'{"kind":"event"', b'{"kind": "event"')):
+                yield _report(path, line, seq, statistics, layer_count)
+                seq += 1
             line = file.readline()
 
 

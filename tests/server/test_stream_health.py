@@ -70,6 +70,18 @@ def test_the_clock_is_judged_by_the_report_that_arrived_fastest(two):
     assert streams(two)["s0"].clock_skew_seconds == 3.0
 
 
+def test_a_clock_an_hour_ahead_shows_as_skew_and_moves_nothing_else(two):
+    two.clock.now = NOW + 100
+    send(two, [report(0, 10, time=NOW + 99.0), report(1, 20, time=NOW + 99.5)])
+    send(two, [report(0, 10, rank=1, time=NOW + 3699.0)], stream_id="s1")
+    found = streams(two)
+    assert [found[s].clock_skew_seconds for s in ("s0", "s1")] == [-0.5, 3599.0]
+    assert [found[s].lag_steps for s in ("s0", "s1")] == [0, 10]
+    assert {found[s].last_report_at for s in ("s0", "s1")} == {NOW + 100}
+    two.clock.now = NOW + 800
+    assert two.get("/runs/r1", wire.Run).state == "stale", "by the server's clock"
+
+
 def test_bad_gaps(two):
     assert send(two, [report(0, 10)], [(5, 4)], status=422).field == "gaps"
     limit = wire.LIMITS["reports_per_batch"]

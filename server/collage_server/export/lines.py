@@ -1,4 +1,4 @@
-"""JSON lines: the run, its layers, then one line a step, and an end that says how many there were.
+"""JSON lines: the run, its layers, one line a step, one an event, and an end that says how many steps there were.
 
 What travels are the stored totals with all ranks merged, never ratios, so that an import loses nothing.
 """
@@ -37,6 +37,8 @@ def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Iterator[bytes
         for line in _steps(slab):
             yield _line(line)
         steps += len(slab.steps)
+    for event in plan.events:
+        yield _line({"kind": "event", "event": event})
     yield _line({"kind": "end", "steps": steps})
 
 

@@ -27,7 +27,7 @@ _STEPS: Final = 4096
 class ExportPlan:
     """What there is to export, as it stood when the export began: its steps, layers, statistics and scalars.
 
-    `steps` holds every step that was measured or has a logged value. Later steps are left out; a report that
+    `events` are what had happened to the run. `steps` holds every step that was measured or has a logged value. Later steps are left out; a report that
     comes late for one of these is in, or not, by when its slab is read.
     """
 
@@ -38,6 +38,7 @@ class ExportPlan:
     scalars: Mapping[str, ScalarPoints]
     slab_points: int
     measured: IntArray
+    events: list[wire.Event]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +75,7 @@ def plan_export(store: Store, run_id: str, *, layers: bool) -> ExportPlan:
         scalars=scalars,
         slab_points=min(max(_NUMBERS // numbers, 1), _POINTS),
         measured=measured,
+        events=store.events(run_id, 0, wire.LIMITS["events_per_run"]),
     )
 
 

@@ -60,12 +60,14 @@ def test_json_lines_hold_what_was_sent(filled, monkeypatch, slab_numbers):
         "time": 1_700_000_055.0,
         "scalars": {"loss": "NaN", "edq_ratio": "Infinity"},
     }
+    events = [line["event"] for line in lines if line["kind"] == "event"]
+    assert [(event["kind"], event["step"]) for event in events] == [("attempt", 1)]
     assert lines[-1] == {"kind": "end", "steps": 6}
 
 
 def test_without_layers_only_the_model_is_there(filled):
     _, lines = lines_of(filled, "?layers=false")
-    assert {line["kind"] for line in lines} == {"run", "step", "end"}
+    assert {line["kind"] for line in lines} == {"run", "step", "event", "end"}
     assert all("layers" not in line for line in lines)
 
 
@@ -79,7 +81,7 @@ def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
     assert not store.journal_runs()
     after = lines_of(server)[1]
     assert after[1:] == before[1:]
-    assert len(after) == 1 + len(LAYERS) + 300 + 1
+    assert len(after) == 1 + len(LAYERS) + 300 + 1 + 1
 
 
 def test_csv_has_a_row_a_step_and_layer_with_finished_metrics(filled):

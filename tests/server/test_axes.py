@@ -1,0 +1,107 @@
+"""Series and compare on every axis, before and after sealing: places, values, minimum and maximum stay the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from collage_monitor import wire
+from tests.server.samples import report
+
+STEPS = range(1, 601)
+
+
+def seal(server, run_id="r1"):
+    while server.app.state.components.store.seal(run_id, server.clock()):
+        pass
+
+
+@pytest.fixture
+def long(server):
+    """A run of 600 measured steps on two ranks, one second a step."""
+    server.run()
+    server.attempt()
+    for rank in range(2):
+        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
+        reports = [report(step - 1, step, rank=rank, scalars=scalars_of(step, rank)) for step in STEPS]
+        server.reports(reports, f"s{rank}")
+    return server
+
+
+def scalars_of(step, rank):
+    if rank:
+        return {}
+    return {"loss": 4.0 - 0.001 * step} | ({"tokens": 64.0 * step} if step % 10 == 0 else {})
+
+
+AXES = ("step", "tokens", "time")
+
+
+def every_answer(server):
+    """Series of metrics, scalars, ranks and layers on every axis, fine and merged whole, and comparisons."""
+    found = {}
+    for axis in AXES:
+        for points in (1000, 1):
+            asked = {"axis": axis, "points": points}
+            for metric in ("edq_ratio", "loss"):
+                found[axis, points, metric] = server.series(metric, **asked)
+                found[axis, points, metric, "rank"] = server.series(metric, **asked, rank=0)
+            found[axis, points, "layer"] = server.series("edq_ratio", **asked, layer="blocks.0.weight")
+            compare = f"/compare?run=r1&metric=edq_ratio&axis={axis}&points={points}"
+            found[axis, points, "compare"] = server.get(compare, wire.Comparison).runs[0].series
+    return found
+
+
+def test_no_axis_depends_on_sealing(long):
+    before = every_answer(long)
+    seal(long)
+    after = every_answer(long)
+    for place, series in after.items():
+        assert_same(series, before[place])
+        assert_bounded(series)
+
+
+def assert_same(after, before):
+    for name in ("first_steps", "steps", "positions", "ranks", "world_size", "axis"):
+        assert getattr(after, name) == getattr(before, name), name
+    for name in ("values", "minimum", "maximum", "low", "high"):
+        found, wanted = getattr(after, name), getattr(before, name)
+        assert (found is None) == (wanted is None), name
+        assert found is None or found == pytest.approx(wanted, rel=1e-12), name
+
+
+def assert_bounded(series):
+    for low, value, high in zip(series.minimum, series.values, series.maximum, strict=True):
+        assert low - 1e-12 <= value <= high + 1e-12
+
+
+def test_coarse_points_keep_the_extremes_of_single_steps(long):
+    single = dict(zip(STEPS, long.series("edq_ratio").values, strict=True))
+    seal(long)
+    for axis in AXES:
+        series = long.series("edq_ratio", axis=axis, points=7)
+        assert 4 <= len(series.steps) <= 7
+        assert series.first_steps == [1, *(step + 1 for step in series.steps[:-1])]
+        spans = zip(series.first_steps, series.steps, series.minimum, series.maximum, strict=True)
+        for first, last, low, high in spans:
+            inside = [single[step] for step in range(first, last + 1)]
+            assert (low, high) == (pytest.approx(min(inside)), pytest.approx(max(inside)))
+        ends = {"step": series.steps, "tokens": [64.0 * (step // 10 * 10) for step in series.steps]}
+        assert series.positions == ends.get(axis, [step - 1.0 for step in series.steps])
+
+
+def test_places_on_the_axes_after_sealing(long):
+    seal(long)
+    by_step, by_tokens, by_time = (long.series("edq_ratio", axis=axis) for axis in ("step", "tokens", "time"))
+    assert by_step.positions == list(STEPS)
+    assert by_tokens.positions == [None] * 9 + [64.0 * (step // 10 * 10) for step in STEPS[9:]]
+    assert by_time.positions == [step - 1.0 for step in STEPS]
+    assert set(by_time.ranks) == {2}
+
+
+def test_a_single_rank_after_sealing(long):
+    before = long.series("grad_norm", rank=1)
+    seal(long)
+    after = long.series("grad_norm", rank=1)
+    assert_same(after, before)
+    assert after.values != long.series("grad_norm", rank=0).values
+    assert long.get("/runs/r1/series?metric=grad_norm&rank=7", status=404).field == "rank"
