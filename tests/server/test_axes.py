@@ -38,7 +38,7 @@ AXES = ("step", "tokens", "time")
 
 def every_answer(server):
     """Series of metrics, scalars, ranks and layers on every axis, fine and merged whole, and comparisons."""
-    found = {}
+    found: dict[tuple[object, ...], wire.Series] = {}
     for axis in AXES:
         for points in (1000, 1):
             asked = {"axis": axis, "points": points}

@@ -27,8 +27,8 @@ _STEPS: Final = 4096
 class ExportPlan:
     """What there is to export, as it stood when the export began: its steps, layers, statistics and scalars.
 
-    `events` are what had happened to the run. `steps` holds every step that was measured or has a logged value. Later steps are left out; a report that
-    comes late for one of these is in, or not, by when its slab is read.
+    `events` are what had happened to the run. `steps` holds every step that was measured or has a logged value.
+    Later steps are left out; a report that comes late for one of these is in, or not, by when its slab is read.
     """
 
     run: RunRecord
