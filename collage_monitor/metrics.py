@@ -62,12 +62,13 @@ class Metric:
 
 @dataclass(frozen=True)
 class Scalar:
-    """One logged number with a reserved meaning. `source` is "loop" (the user's) or "agent" (about itself)."""
+    """One logged number with a reserved meaning. `source` is "loop" (the user's), "agent" (about itself) or
+    "server" (made from others)."""
 
     name: str
     title: str
     unit: str
-    source: Literal["loop", "agent"]
+    source: Literal["loop", "agent", "server"]
     help: str
 
 
@@ -365,6 +366,13 @@ _SCALARS = (
     Scalar("tokens", "Tokens", "tokens", "loop", "Tokens seen since the start of the run, over all ranks."),
     Scalar("learning_rate", "Learning rate", "1", "loop", "Learning rate of the step."),
     Scalar("grad_norm_unclipped", "Gradient norm before clipping", "gradient", "loop", "As clipping returned it."),
+    Scalar(
+        "clip_ratio",
+        "Clip ratio",
+        "ratio",
+        "server",
+        "grad_norm / grad_norm_unclipped, at measured steps that log the latter; a logged one stands before it.",
+    ),
     Scalar("tokens_per_second", "Tokens per second", "tokens/s", "loop", "Training throughput."),
     Scalar("memory_bytes", "Memory", "bytes", "loop", "Peak memory of the training process."),
     Scalar(

@@ -96,12 +96,10 @@ def _compared(components: Components, run_ids: list[str], asked: _Asked) -> Iter
 
 
 def _scalars(store: Store, run_ids: list[str], asked: _Asked, positions: PositionsOf) -> SeriesOf:
-    logged = store.scalars_of(run_ids, (asked.metric,), Selection())
+    logged = parameters.scalars_of(store, run_ids, asked.metric, Selection())
     return {
-        run_id: queries.scalar_series(
-            run_id, asked.metric, held.get(asked.metric, _NOTHING), asked.points, positions[run_id]
-        )
-        for run_id, held in logged.items()
+        run_id: queries.scalar_series(run_id, asked.metric, points, asked.points, positions[run_id])
+        for run_id, points in logged.items()
     }
 
 

@@ -58,5 +58,5 @@ def _value(components: Components, run_id: str, key: str, window: float) -> quer
         needed = queries.statistics_for(key, intervals=False)
         points = components.store.model_points(run_id, needed, Selection(points=_RESOLUTION))
         return queries.last_metric(key, points, window)
-    logged = components.store.scalar_points(run_id, (key,), Selection()).get(key, _NOTHING)
+    logged = parameters.scalars_of(components.store, [run_id], key, Selection())[run_id]
     return queries.last_scalar(logged, window)

@@ -15,7 +15,7 @@ from collage_monitor.metrics import METRICS, SCALARS, metric, split_key
 from collage_monitor.statistics import reduce_shards
 from collage_server.components import Components
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.queries import Positions, statistics_for, worst_layers
+from collage_server.queries import CLIP_RATIO, UNCLIPPED, Positions, clip_ratio, statistics_for, worst_layers
 from collage_server.store import LatestPoint, Points, RunRecord, ScalarPoints, Selection, Store
 
 __all__ = [
@@ -36,10 +36,12 @@ __all__ = [
     "layer_points",
     "one_layer",
     "positions_of",
+    "scalars_of",
     "worst_of",
 ]
 
 _MOST_POINTS = 10_000
+_NOTHING = ScalarPoints.empty()
 
 RunId = Annotated[str, Path(max_length=64)]
 MetricKey = Annotated[str, Query(max_length=512, description="A metric's key, or the name of a logged scalar.")]
@@ -77,6 +79,19 @@ def checked_metric(key: str) -> str:
     except CatalogueError as error:
         raise Unprocessable(str(error), field="metric") from error
     return key
+
+
+def scalars_of(store: Store, run_ids: Sequence[str], name: str, selection: Selection) -> dict[str, ScalarPoints]:
+    """The logged scalar `name` of each run; a clip ratio that nobody logged is made from what it stands for."""
+    names = (name, UNCLIPPED) if name == CLIP_RATIO else (name,)
+    logged = store.scalars_of(run_ids, names, selection)
+    found = {run_id: held.get(name, _NOTHING) for run_id, held in logged.items()}
+    lacking = [run_id for run_id, held in logged.items() if name not in held and UNCLIPPED in held]
+    if name == CLIP_RATIO and lacking:
+        single = dataclasses.replace(selection, points=None, extremes_of=None)
+        measured = store.points_of(lacking, statistics_for("grad_norm"), single)
+        found |= {run_id: clip_ratio(measured[run_id], logged[run_id][UNCLIPPED]) for run_id in lacking}
+    return found
 
 
 def known_scalars(key: str, records: list[RunRecord]) -> None:

@@ -68,6 +68,6 @@ def _scalar(
     axis: parameters.AxisName,
 ) -> wire.Series:
     parameters.known_scalars(name, [record])
-    logged = components.store.scalar_points(record.run_id, (name,), selection).get(name, _NOTHING)
+    logged = parameters.scalars_of(components.store, [record.run_id], name, selection)[record.run_id]
     positions = parameters.positions_of(components, {record.run_id: record}, axis)[record.run_id]
     return scalar_series(record.run_id, name, logged, points, positions)

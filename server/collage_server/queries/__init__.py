@@ -1,5 +1,6 @@
 """From stored points to answers: pure functions, no database, no web."""
 
+from collage_server.queries.clipping import CLIP_RATIO, UNCLIPPED, clip_ratio
 from collage_server.queries.compare import MEAN_OF_LAST, compared_run, merged_metrics
 from collage_server.queries.correlation import RunValue, correlation, last_metric, last_scalar
 from collage_server.queries.events import alert_event
@@ -12,11 +13,14 @@ from collage_server.queries.series import Positions, metric_series, scalar_serie
 from collage_server.queries.worst import worst_layers, worst_order
 
 __all__ = [
+    "CLIP_RATIO",
     "MEAN_OF_LAST",
     "Positions",
     "RunValue",
+    "UNCLIPPED",
     "WORST_LAYERS",
     "alert_event",
+    "clip_ratio",
     "compared_run",
     "correlation",
     "heatmap",
