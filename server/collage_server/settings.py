@@ -22,7 +22,8 @@ LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 _PREFIX = "COLLAGE_SERVER_"
 _NOT_OURS = "COLLAGE_SERVER_URL"
 _SECRET = frozenset({"token"})
-_PASSWORD = re.compile(r"(://[^/@\s:]*:)[^/@\s]*@")
+_IN_ADDRESS = re.compile(r"(://[^/@\s:]*:)\S*@")
+_IN_QUERY = re.compile(r"(\b(?:ssl)?password=)[^&\s]*", re.IGNORECASE)
 _POSITIVE = (
     "body_bytes",
     "decompressed_bytes",
@@ -123,7 +124,7 @@ def _shown(name: str, value: Any) -> Any:
     if name in _SECRET and value:
         return "***"
     if isinstance(value, str):
-        return _PASSWORD.sub(r"\1***@", value)
+        return _IN_QUERY.sub(r"\1***", _IN_ADDRESS.sub(r"\1***@", value))
     return str(value) if isinstance(value, Path) else value
 
 

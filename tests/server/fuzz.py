@@ -40,6 +40,7 @@ POSTS = (
     "/runs/{run_id}/streams",
     "/streams/{stream_id}/reports",
     "/tokens",
+    "/alerts/alertmanager",
 )
 ENCODE = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}
 
@@ -203,6 +204,9 @@ def mutated(target, cases, seed):
                 reports=[report(3 + index % 100, 5)], gaps=[wire.Gap(first_seq=900, last_seq=901, reason="full")]
             ),
             wire.TokenCreate(name="n", role="read", projects=["p"]),
+            wire.AlertmanagerMessage(
+                alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": target.ids["run_id"]})]
+            ),
         )
         place = numbers.randrange(len(POSTS))
         body = bytearray(wire.encode_message(messages[place]))

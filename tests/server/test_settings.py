@@ -32,6 +32,20 @@ def test_what_is_printed_holds_every_setting_and_no_secret():
     assert settings_from_environment({"COLLAGE_SERVER_FOLDER": "/d"}, no_auth=True).masked()["token"] is None
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("postgresql://user:hush@host/db", "postgresql://user:***@host/db"),
+        ("postgresql://user:p@ss/word@host/db", "postgresql://user:***@host/db"),
+        ("postgresql://user@host/db?sslmode=require", "postgresql://user@host/db?sslmode=require"),
+        ("postgresql://host/db?user=u&password=hush&port=1", "postgresql://host/db?user=u&password=***&port=1"),
+        ("postgresql://host/db?sslPassword=hush", "postgresql://host/db?sslPassword=***"),
+    ],
+)
+def test_no_password_of_a_database_is_printed(given, shown):
+    assert settings_from_environment({**BASE, "COLLAGE_SERVER_DATABASE": given}).masked()["database"] == shown
+
+
 def test_a_misspelt_variable_is_an_error_but_the_agents_address_is_not():
     assert settings_from_environment({**BASE, "COLLAGE_SERVER_URL": "http://127.0.0.1:7420"}).port == 7420
     with pytest.raises(SettingsError, match="COLLAGE_SERVER_PROT is no setting"):
