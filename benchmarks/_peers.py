@@ -25,7 +25,6 @@ from benchmarks._serving import Connection, cpu_seconds
 __all__ = ["PEERS", "peer_figures", "peers_python"]
 
 NUMBERS: Final = 500
-REQUESTS: Final = 40
 WARM_UP: Final = 5
 START_SECONDS: Final = 120.0
 _TRACKIO: Final = """
@@ -38,12 +37,14 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", a
 
 @dataclass(frozen=True)
 class Peer:
-    """A server: how it is started, which path says that it is up, and how many records a request may hold."""
+    """A server: how it is started, which path says that it is up, how many records a request may hold,
+    and how many requests make a round."""
 
     name: str
     module: str
     ready_path: str
     batches: Sequence[int]
+    requests: int
 
     def command(self, python: str, port: int, folder: Path) -> list[str]:
         """What starts it."""
@@ -54,7 +55,7 @@ class Peer:
         return [python, "-m", "mlflow", "server", *flags, "--port", str(port), "--workers", "1"]
 
 
-PEERS: Final = (Peer("trackio", "trackio", "/version", (1, 10)), Peer("MLflow", "mlflow", "/health", (1,)))
+PEERS: Final = (Peer("trackio", "trackio", "/version", (1, 10), 40), Peer("MLflow", "mlflow", "/health", (1,), 10))
 
 
 def peers_python() -> str | None:
@@ -124,14 +125,14 @@ def _measure(peer: Peer, process_id: int, port: int, batch: int, rounds: int) ->
     name = f"1 connection × {batch} report{'s' if batch > 1 else ''}: {peer.name}"
     cpu, rate, p50 = [], [], []
     with Connection(port) as connection:
-        requests = _requests(peer, connection, batch, WARM_UP + rounds * REQUESTS)
+        requests = _requests(peer, connection, batch, WARM_UP + rounds * peer.requests)
         _send(connection, requests[:WARM_UP])
-        for start in range(WARM_UP, len(requests), REQUESTS):
+        for start in range(WARM_UP, len(requests), peer.requests):
             before, began = cpu_seconds(process_id), time.perf_counter()
-            waits = _send(connection, requests[start : start + REQUESTS])
+            waits = _send(connection, requests[start : start + peer.requests])
             elapsed = time.perf_counter() - began
-            cpu.append(1e6 * (cpu_seconds(process_id) - before) / REQUESTS / batch)
-            rate.append(REQUESTS * batch * NUMBERS / elapsed / 1e6)
+            cpu.append(1e6 * (cpu_seconds(process_id) - before) / peer.requests / batch)
+            rate.append(peer.requests * batch * NUMBERS / elapsed / 1e6)
             p50.append(1e3 * statistics.median(waits))
     return [
         Figure(f"{name}, CPU per report", "µs", tuple(cpu)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -222,6 +222,19 @@ class SealLimits:
     slice_rows: int = 6
     slice_bytes: int = 2**19
     delete_rows: int = 64
+
+    def beside(self, commit_bytes: int) -> SealLimits:
+        """Beside commits of so many bytes: slices a quarter as large, where that is more.
+
+        Each slice waits for a commit, so small ones between large commits would leave sealing far behind.
+        """
+        factor = max(1, commit_bytes // (4 * self.slice_bytes))
+        return replace(
+            self,
+            slice_rows=factor * self.slice_rows,
+            slice_bytes=factor * self.slice_bytes,
+            delete_rows=factor * self.delete_rows,
+        )
 
 
 @dataclass(frozen=True)

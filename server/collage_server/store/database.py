@@ -66,6 +66,7 @@ class SqlStore(ABC):
         self._stale_after_seconds = stale_after_seconds
         self._limits = limits
         self._seal_lock = Lock()
+        self._append_bytes = 0
         self._engine: Engine | None = None
         self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
         self._newest_lock = Lock()
@@ -231,6 +232,7 @@ class SqlStore(ABC):
 
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Store all groups in one transaction; durable when it returns."""
+        self._append_bytes = sum(group.bytes for group in groups)
         with self._writing() as connection:
             return journal.append(connection, groups, now, self._insert_reports)
 
@@ -316,7 +318,8 @@ class SqlStore(ABC):
         silent = record.updated_at < now - self._stale_after_seconds
         with self._sealing(run_id) as mine:
             closed = silent or record.state != "running"
-            return self._seal_parts(run_id, self._limits, now=now, closed=closed) if mine else 0
+            limits = self._limits.beside(self._append_bytes)
+            return self._seal_parts(run_id, limits, now=now, closed=closed) if mine else 0
 
     def _settle(self, run_id: str) -> None:
         """Seal every late report, however few they are; the caller has claimed the run."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import Connection, Row, bindparam, select, update
+from sqlalchemy import Connection, Row, bindparam, select, tuple_, update
 
 from collage_monitor import wire
 from collage_server.store import schema
@@ -28,7 +28,11 @@ _LATEST: Final = schema.run_latest
 _SLAB: Final = 256
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _OWN: Final = (_LATEST.c.run_id == bindparam("own_run"), _LATEST.c.stream_id == bindparam("own_stream"))
-_READ_LATEST: Final = select(_LATEST).where(*_OWN).with_for_update()
+_KEY: Final = (_LATEST.c.run_id, _LATEST.c.stream_id)
+# In the key's order, so that servers that lock the same rows do not wait for each other.
+_READ_LATEST: Final = (
+    select(_LATEST).where(tuple_(*_KEY).in_(bindparam("own", expanding=True))).order_by(*_KEY).with_for_update()
+)
 _MOVING: Final = (
     "reports",
     "last_seq",
@@ -108,10 +112,10 @@ def append(
     connection: Connection, groups: Sequence[ReportGroup], now: float, insert_reports: InsertReports
 ) -> list[GroupOutcome]:
     """Insert the groups' reports and bring `run_latest` forward, in the caller's transaction."""
-    latest: dict[str, _Latest | None] = {}
-    for run_id, stream_id in sorted({(group.stream.run_id, group.stream.stream_id) for group in groups}):
-        row = connection.execute(_READ_LATEST, {"own_run": run_id, "own_stream": stream_id}).first()
-        latest[stream_id] = None if row is None else _Latest(row)
+    latest: dict[str, _Latest | None] = {group.stream.stream_id: None for group in groups}
+    own = sorted({(group.stream.run_id, group.stream.stream_id) for group in groups})
+    for row in connection.execute(_READ_LATEST, {"own": own}):
+        latest[row.stream_id] = _Latest(row)
     rows = [
         _row(group.stream, report)
         for group in groups
