@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -215,6 +216,17 @@ class PostgresqlLives(Lives):
     def store(self):
         return PostgresqlStore(self.url, stale_after_seconds=600.0, limits=LIMITS)
 
+    def start(self, which=0, die=None):
+        """Once the cluster has recovered: a server that finds none ends with a sentence."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                self.cluster.execute("SELECT 1")
+                return super().start(which, die)
+            except subprocess.CalledProcessError:
+                assert time.monotonic() < deadline, "the cluster does not recover"
+                time.sleep(0.05)
+
     def end_cluster_killed(self, kind, number=signal.SIGKILL):
         """The server lives on, and must find the database again."""
         pid = self.start()
@@ -237,6 +249,7 @@ class PostgresqlLives(Lives):
         mine = [int(line) for line in found.split()]
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.random.choice(mine), signal.SIGKILL)
+        time.sleep(0.3)
         self.kills[kind] += 1
         self.progress()
         self.kill(pid, kind)
