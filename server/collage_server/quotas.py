@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
 from collage_server.settings import Settings
-from collage_server.store import AccessStore
+from collage_server.store import AccessStore, CountedRows
 
 __all__ = ["Quotas"]
 
 
 class Quotas:
-    """Checked before a run is created or tagged; requests in flight together may overshoot by their number.
+    """Runs and tags are counted in the transaction that adds them, so requests in flight together cannot overshoot.
 
-    Layers are counted when a run is created, so a project overshoots by what its own running runs still add,
-    each at most the wire's `layers_per_run`.
+    Layers are counted before a run is created: many rows, for which no report should wait. A project overshoots by
+    what requests in flight and its running runs still add, each run at most the wire's `layers_per_run`.
     """
 
     def __init__(self, settings: Settings, store: AccessStore) -> None:
         self._settings = settings
         self._store = store
 
-    def check_create(self, project: str, create: wire.RunCreate) -> None:
-        """Refuse a new run beyond the project's quota; resuming one is always allowed.
+    def check_layers(self, project: str, create: wire.RunCreate) -> None:
+        """Refuse a new run in a project that has its layers; resuming one is always allowed.
 
         Raises:
-            Unprocessable: too many runs, tags or layers.
+            Unprocessable: too many layers.
         """
-        if self._store.project_of(create.run_id) is not None:
-            if create.tags:
-                self.check_tags(project, create.tags)
-            return
-        usage = self._store.usage(project, create.tags)
-        _check(project, "runs", usage.runs + 1, self._settings.runs_per_project)
-        _check(project, "tags", usage.tags, self._settings.tags_per_project)
-        _check(project, "layers", usage.layers, self._settings.layers_per_project)
+        if self._store.project_of(create.run_id) is None:
+            _check(project, "layers", self._store.usage(project).layers, self._settings.layers_per_project)
 
-    def check_tags(self, project: str, tags: Sequence[str]) -> None:
-        """Refuse tags beyond the project's quota.
+    def check(self, project: str, what: CountedRows, count: int) -> None:
+        """For the store: judge what the project holds with a change that is not committed yet.
 
         Raises:
-            Unprocessable: too many.
+            Unprocessable: too many; the change is undone.
         """
-        _check(project, "tags", self._store.usage(project, tags).tags, self._settings.tags_per_project)
+        limits = {"runs": self._settings.runs_per_project, "tags": self._settings.tags_per_project}
+        _check(project, what, count, limits[what])
 
 
 def _check(project: str, what: str, count: int, limit: int) -> None:

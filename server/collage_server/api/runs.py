@@ -55,8 +55,9 @@ async def create_run(request: Request, project: Annotated[str, Path(min_length=1
     _check(create)
 
     def work() -> tuple[wire.Run, bool]:
-        components.quotas.check_create(project, create)
-        record, is_new = components.store.create_run(project, create, components.clock())
+        components.quotas.check_layers(project, create)
+        now = components.clock()
+        record, is_new = components.store.create_run(project, create, now, components.quotas.check)
         return _answer(components, record, principal_of(request)), is_new
 
     run, is_new = await run_in_threadpool(work)
@@ -107,9 +108,7 @@ async def update_run(request: Request, run_id: RunId) -> Response:
     change = await message(request, wire.RunUpdate)
 
     def work() -> wire.Run:
-        if change.tags:
-            components.quotas.check_tags(components.store.run(run_id).project, change.tags)
-        record = components.store.update_run(run_id, change, components.clock())
+        record = components.store.update_run(run_id, change, components.clock(), components.quotas.check)
         return _answer(components, record, principal_of(request))
 
     return answer(await run_in_threadpool(work))

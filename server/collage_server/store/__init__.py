@@ -20,10 +20,12 @@ from collage_server.store.contract import (
     StreamRecord,
 )
 from collage_server.store.postgresql import PostgresqlStore
+from collage_server.store.quota import CountedRows
 from collage_server.store.sqlite import SqliteStore
 
 __all__ = [
     "AccessStore",
+    "CountedRows",
     "GroupOutcome",
     "LatestPoint",
     "Life",

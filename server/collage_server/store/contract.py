@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from collage_monitor import wire
 from collage_server.store.access_contract import AccessStore
+from collage_server.store.quota import QuotaCheck
 
 __all__ = [
     "GroupOutcome",
@@ -287,8 +288,10 @@ class Store(Protocol):
     def check(self) -> None:
         """Raise if the database does not answer."""
 
-    def create_run(self, project: str, create: wire.RunCreate, now: float) -> tuple[RunRecord, bool]:
-        """Create a run or resume it; says whether it is new."""
+    def create_run(
+        self, project: str, create: wire.RunCreate, now: float, check: QuotaCheck | None = None
+    ) -> tuple[RunRecord, bool]:
+        """Create a run or resume it; says if it is new. `check` may refuse what the project would then hold."""
 
     def runs(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
         """A page of runs, newest first."""
@@ -302,8 +305,10 @@ class Store(Protocol):
     def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
         """The revision of each of these runs, in the order given."""
 
-    def update_run(self, run_id: str, update: wire.RunUpdate, now: float) -> RunRecord:
-        """Change a run."""
+    def update_run(
+        self, run_id: str, update: wire.RunUpdate, now: float, check: QuotaCheck | None = None
+    ) -> RunRecord:
+        """Change a run. `check` may refuse what its project would then hold."""
 
     def delete_run(self, run_id: str, now: float) -> None:
         """Delete a run and leave a tombstone."""

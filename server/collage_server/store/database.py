@@ -36,6 +36,7 @@ from collage_server.store.contract import (
     Sizes,
     StreamRecord,
 )
+from collage_server.store.quota import QuotaCheck, judge
 from collage_server.store.replicas import Replicas, count_mismatches
 from collage_server.store.retention import SqlLife
 from collage_server.store.rows import require_run
@@ -93,6 +94,10 @@ class SqlStore(ABC):
     @abstractmethod
     def _claim(self, run_id: str) -> AbstractContextManager[bool]:
         """Whether this process may seal the run, as long as the context lasts."""
+
+    @abstractmethod
+    def _lock_project(self, connection: Connection, project: str) -> None:
+        """Keep others from adding runs or tags to the project in this transaction."""
 
     @abstractmethod
     def _insert_reports(self, connection: Connection, rows: Sequence[journal.ReportRow]) -> list[bool]:
@@ -155,17 +160,25 @@ class SqlStore(ABC):
         with _translated(), self._begin_writing() as connection:
             yield connection
 
-    def create_run(self, project: str, create: wire.RunCreate, now: float) -> tuple[RunRecord, bool]:
-        """Create a run or resume it; says whether it is new."""
+    def create_run(
+        self, project: str, create: wire.RunCreate, now: float, check: QuotaCheck | None = None
+    ) -> tuple[RunRecord, bool]:
+        """Create a run or resume it; says if it is new. `check` may refuse what the project would then hold."""
         try:
-            return self._create_run(project, create, now)
+            return self._create_run(project, create, now, check)
         except IntegrityError:
-            return self._create_run(project, create, now)
+            return self._create_run(project, create, now, check)
 
-    def _create_run(self, project: str, create: wire.RunCreate, now: float) -> tuple[RunRecord, bool]:
+    def _create_run(
+        self, project: str, create: wire.RunCreate, now: float, check: QuotaCheck | None
+    ) -> tuple[RunRecord, bool]:
         """Once more where another process created the same run in between: it is then resumed."""
         with self._writing() as connection:
+            if check is not None:
+                self._lock_project(connection, project)
             is_new = runs.create_run(connection, project, create, now)
+            if check is not None:
+                judge(connection, project, check, runs=is_new, tags=bool(create.tags))
             return runs.read_run(connection, create.run_id), is_new
 
     def runs(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
@@ -188,10 +201,18 @@ class SqlStore(ABC):
         with self._reading() as connection:
             return runs.read_revisions(connection, run_ids)
 
-    def update_run(self, run_id: str, update: wire.RunUpdate, now: float) -> RunRecord:
-        """Change a run."""
+    def update_run(
+        self, run_id: str, update: wire.RunUpdate, now: float, check: QuotaCheck | None = None
+    ) -> RunRecord:
+        """Change a run. `check` may refuse what its project would then hold."""
         with self._writing() as connection:
+            counted = None
+            if check is not None and update.tags:
+                counted = runs.read_run(connection, run_id).project
+                self._lock_project(connection, counted)
             runs.update_run(connection, run_id, update, now)
+            if check is not None and counted is not None:
+                judge(connection, counted, check, runs=False, tags=True)
             return runs.read_run(connection, run_id)
 
     def delete_run(self, run_id: str, now: float) -> None:

@@ -38,6 +38,7 @@ _INSERT: Final = (
 )
 _DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
 _MIGRATION_LOCK: Final = 7_420_001
+_PROJECT_LOCKS: Final = 7_420_002
 
 
 class PostgresqlStore(SqlStore):
@@ -149,6 +150,10 @@ class PostgresqlStore(SqlStore):
     def return_space(self) -> bool:
         """Autovacuum does this."""
         return False
+
+    def _lock_project(self, connection: Connection, project: str) -> None:
+        lock = text("SELECT pg_advisory_xact_lock(:space, hashtext(:project))")
+        connection.execute(lock, {"space": _PROJECT_LOCKS, "project": project})
 
     def _insert_reports(self, connection: Connection, rows: Sequence[ReportRow]) -> list[bool]:
         if not rows:

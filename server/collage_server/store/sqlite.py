@@ -115,6 +115,9 @@ class SqliteStore(SqlStore):
         with self._write_lock:
             return return_pages(self.path, self._busy_timeout_seconds)
 
+    def _lock_project(self, connection: Connection, project: str) -> None:
+        """The file has one writer."""
+
     def _insert_reports(self, connection: Connection, rows: Sequence[ReportRow]) -> list[bool]:
         cursor = connection.connection.cursor()
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from collage_server.administration import create_token, new_act, revoke_token
 from collage_server.errors import NotFound, Unprocessable
@@ -97,3 +99,39 @@ class AccessContract:
         store.note_gaps(record, [wire.Gap(first_seq=2, last_seq=2, reason="full")], NOW)
         [stream] = store.streams("r1")
         assert (stream.given_up, stream.missing, stream.clock_skew_seconds) == (2, 1, 2.0)
+
+    def test_runs_created_at_once_do_not_overshoot_a_quota(self, store):
+        """Counted where they are added: of ten at once, as many as there is room for."""
+        refused = []
+
+        def check(_project, what, count):
+            if what == "runs" and count > 3:
+                raise Unprocessable(f"{count} {what}")
+
+        def create(number):
+            try:
+                store.create_run("p", wire.RunCreate(run_id=f"q{number}"), NOW, check)
+            except Unprocessable:
+                refused.append(number)
+
+        with ThreadPoolExecutor(10) as pool:
+            list(pool.map(create, range(10)))
+        assert store.access.usage("p").runs == 3
+        assert len(refused) == 7
+        assert store.create_run("q", wire.RunCreate(run_id="other"), NOW, check)[1]
+
+    def test_tags_beyond_a_quota_are_undone(self, store):
+        def check(_project, what, count):
+            if what == "tags" and count > 2:
+                raise Unprocessable(f"{count} {what}")
+
+        store.create_run("p", wire.RunCreate(run_id="a", tags=["x", "y"]), NOW, check)
+        for refused in (
+            lambda: store.create_run("p", wire.RunCreate(run_id="b", tags=["z"]), NOW, check),
+            lambda: store.update_run("a", wire.RunUpdate(tags=["x", "y", "z"]), NOW, check),
+        ):
+            with pytest.raises(Unprocessable):
+                refused()
+        assert store.run("a").tags == ["x", "y"]
+        assert store.access.usage("p").runs == 1
+        assert store.update_run("a", wire.RunUpdate(tags=["x", "z"]), NOW, check).tags == ["x", "z"]
