@@ -15,7 +15,8 @@ TEXT = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
 def rows_of(heading):
     """Cells of the table below a heading, without its head."""
     section = TEXT.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def number(text):
