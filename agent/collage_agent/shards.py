@@ -19,6 +19,8 @@ from collage_agent.gather import local
 __all__ = ["Shard", "Sharding", "placed_alike", "stepping_optimizer"]
 
 _FLAT_PARAMETER: Final = "_flat_param"
+_Fragment = tuple[str, tuple[int, ...], int, int, str]
+"""Name, whole shape, start in the flat partition, elements there, and module type of one tensor."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,23 @@ class Sharding:
         self._replicas: dict[int, int] = {}
         self._originals: dict[int, tuple[tuple[int, ...], nn.Module]] = {}
         self._flat: dict[int, nn.Module] = {}
+        self._fragments: dict[int, list[_Fragment]] = {}
         self._partitioned = stepping_optimizer(optimizer) is not optimizer
         self.mixed_precision: tuple[str, ...] = ()
         if self._spread:
             self._read_wrappers(model)
+        self._read_partitions(model, optimizer)
 
     def pieces(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Shard, str | None]]:
         """(name, shard, module type or None) of each tensor that lives in a registered parameter: mostly one.
 
         `name` is its registered name; a flat parameter of FSDP holds pieces of several tensors under their own.
         """
-        if id(parameter) in self._flat:
+        if id(parameter) in self._fragments:
+            number = distributed.get_rank() if self._spread else 0
+            for own, shape, start, elements, kind in self._fragments[id(parameter)]:
+                yield own, Shard(shape, elements, number, 0, start), kind
+        elif id(parameter) in self._flat:
             yield from self._pieces_of_flat(name.removesuffix(_FLAT_PARAMETER), parameter)
         else:
             yield name, self._shard(parameter), None
@@ -118,6 +126,31 @@ class Sharding:
             if getattr(policy, "param_dtype", None) is not None:
                 dtypes[str(policy.param_dtype).removeprefix("torch.")] = None
         self.mixed_precision = tuple(dtypes)
+
+    def _read_partitions(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """DeepSpeed's stages 1 and 2 step a flat fp32 partition, and tie to each 16-bit weight its part of that."""
+        ties = []
+        for prefix, module in model.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                if hasattr(parameter, "_hp_mapping"):
+                    name = f"{prefix}.{own}" if prefix else own
+                    ties.append((name, parameter, parameter._hp_mapping, type(module).__name__))
+        if not ties:
+            return
+        self.mixed_precision = tuple({str(weight.dtype).removeprefix("torch."): None for _, weight, _, _ in ties})
+        flats = {
+            flat.untyped_storage().data_ptr(): flat for group in optimizer.param_groups for flat in group["params"]
+        }
+        for name, weight, tie, kind in ties:
+            shape = tuple(weight.shape)
+            if tie is None:
+                # Another rank has it all: announced here with nothing, by whichever partition comes first.
+                self._fragments.setdefault(id(next(iter(flats.values()))), []).append((name, shape, 0, 0, kind))
+                continue
+            flat = flats.get(tie.hp_fragment.untyped_storage().data_ptr())
+            if flat is not None:
+                place = tie.hp_fragment_address
+                self._fragments.setdefault(id(flat), []).append((name, shape, place.start, place.numel, kind))
 
     def _read_flat_parameter(self, wrapper: Any) -> None:
         handle = wrapper._handle
