@@ -22,6 +22,7 @@ from collage_monitor.strategies import STRATEGIES
 __all__ = ["fingerprint", "observed_strategy"]
 
 _UNKNOWN: Final = "unknown"
+_NEARLY_ALL: Final = 0.9
 
 
 def fingerprint(
@@ -62,11 +63,14 @@ def observed_strategy(optimizer: Optimizer, watched: Sequence[WatchedParameter],
     """How weights and states are seen to be kept, as a strategy's name; "unknown" where not seen, or mixed."""
     if isinstance(optimizer, CollageOptimizer):
         names = {str(group["strategy"]) for group in optimizer.param_groups}
-    else:
-        # fp32 weights beside 16-bit ones need no help: the others give the strategy its name.
-        narrow = [entry for entry in watched if entry.parameter.dtype.itemsize < 4]
-        names = {_strategy_of(optimizer, entry, intents[entry.group]) for entry in narrow or watched}
-    return names.pop() if len(names) == 1 else _UNKNOWN
+        return names.pop() if len(names) == 1 else _UNKNOWN
+    # fp32 weights beside 16-bit ones need no help, nor do small tensors: the others give the strategy its name.
+    narrow = [entry for entry in watched if entry.parameter.dtype.itemsize < 4]
+    elements: Counter[str] = Counter()
+    for entry in narrow or watched:
+        elements[_strategy_of(optimizer, entry, intents[entry.group])] += entry.shard.elements
+    name, most = elements.most_common(1)[0] if elements else (_UNKNOWN, 0)
+    return name if most >= _NEARLY_ALL * elements.total() else _UNKNOWN
 
 
 def _strategy_of(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) -> str:

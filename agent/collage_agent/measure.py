@@ -150,6 +150,8 @@ class Meter:
         """Gather what the step is about to change. Inside `isolated`."""
         signature = self._signature_of(optimizer, closure)
         if signature != self._signature:
+            self._oracles = self._stepped_alike(optimizer)
+            signature = self._signature_of(optimizer, closure)
             self._plan = self._planned(optimizer, signature, self._sample, self._oracles or ())
             self._signature = signature
         for planned in self._plan:
@@ -306,6 +308,22 @@ class Meter:
             state = self._attached_state(optimizer, members, layout)
             oracles.append(Oracle(members, samples, layout, state.pop(stored.PARAMETER), state))
         return oracles
+
+    def _stepped_alike(self, optimizer: Optimizer) -> list[Oracle] | None:
+        """The oracles, split where states that came after they attached are not kept alike, as buckets are."""
+        if self._oracles is None:
+            return None
+        parts: list[Oracle] = []
+        parameters = {index: watched.parameter for index, watched in enumerate(self.watched)}
+        for oracle in self._oracles:
+            kinds: dict[object, list[int]] = {}
+            for member in oracle.members:
+                state = optimizer.state.get(parameters[member], {})
+                kind = len(state), stored.elementwise_dtypes(parameters[member], state)
+                kinds.setdefault(kind, []).append(member)
+            alone = len(kinds) == 1
+            parts += [oracle] if alone else [oracle.split(members, parameters) for members in kinds.values()]
+        return parts
 
     def _attached_state(self, optimizer: Optimizer, members: list[int], layout: BlockLayout) -> dict[str, Any]:
         """Stored weight and averages of the members' samples in fp64, scalars beside them."""

@@ -123,8 +123,9 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
 class WatchInfo(Struct, kw_only=True, frozen=True):
     """What the agent watches and how: shown with the run, never needed to read its numbers.
 
-    `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (our own optimizers' rule in
-    fp64), "whole-tensor", or "before-after" (no u: only what changed is known); `intent_reason` says why.
+    `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
+    ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
+    only what changed is known); `intent_reason` says why.
     """
 
     optimizer: Name

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.gather import local
 from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.blockwise import Blockwise, is_blockwise, unlike_its_rule
 from collage_agent.intent.clone import isolated
 from collage_agent.intent.observe import observed
 from collage_agent.intent.probing import HOST
@@ -66,6 +67,9 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
 
 
 def _for_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
+    if is_blockwise(optimizer):
+        failure = unlike_its_rule(optimizer, group)
+        return Blockwise(optimizer) if failure is None else BeforeAfter(failure)
     found = judged(optimizer, group)
     seen = observed(optimizer, group, found)
     if found.kind == "before-after":
