@@ -35,7 +35,12 @@ def dequantised(tensor: Tensor) -> Tensor:
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a quantised one's bytes; any other by itself. Of a distributed tensor this shard's."""
+    """The tensors that hold a quantised one's bytes; any other by itself. Of a distributed tensor this shard's.
+
+    A sparse one has no storage of its own: none.
+    """
+    if tensor.layout != torch.strided:
+        return []
     tensor = local(tensor.detach()) if not is_quantised(tensor) else tensor
     if not is_quantised(tensor):
         return [tensor]

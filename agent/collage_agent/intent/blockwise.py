@@ -1,7 +1,7 @@
 """u of bitsandbytes' optimizers: their update rules in fp64, on states read as the numbers they stand for.
 
-Their kernels compute in fp32 and take no other dtype: a clone of them is no shadow. The rules are short, and held to
-the library's own steps at attach.
+Their kernels compute in fp32 and take no other dtype: a clone of them is no shadow. The rules are short, and held
+to the library's own steps at attach.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ def _adam(group: Group, state: State, weight: Tensor, gradient: Tensor, step: in
     square = state["state2"] = second * state["state2"] + (1 - second) * gradient.square()
     scale = math.sqrt(1 - second**step)
     moved: Tensor = average / (square.sqrt() / scale + group["eps"]) * (-group["lr"] / (1 - first**step))
-    return moved - group["lr"] * group["weight_decay"] * weight
+    return moved.sub_(weight, alpha=group["lr"] * group["weight_decay"])
 
 
 def _momentum(group: Group, state: State, weight: Tensor, gradient: Tensor, step: int) -> Tensor:
     gradient = gradient + group["weight_decay"] * weight
-    average = state["state1"] = gradient if step == 1 else group["betas"][0] * state["state1"] + gradient
-    return average * -group["lr"]
+    average: Tensor = gradient if step == 1 else group["betas"][0] * state["state1"] + gradient
+    state["state1"] = average
+    return average.mul(-group["lr"])
 
 
 def _lion(group: Group, state: State, weight: Tensor, gradient: Tensor, step: int) -> Tensor:

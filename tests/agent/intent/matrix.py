@@ -1,0 +1,217 @@
+"""Configurations of optimizers, how their intended update is found, and what is seen of how they keep weights.
+
+`python -m tests.agent.intent.matrix` prints the table of docs/optimizers.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import bitsandbytes
+import optimi
+import pytorch_optimizer
+import schedulefree
+import torch
+import torchao.optim
+from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
+from torch import nn
+
+BF16, FP32 = torch.bfloat16, torch.float32
+BOTH = (BF16, FP32)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """kind: where u comes from; strategy: seen with bf16 weights, with others it is plain; matrices: only those."""
+
+    library: str
+    name: str
+    make: Callable[[Iterable[Any]], torch.optim.Optimizer]
+    kind: str
+    strategy: str = "plain"
+    dtypes: tuple[torch.dtype, ...] = BOTH
+    matrices: bool = False
+    sparse: bool = False
+    closure: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.library} {self.name}"
+
+
+def ready(kind: Any, parameters: Any) -> Any:
+    """A schedule-free optimizer in its training mode."""
+    optimizer = kind(parameters, lr=1e-3)
+    optimizer.train()
+    return optimizer
+
+
+T = torch.optim
+FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
+FUSED = {**FORMS, "fused": {"fused": True}}
+ELEMENTWISE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "SGD": (T.SGD, {"lr": 1e-2}, FUSED),
+    "SGD momentum": (T.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}, FUSED),
+    "SGD nesterov": (T.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, FORMS),
+    "SGD maximize": (T.SGD, {"lr": 1e-2, "maximize": True}, {"": {}}),
+    "Adam": (T.Adam, {"weight_decay": 0.1}, FUSED),
+    "Adam amsgrad": (T.Adam, {"amsgrad": True}, FORMS),
+    "AdamW": (T.AdamW, {"weight_decay": 0.1}, FUSED),
+    "AdamW amsgrad": (T.AdamW, {"amsgrad": True}, {"fused": {"fused": True}}),
+    "NAdam": (T.NAdam, {}, FORMS),
+    "RAdam": (T.RAdam, {}, FORMS),
+    "Adamax": (T.Adamax, {}, FORMS),
+    "Adagrad": (T.Adagrad, {}, FUSED),
+    "Adadelta": (T.Adadelta, {}, FORMS),
+    "RMSprop": (T.RMSprop, {}, FORMS),
+    "RMSprop centered momentum": (T.RMSprop, {"centered": True, "momentum": 0.9}, FORMS),
+    "ASGD": (T.ASGD, {}, FORMS),
+    "Rprop": (T.Rprop, {}, FORMS),
+}
+
+
+def torch_configurations() -> list[Configuration]:
+    found = []
+    for name, (kind, options, forms) in ELEMENTWISE.items():
+        for form, switches in forms.items():
+            title = f"{name}, {form}" if form else name
+            settings = {**options, **switches}
+            found.append(Configuration("torch", title, partial(kind, **settings), "shadow"))
+    adafactor = Configuration("torch", "Adafactor", lambda p: T.Adafactor(p, lr=1e-2), "whole-tensor")
+    muon = Configuration("torch", "Muon", lambda p: T.Muon(p, lr=1e-2), "whole-tensor", matrices=True)
+    sparse = Configuration(
+        "torch", "SparseAdam", T.SparseAdam, "before-after", "unknown", dtypes=(FP32,), sparse=True
+    )
+    lbfgs = Configuration("torch", "LBFGS", T.LBFGS, "before-after", "unknown", dtypes=(FP32,), closure=True)
+    return [*found, adafactor, muon, sparse, lbfgs]
+
+
+def optimi_configurations() -> list[Configuration]:
+    found = []
+    for name in ("AdamW", "Adam", "SGD", "Lion", "RAdam", "Adan", "Ranger"):
+        kind = getattr(optimi, name)
+        for kahan in (True, False):
+            title = f"{name}, Kahan" if kahan else name
+            settings = {"lr": 1e-3, "kahan_sum": kahan}
+            strategy = "kahan" if kahan else "plain"
+            found.append(Configuration("optimi", title, partial(kind, **settings), "shadow", strategy))
+    stable = Configuration(
+        "optimi", "StableAdamW, Kahan", lambda p: optimi.StableAdamW(p, lr=1e-3), "whole-tensor", "kahan"
+    )
+    return [*found, stable]
+
+
+def torchao_configurations() -> list[Configuration]:
+    found = []
+    for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
+        kind = getattr(torchao.optim, name)
+        found.append(Configuration("torchao", name, partial(kind, lr=1e-3), "shadow"))
+    rounding = Configuration(
+        "torchao",
+        "AdamW8bit, stochastic rounding",
+        lambda p: torchao.optim.AdamW8bit(p, lr=1e-3, bf16_stochastic_round=True),
+        "shadow",
+        "stochastic",
+        dtypes=(BF16,),
+    )
+    return [*found, rounding]
+
+
+def bitsandbytes_configurations() -> list[Configuration]:
+    found = []
+    for name in ("AdamW", "Lion", "RMSprop", "Adagrad"):
+        kind = getattr(bitsandbytes.optim, name)
+        make = partial(kind, lr=1e-3)
+        found.append(Configuration("bitsandbytes", name, make, "rule", "fp32-states"))
+    for name in ("AdamW8bit", "Lion8bit", "RMSprop8bit"):
+        kind = getattr(bitsandbytes.optim, name)
+        found.append(Configuration("bitsandbytes", name, partial(kind, lr=1e-3), "rule"))
+    momentum = {"lr": 1e-3, "momentum": 0.9}
+    sgd, small_sgd = bitsandbytes.optim.SGD, bitsandbytes.optim.SGD8bit
+    return [
+        *found,
+        Configuration("bitsandbytes", "SGD", lambda p: sgd(p, **momentum), "rule", "fp32-states"),
+        Configuration("bitsandbytes", "SGD8bit", lambda p: small_sgd(p, **momentum), "rule"),
+        Configuration(
+            "bitsandbytes", "LAMB", lambda p: bitsandbytes.optim.LAMB(p, lr=1e-3), "before-after", "fp32-states"
+        ),
+    ]
+
+
+def schedule_free_configurations() -> list[Configuration]:
+    kinds = (schedulefree.AdamWScheduleFree, schedulefree.SGDScheduleFree, schedulefree.RAdamScheduleFree)
+    return [Configuration("schedulefree", kind.__name__, partial(ready, kind), "shadow") for kind in kinds]
+
+
+def pytorch_optimizer_configurations() -> list[Configuration]:
+    kinds = {
+        "shadow": ("Lion", "AdEMAMix", "Adan", "Tiger", "ADOPT", "LaProp", "Grams"),
+        "whole-tensor": ("Lamb", "LARS", "AdamP", "NovoGrad", "CAME", "SM3"),
+        "before-after": ("Prodigy", "DAdaptAdam"),
+    }
+    found = [
+        Configuration("pytorch_optimizer", name, getattr(pytorch_optimizer, name), kind)
+        for kind, names in kinds.items()
+        for name in names
+    ]
+    stable = pytorch_optimizer.StableAdamW
+    kahan = Configuration("pytorch_optimizer", "StableAdamW, Kahan", stable, "whole-tensor", "kahan")
+    return [*found, kahan]
+
+
+def our_configurations() -> list[Configuration]:
+    strategies = ("plain", "stochastic", "kahan", "light", "light-stochastic", "plus", "full", "master-weights")
+    found = [
+        Configuration(
+            "ours",
+            f"CollageAdamW, {strategy}",
+            partial(CollageAdamW, lr=1e-3, strategy=strategy),
+            "rule",
+            strategy,
+            dtypes=(BF16,),
+        )
+        for strategy in strategies
+    ]
+    for kind, strategy in ((CollageAdam, "plus"), (CollageLion, "light"), (CollageSGD, "light")):
+        make = partial(kind, lr=1e-3, strategy=strategy)
+        title = f"{kind.__name__}, {strategy}"
+        found.append(Configuration("ours", title, make, "rule", strategy, dtypes=(BF16,)))
+    return found
+
+
+CONFIGURATIONS = [
+    *torch_configurations(),
+    *optimi_configurations(),
+    *torchao_configurations(),
+    *bitsandbytes_configurations(),
+    *schedule_free_configurations(),
+    *pytorch_optimizer_configurations(),
+    *our_configurations(),
+]
+
+CASES = [(entry, dtype) for entry in CONFIGURATIONS for dtype in entry.dtypes]
+
+
+def model(entry: Configuration, dtype: torch.dtype) -> Any:
+    """Three tensors, one of them large enough for quantised states."""
+    torch.manual_seed(0)
+    if entry.sparse:
+        return nn.EmbeddingBag(64, 64, sparse=True, dtype=dtype)
+    return nn.Sequential(nn.Linear(64, 64, bias=not entry.matrices), nn.Linear(64, 5, bias=False)).to(dtype)
+
+
+def table() -> list[str]:
+    """The rows of the table: library, optimizer, dtypes of weights, where u comes from, strategy seen in bf16."""
+    rows = ["| library | optimizer | weights | u from | seen in bf16 |", "|---|---|---|---|---|"]
+    for entry in CONFIGURATIONS:
+        dtypes = ", ".join("bf16" if dtype == BF16 else "fp32" for dtype in entry.dtypes)
+        seen = entry.strategy if BF16 in entry.dtypes else "–"
+        rows.append(f"| {entry.library} | {entry.name} | {dtypes} | {entry.kind} | {seen} |")
+    return rows
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))  # noqa: T201
