@@ -97,7 +97,7 @@ def main(
 def print_table(name: str, notes: Sequence[str], figures: Sequence[Figure]) -> None:
     """Medians and ranges, one line a figure."""
     info = machine()
-    print(f"{name} on {info['processor']} ({info['cores']} cores), {info['python']}")
+    print(f"{name} on {info['processor']} ({info['cores']} cores, load {info['load']:.1f}), {info['python']}")
     for note in notes:
         print(f"  {note}")
     width = max((len(figure.name) for figure in figures), default=0)
@@ -109,10 +109,11 @@ def print_table(name: str, notes: Sequence[str], figures: Sequence[Figure]) -> N
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, system and interpreter."""
+    """Processor, cores, how busy they are (over the last minute), system and interpreter."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",
         "python": f"Python {platform.python_version()}",
     }
