@@ -265,7 +265,7 @@ class SqlStore(ABC):
     def note_events(self, run_id: str, events: Sequence[NewEvent], now: float) -> int:
         """Add to what happened to a run; how many of these were new."""
         with self._writing() as connection:
-            require_run(connection, run_id)
+            require_run(connection, run_id, lock=True)
             return run_events.add_events(connection, run_id, events, now)
 
     def events(self, run_id: str, after: int, limit: int) -> list[wire.Event]:

@@ -28,7 +28,7 @@ from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to
 from collage_server.store.readable import Readable, layer_rows, point_rows, write_layers, write_points
 from collage_server.store.reading import sealed_layers, sealed_model
 from collage_server.store.replicas import Replicas, keep_mismatches
-from collage_server.store.rows import int_bytes, require_run, scalars_from_json
+from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.run_view import UNBOUNDED, RunView
 from collage_server.store.seal_plan import SealPlan, plan_seal, read_journal
 
@@ -96,7 +96,7 @@ def seal(
         journal = read_journal(connection, view, limits, closed=closed, stale_after_seconds=stale_after_seconds)
     if mismatches:
         with writing() as connection:
-            require_run(connection, run_id)
+            _require(connection, run_id)
             keep_mismatches(connection, run_id, mismatches, now)
     if looked is not None:
         replicas.remember(run_id, looked)

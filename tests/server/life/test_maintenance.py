@@ -123,6 +123,11 @@ def test_retention_by_settings(tmp_path):
             assert counts() == expected, days
         assert len(server.series("edq_ratio", points=1000).steps) == 90
         assert len(server.series("loss", points=1000).steps) == 600
+        events = server.get("/runs/r1/events", wire.EventPage).events
+        assert [(event.kind, event.time) for event in events[1:]] == [
+            ("retention", NOW + 31 * DAY),
+            ("retention", NOW + 366 * DAY),
+        ]
 
 
 def test_settings_of_retention_are_checked(tmp_path):
