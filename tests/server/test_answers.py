@@ -19,6 +19,8 @@ PATHS = (
     "/compare?run=r1&run=r2&metric=edq_ratio",
 )
 
+READERS = ("model_points", "layer_points", "points_of", "compared", "scalar_points", "scalars_of", "latest")
+
 
 def fetch(server, path, etag=None):
     headers = {"If-None-Match": etag} if etag else {}
@@ -35,7 +37,15 @@ def test_an_answer_changes_with_its_run_and_not_before(server, path, monkeypatch
     assert unchanged.headers["etag"] == first.headers["etag"]
     store = server.app.state.components.store
     with monkeypatch.context() as patch:
-        for name in ("model_points", "layer_points", "points_of", "scalar_points", "scalars_of", "latest"):
+        for name in (
+            "model_points",
+            "layer_points",
+            "points_of",
+            "compared",
+            "scalar_points",
+            "scalars_of",
+            "latest",
+        ):
             patch.setattr(store, name, lambda *_: 1 / 0)
         again = fetch(server, path)
         assert (again.status_code, again.content) == (200, first.content), "kept: the store is not asked"
@@ -56,15 +66,15 @@ def test_in_a_comparison_only_the_run_that_changed_is_read_again(server, monkeyp
     server.reports([report(9, 70)], "s1")
     store = server.app.state.components.store
     read: list[str] = []
-    points_of = store.points_of
+    compared = store.compared
 
     def counted(run_ids, *more):
         read.extend(run_ids)
-        return points_of(run_ids, *more)
+        return compared(run_ids, *more)
 
-    monkeypatch.setattr(store, "points_of", counted)
+    monkeypatch.setattr(store, "compared", counted)
     answer = wire.decode_message(fetch(server, path).content, wire.Comparison, wire.JSON)
-    assert set(read) == {"r1"}
+    assert read == ["r1"]
     assert [run.reports for run in answer.runs] == [6, 5]
 
 

@@ -6,7 +6,7 @@ An answer is known by its route, its parameters, and the revisions of its runs; 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -17,10 +17,13 @@ from collage_server.components import components_of
 from collage_server.queries import state_at
 from collage_server.store import RunRevision
 
-__all__ = ["respond", "revisions_of"]
+__all__ = ["Revisions", "respond", "revisions_of"]
+
+Revisions = Mapping[str, tuple[RunRevision, str]]
+"""Revision and state by run."""
 
 
-def revisions_of(request: Request, run_ids: Sequence[str]) -> dict[str, tuple[RunRevision, str]]:
+def revisions_of(request: Request, run_ids: Sequence[str]) -> Revisions:
     """Revision and state of each run, as they are before anything else is read.
 
     Raises:
@@ -35,10 +38,15 @@ def revisions_of(request: Request, run_ids: Sequence[str]) -> dict[str, tuple[Ru
     }
 
 
-def respond(request: Request, run_ids: Sequence[str], make: Callable[[], Any], *, keep: bool = True) -> Response:
-    """The answer to this request, from the cache where the runs have not changed; 304 where the asker has it."""
-    revisions = tuple(revisions_of(request, run_ids).values())
-    key = (request.url.path, tuple(sorted(request.query_params.multi_items())), revisions)
+def respond(
+    request: Request, runs: Sequence[str] | Revisions, make: Callable[[], Any], *, keep: bool = True
+) -> Response:
+    """The answer to this request, from the cache where the runs have not changed; 304 where the asker has it.
+
+    `runs` are ids, or the revisions of these runs where they are known already.
+    """
+    revisions = runs if isinstance(runs, Mapping) else revisions_of(request, runs)
+    key = (request.url.path, tuple(sorted(request.query_params.multi_items())), tuple(revisions.values()))
     etag = f'"{hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()}"'
     headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
     if etag in request.headers.get("if-none-match", ""):

@@ -43,17 +43,17 @@ def compare(
     asked = _Asked(metric, layer, points, axis)
     _check(components, run, asked)
 
+    revisions = revisions_of(request, run)
+
     def make() -> dict[str, Any]:
-        keys = {
-            run_id: ("compare", run_id, asked, revision) for run_id, revision in revisions_of(request, run).items()
-        }
+        keys = {run_id: ("compare", run_id, asked, revision) for run_id, revision in revisions.items()}
         answers = {run_id: components.answers.known(key) for run_id, key in keys.items()}
         missing = [run_id for run_id, known in answers.items() if known is None]
         for compared in _compared(components, missing, asked) if missing else ():
             answers[compared.run_id] = components.answers.keep(keys[compared.run_id], compared)
         return {"metric": metric, "axis": axis, "runs": list(answers.values())}
 
-    return respond(request, run, make, keep=False)
+    return respond(request, revisions, make, keep=False)
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,11 @@ def _check(components: Components, run_ids: Sequence[str], asked: _Asked) -> Non
 def _compared(components: Components, run_ids: list[str], asked: _Asked) -> Iterator[wire.ComparedRun]:
     """Runs read together: what each has costs, the number of statements does not grow."""
     store = components.store
-    records = store.records(run_ids)
-    positions = parameters.positions_of(components, records, asked.axis)
     shown = asked.metric if parameters.is_metric(asked.metric) and asked.layer is None else None
-    model = store.points_of(run_ids, None, Selection(points=asked.points if shown else 1, extremes_of=shown))
+    selection = Selection(points=asked.points if shown else 1, extremes_of=shown)
+    runs = store.compared(run_ids, selection, queries.MEAN_OF_LAST)
+    positions = parameters.positions_of(components, run_ids, asked.axis)
+    model = {run_id: held.points for run_id, held in runs.items()}
     if shown is not None:
         series = queries.metric_series(shown, model, asked.points, positions)
     elif asked.layer is None:
@@ -88,11 +89,10 @@ def _compared(components: Components, run_ids: list[str], asked: _Asked) -> Iter
     else:
         series = _layers(store, run_ids, asked, asked.layer, positions)
     merged = queries.merged_metrics(model)
-    newest = store.newest_scalars(run_ids, queries.MEAN_OF_LAST)
     now, stale_after = components.clock(), components.settings.stale_after_seconds
-    for run_id, record in records.items():
-        state = queries.state_of(record, now, stale_after)
-        yield queries.compared_run(record, state, series[run_id], merged[run_id], newest[run_id])
+    for run_id, held in runs.items():
+        state = queries.state_of(held.record, now, stale_after)
+        yield queries.compared_run(held.record, state, series[run_id], merged[run_id], held.newest)
 
 
 def _scalars(store: Store, run_ids: list[str], asked: _Asked, positions: PositionsOf) -> SeriesOf:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import Path, Query
@@ -104,15 +104,15 @@ def known_scalars(key: str, records: list[RunRecord]) -> None:
         )
 
 
-def positions_of(components: Components, records: Mapping[str, RunRecord], axis: AxisName) -> dict[str, Positions]:
+def positions_of(components: Components, run_ids: Sequence[str], axis: AxisName) -> dict[str, Positions]:
     """Where each run's steps stand on an axis."""
-    tokens: Mapping[str, Mapping[str, ScalarPoints]] = {}
     if axis == "tokens":
-        tokens = components.store.scalars_of(list(records), ("tokens",), Selection())
-    return {
-        run_id: Positions(axis, record.first_time or 0.0, tokens.get(run_id, {}).get("tokens"))
-        for run_id, record in records.items()
-    }
+        tokens = components.store.scalars_of(run_ids, ("tokens",), Selection())
+        return {run_id: Positions(axis, tokens=held.get("tokens")) for run_id, held in tokens.items()}
+    if axis == "time":
+        records = components.store.records(run_ids)
+        return {run_id: Positions(axis, record.first_time or 0.0) for run_id, record in records.items()}
+    return {run_id: Positions(axis) for run_id in run_ids}
 
 
 def layer_points(

@@ -13,12 +13,11 @@ from collage_server.api.cache import respond
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.queries import metric_series, scalar_series, statistics_for
-from collage_server.store import RunRecord, ScalarPoints, Selection
+from collage_server.store import Selection
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["reading"])
-_NOTHING = ScalarPoints.empty()
 
 
 @router.get("/runs/{run_id}/series", **describes(wire.Series))
@@ -44,11 +43,10 @@ def get_series(
         raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
 
     def make() -> wire.Series:
-        record = components.store.run(run_id)
         if scalar:
-            return _scalar(components, record, metric, selection, points, axis)
+            return _scalar(components, run_id, metric, selection, points, axis)
         keys = statistics_for(parameters.checked_metric(metric))
-        positions = parameters.positions_of(components, {run_id: record}, axis)
+        positions = parameters.positions_of(components, [run_id], axis)
         if whole:
             measured = components.store.model_points(run_id, keys, selection)
         else:
@@ -61,13 +59,14 @@ def get_series(
 
 def _scalar(
     components: Components,
-    record: RunRecord,
+    run_id: str,
     name: str,
     selection: Selection,
     points: int,
     axis: parameters.AxisName,
 ) -> wire.Series:
-    parameters.known_scalars(name, [record])
-    logged = parameters.scalars_of(components.store, [record.run_id], name, selection)[record.run_id]
-    positions = parameters.positions_of(components, {record.run_id: record}, axis)[record.run_id]
-    return scalar_series(record.run_id, name, logged, points, positions)
+    logged = parameters.scalars_of(components.store, [run_id], name, selection)[run_id]
+    if not len(logged.steps):
+        parameters.known_scalars(name, [components.store.run(run_id)])
+    positions = parameters.positions_of(components, [run_id], axis)[run_id]
+    return scalar_series(run_id, name, logged, points, positions)

@@ -13,6 +13,7 @@ from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from collage_monitor.wire import Number
 from collage_server.queries.finished import bucket_starts, finished, finished_interval, values
+from collage_server.queries.needs import statistics_for
 from collage_server.queries.side_by_side import SideBySide, alike
 from collage_server.store.contract import FloatArray, IntArray, Points, ScalarPoints
 
@@ -66,7 +67,9 @@ def _series_of(
     starts = np.concatenate([at + place.start for at, place in zip(starts_of, group.places, strict=True)])
     last = np.cumsum([len(at) for at in starts_of]).tolist()
     low, high = _extremes(metric, points)
-    merged = reduce_steps(points.totals, axis=0, starts=starts) if size else dict(points.totals)
+    needed = statistics_for(metric)
+    totals = {key: values for key, values in points.totals.items() if key in needed}
+    merged = totals if len(starts) == size else reduce_steps(totals, axis=0, starts=starts)
     bounds = finished_interval(metric, merged)
     ends = _ends(starts, size)
     steps, times = points.steps[ends], points.times[ends]

@@ -115,8 +115,10 @@ def read_model_data(
     rank: int = ALL_RANKS,
 ) -> FloatArray:
     """Totals [keys, points] of the model; NaN where a part lacks the key. `entries`: by run, key → entry."""
-    dictionaries: dict[tuple[str, ...], int] = {}
-    numbers = {run: dictionaries.setdefault(tuple(known), len(dictionaries)) for run, known in entries.items()}
+    dictionaries: dict[tuple[tuple[str, int], ...], int] = {}
+    numbers = {
+        run: dictionaries.setdefault(tuple(known.items()), len(dictionaries)) for run, known in entries.items()
+    }
     values = np.full((len(keys), len(points.steps)), np.nan)
     columns = ("point_count", "entries", "data")
     for rows in _select(connection, "model_chunk", level, chunks, columns, "t.rank = :rank", {"rank": rank}):
@@ -174,18 +176,7 @@ def read_layer_data(
             run: [(entry, -1 if index is None else int(positions[run][index])) for entry in numbers]
             for run, numbers in wanted.items()
         }
-        data = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count)" if sliced else "t.data"
-        slabs = _select(
-            connection,
-            "layer_chunk",
-            level,
-            chunks,
-            ("entry", "point_count", "layer_count", data),
-            "t.entry = w.entry",
-            spans=("entry", "layer"),
-            extra=extra,
-        )
-        for row in itertools.chain.from_iterable(slabs):
+        for row in _layer_rows(connection, level, chunks, extra, sliced=sliced):
             start = points.where.get(row[:4])
             if start is None or not row[7]:
                 continue
@@ -198,6 +189,42 @@ def read_layer_data(
                 held = positions[run] < layers
                 target[:, held] = block[positions[run][held]].T
     return values
+
+
+def _layer_rows(
+    connection: Connection,
+    level: int,
+    chunks: Chunks,
+    extra: Mapping[str, Sequence[tuple[int, int]]],
+    *,
+    sliced: bool,
+) -> Iterator[Any]:
+    """Rows (…, entry, point_count, layer_count, data) of spans (entry, layer); `sliced`: that layer alone.
+
+    SQLite would fetch a block whole to cut a piece out of it, but reads one in place through its handle.
+    """
+    in_place = sliced and connection.dialect.name == "sqlite"
+    slice_of = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count)"
+    data = ("t.rowid", "w.layer") if in_place else (slice_of,) if sliced else ("t.data",)
+    columns = ("entry", "point_count", "layer_count", *data)
+    slabs = _select(
+        connection,
+        "layer_chunk",
+        level,
+        chunks,
+        columns,
+        "t.entry = w.entry",
+        spans=("entry", "layer"),
+        extra=extra,
+    )
+    raw: Any = connection.connection.driver_connection
+    for row in itertools.chain.from_iterable(slabs):
+        if not in_place:
+            yield row
+        elif row[8] < row[6]:
+            with raw.blobopen("layer_chunk", "data", row[7], readonly=True) as block:
+                block.seek(8 * row[5] * row[8])
+                yield (*row[:7], block.read(8 * row[5]))
 
 
 def _select(
@@ -242,4 +269,4 @@ def _statement(table: str, columns: Sequence[str], condition: str, spans: Sequen
         f"WITH w ({', '.join(names)}) AS (VALUES {values}) SELECT {shown} FROM w CROSS JOIN {table} t "
         "WHERE t.run_id = w.run_id AND t.attempt = w.attempt AND t.level = :level "
         f"AND t.chunk BETWEEN w.first_chunk AND w.last_chunk AND {condition}"
-    )
+    ).execution_options(blocks=True)

@@ -14,6 +14,7 @@ from collage_server.store.access_contract import AccessStore
 from collage_server.store.quota import QuotaCheck
 
 __all__ = [
+    "ComparedRecord",
     "GroupOutcome",
     "LatestPoint",
     "Life",
@@ -185,6 +186,15 @@ class ScalarPoints:
     def empty(cls) -> ScalarPoints:
         """A name that was never logged."""
         return cls(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedRecord:
+    """A run beside others: the model's points with all that was reported, and the last logged values by name."""
+
+    record: RunRecord
+    points: Points
+    newest: dict[str, FloatArray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,8 +386,8 @@ class Store(Protocol):
     ) -> dict[str, dict[str, ScalarPoints]]:
         """Logged values of several runs by name, read together."""
 
-    def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
-        """The last `count` logged values of each run by name, oldest first."""
+    def compared(self, run_ids: Sequence[str], selection: Selection, newest: int) -> dict[str, ComparedRecord]:
+        """What a comparison shows of each run, from one snapshot; `newest` values of each logged name."""
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step, None before the first."""

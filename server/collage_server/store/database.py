@@ -19,8 +19,9 @@ from collage_server.store import events as run_events
 from collage_server.store import gaps as gap_ranges
 from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
 from collage_server.store.access import SqlAccess
+from collage_server.store.column_cache import ColumnCache
 from collage_server.store.contract import (
-    FloatArray,
+    ComparedRecord,
     GroupOutcome,
     LatestPoint,
     NewEvent,
@@ -40,6 +41,7 @@ from collage_server.store.quota import QuotaCheck, judge
 from collage_server.store.replicas import Replicas, count_mismatches
 from collage_server.store.retention import SqlLife
 from collage_server.store.rows import require_run
+from collage_server.store.run_view import read_views
 
 __all__ = ["SqlStore"]
 
@@ -58,6 +60,7 @@ def _translated() -> Iterator[None]:
 _PURGED_AT_ONCE: Final = 100
 """Short transactions that a deletion takes at most before it is answered; the rest is left to maintenance."""
 _CACHED_RUNS: Final = 1000
+_COLUMN_BYTES: Final = 64 * 2**20
 
 
 class SqlStore(ABC):
@@ -69,6 +72,7 @@ class SqlStore(ABC):
         self._seal_lock = Lock()
         self._append_bytes = 0
         self._engine: Engine | None = None
+        self._columns = ColumnCache(_COLUMN_BYTES)
         self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
         self._newest_lock = Lock()
         self._replicas = Replicas()
@@ -276,7 +280,7 @@ class SqlStore(ABC):
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""
         with self._reading() as connection:
-            return reading.read_model_points(connection, [run_id], keys, selection)[run_id]
+            return reading.read_model_points(connection, [run_id], keys, selection, self._columns)[run_id]
 
     def layer_points(
         self, run_id: str, keys: Collection[str], selection: Selection, layers: Sequence[str] | None = None
@@ -295,7 +299,7 @@ class SqlStore(ABC):
         """The model's totals of several runs, or those of one layer."""
         with self._reading() as connection:
             if layer is None:
-                return reading.read_model_points(connection, run_ids, keys, selection)
+                return reading.read_model_points(connection, run_ids, keys, selection, self._columns)
             return reading.read_layer_points(connection, run_ids, keys or (), selection, [layer])
 
     def scalar_points(
@@ -312,10 +316,16 @@ class SqlStore(ABC):
         with self._reading() as connection:
             return scalars.read_scalar_points(connection, run_ids, names, selection)
 
-    def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
-        """The last `count` logged values of each run by name, oldest first."""
+    def compared(self, run_ids: Sequence[str], selection: Selection, newest: int) -> dict[str, ComparedRecord]:
+        """What a comparison shows of each run, from one snapshot."""
         with self._reading() as connection:
-            return scalars.read_newest_scalars(connection, run_ids, count)
+            records = runs.read_records(connection, run_ids)
+            views = read_views(connection, run_ids)
+            points = reading.model_points_of(connection, views, None, selection, self._columns)
+            logged = scalars.read_newest_scalars(connection, views, newest)
+        return {
+            run_id: ComparedRecord(record, points[run_id], logged[run_id]) for run_id, record in records.items()
+        }
 
     def replica_mismatches(self) -> int:
         """At how many layers and steps replicas differed, over all runs."""

@@ -179,8 +179,10 @@ def read_reports(
     if not run_ids:
         return
     table = schema.report
-    statement = select(*(table.c[name] for name in columns)).where(
-        table.c.run_id.in_(run_ids), table.c[present].is_not(None)
+    statement = (
+        select(*(table.c[name] for name in columns))
+        .where(table.c.run_id.in_(run_ids), table.c[present].is_not(None))
+        .execution_options(blocks=True)
     )
     if selection.first_step is not None:
         statement = statement.where(table.c.step >= selection.first_step)

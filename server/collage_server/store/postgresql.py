@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Final
+from typing import Any, Final
 
-from sqlalchemy import Connection, Engine, create_engine, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import ArgumentError, OperationalError
 
@@ -37,6 +37,7 @@ _INSERT: Final = (
     "ON CONFLICT DO NOTHING RETURNING stream_id, seq"
 )
 _DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
+_BINARY: Final = 1
 _MIGRATION_LOCK: Final = 7_420_001
 _PROJECT_LOCKS: Final = 7_420_002
 
@@ -82,6 +83,7 @@ class PostgresqlStore(SqlStore):
         try:
             url = self._url.replace("postgresql://", "postgresql+psycopg://", 1)
             engine = create_engine(url, pool_size=10, max_overflow=30)
+            event.listen(engine, "before_cursor_execute", _ask_for_binary)
         except (ArgumentError, ModuleNotFoundError) as error:
             raise StoreUnusable(f"the database URL cannot be used: {error}") from error
         try:
@@ -167,3 +169,11 @@ class PostgresqlStore(SqlStore):
             flags.append(key in fresh)
             fresh.discard(key)
         return flags
+
+
+def _ask_for_binary(
+    _connection: Connection, cursor: Any, _statement: str, _parameters: Any, context: Any, _many: bool
+) -> None:
+    """Blocks come as they are, not as hexadecimal text; a statement says that it reads some."""
+    if context is not None and context.execution_options.get("blocks"):
+        cursor.format = _BINARY

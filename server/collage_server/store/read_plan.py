@@ -27,13 +27,13 @@ _COARSE_FROM: Final = {16: 8, 256: 128}
 class ReadPlan:
     """Chunks by attempt and level, journal rows by attempt, and who stands in the chunks that have late reports.
 
-    `sealed` are the attempts that have chunks at all.
+    `infos` says of the same chunks what the snapshot knows of them.
     """
 
     chunks: dict[tuple[int, int], list[int]]
     rows: Rows
     known: dict[int, Contributors]
-    sealed: frozenset[int]
+    infos: dict[tuple[int, int], tuple[ChunkInfo, ...]]
 
 
 def plan_read(view: RunView, rows: Rows, selection: Selection, infos: Sequence[ChunkInfo]) -> ReadPlan:
@@ -42,17 +42,18 @@ def plan_read(view: RunView, rows: Rows, selection: Selection, infos: Sequence[C
     late = {(attempt, chunk) for attempt in rows for chunk in _late_chunks(attempt, rows[attempt], infos)}
     inside, cut = _inside(view, infos, selection)
     level = _level(view, inside, rows, selection)
-    chunks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    chosen: dict[tuple[int, int], list[ChunkInfo]] = defaultdict(list)
     for info in inside:
         place = (info.attempt, info.chunk)
-        chunks[info.attempt, _held_level(info, 1 if place in cut or place in late else level)].append(info.chunk)
+        chosen[info.attempt, _held_level(info, 1 if place in cut or place in late else level)].append(info)
+    chunks = {place: [info.chunk for info in members] for place, members in chosen.items()}
     known: dict[int, Contributors] = {
         attempt: read_contributors(
             view.connection, view.run_id, attempt, [chunk for owner, chunk in late if owner == attempt]
         )
         for attempt in {attempt for attempt, _ in late}
     }
-    return ReadPlan(chunks, rows, known, frozenset(info.attempt for info in infos))
+    return ReadPlan(chunks, rows, known, {place: tuple(members) for place, members in chosen.items()})
 
 
 def _held_level(info: ChunkInfo, wanted: int) -> int:

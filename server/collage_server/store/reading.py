@@ -23,34 +23,95 @@ from collage_server.store.chunks import (
     read_model_data,
     read_point_rows,
 )
+from collage_server.store.column_cache import ColumnCache
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.contributors import rank_contributed
 from collage_server.store.directory import read_chunk_infos
 from collage_server.store.latest import newest_measured_step
 from collage_server.store.pieces import Piece, join
 from collage_server.store.read_plan import ReadPlan, plan_read
-from collage_server.store.run_view import RunView, read_views
+from collage_server.store.run_view import RunView, chosen_layers, read_views
 
-__all__ = ["read_latest", "read_layer_points", "read_model_points", "sealed_layers", "sealed_model"]
+__all__ = [
+    "model_points_of",
+    "read_latest",
+    "read_layer_points",
+    "read_model_points",
+    "sealed_layers",
+    "sealed_model",
+]
 
 Views = Mapping[str, RunView]
 Pieces = dict[str, list[Piece]]
 
 
 def read_model_points(
-    connection: Connection, run_ids: Sequence[str], wanted: Collection[str] | None, selection: Selection
+    connection: Connection,
+    run_ids: Sequence[str],
+    wanted: Collection[str] | None,
+    selection: Selection,
+    columns: ColumnCache | None = None,
 ) -> dict[str, Points]:
     """The whole model's totals by run, from model vectors alone where replicas allow it."""
-    views = read_views(connection, run_ids)
+    views = read_views(connection, run_ids, _needed(wanted, selection))
+    return model_points_of(connection, views, wanted, selection, columns)
+
+
+def model_points_of(
+    connection: Connection,
+    views: Views,
+    wanted: Collection[str] | None,
+    selection: Selection,
+    columns: ColumnCache | None = None,
+) -> dict[str, Points]:
+    """The same for runs that are looked at already."""
     plans = _plans(connection, views, selection, mixed=[run for run, view in views.items() if view.mixed])
     pieces: Pieces = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
-        chosen = {run_id: views[run_id] for run_id, _ in chunks}
-        for run_id, found in sealed_model(connection, chosen, level, chunks, wanted, selection).items():
+        known = None if level == 1 or selection.rank is not None else columns
+        for run_id, found in _known_model(
+            connection, views, plans, level, chunks, wanted, selection, known
+        ).items():
             pieces[run_id] += found
     for run_id, plan in plans.items():
         pieces[run_id] += _unsealed_model(views[run_id], plan, wanted)
     return {run_id: join(pieces[run_id], view.bound, selection, view.world_size) for run_id, view in views.items()}
+
+
+def _known_model(
+    connection: Connection,
+    views: Views,
+    plans: Mapping[str, ReadPlan],
+    level: int,
+    chunks: Chunks,
+    wanted: Collection[str] | None,
+    selection: Selection,
+    columns: ColumnCache | None,
+) -> Pieces:
+    """`sealed_model`, of what is not in memory."""
+    chosen = {run_id: views[run_id] for run_id, _ in chunks}
+    if columns is None:
+        return sealed_model(connection, chosen, level, chunks, wanted, selection)
+    places = {owner: (owner, level, plans[owner[0]].infos[owner[1], level]) for owner in chunks}
+    found: Pieces = {run_id: [] for run_id in chosen}
+    metric = selection.extremes_of
+    missing: dict[tuple[str, int], Sequence[int]] = {}
+    for owner, numbers in chunks.items():
+        entries = views[owner[0]].entries
+        totals = _keys({owner[0]: views[owner[0]]}, wanted, None, level)
+        shown = metric if metric is not None and minimum_key(metric) in entries else None
+        piece = columns.known(places[owner], totals, shown)
+        if piece is None:
+            missing[owner] = numbers
+        else:
+            found[owner[0]].append(piece)
+    if missing:
+        left = {run_id: views[run_id] for run_id, _ in missing}
+        for run_id, read in sealed_model(connection, left, level, missing, wanted, selection).items():
+            found[run_id] += read
+            for piece in read:
+                columns.keep(places[run_id, piece.attempt], piece)
+    return found
 
 
 def read_layer_points(
@@ -64,12 +125,12 @@ def read_layer_points(
 
     Several runs are read together only with `layers` given.
     """
-    views = read_views(connection, run_ids)
-    chosen = {run_id: view.chosen_layers(layers) for run_id, view in views.items()}
+    views = read_views(connection, run_ids, _needed(wanted, selection))
+    chosen = chosen_layers(connection, views, layers)
     positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
     plans = _plans(connection, views, selection, mixed=views)
     if selection.rank is not None:
-        _check_unsealed(views, plans, selection.rank)
+        _check_one_rank(views, selection.rank)
     pieces: Pieces = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
         held = {run_id: views[run_id] for run_id, _ in chunks}
@@ -82,6 +143,14 @@ def read_layer_points(
         run_id: join(pieces[run_id], view.bound, selection, view.world_size, list(chosen[run_id]))
         for run_id, view in views.items()
     }
+
+
+def _needed(wanted: Collection[str] | None, selection: Selection) -> list[str] | None:
+    """Keys of the run's dictionary that may be read; None: all."""
+    metric = selection.extremes_of
+    if wanted is None:
+        return None
+    return [*wanted, *((minimum_key(metric), maximum_key(metric)) if metric is not None else ())]
 
 
 def _plans(
@@ -126,11 +195,14 @@ def _unsealed_layers(
         yield unsealed.layer_piece(view, attempt, members, keys, positions, plan.known.get(attempt, {}))
 
 
-def _check_unsealed(views: Views, plans: Mapping[str, ReadPlan], rank: int) -> None:
-    for run_id, plan in plans.items():
-        if any(views[run_id].ranks(attempt) != {rank} for attempt in plan.sealed):
+def _check_one_rank(views: Views, rank: int) -> None:
+    """Layers are kept with all ranks merged; one rank alone is known where there is no other."""
+    for run_id, view in views.items():
+        ranks = {record.rank for record in view.streams.values()}
+        if ranks - {rank}:
             raise Unprocessable(
-                "layers of a single rank are kept until they are sealed only; leave rank out, or leave layer out",
+                f"run {run_id!r} has {len(ranks)} ranks: its layers are kept with all ranks merged, single ranks "
+                "as totals of their whole model; leave rank out, or leave layer, pattern and module_type out",
                 field="rank",
             )
 
@@ -204,7 +276,7 @@ def sealed_layers(
     return _pieces(views, level, points, keys, values)
 
 
-def _entries(views: Views) -> dict[str, dict[str, int]]:
+def _entries(views: Views) -> dict[str, Mapping[str, int]]:
     return {run_id: view.entries for run_id, view in views.items()}
 
 

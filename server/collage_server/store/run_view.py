@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Final
+from functools import cached_property, lru_cache
+from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Text, cast, func, select
 
 from collage_server.errors import NotFound
 from collage_server.store import schema
 from collage_server.store.contract import StreamRecord
-from collage_server.store.latest import hidden_from
+from collage_server.store.latest import hidden_from, logged_names
 from collage_server.store.ranges import contains, ranges_from_json
-from collage_server.store.streams import read_stream_records
+from collage_server.store.rows import require_runs
+from collage_server.store.streams import stream_record
 
-__all__ = ["UNBOUNDED", "RunView", "read_views"]
+__all__ = ["UNBOUNDED", "RunView", "chosen_layers", "read_views"]
 
 UNBOUNDED: Final = 2**62
+_NAMES_A_STATEMENT: Final = 10_000
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class _Rows:
     streams: list[StreamRecord] = field(default_factory=list)
     attempts: list[tuple[int, int]] = field(default_factory=list)
     sealed: dict[str, str] = field(default_factory=dict)
+    scalars: dict[str, str] = field(default_factory=dict)
 
 
 class RunView:
@@ -46,6 +48,7 @@ class RunView:
         sizes = (record.world_size for record in rows.streams if record.attempt == newest)
         self.world_size = max(sizes, default=1)
         self._sealed = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
+        self._scalars = rows.scalars
 
     def check_rank(self, rank: int | None) -> None:
         """Raise NotFound unless some stream has this rank; a run without streams has every rank."""
@@ -58,6 +61,10 @@ class RunView:
     def sealed(self, stream_id: str, seq: int) -> bool:
         """Whether this report stands in chunks; its journal row, if still there, is about to go."""
         return contains(self._sealed.get(stream_id, ()), seq)
+
+    def logged(self) -> list[tuple[str, str]]:
+        """(stream_id, name) of everything that was logged."""
+        return [(stream_id, name) for stream_id, text in self._scalars.items() for name in logged_names(text)]
 
     def ranks(self, attempt: int) -> set[int]:
         """Ranks registered in an attempt."""
@@ -83,7 +90,7 @@ class RunView:
         return any(len(np.unique(stream.replicas)) > 1 for stream in self.streams.values())
 
     @cached_property
-    def entries(self) -> dict[str, int]:
+    def entries(self) -> Mapping[str, int]:
         """The dictionary of what chunks hold."""
         return _read_entries(self.connection, [self.run_id])[self.run_id]
 
@@ -96,54 +103,91 @@ class RunView:
         )
         return {row.name: row.layer for row in rows}
 
-    def chosen_layers(self, names: Collection[str] | None) -> dict[str, int]:
-        """Positions of the named layers (None: of all).
 
-        Raises:
-            NotFound: the run has no layer of some name.
-        """
-        if names is None:
-            return self.layers
+def chosen_layers(
+    connection: Connection, views: Mapping[str, RunView], names: Sequence[str] | None
+) -> dict[str, dict[str, int]]:
+    """Positions of the named layers (None: of all) by run.
+
+    Raises:
+        NotFound: a run has no layer of some name.
+    """
+    if names is None:
+        return {run_id: view.layers for run_id, view in views.items()}
+    table = schema.layer
+    found: dict[str, dict[str, int]] = {run_id: {} for run_id in views}
+    columns = (table.c.run_id, table.c.name, table.c.layer)
+    for start in range(0, len(names), _NAMES_A_STATEMENT):
+        some = names[start : start + _NAMES_A_STATEMENT]
+        statement = select(*columns).where(table.c.run_id.in_(list(views)), table.c.name.in_(some))
+        for run_id, name, layer in connection.execute(statement).all():
+            found[run_id][name] = layer
+    for run_id, held in found.items():
         for name in names:
-            if name not in self.layers:
+            if name not in held:
                 raise NotFound(
-                    f"run {self.run_id!r} has no layer {name!r}; GET /api/v1/runs/{self.run_id}/layers lists them",
+                    f"run {run_id!r} has no layer {name!r}; GET /api/v1/runs/{run_id}/layers lists them",
                     field="layer",
                 )
-        return {name: self.layers[name] for name in names}
+    return {run_id: {name: held[name] for name in names} for run_id, held in found.items()}
 
 
-def read_views(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunView]:
+def read_views(
+    connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
+) -> dict[str, RunView]:
     """Views of several runs, in the order given, in as many statements as one takes.
+
+    Of the dictionary of what chunks hold they know `keys` only (None: all).
 
     Raises:
         NotFound, Gone: one of the runs is not there.
     """
     ids = list(dict.fromkeys(run_ids))
-    entries = _read_entries(connection, ids)
     views = {run_id: RunView(connection, run_id, rows) for run_id, rows in _read(connection, ids).items()}
+    entries = _read_entries(connection, ids, keys)
     for run_id, view in views.items():
         view.entries = entries[run_id]
     return views
 
 
 def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
-    found = {run_id: _Rows(streams=records) for run_id, records in read_stream_records(connection, run_ids).items()}
-    table, latest = schema.attempt, schema.run_latest
-    columns = (table.c.run_id, table.c.attempt, table.c.first_step)
-    for run_id, attempt, first_step in connection.execute(select(*columns).where(table.c.run_id.in_(run_ids))):
-        found[run_id].attempts.append((attempt, first_step))
-    sealed = select(latest.c.run_id, latest.c.stream_id, latest.c.sealed).where(latest.c.run_id.in_(run_ids))
-    for run_id, stream_id, text in connection.execute(sealed):
-        found[run_id].sealed[stream_id] = text
+    found: dict[str, _Rows] = {run_id: _Rows() for run_id in run_ids}
+    run, stream, latest, attempt = schema.run, schema.stream, schema.run_latest, schema.attempt
+    there = stream.join(run, run.c.run_id == stream.c.run_id).join(
+        latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
+    )
+    known = (latest.c.sealed, latest.c.scalars)
+    statement = select(*stream.c, *known).select_from(there).where(stream.c.run_id.in_(run_ids))
+    rows: Sequence[Any] = connection.execute(statement.order_by(stream.c.stream)).all()
+    for row in rows:
+        found[row.run_id].streams.append(stream_record(row))
+        found[row.run_id].sealed[row.stream_id] = row.sealed
+        found[row.run_id].scalars[row.stream_id] = row.scalars
+    require_runs(connection, [run_id for run_id, rows in found.items() if not rows.streams])
+    columns = (attempt.c.run_id, attempt.c.attempt, attempt.c.first_step)
+    for run_id, number, first in connection.execute(select(*columns).where(attempt.c.run_id.in_(run_ids))).all():
+        found[run_id].attempts.append((number, first))
     return found
 
 
-def _read_entries(connection: Connection, run_ids: Sequence[str]) -> Mapping[str, dict[str, int]]:
+def _read_entries(
+    connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
+) -> dict[str, Mapping[str, int]]:
+    """Dictionaries by run, a text each: most runs have the same one."""
     table = schema.entry
-    found: dict[str, dict[str, int]] = defaultdict(dict)
-    columns = (table.c.run_id, table.c.key, table.c.entry)
-    statement = select(*columns).where(table.c.run_id.in_(run_ids)).order_by(table.c.run_id, table.c.entry)
-    for run_id, key, entry in connection.execute(statement):
-        found[run_id][key] = entry
+    found: dict[str, Mapping[str, int]] = {run_id: {} for run_id in run_ids}
+    if keys is not None and not keys:
+        return found
+    line = cast(table.c.entry, Text).concat(" ").concat(table.c.key)
+    statement = select(table.c.run_id, func.aggregate_strings(line, "\n")).where(table.c.run_id.in_(run_ids))
+    if keys is not None:
+        statement = statement.where(table.c.key.in_(list(keys)))
+    for run_id, lines in connection.execute(statement.group_by(table.c.run_id)).all():
+        found[run_id] = _entries(lines)
     return found
+
+
+@lru_cache(maxsize=1000)
+def _entries(lines: str) -> Mapping[str, int]:
+    pairs = [line.split(" ", 1) for line in lines.split("\n")]
+    return {key: int(number) for number, key in sorted(pairs, key=lambda pair: int(pair[0]))}

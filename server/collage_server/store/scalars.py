@@ -16,13 +16,12 @@ from collage_server.store import schema
 from collage_server.store.assemble import Places, group_steps, visible
 from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
 from collage_server.store.journal import read_reports
-from collage_server.store.latest import logged_names
 from collage_server.store.rows import scalars_from_json
 from collage_server.store.run_view import RunView, read_views
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
 
-_NEWEST_PARTS: Final = 4
+_NEWEST_PARTS: Final = 2
 _KEYS_A_STATEMENT: Final = 1000
 _COLUMNS = ("run_id", "stream_id", "seq", "step", "time", "scalars")
 
@@ -51,17 +50,16 @@ def read_scalar_points(
     connection: Connection, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
 ) -> dict[str, dict[str, ScalarPoints]]:
     """Logged values by run and name: a rank's last word on a step counts, then the mean over the ranks."""
-    views = read_views(connection, run_ids)
+    views = read_views(connection, run_ids, keys=())
     for view in views.values():
         view.check_rank(selection.rank)
     return _read(connection, views, names, selection, {})
 
 
 def read_newest_scalars(
-    connection: Connection, run_ids: Sequence[str], count: int
+    connection: Connection, views: Mapping[str, RunView], count: int
 ) -> dict[str, dict[str, FloatArray]]:
     """The last `count` logged values by run and name, oldest first."""
-    views = read_views(connection, run_ids)
     alone = {run_id: view for run_id, view in views.items() if len(view.attempts) == len(view.streams) == 1}
     newest = _newest_rows(connection, alone, 2 * count)
     points = _read(connection, views, None, Selection(), newest)
@@ -92,11 +90,7 @@ def _read(
 
 def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: int) -> dict[str, list[Row[Any]]]:
     """By run, the last parts of every name, where they hold at least `count` values each or are all there is."""
-    latest = schema.run_latest
-    names = connection.execute(
-        select(latest.c.run_id, latest.c.stream_id, latest.c.scalars).where(latest.c.run_id.in_(list(views)))
-    ).all()
-    keys = [(row.run_id, row.stream_id, name) for row in names for name in logged_names(row.scalars)]
+    keys = [(run_id, *key) for run_id, view in views.items() for key in view.logged()]
     rows: list[Row[Any]] = []
     for start in range(0, len(keys), _KEYS_A_STATEMENT):
         some = keys[start : start + _KEYS_A_STATEMENT]
@@ -124,7 +118,7 @@ def _newest_statement(count: int) -> TextClause:
         f"WHERE {same.format('t')} AND t.part > "
         f"(SELECT max(s.part) FROM scalar_chunk s WHERE {same.format('s')}) - :parts "
         "ORDER BY t.run_id, t.stream_id, t.name, t.part"
-    )
+    ).execution_options(blocks=True)
 
 
 def _read_sealed(
@@ -139,7 +133,7 @@ def _read_sealed(
     table = schema.scalar_chunk
     rows = [row for members in known.values() for row in members]
     if whole := [run_id for run_id in views if run_id not in known]:
-        statement = select(table).where(table.c.run_id.in_(whole))
+        statement = select(table).where(table.c.run_id.in_(whole)).execution_options(blocks=True)
         if names is not None:
             statement = statement.where(table.c.name.in_(list(names)))
         rows += connection.execute(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -21,7 +20,7 @@ from collage_server.store.events import add_events, attempt_event, move_event, r
 from collage_server.store.gaps import count_numbers
 from collage_server.store.horizon import frozen_step
 from collage_server.store.ranges import ranges_from_json
-from collage_server.store.rows import from_json, int_array, int_bytes, require_run, require_runs, to_json
+from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
 
 __all__ = [
     "create_attempt",
@@ -30,6 +29,7 @@ __all__ = [
     "read_stream_record",
     "read_stream_records",
     "read_streams",
+    "stream_record",
 ]
 
 _STREAM: Final = schema.stream
@@ -235,14 +235,11 @@ def _describe_run(connection: Connection, run_id: str, create: wire.StreamCreate
     connection.execute(statement.values(strategy=watch.strategy or watch.observed_strategy, dtype=watch.dtype))
 
 
-def read_stream_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, list[StreamRecord]]:
-    """All streams of each of these runs, oldest first."""
-    require_runs(connection, run_ids)
-    found: dict[str, list[StreamRecord]] = {run_id: [] for run_id in run_ids}
-    rows = connection.execute(select(_STREAM).where(_STREAM.c.run_id.in_(run_ids)).order_by(_STREAM.c.stream)).all()
-    for row in rows:
-        found[row.run_id].append(_record(row))
-    return found
+def read_stream_records(connection: Connection, run_id: str) -> list[StreamRecord]:
+    """All streams of a run, oldest first."""
+    require_run(connection, run_id)
+    rows = connection.execute(select(_STREAM).where(_STREAM.c.run_id == run_id).order_by(_STREAM.c.stream)).all()
+    return [stream_record(row) for row in rows]
 
 
 def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
@@ -251,10 +248,11 @@ def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
     if row is None:
         raise unknown_stream(stream_id)
     require_run(connection, row.run_id)
-    return _record(row)
+    return stream_record(row)
 
 
-def _record(row: Row[Any]) -> StreamRecord:
+def stream_record(row: Row[Any]) -> StreamRecord:
+    """The record behind a row of `stream`."""
     return StreamRecord(
         run_id=row.run_id,
         stream_id=row.stream_id,
@@ -272,7 +270,7 @@ def _record(row: Row[Any]) -> StreamRecord:
 
 def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
     """The run's streams with what has arrived on each, by attempt, rank and age."""
-    records = read_stream_records(connection, [run_id])[run_id]
+    records = read_stream_records(connection, run_id)
     latest = schema.run_latest
     rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}
     return [

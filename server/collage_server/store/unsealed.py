@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from sqlalchemy import Connection, Row
 
 from collage_monitor.statistics import reduce_shards
+from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.assemble import Places, group_steps, merge_rows, visible
 from collage_server.store.contract import FloatArray, IntArray, Selection
 from collage_server.store.contributors import Contributors
@@ -46,6 +48,9 @@ def model_piece(
 ) -> Piece:
     """Rows of one attempt merged to the model's totals by step."""
 
+    if _alone(view, rows, known):
+        return _piece_of_one(attempt, rows, dict(zip(keys, decode_model(view.streams, rows, keys), strict=True)))
+
     def replicas(stream_id: str) -> FloatArray:
         return np.array(model_replica(view.streams[stream_id]))
 
@@ -64,6 +69,9 @@ def layer_piece(
     known: Contributors,
 ) -> Piece:
     """Rows of one attempt merged to totals by step and layer."""
+    if _alone(view, rows, known):
+        blocks = decode_layers(view.streams, rows, keys, positions)
+        return _piece_of_one(attempt, rows, dict(zip(keys, blocks, strict=True)))
     cache: dict[str, FloatArray] = {}
 
     def replicas(stream_id: str) -> FloatArray:
@@ -74,6 +82,19 @@ def layer_piece(
     rows = seen_rows(view, rows, known)
     blocks = decode_layers(view.streams, rows, keys, positions)
     return _piece(view, attempt, rows, dict(zip(keys, blocks, strict=True)), known, replicas)
+
+
+def _alone(view: RunView, rows: Sequence[Row[Any]], known: Contributors) -> bool:
+    """Whether one stream reported every step once, and nothing of it is sealed: nothing is to be merged."""
+    alike = len({row.stream_id for row in rows}) == 1
+    return alike and not known and all(a.step < b.step for a, b in itertools.pairwise(rows))
+
+
+def _piece_of_one(attempt: int, rows: Sequence[Row[Any]], totals: dict[str, FloatArray]) -> Piece:
+    steps = np.array([row.step for row in rows], dtype=np.int64)
+    times = np.array([row.time for row in rows], dtype=np.float64)
+    ones = np.ones(len(rows), dtype=np.int64)
+    return Piece(attempt, steps, steps, times, ones, ones, with_variance_product_roots(totals))
 
 
 def model_of(piece: Piece) -> Piece:

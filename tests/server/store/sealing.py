@@ -167,7 +167,7 @@ class SealingContract:
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        newest = store.newest_scalars(["r1"], 20)["r1"]
+        newest = store.compared(["r1"], ALL, 20)["r1"].newest
         assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
         assert newest["note"].tolist() == [1.0]
 
@@ -224,10 +224,12 @@ class SealingContract:
         for rank, stream in enumerate(streams):
             self.send(store, stream, range(1, 41), rank)
         before = seen(store, ranks=(None, 0, 1, 2))
+        with pytest.raises(Unprocessable, match="3 ranks"):
+            store.layer_points("r1", ["lost"], Selection(rank=1))
         assert seal_all(store) == 1
         after = seen(store, ranks=(None, 0, 1, 2))
         unchanged(before, after)
-        with pytest.raises(Unprocessable, match="rank"):
+        with pytest.raises(Unprocessable, match="3 ranks"):
             store.layer_points("r1", ["lost"], Selection(rank=1))
 
     def test_the_slowest_live_rank_is_waited_for(self, store):
@@ -260,6 +262,26 @@ class SealingContract:
         assert coarse.counts.tolist()[:2] == [16, 16]
         assert coarse.totals["lost"].tolist()[:2] == [16 * 180.0] * 2
         assert coarse.ranks.tolist() == [2] * len(coarse.ranks)
+
+    def test_columns_kept_in_memory_are_let_go_when_their_chunk_changes(self, store, reopen):
+        first, second = self.ranks(store, 2)
+        self.send(store, first, range(1, 65), 0)
+        seal_all(store)
+        asked = Selection(points=2, extremes_of="edq_ratio")
+        before = store.model_points("r1", None, asked)
+        assert before.counts.tolist() == [16] * 4
+        assert before.totals["lost"].tolist() == [16 * 60.0] * 4
+        again = store.model_points("r1", ["lost"], asked)
+        assert again.totals["lost"].tolist() == before.totals["lost"].tolist()
+        assert not again.totals["lost"].flags.writeable
+        self.send(store, second, range(1, 33), 1)
+        joined = [*[1.0 * 180] * 32, 16 * 60.0, 16 * 60.0]
+        assert store.model_points("r1", ["lost"], asked).totals["lost"].tolist() == joined
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        seal_all(store)
+        after = store.model_points("r1", None, asked)
+        assert after.totals["lost"].tolist() == [16 * 180.0] * 2 + [16 * 60.0] * 2
+        assert plain(reopen().model_points("r1", None, asked)) == plain(after)
 
     def test_a_late_replica_is_not_added(self, store):
         self.late_rank(store, replica=lambda rank: rank)

@@ -1,0 +1,128 @@
+"""Runs for the query benchmark: one of each kind goes through journal and sealer, the others hold its rows again.
+
+A copied run has rows of its own under its own ids, as large and as many as if it had been sealed itself.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from collage_server.store import ReportGroup, SqliteStore, Store
+from collage_server.store.database import SqlStore
+from collage_server.store.schema import metadata
+from sqlalchemy import Connection, Engine, Table, event, insert, literal, select, text
+
+from collage_monitor import wire
+
+__all__ = ["LAYERED", "LAYERS", "MODELS", "STATISTICS", "FillingStore", "populate"]
+
+LAYERS: Final = 200
+STATISTICS: Final = (
+    "measured_steps",
+    "elements",
+    "sampled",
+    "active_blocks",
+    "nonfinite",
+    "idle",
+    "lost",
+    "distorted",
+    "faithful",
+    "lost_visible",
+    "unchanged",
+    "intended_squared_sum",
+    "intended_effective_sum",
+    "effective_squared_sum",
+    "intended_visible_sum",
+    "gradient_squared_sum",
+    "parameter_squared_sum",
+    "variance_numerator/edq_ratio",
+    "variance_denominator/edq_ratio",
+    "covariance/edq_ratio",
+)
+"""Twenty, with all that the interval of `edq_ratio` needs."""
+LAYERED: Final = {**{f"layers-{i}": 2_000 for i in range(20)}, "layers-long": 10_000}
+MODELS: Final = {**{f"model-{i}": 10_000 for i in range(50)}, "model-long": 100_000}
+_POINTS_A_BATCH: Final = 256
+_NOW: Final = 1.7e9
+
+
+class FillingStore(SqliteStore):
+    """SQLite without waiting for the disk: filling is not what is measured."""
+
+    def _connect(self) -> Engine:
+        engine = super()._connect()
+        event.listen(engine, "connect", lambda raw, _: raw.execute("PRAGMA synchronous = OFF").close())
+        return engine
+
+
+def populate(store: SqlStore, seed: int) -> int:
+    """Fill with LAYERED and MODELS; the number of numbers stored."""
+    numbers = 0
+    for runs, layers in ((LAYERED, LAYERS), (MODELS, 0)):
+        first: dict[int, str] = {}
+        for run_id, points in runs.items():
+            if points in first:
+                _copy(store, first[points], run_id)
+            else:
+                first[points] = run_id
+                _seal(store, run_id, points, layers, seed)
+            numbers += points * len(STATISTICS) * (layers + 1)
+    if store.engine.dialect.name == "postgresql":
+        with store.engine.begin() as connection:
+            connection.execute(text("ANALYZE"))
+    return numbers
+
+
+def _seal(store: Store, run_id: str, points: int, layers: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    names = [wire.Layer(name=f"layer.{i}", shape=[64, 64], dtype="bfloat16", elements=4096) for i in range(layers)]
+    blocks = generator.random((64, len(STATISTICS), max(layers, 1)))
+    blocks[:, 0] = 1.0
+    blocks[:, STATISTICS.index("elements")] = 4096.0
+    blocks[:, STATISTICS.index("sampled")] = 1024.0
+    blocks[:, STATISTICS.index("active_blocks")] = 128.0
+    store.create_run("p", wire.RunCreate(run_id=run_id), _NOW)
+    store.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=0), _NOW)
+    create = wire.StreamCreate(
+        stream_id=run_id, launch_id="l", layers=names, statistics=list(STATISTICS), watch=None
+    )
+    store.create_stream(run_id, create, _NOW)
+    stream = store.stream_record(run_id)
+    for start in range(0, points, _POINTS_A_BATCH):
+        seqs = range(start, min(start + _POINTS_A_BATCH, points))
+        store.append([ReportGroup(stream, [_report(seq, blocks[seq % 64], layers) for seq in seqs])], _NOW)
+        while store.seal(run_id, _NOW):
+            pass
+
+
+def _report(seq: int, block: np.ndarray, layers: int) -> wire.Report:
+    model = block.sum(axis=1)
+    model[0] = 1.0
+    return wire.Report(
+        seq=seq,
+        step=10 * (seq + 1),
+        time=_NOW + seq,
+        scalars={"loss": 4.0 - seq * 1e-5, "tokens": 1024.0 * seq},
+        statistic_count=len(STATISTICS),
+        layer_count=layers,
+        statistics=wire.block_to_bytes(block) if layers else None,
+        model=wire.block_to_bytes(model),
+    )
+
+
+def _copy(store: SqlStore, source: str, run_id: str) -> None:
+    with store.engine.begin() as connection:
+        for table in metadata.sorted_tables:
+            if "run_id" in table.c and table.name != "deleted_run":
+                _copy_rows(connection, table, source, run_id)
+
+
+def _copy_rows(connection: Connection, table: Table, source: str, run_id: str) -> None:
+    """A stream is called as its run is, so both ids are replaced alike."""
+    columns = [
+        literal(run_id).label(column.name) if column.name in {"run_id", "stream_id"} else column
+        for column in table.columns
+    ]
+    rows = select(*columns).where(table.c.run_id == source)
+    connection.execute(insert(table).from_select([column.name for column in table.columns], rows))
