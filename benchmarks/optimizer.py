@@ -131,12 +131,22 @@ def further_contenders(seed: int) -> dict[str, Step]:
     }
     for strategy in ("plain", "stochastic", "kahan", "light", "light-stochastic", "full", "master-weights"):
         found[f"{strategy} eager"] = own_step(seed, strategy)
-    if importlib.util.find_spec("optimi") is not None:
-        optimi = importlib.import_module("optimi")
-        options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "kahan_sum": True}
-        found["optimi kahan for-loop"] = optimi.AdamW(parameters(seed), foreach=False, **options).step
-        found["optimi kahan foreach"] = optimi.AdamW(parameters(seed), foreach=True, **options).step
     return found
+
+
+def library_contenders(seed: int) -> tuple[dict[str, Step], list[str]]:
+    """Other libraries' Kahan summation, and a line for each library that is not installed."""
+    found: dict[str, Step] = {}
+    missing = []
+    options = {"lr": LR, "weight_decay": WEIGHT_DECAY, "kahan_sum": True}
+    for library, name in (("optimi", "AdamW"), ("pytorch_optimizer", "StableAdamW")):
+        if importlib.util.find_spec(library) is None:
+            missing.append(f"{library} is not installed: its Kahan summation is not in the table")
+            continue
+        make = getattr(importlib.import_module(library), name)
+        for form, foreach in (("for-loop", False), ("foreach", True)):
+            found[f"{library} {name} kahan {form}"] = make(parameters(seed), foreach=foreach, **options).step
+    return found, missing
 
 
 def restore_gradients(step: Step, seed: int) -> None:
@@ -194,8 +204,10 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
     torch.set_num_threads(1)
     contenders = gated_contenders(options.seed)
     memory = {name: extra_memory_mib(step) for name, step in contenders.items() if name.startswith("plus")}
+    notes: list[str] = []
     if not options.gate:
-        contenders.update(further_contenders(options.seed))
+        libraries, notes = library_contenders(options.seed)
+        contenders.update({**further_contenders(options.seed), **libraries})
     times = alternate(contenders, options.rounds or ROUNDS, options.seed)
     figures = [Figure(name, "CPU ms", tuple(values)) for name, values in times.items()]
     for name, base, limit in STATED_RATIOS:
@@ -205,7 +217,7 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
     for name, mib in memory.items():
         figures.append(Figure(f"extra memory of {name}", "MiB", (mib,), EXTRA_MEMORY_LIMIT_MIB))
     elements = sum(parameter.numel() for parameter in parameters(options.seed))
-    notes = [f"one AdamW step over {elements:,} bf16 parameters in {len(shapes())} tensors, one thread"]
+    notes += [f"one AdamW step over {elements:,} bf16 parameters in {len(shapes())} tensors, one thread"]
     return notes, figures
 
 
