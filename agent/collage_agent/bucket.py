@@ -214,8 +214,10 @@ class Bucket:
         return fp8_scales(values, self.layout.columns, len(self.members), self.layout.block)
 
     def _gather_state(self, into: dict[str, Staging], key: str, states: Sequence[Mapping[str, Any]]) -> None:
-        tensors = [reading(state, key) for state in states]
-        self._gather(into, key, tensors, lasting=tensors[0] is states[0][key])
+        # Tensors of a bucket are kept alike: where the first is read as it is, so are the others.
+        plain = reading(states[0], key) is states[0][key]
+        tensors = [state[key] for state in states] if plain else [reading(state, key) for state in states]
+        self._gather(into, key, tensors, lasting=plain)
 
     def _gather(self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True) -> None:
         staging = into.get(key)

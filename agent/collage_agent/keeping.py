@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from collage_agent.stats import (
     decay_block_sums,
     decay_is_lost,
     leave_out,
-    may_be_zero,
     nonfinite,
+    on_host,
     residual_block_sums,
     squared_block_sums,
     state_decrement_block_sums,
@@ -49,8 +50,10 @@ def average_sums(
     for name in present:
         add_up(after, stored.components(name, after, kept), intended.states[2, intended.averages.index(name)])
     found = []
-    zeros = _zero_counts(seen, present, intended, after, gradient, left_out, padding, block)
-    sums = state_decrement_block_sums(intended.states, left_out, block) if intended.averages else None
+    zeros = _zero_counts(seen, present, intended, after, gradient, left_out, block)
+    # Slots that hold nothing have states that stay 0: only what else is left out must be taken out of the sums.
+    taken_out = None if on_host(left_out) and np.count_nonzero(left_out.numpy()) == padding else left_out
+    sums = state_decrement_block_sums(intended.states, taken_out, block) if intended.averages else None
     new = gradient.new_zeros(2, left_out.numel() // block)
     for name in judged:
         keys = (f"state_decrement_intended_sum/{name}", f"state_decrement_observed_sum/{name}")
@@ -66,16 +69,13 @@ def _zero_counts(
     after: Values,
     gradient: Tensor,
     left_out: Tensor,
-    padding: int,
     block: int,
 ) -> Sums:
     """Elements with g = 0, under the key of those with g ≠ 0 that they are turned into, and states that are 0."""
     keys = ("gradient_nonzero", *(f"state_zero/{name}" for name in names))
     live = [seen.before[stored.GRADIENT], *(after[name] for name in names)]
-    if not any(may_be_zero(values, padding) for values in live):
-        return keys, gradient.new_zeros(len(keys), left_out.numel() // block)
     states = [intended.states[2, intended.averages.index(name)] for name in names]
-    return keys, zero_block_counts(gradient, states, left_out, block)
+    return keys, zero_block_counts(live, gradient, states, left_out, block)
 
 
 def decay_sums(

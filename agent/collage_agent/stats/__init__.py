@@ -12,7 +12,7 @@ from collage_agent.stats.segments import Columns, block_sums, on_host
 from collage_agent.stats.states import state_decrement_block_sums
 from collage_agent.stats.variance import population_factor, product_rows, ratio_variances
 from collage_agent.stats.windows import WINDOW_SUMS, window_block_sums
-from collage_agent.stats.zeros import may_be_zero, zero_block_counts
+from collage_agent.stats.zeros import zero_block_counts
 
 __all__ = [
     "CLASS_COUNTS",
@@ -30,7 +30,6 @@ __all__ = [
     "edq_products",
     "fp8_scales",
     "leave_out",
-    "may_be_zero",
     "nonfinite",
     "on_host",
     "population_factor",

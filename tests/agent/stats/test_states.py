@@ -17,7 +17,10 @@ def test_decrements_equal_the_exact_sums(seed):
     observed = intended.to(torch.bfloat16).double()
     expected = diagnostics.decrements(*(diagnostics.exact(x) for x in (before, intended, observed)))
     states = torch.stack((before.abs(), intended, observed)).unsqueeze(1)
-    wanted, seen = state_decrement_block_sums(states, torch.zeros(320, dtype=torch.uint8), 32).sum(-1)[:, 0]
+    nothing = torch.zeros(320, dtype=torch.uint8)
+    same = state_decrement_block_sums(states.clone(), None, 32)
+    wanted, seen = state_decrement_block_sums(states, nothing, 32).sum(-1)[:, 0]
+    assert torch.equal(same.sum(-1)[:, 0], torch.stack((wanted, seen)))
     assert float(seen) == pytest.approx(float(expected[0]), rel=1e-12)
     assert float(wanted) == pytest.approx(float(expected[1]), rel=1e-12)
 
@@ -28,3 +31,11 @@ def test_elements_left_out_and_states_that_are_not_finite_enter_no_sum():
     states = torch.stack((before, intended, intended))
     left_out = torch.tensor([1, 0, 0, 0], dtype=torch.uint8)
     assert state_decrement_block_sums(states, left_out, 4)[:, 0, 0].tolist() == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_states_that_are_not_finite_enter_no_sum_where_nothing_else_is_left_out(sign):
+    before = torch.tensor([[1.0, 1.0, torch.inf, 1.0]], dtype=torch.float64)
+    intended = torch.tensor([[0.5, 0.25, torch.inf, torch.nan]], dtype=torch.float64) * sign
+    states = torch.stack((before, intended, intended))
+    assert state_decrement_block_sums(states, None, 4)[:, 0, 0].tolist() == [-1.25, -1.25]

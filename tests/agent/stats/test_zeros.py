@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats import may_be_zero, zero_block_counts
+from collage_agent.stats import zero_block_counts, zeros
 
 from tests.reference import diagnostics
 
@@ -17,18 +17,23 @@ def test_counts_equal_plain_counting():
         for _ in range(3)
     )
     left_out = torch.zeros(320, dtype=torch.uint8)
-    found = zero_block_counts(gradient, states, left_out, 32).sum(1).tolist()
+    live = [gradient.float(), *states]
+    found = zero_block_counts(live, gradient, states, left_out, 32).sum(1).tolist()
     for state, count in zip(states, found[1:], strict=True):
         nonzero, zero = diagnostics.zeros(diagnostics.exact(gradient), diagnostics.exact(state))
         assert (320 - found[0], count) == (nonzero, zero)
     left_out[:] = 1
-    assert not zero_block_counts(gradient, states, left_out, 32).any()
+    assert not zero_block_counts(live, gradient, states, left_out, 32).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
-def test_zeros_beyond_the_padding_are_noticed_on_the_host(dtype):
-    values = torch.tensor([1.0, -2.0, 0.0, 0.0]).to(dtype)
-    assert not may_be_zero(values, 2)
-    assert may_be_zero(values, 1)
-    assert may_be_zero(torch.tensor([1.0, -2.0, -0.0, 0.0]).to(dtype), 1)
-    assert may_be_zero(torch.zeros(4, device="meta", dtype=dtype), 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_host_and_device_count_alike(dtype, monkeypatch):
+    gradient = torch.tensor([0.0, -0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0], dtype=torch.float64)
+    high = torch.tensor([0.0, 1.0, 0.0, -0.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    low = torch.tensor([0.0, 0.0, 0.0, 0.0, 1e-9, 0.0, 0.0, 0.0], dtype=torch.float64)
+    left_out = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1], dtype=torch.uint8)
+    arguments = ([gradient.to(dtype), high.to(dtype)], gradient, [high + low], left_out, 4)
+    expected = [[2.0, 0.0], [2.0, 0.0]]
+    assert zero_block_counts(*arguments).tolist() == expected
+    monkeypatch.setattr(zeros, "on_host", lambda _: False)
+    assert zero_block_counts(*arguments).tolist() == expected
