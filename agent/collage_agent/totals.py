@@ -148,15 +148,20 @@ def bucket_totals(bucket: Bucket, sizes: SampleSizes, blocks: BlockTotals) -> tu
         )
     )
     keys = BASE_STATISTICS + further + (_FILLS if fills else ())
-    unknown = {key for key in keys if split_key(key)[0] not in _KNOWN_WITHOUT_INTENT}
-    if bucket.intent.kind != "before-after":
-        unknown = set()
-    if not bucket.knows_gradient:
-        unknown |= {"gradient_squared_sum", "nonfinite_gradients"}
-    for row, key in enumerate(keys):
-        if key in unknown:
-            totals[row].fill_(torch.nan)
+    for row in _unknown(bucket, keys):
+        totals[row].fill_(torch.nan)
     return keys, totals
+
+
+def _unknown(bucket: Bucket, keys: Sequence[str]) -> list[int]:
+    """Rows that a bucket without u, or without a gradient, cannot know."""
+    without_intent = bucket.intent.kind == "before-after"
+    if bucket.knows_gradient and not without_intent:
+        return []
+    unknown = set() if bucket.knows_gradient else {"gradient_squared_sum", "nonfinite_gradients"}
+    if without_intent:
+        unknown |= {key for key in keys if split_key(key)[0] not in _KNOWN_WITHOUT_INTENT}
+    return [row for row, key in enumerate(keys) if key in unknown]
 
 
 def oracle_totals(followed: Followed, sizes: SampleSizes) -> Tensor:
