@@ -1,10 +1,11 @@
-"""The ingest benchmark sends what a real server accepts, its null store writes nothing, its gates can be missed."""
+"""The benchmarks of the server send what a real one accepts, copy what was sealed, and have gates that can be missed."""
 
 from __future__ import annotations
 
 import pytest
 from collage_server.store import ReportGroup, Selection
 
+from benchmarks import _population
 from benchmarks._harness import Figure
 from benchmarks._ingest_server import NullStore
 from benchmarks._reports import LARGE, SMALL, batches, requests
@@ -57,3 +58,16 @@ def test_the_null_store_acknowledges_without_writing(tmp_path):
 )
 def test_a_gate_judges_the_median(bounds, missed):
     assert Figure("f", "×", (1.0, 2.0, 9.0), **bounds).missed == missed
+
+
+def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_path, monkeypatch):
+    monkeypatch.setattr(_population, "LAYERED", {"layers-0": 300, "layers-1": 300})
+    monkeypatch.setattr(_population, "MODELS", {"model-0": 20})
+    store = _population.FillingStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
+    store.open()
+    assert _population.populate(store, 0) == 20 * (600 * 201 + 20)
+    found = store.points_of(["layers-0", "layers-1"], ("lost",), Selection(), "layer.100")
+    assert len(found["layers-0"].steps) == 300
+    assert found["layers-0"].totals["lost"].tolist() == found["layers-1"].totals["lost"].tolist()
+    assert store.streams("layers-1")[0].stream_id == "layers-1"
+    store.close()
