@@ -1,4 +1,4 @@
-"""The benchmarks of the server send what a real one accepts, copy what was sealed, and have gates that can be missed."""
+"""The server's benchmarks send what it accepts, copy what was sealed, and have gates that can be missed."""
 
 from __future__ import annotations
 
