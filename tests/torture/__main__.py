@@ -75,6 +75,8 @@ def _lane(lane, folder, zygote, seed, kills, opened):
         cluster = opened.enter_context(_cluster(home, _SMALL if disk else SETTINGS))
         lives = PostgresqlLives(folder / "data", zygote, seed, cluster)
     lives.disk = disk
+    if disk is not None and not disk.mounted and database == "postgresql":
+        return lives  # Only a disk of its own can be filled under it.
     if special == "migration":
         _migrations(lives, folder, kills)
     else:
