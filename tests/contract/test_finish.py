@@ -63,6 +63,37 @@ def test_state_decrement_keeps_its_label():
     assert np.isnan(finished["state_decrement_ratio/exp_avg"])
 
 
+def test_labelled_metrics_by_hand():
+    totals = {
+        "window_intended_squared_sum/8": np.array(16.0),
+        "window_intended_effective_sum/8": np.array(12.0),
+        "window_effective_squared_sum/8": np.array(9.0),
+        "window_intended_visible_sum/8": np.array(4.0),
+        "window_visible_squared_sum/8": np.array(4.0),
+        "window_active/8": np.array(10.0),
+        "window_lost/8": np.array(1.0),
+        "window_lost_visible/8": np.array(4.0),
+        "counterfactual_squared_sum": np.array(8.0),
+        "counterfactual_kept_sum/plain/bf16": np.array(6.0),
+        "counterfactual_variance_sum/stochastic/bf16": np.array(16.0),
+        "gradient_nonzero": np.array(20.0),
+        "state_zero/exp_avg_sq": np.array(5.0),
+    }
+    assert finish_all(totals) == {
+        "edq_window_ratio/8": 0.75,
+        "edq_window_cosine/8": 1.0,
+        "lost_window_ratio/8": 0.1,
+        "edq_visible_window_ratio/8": 0.25,
+        "edq_visible_window_cosine/8": 0.5,
+        "lost_visible_window_ratio/8": 0.4,
+        "counterfactual_edq_ratio/plain/bf16": 0.75,
+        "counterfactual_variance_ratio/stochastic/bf16": 2.0,
+        "state_zero_ratio/exp_avg_sq": 0.25,
+    }
+    nothing = {key: np.array(0.0) for key in totals}
+    assert all(np.isnan(value) for value in finish_all(nothing).values())
+
+
 def histogram(**counts):
     named = {"underflow": 0.0, "overflow": 0.0, **{name.replace("m", "-"): value for name, value in counts.items()}}
     return {f"update_ulp_histogram/{label}": np.array(named.get(label, 0.0)) for label in HISTOGRAM_LABELS}
