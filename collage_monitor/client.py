@@ -163,12 +163,17 @@ class Client:
         return self._get(f"/runs/{run_id}/histogram", wire.Histogram, {"name": name, "layer": layer, "step": step})
 
     def compare(
-        self, run_ids: Sequence[str], metric: str, *, points: int = 500, axis: Axis = "step"
+        self,
+        run_ids: Sequence[str],
+        metric: str,
+        *,
+        layer: str | None = None,
+        points: int = 500,
+        axis: Axis = "step",
     ) -> wire.Comparison:
-        """Several runs on one metric, with their merged metrics and last scalars."""
-        return self._get(
-            "/compare", wire.Comparison, {"run": list(run_ids), "metric": metric, "points": points, "axis": axis}
-        )
+        """Several runs on one metric, of the model or of a layer, with their merged metrics and last scalars."""
+        asked = {"run": list(run_ids), "metric": metric, "layer": layer, "points": points, "axis": axis}
+        return self._get("/compare", wire.Comparison, asked)
 
     def correlation(self, run_ids: Sequence[str], x: str, y: str, *, window: float = 0.1) -> wire.Correlation:
         """Two metrics or scalars over runs, each over the last `window` of its run, and their coefficients."""
