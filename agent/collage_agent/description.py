@@ -90,6 +90,27 @@ def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
         observed_strategy=observed.pop() if len(observed) == 1 else "unknown",
         intent_reason="; ".join(reasons),
         parameters=sum(info.parameters for info in infos),
+        fingerprint=_together(largest.fingerprint, [info.fingerprint for info in infos]),
+    )
+
+
+def _together(
+    largest: wire.Fingerprint | None, fingerprints: Sequence[wire.Fingerprint | None]
+) -> wire.Fingerprint | None:
+    """The largest optimizer's fingerprint, with elements, states and findings of all."""
+    known = [entry for entry in fingerprints if entry is not None]
+    if largest is None or not known:
+        return largest
+    parameters: Counter[str] = Counter()
+    gradients: Counter[str] = Counter()
+    states: dict[str, str] = {}
+    for entry in known:
+        parameters.update(entry.parameters)
+        gradients.update(entry.gradients)
+        states = {**entry.states, **states}
+    findings = list(dict.fromkeys(finding for entry in known for finding in entry.findings))
+    return msgspec.structs.replace(
+        largest, parameters=dict(parameters), gradients=dict(gradients), states=states, findings=findings
     )
 
 

@@ -126,6 +126,10 @@ def test_two_kinds_of_optimizers_share_one_watch(tmp_path):
             collage.log({"loss": float(step)})
     assert handle.step == 6
     assert handle.info.optimizer == "Muon + AdamW"
+    seen = handle.info.fingerprint
+    assert seen is not None
+    assert seen.parameters == {"bfloat16": sum(parameter.numel() for parameter in model.parameters())}
+    assert {"momentum_buffer", "exp_avg"} <= seen.states.keys()
     reports = [report for report in transport.reports if report.statistics is not None]
     assert [report.step for report in reports] == [2, 4, 6]
     stream = [message for message in transport.messages if isinstance(message, StreamCreate)][-1]
