@@ -31,7 +31,9 @@ from collage_monitor import wire
 
 ROUNDS, GATE_ROUNDS = 9, 5
 WARM_UP_REQUESTS = 200
-FSYNC_BYTES = 16384
+SYNC_BYTES = 16384
+SLICES = 4
+"""A round is sent in so many, with fdatasync measured between them: it changes from one second to the next."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Round:
-    """One round on one server; `sync_seconds` is the median fdatasync just before and after it."""
+    """One round on one server; `sync_seconds` is the median fdatasync in between."""
 
     cpu_seconds: float
     numbers_per_second: float
@@ -112,27 +114,37 @@ def check(status: int, answer: bytes, reports: int) -> None:
 
 def measure_round(target: Target, folder: Path) -> Round:
     """One round of a case on one server."""
-    case = target.case
-    syncs = sync_waits(folder)
-    began = target.server.cpu_seconds()
-    waits, elapsed = target.send(case.requests)
+    case, began = target.case, target.server.cpu_seconds()
+    waits: list[float] = []
+    syncs: list[float] = []
+    elapsed = 0.0
+    for _ in range(SLICES):
+        syncs += sync_waits(folder, 15)
+        answered, took = target.send(case.requests // SLICES)
+        waits += answered
+        elapsed += took
     used = target.server.cpu_seconds() - began
     reports = len(waits) * case.batch
     return Round(
         cpu_seconds=used / reports,
         numbers_per_second=case.shape.numbers * reports / elapsed,
         p50_seconds=statistics.median(waits),
-        sync_seconds=statistics.median([*syncs, *sync_waits(folder)]),
+        sync_seconds=statistics.median(syncs),
     )
 
 
-def sync_waits(folder: Path, count: int = 30) -> list[float]:
-    """Seconds that making 16 KiB durable takes, each time, on the disk that the stores use."""
+def sync_waits(folder: Path, count: int) -> list[float]:
+    """Seconds that making 16 KiB durable takes, each time, on the disk that the stores use.
+
+    The file has its length already, as a write-ahead log mostly has: a file that grows would also wait for the file
+    system's own journal.
+    """
     waits = []
-    with (folder / "fdatasync").open("wb") as file:
-        for _ in range(count):
-            file.write(b"x" * FSYNC_BYTES)
-            file.flush()
+    with (folder / "fdatasync").open("w+b", buffering=0) as file:
+        file.write(bytes(count * SYNC_BYTES))
+        os.fsync(file.fileno())
+        for number in range(count):
+            os.pwrite(file.fileno(), b"x" * SYNC_BYTES, number * SYNC_BYTES)
             started = time.perf_counter()
             os.fdatasync(file.fileno())
             waits.append(time.perf_counter() - started)
