@@ -418,6 +418,13 @@ _SCALARS = (
         "agent",
         "Elements looked at in each tensor, where the governor had to shorten the sample.",
     ),
+    Scalar(
+        "oracle_restarts",
+        "Oracle restarts",
+        "restarts",
+        "agent",
+        "Times that weights were written between two steps, so that the oracle attached anew, since attach.",
+    ),
     Scalar("skipped_steps", "Skipped steps", "steps", "agent", "Steps that the loss scaler skipped, since attach."),
     Scalar(
         "reports_dropped",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from collage_agent.stats.histogram import BINS
 
 __all__ = ["Bucket", "Followed"]
 
+_SAME: Final = 1e-6
 CHUNK_SLOTS: Final = 196_608
 
 
@@ -54,6 +56,19 @@ class Followed:
                 torch.index_select(chosen, 0, source, out=into)
             else:
                 into.index_copy_(0, target, chosen.index_select(0, source))
+
+    def differs(self, weights: Tensor) -> bool:
+        """Whether these stored weights, fp64 [slots] on the host, are others than the last step left.
+
+        By more than adding and subtracting them in fp64 can explain; what was not finite is not compared.
+        """
+        expected, now = self.rows[2].numpy(), weights.numpy()
+        compared = self.left_out.numpy() == 0
+        if len(self.padding):
+            compared[self.padding.numpy()] = False
+        error = np.abs(now - expected)[compared]
+        size = np.abs(expected)[compared]
+        return bool((error > _SAME * (size + size.max(initial=0.0) * _SAME)).any())
 
 
 class Bucket:

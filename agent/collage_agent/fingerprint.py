@@ -55,7 +55,10 @@ def fingerprint(
         residual_sign=-1 if residuals and residuals[0].sign < 0 else 1,
         stochastic_rounding=stochastic.pop() if len(stochastic) == 1 else None,
         implementation=_implementation(optimizer),
-        findings=_findings(observed_strategy(optimizer, watched, intents), declared, states),
+        findings=[
+            *_findings(observed_strategy(optimizer, watched, intents), declared, states),
+            *(_cast_master(key, states[key]) for key in masters if states.get(key, set()) & set(parameters)),
+        ],
     )
 
 
@@ -77,7 +80,9 @@ def _strategy_of(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) 
     state = optimizer.state.get(entry.parameter, {})
     kept = intent.kept
     if kept.master is not None and state.get(kept.master) is not None:
-        return "master-weights"
+        # Loading a state with torch's load_state_dict casts a master weight to the weight's dtype.
+        wider = state[kept.master].dtype.itemsize > entry.parameter.dtype.itemsize
+        return "master-weights" if wider else "plain"
     if kept.residual is not None and (not state or state.get(kept.residual) is not None):
         return "kahan"
     if kept.master is not None and not state:
@@ -132,6 +137,13 @@ def _findings(observed: str, declared: str | None, states: Mapping[str, set[str]
         if len(kinds) > 1:
             found.append(f"{key} is kept in several ways: {', '.join(sorted(kinds))}")
     return found
+
+
+def _cast_master(key: str, kinds: set[str]) -> str:
+    return (
+        f"the master weight {key} is kept in {', '.join(sorted(kinds))}, as the weight is: loading a checkpoint with "
+        "load_state_dict casts it; make it anew in fp32 after loading"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,7 +25,7 @@ from collage_agent.rotation import ELEMENTS_A_STEP, Rotation
 from collage_agent.sampling import TensorSample, draw
 from collage_agent.scaling import loss_scaling
 from collage_agent.shards import placed_alike
-from collage_agent.stats import COUNTERFACTUAL_SUMS
+from collage_agent.stats import COUNTERFACTUAL_SUMS, on_host
 from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
 from collage_agent.whole import WholeTotals
 from collage_agent.windows import Windows
@@ -70,6 +70,8 @@ class Meter:
         self._seed, self._shard = seed, shard
         self._oracles: list[Oracle] | None = None
         self._versions: list[int] = []
+        self._left_behind: list[Followed] = []
+        self.oracle_restarts = 0
         self._signature: _Signature | None = None
         self._plan: list[Planned] = []
         self._row_index: dict[tuple[str, ...], Tensor] = {}
@@ -114,8 +116,9 @@ class Meter:
         """Let the oracle take the step that the optimizer is about to take. Inside `isolated`."""
         if not self._wants_oracle:
             return
-        if self._written_since():
+        if self._written_since() or self._moved_since(optimizer):
             self.restart_oracle()
+            self.oracle_restarts += 1
         if self._oracles is None:
             self._oracles = self._attach_oracles(optimizer)
         scale, skipped = loss_scaling(optimizer)
@@ -181,6 +184,7 @@ class Meter:
                 found.append((CHECKSUM_STATISTICS, planned.checksums.rows(planned.bucket), planned.columns))
             for follower, sizes, columns in planned.followed:
                 found.append((ORACLE_STATISTICS, oracle_totals(follower, sizes), columns))
+        self._left_behind = [follower for planned in self._plan for follower, _, _ in planned.followed]
         found += self._rotation.after(optimizer, scale, skipped)
         if whole is not None:
             found += whole.rows(
@@ -199,6 +203,22 @@ class Meter:
             watched.parameter._version != version
             for watched, version in zip(self.watched, self._versions, strict=False)
         )
+
+    def _moved_since(self, optimizer: Optimizer) -> bool:
+        """Whether followed weights are not those that the last step left, if it was measured.
+
+        So a write that torch does not count, through `.data`, is noticed too; on the host only, where comparing
+        waits for nothing.
+        """
+        followers, self._left_behind = self._left_behind, []
+        current = {id(oracle) for oracle in self._oracles or ()}
+        for follower in followers:
+            oracle = follower.oracle
+            if id(oracle) in current and on_host(follower.rows):
+                weights = self._attached_state(optimizer, oracle.members, oracle.layout, averages=False)
+                if follower.differs(weights[stored.PARAMETER]):
+                    return True
+        return False
 
     def _assembled(self, found: list[tuple[tuple[str, ...], Tensor, Tensor]], skipped: Tensor | None) -> Tensor:
         for keys, _, _ in found:
@@ -325,8 +345,10 @@ class Meter:
             parts += [oracle] if alone else [oracle.split(members, parameters) for members in kinds.values()]
         return parts
 
-    def _attached_state(self, optimizer: Optimizer, members: list[int], layout: BlockLayout) -> dict[str, Any]:
-        """Stored weight and averages of the members' samples in fp64, scalars beside them."""
+    def _attached_state(
+        self, optimizer: Optimizer, members: Sequence[int], layout: BlockLayout, *, averages: bool = True
+    ) -> dict[str, Any]:
+        """Stored weight, and averages, of the members' samples in fp64, scalars beside them."""
         kept = self._intents[self.watched[members[0]].group].kept
         parameters = [self.watched[member].parameter for member in members]
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]
@@ -347,7 +369,7 @@ class Meter:
             return total
 
         state: dict[str, Any] = clone_value(stored.scalar_state(parameters[0], states[0]))
-        for name in stored.average_names(keys, kept):
+        for name in stored.average_names(keys, kept) if averages else ():
             state[name] = gathered(stored.components(name, keys, kept))
         state[stored.PARAMETER] = gathered(stored.stored_parameter(present, kept))
         return state

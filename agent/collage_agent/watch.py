@@ -57,7 +57,7 @@ def watch(
     about a quarter of the steps. first_step: number of the next step, None: read from the optimizer.
     reporter takes measurements away; seed and shard fix the sample; worker_cpu_seconds is what delivery has used.
 
-    Costs a self-test of 5 to 35 ms for each kind of parameter group. Synchronises no device.
+    Costs a self-test of 20 to 400 ms for each kind of parameter group. Synchronises no device.
 
     Raises:
         TypeError, ValueError: an option that cannot be used, or a model or optimizer that is none.
@@ -203,6 +203,9 @@ class Watch:
             scalars["agent_interval"] = float(self._governor.interval)
         if self._governor.sample != self.options.sample:
             scalars["agent_sample"] = float(self._governor.sample)
+        restarts = sum(own.meter.oracle_restarts for own in self._attached)
+        if restarts:
+            scalars["oracle_restarts"] = float(restarts)
         if self._bytes_per_parameter is not None:
             scalars["bytes_per_parameter"] = self._bytes_per_parameter
         skipped = most_skipped(attached.skipped for attached in self._attached)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from collage_agent.optim import CollageAdamW
@@ -105,3 +107,33 @@ def test_an_error_in_the_state_is_seen_by_the_oracle_and_the_decrements_but_not_
     assert ratios["light"]["edq_oracle_ratio"] < 0.9
     assert ratios["plus"]["state_decrement_ratio/exp_avg_sq"] == pytest.approx(1.0, abs=0.02)
     assert ratios["plus"]["edq_oracle_ratio"] == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("write", ["data", "counted"])
+def test_weights_written_between_steps_restart_the_oracle_and_are_counted(write):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=2, oracle=True, budget=None)
+    train(model, optimizer, 4)
+    assert handle.summary()["model"]["oracle_steps"] == 4
+    weight = next(model.parameters())
+    if write == "data":
+        weight.data.mul_(0.5)
+    else:
+        with torch.no_grad():
+            weight.mul_(0.5)
+    train(model, optimizer, 2, start=4)
+    assert handle.summary()["model"]["oracle_steps"] == 2
+    measurement: Any = handle._last
+    assert measurement.scalars["oracle_restarts"] == 1
+
+
+@pytest.mark.parametrize("strategy", ["plain", "stochastic", "light", "plus", "master-weights"])
+def test_no_restart_without_a_write(strategy):
+    model = mlp()
+    optimizer = CollageAdamW(model.parameters(), lr=1e-2, strategy=strategy)
+    handle = watch(model, optimizer, every=1, oracle=True, budget=None)
+    train(model, optimizer, 12)
+    assert handle.summary()["model"]["oracle_steps"] == 12
+    measurement: Any = handle._last
+    assert "oracle_restarts" not in measurement.scalars

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import optimi
 import pytest
 import pytorch_optimizer
@@ -13,7 +15,7 @@ from collage_agent.watch import watch
 from torch import nn
 
 from tests.agent.intent import optimizers
-from tests.agent.training import gpt_loss, small_gpt, train
+from tests.agent.training import gpt_loss, mlp, small_gpt, train
 
 
 def seen(make, dtype=torch.bfloat16):
@@ -112,3 +114,46 @@ def test_stored_sums_equal_a_look_at_the_whole_stored_weight():
         u, e = intended[name].flatten(), (stored(parameter) - before[name]).flatten()
         expected = float(u @ e / (u @ u))
         assert layers[name]["edq_ratio"] == pytest.approx(expected, rel=1e-9), name
+
+
+LATER = {
+    "residual": lambda p: optimi.AdamW(p, lr=1e-3),
+    "master": lambda p: optimizers.Master(p),
+    "whole tensors": lambda p: optimi.StableAdamW(p, lr=1e-3),
+}
+
+
+def in_later_groups(name, watched):
+    model = mlp()
+    first, later = list(model[:2].parameters()), list(model[2:].parameters())
+    optimizer = LATER[name](first)
+    handle = watch(model, optimizer, every=1, sample="all", oracle=True) if watched else None
+    train(model, optimizer, 3)
+    optimizer.add_param_group({"params": later})
+    train(model, optimizer, 3, start=3)
+    layers = {} if handle is None else handle.summary()["layers"]
+    copied = copy.deepcopy((model, optimizer))
+    model.load_state_dict(copied[0].state_dict())
+    optimizer.load_state_dict(copied[1].state_dict())
+    train(model, optimizer, 2, start=6)
+    train(*copied, 2, start=6)
+    return handle, layers, [p.detach().clone() for p in (*model.parameters(), *copied[0].parameters())]
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_later_groups_loaded_states_and_copies_go_on(name):
+    handle, layers, with_agent = in_later_groups(name, True)
+    _, _, without = in_later_groups(name, False)
+    assert handle is not None
+    assert layers.keys() == dict(mlp().named_parameters()).keys()
+    assert all(values["edq_ratio"] == pytest.approx(1.0, abs=0.05) for values in layers.values())
+    assert handle.step == 8
+    # torch casts a loaded fp32 master weight to the weight's dtype: from then on the run is plain, and it shows.
+    expected = "plain" if name == "master" else "kahan"
+    assert handle.info.observed_strategy == expected
+    seen = handle.info.fingerprint
+    assert seen is not None
+    assert any("load_state_dict casts it" in found for found in seen.findings) == (name == "master")
+    loaded = handle.summary()["model"]["edq_ratio"]
+    assert (loaded == pytest.approx(1.0, abs=0.05)) == (name != "master")
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(with_agent, without, strict=True))
