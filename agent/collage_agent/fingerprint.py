@@ -57,7 +57,7 @@ def fingerprint(
         implementation=_implementation(optimizer),
         findings=[
             *_findings(observed_strategy(optimizer, watched, intents), declared, states),
-            *(_cast_master(key, states[key]) for key in masters if states.get(key, set()) & set(parameters)),
+            *(_cast_master(key) for key in masters if _is_cast(key, optimizer, watched)),
         ],
     )
 
@@ -139,10 +139,17 @@ def _findings(observed: str, declared: str | None, states: Mapping[str, set[str]
     return found
 
 
-def _cast_master(key: str, kinds: set[str]) -> str:
+def _is_cast(key: str, optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> bool:
+    """Whether a 16-bit weight has its master weight in its own dtype."""
+    narrow = [entry.parameter for entry in watched if entry.parameter.dtype.itemsize < 4]
+    kept = ((parameter, optimizer.state.get(parameter, {}).get(key)) for parameter in narrow)
+    return any(isinstance(master, Tensor) and master.dtype == parameter.dtype for parameter, master in kept)
+
+
+def _cast_master(key: str) -> str:
     return (
-        f"the master weight {key} is kept in {', '.join(sorted(kinds))}, as the weight is: loading a checkpoint with "
-        "load_state_dict casts it; make it anew in fp32 after loading"
+        f"the master weight {key} has the dtype of the weight: loading a checkpoint with load_state_dict casts it; "
+        "make it anew in fp32 after loading"
     )
 
 
