@@ -43,10 +43,10 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-def measured(model, optimizer, sample="all"):
+def measured(model, optimizer, sample="all", steps=STEPS, **options):
     recorder = Recorder()
-    handle = watch(model, optimizer, every=1, sample=sample, oracle=True, budget=None, reporter=recorder)
-    train(model, optimizer, STEPS)
+    handle = watch(model, optimizer, every=1, sample=sample, oracle=True, budget=None, reporter=recorder, **options)
+    train(model, optimizer, steps)
     return {
         "layers": [measurement.layout.layers for measurement in recorder.measurements],
         "statistics": [measurement.layout.statistics for measurement in recorder.measurements],

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pytest
 
 from collage_monitor.statistics import reduce_shards
+
+RELATIVE = 1e-12
+DEPENDS_ON_SHARDS = {"active_blocks", "oracle_active_blocks", "counterfactual_kept_sum/plain/fp8"}
+"""Blocks are cut from each shard, and fp8's scale is made of a shard's largest weight; all else is the same."""
 
 
 def merged_layers(ranks, index):
@@ -24,3 +31,32 @@ def merged_layers(ranks, index):
         stacked = {key: np.array([values.get(key, np.nan) for values in chosen]) for key in keys}
         merged[name] = {key: float(value) for key, value in reduce_shards(stacked, axis=0).items()}
     return merged
+
+
+def is_count(key, value):
+    return (
+        math.isnan(value) or key.split("/")[0].endswith(("elements", "sampled", "histogram")) or value == int(value)
+    )
+
+
+def without_checksums(values):
+    """Only replicas have them, and the model alone is no replica."""
+    return {key: value for key, value in values.items() if not key.startswith("replica_checksum")}
+
+
+def assert_equal_totals(ranks, expected, steps):
+    """The ranks' merged totals of each step are those of one process: counts exactly, sums but for their order."""
+    for index in range(steps):
+        found, wanted = merged_layers(ranks, index), merged_layers([expected], index)
+        assert found.keys() == wanted.keys()
+        for name, values in wanted.items():
+            assert without_checksums(found[name]).keys() == values.keys()
+            for key, value in values.items():
+                if key in DEPENDS_ON_SHARDS:
+                    continue
+                if math.isnan(value):
+                    assert math.isnan(found[name][key]), (name, key)
+                elif is_count(key, value):
+                    assert found[name][key] == value, (index, name, key)
+                else:
+                    assert found[name][key] == pytest.approx(value, rel=RELATIVE, abs=0), (index, name, key)

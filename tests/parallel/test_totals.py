@@ -10,12 +10,9 @@ from collage_agent.optim import STEP_TOTALS
 
 from tests.parallel.jobs import DTYPES, STEPS, alone, whole_alone
 from tests.parallel.launch import launch
-from tests.parallel.merged import merged_layers
+from tests.parallel.merged import assert_equal_totals, merged_layers
 from tests.parallel.models import MIXED, SHAPES, SPREAD
 
-RELATIVE = 1e-12
-DEPENDS_ON_BLOCKS = {"active_blocks", "oracle_active_blocks"}
-"""Blocks are cut from each shard, so their number depends on the shards; everything else does not."""
 EVERYWHERE = [name for name in SPREAD if name != "fsdp2 hybrid"]
 
 
@@ -29,47 +26,19 @@ def seen(tmp_path_factory):
     return {count: launch("totals", count, tmp_path_factory.mktemp(f"totals{count}")) for count in (2, 4)}
 
 
-def is_count(key, value):
-    return (
-        math.isnan(value) or key.split("/")[0].endswith(("elements", "sampled", "histogram")) or value == int(value)
-    )
-
-
-def without_checksums(values):
-    """Only replicas have them, and the model alone is no replica."""
-    return {key: value for key, value in values.items() if not key.startswith("replica_checksum")}
-
-
-def assert_equal_totals(ranks, expected):
-    for index in range(STEPS):
-        found, wanted = merged_layers(ranks, index), merged_layers([expected], index)
-        assert found.keys() == wanted.keys()
-        for name, values in wanted.items():
-            assert without_checksums(found[name]).keys() == values.keys()
-            for key, value in values.items():
-                if key in DEPENDS_ON_BLOCKS:
-                    continue
-                if math.isnan(value):
-                    assert math.isnan(found[name][key]), (name, key)
-                elif is_count(key, value):
-                    assert found[name][key] == value, (index, name, key)
-                else:
-                    assert found[name][key] == pytest.approx(value, rel=RELATIVE, abs=0), (index, name, key)
-
-
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SPREAD)
 def test_totals_do_not_depend_on_how_the_model_is_spread(name, dtype, processes, seen, alone_by_dtype):
     if name == "fsdp2 hybrid" and processes == 2:
         processes = 4
-    assert_equal_totals([rank[name, dtype] for rank in seen[processes]], alone_by_dtype[dtype])
+    assert_equal_totals([rank[name, dtype] for rank in seen[processes]], alone_by_dtype[dtype], STEPS)
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_mixed_precision_steps_full_shards_and_says_so(name, seen, alone_by_dtype):
     ranks = [rank[f"mixed {name}", torch.float32] for rank in seen[2]]
-    assert_equal_totals(ranks, alone_by_dtype[torch.float32])
+    assert_equal_totals(ranks, alone_by_dtype[torch.float32], STEPS)
     for rank in ranks:
         assert rank["info"].dtype == "float32"
         assert "cast to bfloat16 for the forward pass" in rank["info"].intent_reason
