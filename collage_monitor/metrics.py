@@ -423,7 +423,8 @@ _SCALARS = (
         "Oracle restarts",
         "restarts",
         "agent",
-        "Times that weights were written between two steps, so that the oracle attached anew, since attach.",
+        "Times that weights were written between two steps or a step raised, so that the oracle attached anew, "
+        "since attach.",
     ),
     Scalar("skipped_steps", "Skipped steps", "steps", "agent", "Steps that the loss scaler skipped, since attach."),
     Scalar(

@@ -149,7 +149,9 @@ class Attached:
         if self._depth and _inside_own_step(optimizer):
             self._depth += 1
             return None
-        # A depth left over from a step that raised is dropped here.
+        if self._depth:
+            # Left over from a step that raised.
+            self.meter.broken_off()
         self._depth = 1
         self._measuring = False
         self.skipped.called()

@@ -112,6 +112,14 @@ class Meter:
         self._oracles = None
         self._signature = None
 
+    def broken_off(self) -> None:
+        """The live step raised: what the oracle and the windows took for taken was not, or in part."""
+        if self._oracles is not None:
+            self.restart_oracle()
+            self.oracle_restarts += 1
+        if self.windows is not None:
+            self.windows.drop()
+
     def follow(self, optimizer: Optimizer) -> None:
         """Let the oracle take the step that the optimizer is about to take. Inside `isolated`."""
         if not self._wants_oracle:

@@ -1,0 +1,157 @@
+"""Steps that raise and optimizers that are copied: training goes on, and what follows is measured as ever."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from collage_agent.optim import CollageAdamW
+from collage_agent.watch import watch
+
+from tests.agent.test_measure import step_with_reference, totals_of
+from tests.agent.test_watch import Recorder
+from tests.agent.training import mlp, mlp_loss, train
+
+MAKERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, fused=True),
+    "plus": lambda p: CollageAdamW(p, lr=1e-3, weight_decay=0.1),
+}
+OPTIONS: Any = {"every": 1, "sample": "all", "oracle": True, "windows": (4,)}
+
+
+class OutOfLuck(RuntimeError):
+    pass
+
+
+def fail(model, optimizer, step, written=0):
+    """A step that raises when the first `written` parameters have moved already; the loop goes on."""
+
+    def raising(*_):
+        with torch.no_grad():
+            for parameter in list(model.parameters())[:written]:
+                parameter.sub_(parameter * 2**-5)
+        raise OutOfLuck
+
+    hook = optimizer.register_step_pre_hook(raising)
+    with pytest.raises(OutOfLuck):
+        train(model, optimizer, 1, start=step)
+    hook.remove()
+
+
+@pytest.mark.parametrize("written", [0, 3])
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_step_after_one_that_raised_is_measured_as_if_it_had_not_been(name, written):
+    watched, plain = mlp(), mlp()
+    optimizer, other = MAKERS[name](watched.parameters()), MAKERS[name](plain.parameters())
+    recorder = Recorder()
+    handle = watch(watched, optimizer, reporter=recorder, **OPTIONS)
+    for model, stepping in ((watched, optimizer), (plain, other)):
+        train(model, stepping, 6)
+        fail(model, stepping, 6, written)
+    assert handle.step == 6
+    fresh = watch(plain, other, first_step=7, **OPTIONS)
+    train(watched, optimizer, 1, start=7)
+    train(plain, other, 1, start=7)
+    assert handle.step == fresh.step == 7
+    found, expected = totals_of(handle), totals_of(fresh)
+    for layer, totals in expected.items():
+        for key, value in totals.items():
+            assert found[layer][key] == pytest.approx(value, rel=1e-12, abs=0, nan_ok=True), (layer, key)
+    train(watched, optimizer, 9, start=8)
+    train(plain, other, 9, start=8)
+    assert recorder.steps == list(range(1, 17))
+    assert handle.summary()["model"]["edq_window_ratio/4"] is not None
+    for one, same in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+def test_a_step_that_raised_within_a_window_leaves_none_of_it():
+    model = mlp()
+    optimizer = MAKERS["AdamW"](model.parameters())
+    handle = watch(model, optimizer, **OPTIONS)
+    train(model, optimizer, 14)
+    fail(model, optimizer, 14)
+    train(model, optimizer, 2, start=15)
+    values = handle.summary()["model"]
+    assert handle.step == 16
+    assert values.get("edq_window_ratio/4") is None
+    assert values["oracle_steps"] == 2
+
+
+def test_of_several_optimizers_the_one_that_raised_starts_anew():
+    model = mlp()
+    parameters = list(model.parameters())
+    optimizers = [MAKERS["AdamW"](parameters[:3]), MAKERS["AdamW"](parameters[3:])]
+    recorder = Recorder()
+    handle = watch(model, optimizers, reporter=recorder, **OPTIONS)
+
+    def iteration(step, luck=True):
+        model.zero_grad()
+        mlp_loss(model, step).backward()
+        optimizers[0].step()
+        if luck:
+            optimizers[1].step()
+        else:
+            hook = optimizers[1].register_step_pre_hook(raising)
+            with pytest.raises(OutOfLuck):
+                optimizers[1].step()
+            hook.remove()
+
+    def raising(*_):
+        raise OutOfLuck
+
+    for step in range(16):
+        iteration(step, luck=step != 13)
+    assert handle.step == 16
+    assert recorder.steps == list(range(1, 17))
+    layers = handle.summary()["layers"]
+    names = [name for name, _ in model.named_parameters()]
+    assert [layers[name]["oracle_steps"] for name in names] == 3 * [16] + 3 * [2]
+    assert [layers[name].get("edq_window_ratio/4") is None for name in names] == 3 * [False] + 3 * [True]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_copy_in_mid_run_goes_its_own_way_and_the_watch_stays(name):
+    """As for an evaluation by fine-tuning, or an average of weights: within a window, the oracle running."""
+    model, untouched = mlp(), mlp()
+    optimizer, same = MAKERS[name](model.parameters()), MAKERS[name](untouched.parameters())
+    found, expected = Recorder(), Recorder()
+    handle = watch(model, optimizer, reporter=found, **OPTIONS)
+    alone = watch(untouched, same, reporter=expected, **OPTIONS)
+    train(model, optimizer, 14)
+    train(untouched, same, 14)
+    average = copy.deepcopy(model)
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    other = watch(copied_model, copied, **OPTIONS)
+    train(copied_model, copied, 2, start=14)
+    assert (handle.step, other.step) == (14, 16)
+    train(model, optimizer, 2, start=14)
+    train(untouched, same, 2, start=14)
+    assert found.steps == expected.steps == list(range(1, 17))
+    mine, theirs = totals_of(handle), totals_of(alone)
+    for layer, totals in theirs.items():
+        for key, value in totals.items():
+            assert mine[layer][key] == pytest.approx(value, rel=0, abs=0, nan_ok=True), (layer, key)
+    assert handle.summary()["model"]["oracle_steps"] == 16
+    assert other.summary()["model"]["oracle_steps"] == 2
+    for one, copied_one, start in zip(
+        model.parameters(), copied_model.parameters(), average.parameters(), strict=True
+    ):
+        assert torch.equal(one, copied_one)
+        assert not torch.equal(one, start) or one.numel() < 10
+
+
+def test_the_reference_agrees_after_a_step_that_raised():
+    model = mlp()
+    optimizer = MAKERS["AdamW"](model.parameters())
+    handle = watch(model, optimizer, **OPTIONS)
+    train(model, optimizer, 3)
+    fail(model, optimizer, 3, written=2)
+    expected = step_with_reference(model, optimizer, 4)
+    for layer, totals in totals_of(handle).items():
+        _, _, u, e = expected[layer]
+        assert totals["intended_squared_sum"] == pytest.approx(float(u @ u), rel=1e-9)
+        assert totals["intended_effective_sum"] == pytest.approx(float(u @ e), rel=1e-9)
