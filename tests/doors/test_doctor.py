@@ -3,17 +3,23 @@
 import json
 import os
 from email.utils import formatdate
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from click.testing import CliRunner
 from collage_agent.command.doctor import doctor
-from collage_agent.doctor import delivery_checks, machine_checks
+from collage_agent.doctor import delivery_checks, machine_checks, optimizers
+from collage_agent.doctor.optimizers import TRIED
 from collage_agent.transport.spool import spool_path
 
 from tests.doors.programs import bootstrap
 from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
 
 
 def found(checks, name, status):
@@ -62,6 +68,38 @@ def test_a_plain_machine_has_no_problem(tmp_path):
     (frameworks,) = found(checks, "frameworks", "ok")
     for library in ("transformers", "lightning", "accelerate"):
         assert library in frameworks.text
+
+
+def test_installed_optimizer_libraries_are_told_with_how_they_are_followed():
+    told = {check.text.partition(" ")[0]: check.text for check in found(machine_checks({}), "optimizers", "ok")}
+    assert told.keys() == {*TRIED, "any"}
+    assert f"torch {torch.__version__.partition('+')[0]}" in told["torch"]
+    assert "whole tensors in turns: Adafactor, Muon; only what changed, not what was lost: " in told["torch"]
+    assert "turns" not in told["torchao"]
+
+
+def test_a_library_that_is_not_installed_is_not_told(monkeypatch):
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(optimizers, "version", version)
+    (only,) = optimizers.optimizer_checks()
+    assert only.text.startswith("any other")
+
+
+@pytest.mark.parametrize("library", TRIED)
+def test_what_is_told_of_a_library_is_what_the_docs_say_was_tried(library):
+    rows = [
+        [cell.strip() for cell in line.strip("|\n").split("|")]
+        for line in (ROOT / "docs" / "optimizers.md").read_text().splitlines()
+        if line.startswith(f"| {library} |")
+    ]
+    kinds: dict[str, set[str]] = {}
+    for _, name, _, kind, _ in rows:
+        kinds.setdefault(kind, set()).add(name.partition(",")[0])
+    assert set(TRIED[library].whole_tensor) == kinds.pop("whole-tensor", set())
+    assert set(TRIED[library].before_after) == kinds.pop("before-after", set())
+    assert list(kinds) == [TRIED[library].usually]
 
 
 @pytest.mark.parametrize(

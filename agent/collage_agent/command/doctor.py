@@ -16,7 +16,7 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
-    """Say what the agent sees here: torch, devices, server, token, reports that wait. Status 1 on a problem."""
+    """Say what the agent sees here: torch, devices, optimizers, server, waiting reports. Status 1 on a problem."""
     from collage_agent.doctor import delivery_checks, machine_checks
 
     checks = [*machine_checks(os.environ), *delivery_checks(os.environ)]

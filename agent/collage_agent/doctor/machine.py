@@ -1,4 +1,4 @@
-"""Checks of the machine and the process: interpreter, torch, devices, ranks, environment, frameworks."""
+"""Checks of machine and process: interpreter, torch, devices, ranks, environment, frameworks, optimizers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from collage_agent.doctor.checks import Check
+from collage_agent.doctor.optimizers import optimizer_checks
 from collage_agent.integrations.launcher import ATTACH, environment_of
 from collage_agent.settings import read_settings, watch_defaults
 
@@ -47,6 +48,7 @@ def machine_checks(environment: Mapping[str, str]) -> Iterator[Check]:
     yield _ranks(environment)
     yield from _variables(environment)
     yield _frameworks()
+    yield from optimizer_checks()
 
 
 def _interpreter() -> Check:
