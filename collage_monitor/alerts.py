@@ -103,7 +103,7 @@ _ALERTS = (
         meaning=(
             "For more than half of the weights that should have moved, the stored value did not change in this "
             "step. Stochastic strategies are left out: their updates arrive in the mean, so one step's share "
-            "misjudges them."
+            "misjudges them. Look at their lost_window_ratio over the longest window that is watched."
         ),
         other_causes=(
             'an optimizer that rounds stochastically without saying so: pass strategy="stochastic" to watch',
