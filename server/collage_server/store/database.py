@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError
@@ -104,8 +104,8 @@ class SqlStore(ABC):
         """Keep others from adding runs or tags to the project in this transaction."""
 
     @abstractmethod
-    def _insert_reports(self, connection: Connection, rows: Sequence[journal.ReportRow]) -> list[bool]:
-        """Insert rows where their key is new; says which were."""
+    def _insert_reports(self, cursor: Any, rows: Sequence[journal.ReportRow]) -> list[bool]:
+        """Insert rows by the driver's cursor where their key is new; says which were."""
 
     @abstractmethod
     def sizes(self) -> Sizes:

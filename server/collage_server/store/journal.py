@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import Connection, Row, bindparam, select, tuple_, update
+from sqlalchemy import BindParameter, Connection, Dialect, Row, bindparam, select, tuple_, update
 
 from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.contract import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
+from collage_server.store.driver import Statement, driver_cursor
 from collage_server.store.events import COUNTED, add_events, count_event
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.rows import scalars_to_json, to_json
@@ -21,18 +23,12 @@ __all__ = ["REPORT_COLUMNS", "InsertReports", "ReportRow", "append", "journal_ru
 ReportRow = tuple[str, str, int, int, float, str | None, int, int, bytes | None, bytes | None]
 """One row in the order of REPORT_COLUMNS."""
 REPORT_COLUMNS: Final = tuple(column.name for column in schema.report.columns)
-InsertReports = Callable[[Connection, Sequence[ReportRow]], list[bool]]
-"""Inserts rows where their key is new and says which were."""
+InsertReports = Callable[[Any, Sequence[ReportRow]], list[bool]]
+"""Inserts rows by the driver's cursor where their key is new and says which were."""
 
 _LATEST: Final = schema.run_latest
 _SLAB: Final = 256
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
-_OWN: Final = (_LATEST.c.run_id == bindparam("own_run"), _LATEST.c.stream_id == bindparam("own_stream"))
-_KEY: Final = (_LATEST.c.run_id, _LATEST.c.stream_id)
-# In the key's order, so that servers that lock the same rows do not wait for each other.
-_READ_LATEST: Final = (
-    select(_LATEST).where(tuple_(*_KEY).in_(bindparam("own", expanding=True))).order_by(*_KEY).with_for_update()
-)
 _MOVING: Final = (
     "reports",
     "last_seq",
@@ -45,19 +41,34 @@ _MOVING: Final = (
     "scalars",
     "clock_skew_seconds",
 )
-_WRITE_LATEST: Final = update(_LATEST).where(*_OWN).values({name: bindparam(name) for name in _MOVING})
+_PLACE: Final = ("run_id", "stream_id", "attempt", "rank", "frozen_step", "sealed")
+
+
+@lru_cache(maxsize=64)
+def _read_latest(dialect: Dialect, count: int) -> Statement:
+    """Reads so many streams in the key's order: servers that lock the same rows then do not wait for each other."""
+    key = (_LATEST.c.run_id, _LATEST.c.stream_id)
+    own: BindParameter[Any] = bindparam("own", [("", "")] * count, expanding=True)
+    columns = (_LATEST.c[name] for name in (*_PLACE, *_MOVING))
+    return Statement(select(*columns).where(tuple_(*key).in_(own)).order_by(*key).with_for_update(), dialect)
+
+
+@lru_cache(maxsize=4)
+def _write_latest(dialect: Dialect) -> Statement:
+    own = (_LATEST.c.run_id == bindparam("own_run"), _LATEST.c.stream_id == bindparam("own_stream"))
+    return Statement(update(_LATEST).where(*own).values({name: bindparam(name) for name in _MOVING}), dialect)
 
 
 class _Latest:
     """A stream's row of `run_latest`, being brought forward."""
 
-    def __init__(self, row: Row[Any]) -> None:
-        self.values: dict[str, Any] = {name: getattr(row, name) for name in _MOVING}
-        self.scalars = _DECODE(row.scalars)
-        self.frozen_step: int | None = row.frozen_step
-        self._sealed = ranges_from_json(row.sealed)
-        self.own = {"own_run": row.run_id, "own_stream": row.stream_id}
-        self._place = {"stream_id": row.stream_id, "attempt": row.attempt, "rank": row.rank}
+    def __init__(self, row: Sequence[Any]) -> None:
+        run_id, self.stream_id, attempt, rank, self.frozen_step, sealed = row[: len(_PLACE)]
+        self.values: dict[str, Any] = dict(zip(_MOVING, row[len(_PLACE) :], strict=True))
+        self.scalars = _DECODE(self.values["scalars"])
+        self._sealed = ranges_from_json(sealed)
+        self.own = {"own_run": run_id, "own_stream": self.stream_id}
+        self._place = {"stream_id": self.stream_id, "attempt": attempt, "rank": rank}
         self.events: list[NewEvent] = []
         self.moved = False
         self.newest_time = -math.inf
@@ -113,25 +124,36 @@ def append(
 ) -> list[GroupOutcome]:
     """Insert the groups' reports and bring `run_latest` forward, in the caller's transaction."""
     latest: dict[str, _Latest | None] = {group.stream.stream_id: None for group in groups}
-    own = sorted({(group.stream.run_id, group.stream.stream_id) for group in groups})
-    for row in connection.execute(_READ_LATEST, {"own": own}):
-        latest[row.stream_id] = _Latest(row)
-    rows = [
-        _row(group.stream, report)
-        for group in groups
-        if (known := latest[group.stream.stream_id]) is not None
-        for report in group.reports
-        if known.may_take(report)
-    ]
-    flags = iter(insert_reports(connection, rows))
-    outcomes = [_count(group, latest[group.stream.stream_id], flags) for group in groups]
-    moved = [entry.parameters(now) for entry in latest.values() if entry is not None and entry.moved]
-    if moved:
-        connection.execute(_WRITE_LATEST, moved)
+    with driver_cursor(connection) as cursor:
+        for found in _lock_latest(cursor, connection.dialect, groups):
+            latest[found.stream_id] = found
+        rows = [
+            _row(group.stream, report)
+            for group in groups
+            if (known := latest[group.stream.stream_id]) is not None
+            for report in group.reports
+            if known.may_take(report)
+        ]
+        flags = iter(insert_reports(cursor, rows))
+        outcomes = [_count(group, latest[group.stream.stream_id], flags) for group in groups]
+        write = _write_latest(connection.dialect)
+        for entry in latest.values():
+            if entry is not None and entry.moved:
+                cursor.execute(write.text, write.bind(entry.parameters(now)))
     for entry in latest.values():
         if entry is not None and entry.events:
             add_events(connection, entry.own["own_run"], entry.events, now)
     return outcomes
+
+
+def _lock_latest(cursor: Any, dialect: Dialect, groups: Sequence[ReportGroup]) -> Iterator[_Latest]:
+    """The rows of these groups' streams, locked; keys are repeated up to a power of two, so that texts are few."""
+    own = sorted({(group.stream.run_id, group.stream.stream_id) for group in groups})
+    own += own[-1:] * ((1 << (len(own) - 1).bit_length()) - len(own))
+    values = {f"own_{i}_{j}": part for i, key in enumerate(own, 1) for j, part in enumerate(key, 1)}
+    read = _read_latest(dialect, len(own))
+    cursor.execute(read.text, read.bind(values))
+    return map(_Latest, cursor.fetchall())
 
 
 def _count(group: ReportGroup, latest: _Latest | None, flags: Iterator[bool]) -> GroupOutcome:

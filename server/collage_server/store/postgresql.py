@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, create_engine, event, select, text
@@ -19,21 +19,21 @@ from collage_server.store.migrate import current_revision, head_revision, known_
 
 __all__ = ["PostgresqlStore"]
 
-_ARRAYS: Final = {
-    "run_id": "%s::text[]",
-    "stream_id": "%s::text[]",
-    "seq": "%s::bigint[]",
-    "step": "%s::bigint[]",
-    "time": "%s::float8[]",
-    "scalars": "%s::text[]",
-    "statistic_count": "%s::int[]",
-    "layer_count": "%s::int[]",
-    "model": "%b::bytea[]",
-    "statistics": "%b::bytea[]",
+_TYPES: Final = {
+    "run_id": "text",
+    "stream_id": "text",
+    "seq": "bigint",
+    "step": "bigint",
+    "time": "float8",
+    "scalars": "text",
+    "statistic_count": "int",
+    "layer_count": "int",
+    "model": "bytea",
+    "statistics": "bytea",
 }
 _INSERT: Final = (
     f"INSERT INTO report ({', '.join(REPORT_COLUMNS)}) "
-    f"SELECT * FROM unnest({', '.join(_ARRAYS[name] for name in REPORT_COLUMNS)}) "
+    f"SELECT * FROM unnest({', '.join(f'%b::{_TYPES[name]}[]' for name in REPORT_COLUMNS)}) "
     "ON CONFLICT DO NOTHING RETURNING stream_id, seq"
 )
 _DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
@@ -157,12 +157,11 @@ class PostgresqlStore(SqlStore):
         lock = text("SELECT pg_advisory_xact_lock(:space, hashtext(:project))")
         connection.execute(lock, {"space": _PROJECT_LOCKS, "project": project})
 
-    def _insert_reports(self, connection: Connection, rows: Sequence[ReportRow]) -> list[bool]:
+    def _insert_reports(self, cursor: Any, rows: Sequence[ReportRow]) -> list[bool]:
         if not rows:
             return []
-        with closing(connection.connection.cursor()) as cursor:
-            cursor.execute(_INSERT, [list(column) for column in zip(*rows, strict=True)])
-            fresh = set(cursor.fetchall())
+        cursor.execute(_INSERT, [list(column) for column in zip(*rows, strict=True)])
+        fresh = set(cursor.fetchall())
         flags = []
         for row in rows:
             key = (row[1], row[2])

@@ -118,12 +118,8 @@ class SqliteStore(SqlStore):
     def _lock_project(self, connection: Connection, project: str) -> None:
         """The file has one writer."""
 
-    def _insert_reports(self, connection: Connection, rows: Sequence[ReportRow]) -> list[bool]:
-        cursor = connection.connection.cursor()
-        try:
-            return [cursor.execute(_INSERT, row).rowcount == 1 for row in rows]
-        finally:
-            cursor.close()
+    def _insert_reports(self, cursor: Any, rows: Sequence[ReportRow]) -> list[bool]:
+        return [cursor.execute(_INSERT, row).rowcount == 1 for row in rows]
 
 
 def _prepare(path: Path, timeout_seconds: float) -> None:

@@ -267,6 +267,21 @@ def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, database
     other.close()
 
 
+def test_a_commit_that_finds_its_connection_lost_gives_up_the_idle_ones_too(store, cluster):
+    stream = StoreContract.fill(store)
+    connections = [store.engine.connect() for _ in range(4)]
+    database = connections[0].scalar(text("SELECT current_database()"))
+    for connection in connections:
+        connection.close()
+    lost = cluster.execute(
+        f"SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = '{database}'"
+    )
+    assert int(lost) >= 4
+    with pytest.raises(Busy, match="terminat"):
+        StoreContract.append(store, stream, report(0, 1))
+    assert StoreContract.append(store, stream, report(0, 1)).accepted == 1
+
+
 def test_what_was_acknowledged_survives_a_killed_cluster():
     programs = programs_or_skip()
     with tempfile.TemporaryDirectory() as folder:
