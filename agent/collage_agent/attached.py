@@ -24,6 +24,7 @@ from collage_agent.options import WatchOptions
 from collage_agent.parameters import WatchedParameter, watched_parameters
 from collage_agent.scaling import SkippedSteps
 from collage_agent.shards import Sharding, stepping_optimizer
+from collage_agent.subgroups import SubGroup
 from collage_agent.whole import WholeTotals
 from collage_agent.windows import Windows
 from collage_monitor import wire
@@ -52,7 +53,8 @@ class Intents:
 class Attached:
     """One optimizer under a watch. `totals` are those of its last measured step, until somebody takes them.
 
-    `number` tells it from the others that the watch has; `named` are the layers that these go by.
+    `number` tells it from the others that the watch has; `named` are the layers that these go by. With a
+    `sub_group` it is one of those that the optimizer steps in turn, and is made while that one is shown.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Attached:
         named: Iterable[str],
         seed: int,
         shard: int,
+        sub_group: SubGroup | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.stepping = stepping_optimizer(optimizer)
@@ -77,9 +80,10 @@ class Attached:
         self.closure_seen = False
         self._model = model
         self._number = number
+        self._sub_group = sub_group
         self._governor = governor
         self._guard = guard
-        sharding = Sharding(model, optimizer)
+        sharding = Sharding(model, optimizer, sub_group)
         self._mixed_precision = sharding.mixed_precision
         watched, self.left_out = watched_parameters(model, self.stepping, options, sharding)
         with governor.timing():
@@ -146,6 +150,9 @@ class Attached:
         return self._before(optimizer, args, kwargs)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+        if self._sub_group is not None and not self._sub_group.steps(optimizer):
+            self.skipped.called()
+            return None
         if self._depth and _inside_own_step(optimizer):
             self._depth += 1
             return None
@@ -204,6 +211,8 @@ class Attached:
             self._after(optimizer)
 
     def _after(self, optimizer: Optimizer) -> None:
+        if self._sub_group is not None and not self._sub_group.steps(optimizer):
+            return
         if self._depth > 1:
             if _inside_own_step(optimizer):
                 self._depth -= 1
@@ -265,7 +274,7 @@ class Attached:
         self._chosen = choose_intent(optimizer)
         known = {id(watched.parameter): watched.name for watched in self.meter.watched}
         found, self.left_out = watched_parameters(
-            self._model, optimizer, self.options, Sharding(self._model, self.optimizer)
+            self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
         new = [watched for watched in found if id(watched.parameter) not in known]
         self.meter.extend(_apart(new, self._number, set(known.values())), self._chosen)

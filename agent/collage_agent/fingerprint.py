@@ -54,7 +54,7 @@ def fingerprint(
         residual=residuals[0].residual if residuals else None,
         residual_sign=-1 if residuals and residuals[0].sign < 0 else 1,
         stochastic_rounding=stochastic.pop() if len(stochastic) == 1 else None,
-        implementation=_implementation(optimizer),
+        implementation=_implementation(optimizer, watched),
         findings=[
             *_findings(observed_strategy(optimizer, watched, intents), declared, states),
             *(_cast_master(key) for key in masters if _is_cast(key, optimizer, watched)),
@@ -111,7 +111,7 @@ def _kept_as(state: Mapping[str, Any], key: str) -> str:
     return _name(tensor.dtype)
 
 
-def _implementation(optimizer: Optimizer) -> str:
+def _implementation(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> str:
     """The path that a step takes by the group's switches: "fused", "foreach" or "for-loop"; "unknown" elsewhere."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
@@ -122,7 +122,7 @@ def _implementation(optimizer: Optimizer) -> str:
         return "foreach" if group["foreach"] else "for-loop"
     if not type(optimizer).__module__.startswith("torch.optim"):
         return _UNKNOWN
-    on_device = any(local(parameter).device.type != "cpu" for parameter in group["params"])
+    on_device = any(local(entry.parameter).device.type != "cpu" for entry in watched)
     return "foreach" if on_device else "for-loop"
 
 

@@ -15,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.gather import local
+from collage_agent.subgroups import Fragment, SubGroup
 
 __all__ = ["Shard", "Sharding", "placed_alike", "stepping_optimizer"]
 
 _FLAT_PARAMETER: Final = "_flat_param"
-_Fragment = tuple[str, tuple[int, ...], int, int, str]
-"""Name, whole shape, start in the flat partition, elements there, and module type of one tensor."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,24 @@ class Shard:
 class Sharding:
     """The shards of a model's parameters on this rank, looked up once at attach. Synchronises nothing.
 
-    `mixed_precision` names the dtypes that FSDP casts the shards to for the forward pass.
+    `mixed_precision` names the dtypes that the shards are cast to for the forward pass. `sub_group` is what
+    there is of an optimizer that DeepSpeed shows one partition at a time.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, sub_group: SubGroup | None = None) -> None:
         self._spread = distributed.is_available() and distributed.is_initialized()
         self._replicas: dict[int, int] = {}
         self._originals: dict[int, tuple[tuple[int, ...], nn.Module]] = {}
         self._flat: dict[int, nn.Module] = {}
-        self._fragments: dict[int, list[_Fragment]] = {}
+        self._fragments: dict[int, list[Fragment]] = {}
         self._partitioned = stepping_optimizer(optimizer) is not optimizer
         self.mixed_precision: tuple[str, ...] = ()
         if self._spread:
             self._read_wrappers(model)
         self._read_partitions(model, optimizer)
+        if sub_group is not None:
+            self._fragments[id(sub_group.partition)] = sub_group.fragments
+            self.mixed_precision = tuple(sub_group.cast_from)
 
     def pieces(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Shard, str | None]]:
         """(name, shard, module type or None) of each tensor that lives in a registered parameter: mostly one.

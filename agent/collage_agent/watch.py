@@ -18,6 +18,7 @@ from collage_agent.joining import Joined
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions
 from collage_agent.scaling import most_skipped
+from collage_agent.subgroups import SubGroup, shown, sub_groups
 from collage_agent.summary import summarise
 from collage_agent.verdict import verdict
 from collage_agent.windows.schedule import Schedule
@@ -88,19 +89,25 @@ class Watch:
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds, cycle=cycle)
         self._attached: list[Attached] = []
         intents, names = Intents(), dict[str, None]()
-        for number, optimizer in enumerate(optimizers):
-            attached = Attached(
-                model,
-                optimizer,
-                options,
-                self._governor,
-                self._guard,
-                intents,
-                number=number,
-                named=names,
-                seed=seed,
-                shard=shard,
-            )
+        # Sub-groups that an optimizer steps in turn are like several optimizers: one iteration, one report.
+        parts: list[tuple[Optimizer, SubGroup | None]] = []
+        for optimizer in optimizers:
+            parts += [(optimizer, part) for part in sub_groups(model, optimizer)] or [(optimizer, None)]
+        for number, (optimizer, part) in enumerate(parts):
+            with shown(optimizer, part):
+                attached = Attached(
+                    model,
+                    optimizer,
+                    options,
+                    self._governor,
+                    self._guard,
+                    intents,
+                    number=number,
+                    named=names,
+                    seed=seed,
+                    shard=shard,
+                    sub_group=part,
+                )
             self._attached.append(attached)
             names.update((watched.name, None) for watched in attached.meter.watched)
         if not names and all(attached.stepping is attached.optimizer for attached in self._attached):

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from collage_agent import session
 from collage_agent.attached import Attached
 from collage_agent.guard import Guard
+from collage_agent.subgroups import is_shown_to
 
 __all__ = ["ATTACH", "environment_of", "find_model", "step_begins"]
 
@@ -86,7 +87,10 @@ def find_model(optimizer: Optimizer) -> nn.Module:
     best, most = None, 0
     for module in modules:
         if id(module) not in inner:
-            held = sum(id(parameter) in parameters for parameter in module.parameters())
+            held = sum(
+                id(parameter) in parameters or is_shown_to(optimizer, parameter)
+                for parameter in module.parameters()
+            )
             if held > most:
                 best, most = module, held
     return best if best is not None else _module_of_names(optimizer)

@@ -1,0 +1,106 @@
+"""DeepSpeed's ZeRO stage 3: flat partitions that its inner optimizer steps one at a time, and what lies in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, distributed, nn
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["Fragment", "SubGroup", "is_shown_to", "shown", "sub_groups"]
+
+Fragment = tuple[str, tuple[int, ...], int, int, str]
+"""Name, whole shape, start in the flat partition, elements there, and module type of one tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class SubGroup:
+    """One flat partition on this rank; `group` is the parameter group in which it stands during its own step.
+
+    cast_from: dtypes of the weights that are copies of it, none where it is their own memory's dtype.
+    """
+
+    group: int
+    partition: Tensor
+    fragments: list[Fragment] = field(default_factory=list)
+    cast_from: dict[str, None] = field(default_factory=dict)
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Whether the step that the optimizer is taking is this sub-group's."""
+        return any(entry is self.partition for entry in optimizer.param_groups[self.group]["params"])
+
+
+def sub_groups(model: nn.Module, optimizer: Optimizer) -> list[SubGroup]:
+    """The partitions that DeepSpeed shows to this optimizer, in the order of their steps; none elsewhere.
+
+    Read from what DeepSpeed keeps on each weight; nothing communicates.
+
+    Raises:
+        ValueError: a weight is partitioned over a part of the ranks, or a partition is not in memory.
+    """
+    found: dict[int, SubGroup] = {}
+    for prefix, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if not is_shown_to(optimizer, parameter):
+                continue
+            owner: Any = parameter._z3_optimizer
+            place = owner.grad_position.get(owner.get_param_id(parameter))
+            if place is None:
+                continue
+            index = place[0]
+            if index not in found:
+                partition = owner.fp32_partitioned_groups_flat[index]
+                found[index] = SubGroup(owner.sub_group_to_group_id[index], partition)
+            _add(found[index], f"{prefix}.{own}" if prefix else own, parameter, place, type(module).__name__)
+    return [found[index] for index in sorted(found)]
+
+
+def is_shown_to(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether DeepSpeed lets this optimizer step a partition in the place of the parameter."""
+    owner: Any = getattr(parameter, "_z3_optimizer", None)
+    return owner is not None and owner.optimizer is optimizer
+
+
+@contextmanager
+def shown(optimizer: Optimizer, sub_group: SubGroup | None) -> Iterator[None]:
+    """Show the sub-group alone to whoever looks at the optimizer inside, as during its step."""
+    if sub_group is None:
+        yield
+        return
+    groups = optimizer.param_groups
+    before = [group["params"] for group in groups]
+    for index, group in enumerate(groups):
+        group["params"] = [sub_group.partition] if index == sub_group.group else []
+    try:
+        yield
+    finally:
+        for group, parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
+
+
+def _add(sub_group: SubGroup, name: str, parameter: Any, place: tuple[int, int, int], kind: str) -> None:
+    _, start, size = place
+    rank = _rank_among(name, parameter)
+    if sub_group.partition.numel() < start + size:
+        raise ValueError(f"{name} is not in memory: DeepSpeed's optimizer states on NVMe cannot be watched")
+    # Every rank has as many elements; behind a tensor's last one there is padding, maybe nothing else.
+    elements = max(0, min(size, parameter.ds_numel - rank * size))
+    sub_group.fragments.append((name, tuple(parameter.ds_shape), start if elements else 0, elements, kind))
+    if parameter.dtype != sub_group.partition.dtype:
+        sub_group.cast_from[str(parameter.dtype).removeprefix("torch.")] = None
+
+
+def _rank_among(name: str, parameter: Any) -> int:
+    """This rank among those that share the weight out: all, or it is refused."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0
+    ranks, everyone = distributed.get_world_size(parameter.ds_process_group), distributed.get_world_size()
+    if ranks != everyone:
+        raise ValueError(
+            f"{name} is partitioned over {ranks} of {everyone} ranks (MiCS, expert or model parallelism); "
+            "DeepSpeed's stage 3 is watched over all ranks only"
+        )
+    return distributed.get_rank(parameter.ds_process_group)
