@@ -11,26 +11,30 @@ from tests.integrations.identity import assert_same_training
 from tests.parallel.doors import ACCUMULATED, BATCHES
 from tests.parallel.launch import launch
 
+# It leaves out the interpreter's teardown: torch's own threads sometimes abort it (SIGABRT), watched or not.
 PROGRAM = """
-import hashlib, json, sys
+import atexit, hashlib, json, os, sys
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+def train():
+    torch.manual_seed(0)
+    own = torch.nn.Sequential(torch.nn.Linear(30, 80), torch.nn.Dropout(0.1), torch.nn.Linear(80, 3)).bfloat16()
+    model = DistributedDataParallel(own)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(distributed.get_rank())
+    for step in range(12):
+        optimizer.zero_grad()
+        (model(torch.randn(16, 30).bfloat16()).float() - 1).square().mean().backward()
+        optimizer.step()
+    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for tensor in [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]:
+        digest.update(tensor.detach().double().numpy().tobytes())
+    return digest.hexdigest()
+
 distributed.init_process_group("gloo")
-torch.manual_seed(0)
-own = torch.nn.Sequential(torch.nn.Linear(30, 80), torch.nn.Dropout(0.1), torch.nn.Linear(80, 3)).bfloat16()
-model = DistributedDataParallel(own)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-torch.manual_seed(distributed.get_rank())
-for step in range(12):
-    optimizer.zero_grad()
-    (model(torch.randn(16, 30).bfloat16()).float() - 1).square().mean().backward()
-    optimizer.step()
-digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-for tensor in [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]:
-    digest.update(tensor.detach().double().numpy().tobytes())
-told = {"rank": distributed.get_rank(), "digest": digest.hexdigest()}
+told = {"rank": distributed.get_rank(), "digest": train()}
 if "collage_agent" in sys.modules:
     from collage_agent import current_run
     (watched,) = current_run()._handles
@@ -43,7 +47,12 @@ if "collage_agent" in sys.modules:
     }
 with open(f"{sys.argv[1]}-{distributed.get_rank()}.json", "w") as file:
     json.dump(told, file)
+distributed.barrier()
 distributed.destroy_process_group()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
 """
 
 
