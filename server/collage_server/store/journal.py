@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from sqlalchemy import BindParameter, Connection, Dialect, Row, bindparam, select, tuple_, update
@@ -26,6 +26,7 @@ REPORT_COLUMNS: Final = tuple(column.name for column in schema.report.columns)
 InsertReports = Callable[[Any, Sequence[ReportRow]], list[bool]]
 """Inserts rows by the driver's cursor where their key is new and says which were."""
 
+_Fate = Literal["journal", "sealed", "late", "gone"]
 _LATEST: Final = schema.run_latest
 _SLAB: Final = 256
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
@@ -73,15 +74,16 @@ class _Latest:
         self.moved = False
         self.newest_time = -math.inf
 
-    def is_late(self, report: wire.Report) -> bool:
-        """Whether it brings totals for which there is no place any more; one that is stored already is not late."""
-        horizon = self.frozen_step
-        passed = horizon is not None and report.step <= horizon and report.model is not None
-        return passed and not contains(self._sealed, report.seq)
+    def fate(self, report: wire.Report) -> _Fate:
+        """What is to become of a report; of one for the journal, the journal knows whether it is there already.
 
-    def may_take(self, report: wire.Report) -> bool:
-        """Whether the report goes to the journal, which knows if it is there already."""
-        return not contains(self._sealed, report.seq) and not self.is_late(report)
+        "late": it brings totals for which there is no place any more. One that is stored already is not late.
+        """
+        if contains(self._sealed, report.seq):
+            return "sealed"
+        horizon = self.frozen_step
+        late = horizon is not None and report.step <= horizon and report.model is not None
+        return "late" if late else "journal"
 
     def absorb(self, report: wire.Report) -> None:
         """Count one newly stored report and keep what is newest of it."""
@@ -125,23 +127,27 @@ def append(
     """Insert the groups' reports and bring `run_latest` forward, in the caller's transaction."""
     latest: dict[str, _Latest | None] = {group.stream.stream_id: None for group in groups}
     with driver_cursor(connection) as cursor:
-        for found in _lock_latest(cursor, connection.dialect, groups):
-            latest[found.stream_id] = found
+        for entry in _lock_latest(cursor, connection.dialect, groups):
+            latest[entry.stream_id] = entry
+        judged = [_judged(group, latest[group.stream.stream_id]) for group in groups]
         rows = [
             _row(group.stream, report)
-            for group in groups
-            if (known := latest[group.stream.stream_id]) is not None
-            for report in group.reports
-            if known.may_take(report)
+            for group, fates in zip(groups, judged, strict=True)
+            for report, fate in zip(group.reports, fates, strict=True)
+            if fate == "journal"
         ]
         flags = iter(insert_reports(cursor, rows))
-        outcomes = [_count(group, latest[group.stream.stream_id], flags) for group in groups]
+        outcomes = [
+            _count(group, latest[group.stream.stream_id], fates, flags)
+            for group, fates in zip(groups, judged, strict=True)
+        ]
+        found = [entry for entry in latest.values() if entry is not None]
         write = _write_latest(connection.dialect)
-        for entry in latest.values():
-            if entry is not None and entry.moved:
-                cursor.execute(write.text, write.bind(entry.parameters(now)))
-    for entry in latest.values():
-        if entry is not None and entry.events:
+        moved = [write.bind(entry.parameters(now)) for entry in found if entry.moved]
+        if moved:
+            cursor.executemany(write.text, moved)
+    for entry in found:
+        if entry.events:
             add_events(connection, entry.own["own_run"], entry.events, now)
     return outcomes
 
@@ -156,16 +162,22 @@ def _lock_latest(cursor: Any, dialect: Dialect, groups: Sequence[ReportGroup]) -
     return map(_Latest, cursor.fetchall())
 
 
-def _count(group: ReportGroup, latest: _Latest | None, flags: Iterator[bool]) -> GroupOutcome:
+def _judged(group: ReportGroup, latest: _Latest | None) -> list[_Fate]:
+    return ["gone" if latest is None else latest.fate(report) for report in group.reports]
+
+
+def _count(
+    group: ReportGroup, latest: _Latest | None, fates: Sequence[_Fate], flags: Iterator[bool]
+) -> GroupOutcome:
     if latest is None:
         return GroupOutcome(0, 0, gone=True)
     accepted = 0
-    late = tuple(position for position, report in enumerate(group.reports) if latest.is_late(report))
-    for report in group.reports:
-        if latest.may_take(report) and next(flags):
+    for report, fate in zip(group.reports, fates, strict=True):
+        if fate == "journal" and next(flags):
             accepted += 1
             latest.absorb(report)
-    duplicates = len(group.reports) - accepted - len(late)
+    late = tuple(position for position, fate in enumerate(fates) if fate == "late")
+    duplicates = len(fates) - accepted - len(late)
     return GroupOutcome(accepted, duplicates, late=late, frozen_step=latest.frozen_step)
 
 
