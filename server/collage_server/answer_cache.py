@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Any
 
 import msgspec
+from cachetools import LRUCache
 
 from collage_monitor import wire
 
@@ -18,9 +18,7 @@ class AnswerCache:
     """Encoded answers, the least recently used dropped beyond a number of bytes. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._answers: OrderedDict[Hashable, bytes] = OrderedDict()
-        self._bytes = 0
+        self._answers: LRUCache[Hashable, bytes] = LRUCache(limit_bytes, getsizeof=len)
         self._lock = Lock()
 
     def encoded(self, key: Hashable, make: Callable[[], Any]) -> msgspec.Raw:
@@ -31,18 +29,12 @@ class AnswerCache:
         """The answer kept under `key`."""
         with self._lock:
             kept = self._answers.get(key)
-            if kept is None:
-                return None
-            self._answers.move_to_end(key)
-            return msgspec.Raw(kept)
+        return None if kept is None else msgspec.Raw(kept)
 
     def keep(self, key: Hashable, answer: Any) -> msgspec.Raw:
         """Encode an answer and keep it, if it is not larger than all may be together."""
         made = wire.encode_json(answer)
         with self._lock:
-            if key not in self._answers and len(made) <= self._limit_bytes:
+            if len(made) <= self._answers.maxsize:
                 self._answers[key] = made
-                self._bytes += len(made)
-                while self._bytes > self._limit_bytes:
-                    self._bytes -= len(self._answers.popitem(last=False)[1])
         return msgspec.Raw(made)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
+from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
@@ -48,7 +48,7 @@ class Access:
         self._no_auth = settings.no_auth
         self._directory = directory
         self._store = store
-        self._owners: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._owners: LRUCache[tuple[str, str], str] = LRUCache(_KEPT_OWNERS)
 
     async def admit(self, method: str, path: str, query: bytes, headers: Headers) -> Principal:
         """Let the request pass, as the returned principal.
@@ -117,8 +117,6 @@ class Access:
             known = await run_in_threadpool(ask, name)
             if known is not None:
                 self._owners[kind, name] = known
-                if len(self._owners) > _KEPT_OWNERS:
-                    self._owners.popitem(last=False)
         return known
 
 

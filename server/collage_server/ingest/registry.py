@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
 from typing import Final
+
+from cachetools import LRUCache
 
 from collage_server.store.contract import StreamRecord
 
@@ -19,7 +20,7 @@ class StreamRegistry:
 
     def __init__(self, load: Callable[[str], StreamRecord]) -> None:
         self._load = load
-        self._records: OrderedDict[str, StreamRecord] = OrderedDict()
+        self._records: LRUCache[str, StreamRecord] = LRUCache(_KEPT)
         self._lock = Lock()
 
     def known(self, stream_id: str) -> StreamRecord | None:
@@ -36,8 +37,6 @@ class StreamRegistry:
         record = self._load(stream_id)
         with self._lock:
             self._records[stream_id] = record
-            while len(self._records) > _KEPT:
-                self._records.popitem(last=False)
         return record
 
     def forget_run(self, run_id: str) -> None:

@@ -6,13 +6,13 @@ that, and what was kept is not found any more.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from dataclasses import fields, replace
 from threading import Lock
 from typing import Any
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from collage_server.store.pieces import Piece
@@ -24,9 +24,7 @@ class ColumnCache:
     """Pieces of runs with the columns read so far; the least recently used dropped beyond a number of bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._pieces: OrderedDict[Hashable, Piece] = OrderedDict()
-        self._bytes = 0
+        self._pieces: LRUCache[Hashable, Piece] = LRUCache(limit_bytes, getsizeof=_bytes)
         self._lock = Lock()
 
     def known(self, place: Hashable, totals: Collection[str], metric: str | None) -> Piece | None:
@@ -37,7 +35,6 @@ class ColumnCache:
                 return None
             if metric is not None and metric not in piece.extremes:
                 return None
-            self._pieces.move_to_end(place)
         chosen = {} if metric is None else {metric: piece.extremes[metric]}
         return replace(piece, totals={key: piece.totals[key] for key in totals}, extremes=chosen)
 
@@ -47,12 +44,9 @@ class ColumnCache:
         with self._lock:
             old = self._pieces.pop(place, None)
             if old is not None:
-                self._bytes -= _bytes(old)
                 own = replace(own, totals=old.totals | own.totals, extremes=old.extremes | own.extremes)
-            self._pieces[place] = own
-            self._bytes += _bytes(own)
-            while self._bytes > self._limit_bytes:
-                self._bytes -= _bytes(self._pieces.popitem(last=False)[1])
+            if _bytes(own) <= self._pieces.maxsize:
+                self._pieces[place] = own
 
 
 def _copied(piece: Piece) -> Piece:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any, Final
 
+from cachetools import LRUCache
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
@@ -73,7 +73,7 @@ class SqlStore(ABC):
         self._append_bytes = 0
         self._engine: Engine | None = None
         self._columns = ColumnCache(_COLUMN_BYTES)
-        self._newest: OrderedDict[str, tuple[object, LatestPoint | None]] = OrderedDict()
+        self._newest: LRUCache[str, tuple[object, LatestPoint | None]] = LRUCache(_CACHED_RUNS)
         self._newest_lock = Lock()
         self._replicas = Replicas()
         self._access = SqlAccess(self._reading, self._writing)
@@ -382,7 +382,4 @@ class SqlStore(ABC):
             point = reading.read_latest(connection, run_id, self._stale_after_seconds)
         with self._newest_lock:
             self._newest[run_id] = (state, point)
-            self._newest.move_to_end(run_id)
-            if len(self._newest) > _CACHED_RUNS:
-                self._newest.popitem(last=False)
         return point

@@ -5,13 +5,14 @@ This is done before the journal is sealed: every report is compared with those o
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from sqlalchemy import Connection, Row, func, insert, select
 
@@ -56,7 +57,7 @@ class Replicas:
     """Finds what differs among reports that were not looked at before; what was is remembered by this process."""
 
     def __init__(self) -> None:
-        self._looked: OrderedDict[str, Looked] = OrderedDict()
+        self._looked: LRUCache[str, Looked] = LRUCache(_KEPT_RUNS)
         self._lock = Lock()
 
     def find(self, view: RunView) -> tuple[list[Mismatch], Looked | None]:
@@ -86,9 +87,6 @@ class Replicas:
         """Do not look at these reports again: what they told is stored."""
         with self._lock:
             self._looked[run_id] = looked
-            self._looked.move_to_end(run_id)
-            if len(self._looked) > _KEPT_RUNS:
-                self._looked.popitem(last=False)
 
 
 def _stored(view: RunView) -> int:
