@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-__all__ = ["require"]
+__all__ = ["lacking", "require"]
 
 
 def require(program):
@@ -13,7 +13,11 @@ def require(program):
     path = shutil.which(program)
     if path is not None:
         return path
-    reason = f"{program} is not installed; install it with the system's package manager"
+    return lacking(f"{program} is not installed; install it with the system's package manager")
+
+
+def lacking(reason):
+    """A piece of the system is not there: the test is skipped, and fails where CI=true says that all must run."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason} (CI=true: nothing is skipped)")
     return pytest.skip(reason)

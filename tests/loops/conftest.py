@@ -1,19 +1,5 @@
-"""What all loop tests share: errors that the agent would swallow in training are raised."""
+"""What all loop tests share: the same as the agent's."""
 
-from __future__ import annotations
+from tests.agent.conftest import _errors_are_raised, _one_thread
 
-import pytest
-import torch
-from collage_agent import guard
-
-
-@pytest.fixture(autouse=True)
-def _errors_are_raised():
-    guard.raise_in_tests(True)
-    yield
-    guard.raise_in_tests(False)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
+__all__ = ["_errors_are_raised", "_one_thread"]

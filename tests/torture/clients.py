@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from abc import ABC, abstractmethod
 
 import httpx
 
@@ -31,7 +32,7 @@ def ask(client, url, method, path, message=None, encode=wire.encode_message):
     return answer
 
 
-class _Client(threading.Thread):
+class _Client(threading.Thread, ABC):
     """A thread with its own connections and random numbers, that looks at the list `urls` anew each time."""
 
     def __init__(self, ledger, urls, run_id, seed):
@@ -49,8 +50,9 @@ class _Client(threading.Thread):
         except Exception as error:
             self.ledger.find(f"{type(self).__name__}: {type(error).__name__}: {error}")
 
+    @abstractmethod
     def work(self, client):
-        raise NotImplementedError
+        """What it does until `stopping` is set."""
 
 
 class Sender(_Client):

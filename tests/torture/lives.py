@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 
 import httpx
@@ -29,7 +30,7 @@ __all__ = ["Lives", "PostgresqlLives", "SqliteLives"]
 _PATIENCE_SECONDS = 60.0
 
 
-class Lives:
+class Lives(ABC):
     """`end(kind)` lives and ends one life, or two that belong together; kills are counted by kind in `kills`."""
 
     kinds: tuple[str, ...] = ("anywhere", "starting", "commit", "answer", "seal", "two servers")
@@ -54,9 +55,9 @@ class Lives:
         """What a server needs beside its port."""
         return ["--no-auth", "--dir", self.folder]
 
+    @abstractmethod
     def store(self):
         """The database opened from outside, as the verification does."""
-        raise NotImplementedError
 
     def start(self, which=0, die=None):
         """A server's life; its process id."""
@@ -164,6 +165,7 @@ class Lives:
         self.progress(5)
         self.kill(pid, kind)
 
+    @abstractmethod
     def revive(self):
         """What an operator does after the disk was full, beside making room."""
 
@@ -198,6 +200,9 @@ class SqliteLives(Lives):
         self.kills[kind] += 1
         self.progress()
         self.kill(pid, kind)
+
+    def revive(self):
+        """Nothing: SQLite goes on as soon as there is room."""
 
 
 class PostgresqlLives(Lives):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.system import lacking
 
 __all__ = ["Cluster", "find_programs", "programs_or_skip"]
 
@@ -30,12 +30,7 @@ def find_programs() -> Path | None:
 
 def programs_or_skip():
     """The programs; without them the test is skipped, under CI it fails."""
-    programs = find_programs()
-    if programs is None:
-        if os.environ.get("CI"):
-            pytest.fail("no PostgreSQL programs (initdb, postgres); install postgresql")
-        pytest.skip("no PostgreSQL programs (initdb, postgres) on this machine")
-    return programs
+    return find_programs() or lacking("no PostgreSQL programs (initdb, postgres); install postgresql")
 
 
 class Cluster:

@@ -14,7 +14,7 @@ from collage_monitor import wire
 from collage_monitor.statistics import finish, reduce_steps
 from tests.server.samples import LAYERS, report, stream_create
 from tests.server.store.contract import NOW, StoreContract
-from tests.server.store.sealing import seal_all
+from tests.server.store.seen import seal_all
 
 DOCS = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
 QUERIES = re.findall(r"```sql\n(.*?)```", DOCS, re.DOTALL)

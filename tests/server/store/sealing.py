@@ -5,83 +5,19 @@ from __future__ import annotations
 import dataclasses
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Gone, Unprocessable
 from collage_server.store import ReportGroup, Selection, schema
-from sqlalchemy import func, select
 
 from collage_monitor import wire
 from collage_monitor.statistics import finish, reduce_steps
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 from tests.server.store.contract import LIMITS, NOW, StoreContract
+from tests.server.store.seen import ALL, plain, rows, seal_all, seen, unchanged
 
-ALL = Selection()
 CHUNKS = (schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk, schema.entry)
-
-
-def seen(store, run_id="r1", ranks=(None,)):
-    """Everything that a reader can see of a run, as plain values."""
-    found = {}
-    for rank in ranks:
-        for name, chosen in (
-            ("all", Selection(rank=rank)),
-            ("middle", Selection(rank=rank, first_step=7, last_step=50)),
-            ("one", Selection(rank=rank, first_step=20, last_step=20)),
-        ):
-            found[f"model {name} {rank}"] = plain(store.model_points(run_id, None, chosen))
-            scalars = store.scalar_points(run_id, None, chosen)
-            found[f"scalars {name} {rank}"] = {key: arrays(entry) for key, entry in scalars.items()}
-    for name, chosen in (("all", ALL), ("middle", Selection(first_step=7, last_step=50))):
-        found[f"layers {name}"] = plain(store.layer_points(run_id, STATISTICS, chosen))
-        found[f"layer {name}"] = plain(store.layer_points(run_id, STATISTICS, chosen, [LAYERS[1]]))
-    latest = store.latest(run_id)
-    found["latest"] = None if latest is None else (latest.step, latest.time, arrays_of(latest.model))
-    found["streams"] = store.streams(run_id)
-    record = store.run(run_id)
-    found["run"] = (record.reports, record.first_step, record.last_step, record.scalars)
-    return found
-
-
-def unchanged(before, after):
-    """Fail with the names of what differs, not with everything there is."""
-    assert list(before) == list(after)
-    for name, held in before.items():
-        if isinstance(held, dict):
-            keys = {*held, *after[name]}
-            different = [
-                (key, held.get(key), after[name].get(key)) for key in keys if held.get(key) != after[name].get(key)
-            ]
-            assert not different, (name, different[:3])
-        else:
-            assert after[name] == held, name
-
-
-def plain(points):
-    names = ("first_steps", "steps", "times", "ranks", "counts")
-    return {name: getattr(points, name).tolist() for name in names} | arrays_of(points.totals)
-
-
-def arrays(entry):
-    return (entry.steps.tolist(), entry.times.tolist(), repr(entry.values.tolist()))
-
-
-def arrays_of(totals):
-    """By key, NaN comparable; keys that nobody reported at all are as good as absent."""
-    return {key: repr(values.tolist()) for key, values in sorted(totals.items()) if not np.isnan(values).all()}
-
-
-def rows(store, table):
-    with store.engine.connect() as connection:
-        return connection.execute(select(func.count()).select_from(table)).scalar()
-
-
-def seal_all(store, run_id="r1", now=NOW):
-    parts = 0
-    while made := store.seal(run_id, now):
-        parts += made
-        assert parts < 1000
-    return parts
 
 
 class SealingContract:
@@ -161,8 +97,8 @@ class SealingContract:
     def test_scalars_between_measured_steps_and_beyond(self, store):
         stream = self.fill(store)
         values = [report(i, i + 1, measured=i % 2 == 0, scalars={"loss": float(i)}) for i in range(80)]
-        values[10] = dataclasses_replace(values[10], scalars={"loss": float("nan")})
-        values[11] = dataclasses_replace(values[11], scalars={"loss": float("-inf"), "note": 1.0})
+        values[10] = msgspec.structs.replace(values[10], scalars={"loss": float("nan")})
+        values[11] = msgspec.structs.replace(values[11], scalars={"loss": float("-inf"), "note": 1.0})
         self.append(store, stream, *values)
         before = seen(store)
         assert seal_all(store) == 1
@@ -334,7 +270,7 @@ class SealingContract:
         stream = store.stream_record("s0")
         wide = np.vstack([block(1, layers=4), np.full((1, 4), 7.0)])
         later = [
-            dataclasses_replace(
+            msgspec.structs.replace(
                 report(39 + i, 39 + i, values=block(1, layers=4)),
                 seq=39 + i,
                 statistic_count=len(STATISTICS) + 1,
@@ -500,10 +436,3 @@ class SealingContract:
         groups = [ReportGroup(first, [report(0, 1), report(40, 41)]), ReportGroup(second, [report(39, 40, rank=1)])]
         outcomes = store.append(groups, NOW)
         assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
-
-
-def dataclasses_replace(message, **fields):
-    """A copy of a message with other fields."""
-    import msgspec
-
-    return msgspec.structs.replace(message, **fields)

@@ -21,7 +21,8 @@ from tests.server.store.events import EventsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
-from tests.server.store.sealing import SealingContract, seal_all, seen, unchanged
+from tests.server.store.sealing import SealingContract
+from tests.server.store.seen import seal_all, seen, unchanged
 
 ALL = Selection()
 
