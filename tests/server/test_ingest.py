@@ -219,6 +219,16 @@ def test_a_stream_extended_elsewhere_is_read_again(server):
     assert (answer.accepted, answer.rejected) == (1, [])
 
 
+def test_a_rank_that_registers_leaves_the_others_known(server):
+    """A thousand ranks register one after the other, while the first ones report already."""
+    server.filled()
+    registry = server.app.state.components.registry
+    server.stream(stream_id="s1", rank=1)
+    assert registry.known("s0") is not None
+    server.stream(layers=[*map(layer, LAYERS), layer("head.weight")])
+    assert registry.known("s0") is None
+
+
 def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
     """Whatever this process knew: the horizon stands in the database, another process may have moved it."""
     server.filled()

@@ -25,7 +25,7 @@ async def create_stream(request: Request, run_id: RunId) -> Response:
     components = components_of(request)
     create = await message(request, wire.StreamCreate)
     stream = await run_in_threadpool(components.store.create_stream, run_id, create, components.clock())
-    components.registry.forget_run(run_id)
+    components.registry.forget(create.stream_id)
     return answer(stream)
 
 

@@ -39,8 +39,13 @@ class StreamRegistry:
             self._records[stream_id] = record
         return record
 
+    def forget(self, stream_id: str) -> None:
+        """Drop a stream that has declared more."""
+        with self._lock:
+            self._records.pop(stream_id, None)
+
     def forget_run(self, run_id: str) -> None:
-        """Drop the streams of a run that was deleted or changed."""
+        """Drop the streams of a run that was deleted."""
         with self._lock:
             for stream_id in [key for key, record in self._records.items() if record.run_id == run_id]:
                 del self._records[stream_id]

@@ -237,8 +237,7 @@ class SqlStore(ABC):
         """Register a stream, or extend it."""
         with self._writing() as connection:
             streams.create_stream(connection, run_id, create, now)
-            known = streams.read_streams(connection, run_id)
-        return next(stream for stream in known if stream.stream_id == create.stream_id)
+            return streams.read_stream(connection, create.stream_id)
 
     def streams(self, run_id: str) -> list[wire.Stream]:
         """The run's streams, by attempt and rank."""

@@ -26,6 +26,7 @@ __all__ = [
     "create_attempt",
     "create_stream",
     "read_layers",
+    "read_stream",
     "read_stream_record",
     "read_stream_records",
     "read_streams",
@@ -274,20 +275,32 @@ def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
     latest = schema.run_latest
     rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}
     return [
-        wire.Stream(
-            run_id=run_id,
-            stream_id=record.stream_id,
-            attempt=record.attempt,
-            rank=record.rank,
-            world_size=record.world_size,
-            process_id=record.process_id,
-            layers=len(record.layers),
-            statistics=list(record.statistics),
-            watch=record.watch,
-            **_arrived(rows[record.stream_id]),
-        )
+        _described(record, rows[record.stream_id])
         for record in sorted(records, key=lambda record: (record.attempt, record.rank, record.stream))
     ]
+
+
+def read_stream(connection: Connection, stream_id: str) -> wire.Stream:
+    """One stream, as `read_streams` has it: a thousand ranks register without reading each other."""
+    record = read_stream_record(connection, stream_id)
+    latest = schema.run_latest
+    mine = (latest.c.run_id == record.run_id, latest.c.stream_id == stream_id)
+    return _described(record, connection.execute(select(latest).where(*mine)).one())
+
+
+def _described(record: StreamRecord, latest: Row[Any]) -> wire.Stream:
+    return wire.Stream(
+        run_id=record.run_id,
+        stream_id=record.stream_id,
+        attempt=record.attempt,
+        rank=record.rank,
+        world_size=record.world_size,
+        process_id=record.process_id,
+        layers=len(record.layers),
+        statistics=list(record.statistics),
+        watch=record.watch,
+        **_arrived(latest),
+    )
 
 
 def _arrived(row: Row[Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.store import ReportGroup, RunQuery, SealLimits, Selection
+from collage_server.store import ReportGroup, RunQuery, SealLimits, Selection, streams
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
@@ -231,6 +231,17 @@ class StoreContract:
         with pytest.raises(Conflict):
             store.create_stream("r1", stream_create(layers=[layer("new.weight")]), NOW)
         assert [entry.name for entry in store.layers("r1")] == LAYERS
+
+    def test_ranks_register_without_reading_each_other(self, store, monkeypatch):
+        self.fill(store)
+        for rank in range(1, 5):
+            store.create_stream("r1", stream_create(stream_id=f"s{rank}", rank=rank), NOW)
+        read = []
+        record = streams.stream_record
+        monkeypatch.setattr(streams, "stream_record", lambda row: read.append(row.stream_id) or record(row))
+        answered = store.create_stream("r1", stream_create(stream_id="s5", rank=5), NOW)
+        assert read == ["s5"]
+        assert answered == next(stream for stream in store.streams("r1") if stream.stream_id == "s5")
 
     def test_streams_say_what_they_lack(self, store):
         store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
