@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, func, select
 
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
@@ -19,8 +19,11 @@ __all__ = [
     "newest_measured_step",
     "newest_scalars",
     "sum_of_newest",
+    "waited_for",
 ]
 
+_PASSED: Final = 64
+"""Measured steps of another rank that a rank passes without one of its own before nobody waits for it."""
 _UNBOUNDED: Final = 2**62
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 
@@ -63,10 +66,9 @@ def sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float 
 def newest_measured_step(
     connection: Connection, run_id: str, bounds: Mapping[int, int], stale_after_seconds: float
 ) -> int | None:
-    """The newest measured step that every live rank of the newest measured attempt has reached.
+    """The newest measured step that every rank `waited_for` in the newest measured attempt has reached.
 
-    A rank that has been silent for `stale_after_seconds` longer than the freshest holds nobody back. None when
-    nothing was measured, or a newer attempt hides that step: the visible points then have to be looked at.
+    None when nothing was measured, or a newer attempt hides that step: the visible points then have to be looked at.
     """
     table = schema.run_latest
     rows = connection.execute(
@@ -76,21 +78,65 @@ def newest_measured_step(
     rows = [row for row in rows if row.attempt == attempt]
     if not rows:
         return None
+    waited = waited_for(connection, run_id, attempt, rows, stale_after_seconds)
+    step: int = min(row.measured_step for row in waited)
+    return step if step < bounds.get(attempt, _UNBOUNDED) else None
+
+
+def waited_for(
+    connection: Connection, run_id: str, attempt: int, rows: Sequence[Row[Any]], stale_after_seconds: float
+) -> list[Row[Any]]:
+    """Of the attempt's rows of `run_latest` that have reports, those of ranks whose next report is waited for.
+
+    Not a rank that has been silent for `stale_after_seconds` longer than the freshest. Nor one that goes on logging,
+    but no longer measures: it has passed `_PASSED` measured steps of another rank without one of its own, or points
+    were sealed without it since.
+    """
     freshest = max(row.last_report_at for row in rows)
     live = [row for row in rows if row.last_report_at >= freshest - stale_after_seconds]
-    step: int = min(row.measured_step for row in live)
-    return step if step < bounds.get(attempt, _UNBOUNDED) else None
+    measuring = [row for row in live if row.measured_step is not None]
+    first = min(measuring, key=lambda row: row.measured_step, default=None)
+    ahead = max(measuring, key=lambda row: row.measured_step, default=None)
+    if first is None or ahead is None or first.measured_step == ahead.measured_step:
+        return live
+    sealed = _last_sealed(connection, run_id, attempt)
+    others = _measured_steps(connection, run_id, ahead.stream_id, first.measured_step)
+
+    def goes_on(row: Row[Any]) -> bool:
+        passed = sum(row.measured_step < step <= row.last_step for step in others)
+        return sealed <= row.measured_step and passed < _PASSED
+
+    return [row for row in live if row.measured_step is None or goes_on(row)]
+
+
+def _last_sealed(connection: Connection, run_id: str, attempt: int) -> int:
+    """The last step that is sealed of the attempt; −1 where none is."""
+    table = schema.point_chunk
+    mine = (table.c.run_id == run_id, table.c.attempt == attempt, table.c.level == 1)
+    step: int | None = connection.execute(select(func.max(table.c.last_step)).where(*mine)).scalar()
+    return -1 if step is None else step
+
+
+def _measured_steps(connection: Connection, run_id: str, stream_id: str, after: int) -> list[int]:
+    """The stream's newest measured steps in the journal beyond `after`, so many at most as are needed."""
+    table = schema.report
+    mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)
+    statement = select(table.c.step).where(*mine, table.c.model.is_not(None), table.c.step > after)
+    return list(connection.execute(statement.order_by(table.c.seq.desc()).limit(4 * _PASSED)).scalars())
 
 
 def measured_state(connection: Connection, run_id: str) -> object:
     """A value that changes whenever the newest measured step of a run may have changed."""
     table, attempt = schema.run_latest, schema.attempt
     places = connection.execute(
-        select(table.c.stream_id, table.c.measured_seq, table.c.measured_step, table.c.attempt).where(
-            table.c.run_id == run_id, table.c.measured_step.is_not(None)
-        )
+        select(
+            table.c.stream_id, table.c.measured_seq, table.c.measured_step, table.c.attempt, table.c.last_step
+        ).where(table.c.run_id == run_id, table.c.measured_step.is_not(None))
     ).all()
+    newest = max((row.measured_step for row in places), default=0)
+    # How far a rank has come besides decides only where it lags (`waited_for`).
+    seen = [(*row[:4], row.last_step if row.measured_step < newest else None) for row in places]
     launches = connection.execute(
         select(attempt.c.attempt, attempt.c.first_step).where(attempt.c.run_id == run_id)
     ).all()
-    return sorted(map(tuple, places)), sorted(map(tuple, launches))
+    return sorted(seen), sorted(map(tuple, launches))

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, func, select
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits
 from collage_server.store.directory import ChunkInfo, read_chunk_infos
+from collage_server.store.latest import waited_for
 from collage_server.store.run_view import RunView
 
 __all__ = ["Journal", "SealPlan", "plan_seal", "read_journal"]
@@ -127,17 +128,16 @@ def plan_seal(connection: Connection, view: RunView, journal: Journal, limits: S
 
 
 def _ready_step(connection: Connection, view: RunView, attempt: int, stale_after_seconds: float) -> int:
-    """The step that every live rank of the attempt has passed; silent ranks hold nobody back."""
+    """The step that every rank of the attempt has passed; who is silent or measures no more holds nobody back."""
     table = schema.run_latest
     rows = connection.execute(
-        select(table.c.measured_step, table.c.last_step, table.c.last_report_at).where(
+        select(table).where(
             table.c.run_id == view.run_id, table.c.attempt == attempt, table.c.last_report_at.is_not(None)
         )
     ).all()
     if not rows:
         return -1
-    freshest = max(row.last_report_at for row in rows)
-    live = [row for row in rows if row.last_report_at >= freshest - stale_after_seconds]
+    live = waited_for(connection, view.run_id, attempt, rows, stale_after_seconds)
     measuring = [row.measured_step for row in live if row.measured_step is not None]
     return int(min(measuring) if measuring else min(row.last_step for row in live) - 1)
 

@@ -177,6 +177,33 @@ class SealingContract:
         assert seal_all(store) == 1
         assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 32 + [1] * 8
 
+    def test_a_rank_that_has_fallen_silent_holds_nobody_back(self, store):
+        first, second = self.ranks(store, 2)
+        self.send(store, first, range(1, 11), 0)
+        self.send(store, second, range(1, 11), 1)
+        store.append([ReportGroup(first, [report(i, i + 1) for i in range(10, 50)])], NOW + 500.0)
+        assert (seal_all(store), store.latest("r1").step) == (0, 10)
+        store.append([ReportGroup(first, [report(50, 51)])], NOW + 601.0)
+        assert (seal_all(store), store.latest("r1").step) == (1, 51)
+        assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 10 + [1] * 41
+
+    def test_a_rank_that_logs_but_measures_no_more_holds_nobody_back(self, store):
+        """It is waited for over 64 measured steps of another that it has passed; when it measures again, anew."""
+        first, second = self.ranks(store, 2)
+        for rank, stream in enumerate((first, second)):
+            self.send(store, stream, range(1, 11), rank)
+        self.send(store, first, range(11, 80), first_seq=10)
+        self.send(store, second, range(11, 74), 1, first_seq=10, measured=False)
+        assert (seal_all(store), store.latest("r1").step) == (0, 10)
+        self.send(store, second, range(74, 80), 1, first_seq=73, measured=False)
+        assert (seal_all(store), store.latest("r1").step) == (2, 79)
+        self.send(store, first, range(80, 120), first_seq=79)
+        self.send(store, second, range(80, 90), 1, first_seq=79, measured=False)
+        assert (seal_all(store), store.latest("r1").step) == (1, 119)
+        self.send(store, second, range(100, 110), 1, first_seq=89)
+        assert store.latest("r1").step == 109
+        assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 10 + [1] * 89 + [2] * 10 + [1] * 10
+
     def late_rank(self, store, replica=lambda rank: 0):
         first, second = self.ranks(store, 2, replica)
         self.send(store, first, range(1, 41), 0)
