@@ -104,10 +104,17 @@ class Client:
         return self._get(f"/runs/{run_id}/latest", wire.Latest)
 
     def worst(
-        self, run_id: str, *, metric: str = "edq_ratio", k: int = 10, module_type: str | None = None
+        self,
+        run_id: str,
+        *,
+        metric: str = "edq_ratio",
+        k: int = 10,
+        pattern: str | None = None,
+        module_type: str | None = None,
+        step: int | None = None,
     ) -> list[wire.WorstLayer]:
-        """The k layers that stand worst in `metric` at the newest measured step, of one module type or of all."""
-        query = {"metric": metric, "k": k, "module_type": module_type}
+        """The k layers worst in `metric` at the newest measured step, or at the one at or before `step`."""
+        query = {"metric": metric, "k": k, "pattern": pattern, "module_type": module_type, "step": step}
         return self._get(f"/runs/{run_id}/worst", list[wire.WorstLayer], query)
 
     def series(
@@ -145,10 +152,23 @@ class Client:
         *,
         points: int = 200,
         order: Literal["depth", "worst"] = "depth",
+        pattern: str | None = None,
         module_type: str | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
+        axis: Axis = "step",
     ) -> wire.Heatmap:
-        """A metric over layers (of one module type or all) and steps."""
-        query = {"metric": metric, "points": points, "order": order, "module_type": module_type}
+        """A metric over layers (of a glob, of one module type, or all) and steps."""
+        query = {
+            "metric": metric,
+            "points": points,
+            "order": order,
+            "pattern": pattern,
+            "module_type": module_type,
+            "from": first_step,
+            "to": last_step,
+            "axis": axis,
+        }
         return self._get(f"/runs/{run_id}/heatmap", wire.Heatmap, query)
 
     def histogram(
@@ -157,10 +177,25 @@ class Client:
         *,
         name: str = "update_ulp_histogram",
         layer: str | None = None,
+        pattern: str | None = None,
+        module_type: str | None = None,
+        rank: int | None = None,
         step: int | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
     ) -> wire.Histogram:
-        """A histogram, merged over the whole run, or at the measured step at or before `step`."""
-        return self._get(f"/runs/{run_id}/histogram", wire.Histogram, {"name": name, "layer": layer, "step": step})
+        """A histogram merged over the run or some of its steps, or at the measured step at or before `step`."""
+        query = {
+            "name": name,
+            "layer": layer,
+            "pattern": pattern,
+            "module_type": module_type,
+            "rank": rank,
+            "step": step,
+            "from": first_step,
+            "to": last_step,
+        }
+        return self._get(f"/runs/{run_id}/histogram", wire.Histogram, query)
 
     def compare(
         self,

@@ -153,7 +153,7 @@ class Series(Struct, kw_only=True, frozen=True):
 
 
 class Heatmap(Struct, kw_only=True, frozen=True):
-    """A metric over layers and steps: values[layer][point]."""
+    """A metric over layers and steps: values[layer][point]; `positions` are the points' places on the axis."""
 
     run_id: str
     metric: str
@@ -161,6 +161,8 @@ class Heatmap(Struct, kw_only=True, frozen=True):
     first_steps: list[int]
     steps: list[int]
     values: list[Values]
+    axis: Literal["step", "tokens", "time"] = "step"
+    positions: Values = field(default_factory=list)
 
 
 class Histogram(Struct, kw_only=True, frozen=True):

@@ -157,6 +157,48 @@ def test_heatmap(server):
     assert worst.layers == LAYERS[::-1]
 
 
+def test_a_heatmap_of_some_layers_over_some_steps(server):
+    server.filled()
+    asked = "metric=edq_ratio&pattern=blocks.*&from=20&to=40&points=2&axis=tokens"
+    answer = server.get(f"/runs/r1/heatmap?{asked}", wire.Heatmap)
+    assert answer.layers == LAYERS[1:]
+    assert (answer.first_steps, answer.steps) == ([20, 40], [30, 40])
+    assert (answer.axis, answer.positions) == ("tokens", [3000.0, 4000.0])
+    for index, row in enumerate(answer.values, start=1):
+        assert row == pytest.approx([edq_ratio(steps=steps, layers=index) for steps in ([20, 30], [40])])
+    plain = server.get("/runs/r1/heatmap?metric=edq_ratio", wire.Heatmap)
+    assert (plain.axis, plain.positions) == ("step", [float(step) for step in STEPS])
+    empty = server.get("/runs/r1/heatmap?metric=edq_ratio&from=60&axis=time", wire.Heatmap)
+    assert (empty.steps, empty.positions) == ([], [])
+
+
+def test_worst_of_some_layers_at_an_earlier_step(server):
+    server.filled()
+    higher = block(30)
+    higher[STATISTICS.index("intended_effective_sum")] *= 2.0
+    server.reports([report(9, 35, values=higher)])
+    for step, factor in ((34, 1.0), (39, 2.0)):
+        worst = server.get(f"/runs/r1/worst?pattern=*.weight&step={step}&k=2", list[wire.WorstLayer])
+        assert [entry.layer for entry in worst] == LAYERS[:0:-1]
+        assert [entry.value for entry in worst] == pytest.approx([0.7 * factor, 0.8 * factor])
+
+
+def test_histograms_of_layers_ranks_and_steps(server):
+    server.filled()
+    server.stream(stream_id="s1", rank=1, world_size=2)
+    server.reports([report(i, step, rank=1) for i, step in enumerate(STEPS)], "s1")
+
+    def mass(query):
+        return sum(server.get(f"/runs/r1/histogram?{query}", wire.Histogram).counts)
+
+    assert mass("") == 2 * 5 * 3 * 120.0
+    assert mass("rank=1") == 5 * 3 * 120.0
+    assert mass("rank=1&step=35") == 3 * 120.0
+    assert mass("from=20&to=30") == 2 * 2 * 3 * 120.0
+    assert mass("module_type=Linear&pattern=blocks.*") == 2 * 5 * 2 * 120.0
+    assert server.get("/runs/r1/histogram?pattern=blocks.*", wire.Histogram).layer == "blocks.*"
+
+
 def test_histogram(server):
     server.filled()
     whole = server.get("/runs/r1/histogram", wire.Histogram)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
 from collage_server.api import (
     alertmanager,
@@ -24,6 +24,7 @@ from collage_server.api import (
     tokens,
     worst,
 )
+from collage_server.api.questions import refuse_unknown_parameters
 
 __all__ = ["PREFIX", "api_router"]
 
@@ -33,8 +34,8 @@ PREFIX = "/api/v1"
 def api_router() -> APIRouter:
     """All resources under the version's prefix; first what is asked for most, as routes are tried in turn."""
     router = APIRouter(prefix=PREFIX)
+    router.include_router(reports.router)
     for module in (
-        reports,
         runs,
         attempts,
         streams,
@@ -53,5 +54,5 @@ def api_router() -> APIRouter:
         tokens,
         audit,
     ):
-        router.include_router(module.router)
+        router.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])
     return router

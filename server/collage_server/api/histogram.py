@@ -14,9 +14,9 @@ from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
-from collage_server.components import Components, components_of
-from collage_server.errors import NotFound, Unprocessable
-from collage_server.store import Points, Selection
+from collage_server.components import components_of
+from collage_server.errors import Unprocessable
+from collage_server.store import Selection
 
 __all__ = ["router"]
 
@@ -29,33 +29,31 @@ def get_histogram(
     run_id: parameters.RunId,
     name: Annotated[str, Query(max_length=512)] = "update_ulp_histogram",
     layer: parameters.LayerName = None,
+    pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
+    rank: parameters.Rank = None,
     step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    first_step: parameters.FirstStep = None,
+    last_step: parameters.LastStep = None,
 ) -> Response:
-    """Merged over the whole run, or at the measured step at or before `step`."""
+    """Merged over the whole run or from one step to another, or at the measured step at or before `step`."""
     known = [entry.name for entry in STATISTICS.values() if entry.label == "octave"]
     if name not in known:
         raise Unprocessable(f"no histogram is called {name!r}; there are: {', '.join(known)}", field="name")
+    if step is not None and (first_step is not None or last_step is not None):
+        raise Unprocessable("give step, or from and to, not both", field="step")
     components = components_of(request)
     keys = tuple(f"{name}/{label}" for label in HISTOGRAM_LABELS)
 
     def make() -> wire.Histogram:
-        selection = Selection(points=1) if step is None else _at_or_before(components, run_id, step)
-        measured = _read(components, run_id, keys, selection, layer)
-        return queries.histogram(run_id, name, measured, layer, merged=step is None)
+        selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=1)
+        if step is not None:
+            selection = parameters.measured_at(components.store, run_id, step, rank)
+        if layer is None and pattern is None and module_type is None:
+            measured = components.store.model_points(run_id, keys, selection)
+        else:
+            measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern, module_type)
+        shown = layer or pattern or module_type
+        return queries.histogram(run_id, name, measured, shown, merged=step is None)
 
     return respond(request, [run_id], make)
-
-
-def _at_or_before(components: Components, run_id: str, step: int) -> Selection:
-    steps = components.store.model_points(run_id, ("measured_steps",), Selection(last_step=step)).steps
-    if not len(steps):
-        raise NotFound(f"run {run_id!r} has no measured step at or before {step}; leave step out", field="step")
-    return Selection(first_step=int(steps[-1]), last_step=int(steps[-1]))
-
-
-def _read(
-    components: Components, run_id: str, keys: tuple[str, ...], selection: Selection, layer: str | None
-) -> Points:
-    if layer is None:
-        return components.store.model_points(run_id, keys, selection)
-    return parameters.layer_points(components, run_id, keys, selection, layer, None)

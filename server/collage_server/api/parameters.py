@@ -34,6 +34,7 @@ __all__ = [
     "is_metric",
     "known_scalars",
     "layer_points",
+    "measured_at",
     "one_layer",
     "positions_of",
     "scalars_of",
@@ -141,6 +142,18 @@ def one_layer(points: Points) -> Points:
     single = {key: (low[:, 0], high[:, 0]) for key, (low, high) in points.extremes.items()}
     extremes = single if len(points.layers) == 1 else {}
     return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), extremes=extremes, layers=[])
+
+
+def measured_at(store: Store, run_id: str, step: int, rank: int | None = None) -> Selection:
+    """The newest measured step at or before `step`, alone.
+
+    Raises:
+        NotFound: there is none.
+    """
+    steps = store.model_points(run_id, ("measured_steps",), Selection(rank=rank, last_step=step)).steps
+    if not len(steps):
+        raise NotFound(f"run {run_id!r} has no measured step at or before {step}; leave step out", field="step")
+    return Selection(rank=rank, first_step=int(steps[-1]), last_step=int(steps[-1]))
 
 
 def worst_of(

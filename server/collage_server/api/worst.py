@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
+from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
@@ -25,14 +26,23 @@ def get_worst(
     run_id: parameters.RunId,
     metric: parameters.MetricKey = "edq_ratio",
     k: Annotated[int, Query(ge=1, le=1000)] = 10,
+    pattern: parameters.Pattern = None,
     module_type: parameters.ModuleType = None,
+    step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> Response:
-    """The k layers worst in a metric: lowest where 1 is ideal, |1 − x| against the oracle, else highest."""
+    """The k layers worst in a metric: lowest where 1 is ideal, |1 − x| against the oracle, else highest.
+
+    At the newest measured step, or at the one at or before `step`.
+    """
     store = components_of(request).store
     key = parameters.checked_metric(metric)
 
     def make() -> list[wire.WorstLayer]:
-        chosen = parameters.chosen_layers(store, run_id, module_type=module_type)
-        return parameters.worst_of(store, run_id, store.latest(run_id), key, k, chosen)
+        chosen = parameters.chosen_layers(store, run_id, pattern, module_type)
+        if step is None:
+            return parameters.worst_of(store, run_id, store.latest(run_id), key, k, chosen)
+        at = parameters.measured_at(store, run_id, step)
+        keys = queries.statistics_for(key, intervals=False)
+        return queries.worst_layers(key, store.layer_points(run_id, keys, at, chosen), k)
 
     return respond(request, [run_id], make)

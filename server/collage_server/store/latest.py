@@ -68,7 +68,8 @@ def newest_measured_step(
 ) -> int | None:
     """The newest measured step that every rank `waited_for` in the newest measured attempt has reached.
 
-    None when nothing was measured, or a newer attempt hides that step: the visible points then have to be looked at.
+    None when nothing was measured, or a newer attempt hides that step: the visible points then have to be looked
+    at.
     """
     table = schema.run_latest
     rows = connection.execute(
@@ -88,9 +89,9 @@ def waited_for(
 ) -> list[Row[Any]]:
     """Of the attempt's rows of `run_latest` that have reports, those of ranks whose next report is waited for.
 
-    Not a rank that has been silent for `stale_after_seconds` longer than the freshest. Nor one that goes on logging,
-    but no longer measures: it has passed `_PASSED` measured steps of another rank without one of its own, or points
-    were sealed without it since.
+    Not a rank that has been silent for `stale_after_seconds` longer than the freshest. Nor one that goes on
+    logging, but no longer measures: it has passed `_PASSED` measured steps of another rank without one of its own,
+    or points were sealed without it since.
     """
     freshest = max(row.last_report_at for row in rows)
     live = [row for row in rows if row.last_report_at >= freshest - stale_after_seconds]
@@ -104,7 +105,7 @@ def waited_for(
 
     def goes_on(row: Row[Any]) -> bool:
         passed = sum(row.measured_step < step <= row.last_step for step in others)
-        return sealed <= row.measured_step and passed < _PASSED
+        return bool(sealed <= row.measured_step) and passed < _PASSED
 
     return [row for row in live if row.measured_step is None or goes_on(row)]
 
