@@ -130,8 +130,12 @@ class Client:
         rank: int | None = None,
         first_step: int | None = None,
         last_step: int | None = None,
+        cursor: str | None = None,
     ) -> wire.Series:
-        """A metric or logged scalar over the run: of a layer, of layers by glob or module type, or of the model."""
+        """A metric or logged scalar over the run: of a layer, of layers by glob or module type, or of the model.
+
+        `cursor` follows it: empty at first, then that of the last answer.
+        """
         query = {
             "metric": metric,
             "layer": layer,
@@ -142,6 +146,7 @@ class Client:
             "rank": rank,
             "from": first_step,
             "to": last_step,
+            "cursor": cursor,
         }
         return self._get(f"/runs/{run_id}/series", wire.Series, query)
 

@@ -134,6 +134,8 @@ class Series(Struct, kw_only=True, frozen=True):
     (step, tokens, or seconds since the run's first report). `minimum` and `maximum` are those of the single steps
     inside the point, `low` and `high` the 95 % interval of the merged value where the metric has one.
     `ranks` counts the ranks that reported the point, of `world_size`: fewer is a partial point.
+    `cursor`, where one was asked for, asks for what comes later; the points of an answer that `continues` follow
+    those of the answer that gave it, those of any other stand in their place.
     """
 
     run_id: str
@@ -150,6 +152,8 @@ class Series(Struct, kw_only=True, frozen=True):
     high: Values | None = None
     ranks: list[int] | None = None
     world_size: int | None = None
+    cursor: str | None = None
+    continues: bool = False
 
 
 class Heatmap(Struct, kw_only=True, frozen=True):

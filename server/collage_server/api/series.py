@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api import parameters
 from collage_server.api.answers import describes
-from collage_server.api.cache import respond
+from collage_server.api.cache import respond, revisions_of
+from collage_server.api.following import Curve, follow
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.queries import metric_series, scalar_series, statistics_for
-from collage_server.store import Selection
+from collage_server.store import Points, ScalarPoints, Selection
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["reading"])
+_CURSOR = "Follow the curve: empty at first, then that of the last answer."
 
 
 @router.get("/runs/{run_id}/series", **describes(wire.Series))
@@ -33,40 +37,64 @@ def get_series(
     last_step: parameters.LastStep = None,
     points: parameters.PointCount = 1000,
     axis: parameters.AxisName = "step",
+    cursor: Annotated[str | None, Query(max_length=200, description=_CURSOR)] = None,
 ) -> Response:
     """A metric of the model, of one layer, or of layers of a glob or module type; or a logged scalar."""
     components = components_of(request)
     selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=points, extremes_of=metric)
-    scalar = not parameters.is_metric(metric)
     whole = layer is None and pattern is None and module_type is None
-    if scalar and not whole:
+    if parameters.is_metric(metric):
+        parameters.checked_metric(metric)
+        curve = _metric(components, run_id, metric, None if whole else (layer, pattern, module_type), axis)
+    elif whole:
+        curve = _scalar(components, run_id, metric, axis)
+    else:
         raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
+    revisions = revisions_of(request, [run_id])
 
     def make() -> wire.Series:
-        if scalar:
-            return _scalar(components, run_id, metric, selection, points, axis)
-        keys = statistics_for(parameters.checked_metric(metric))
-        positions = parameters.positions_of(components, [run_id], axis)
-        if whole:
-            measured = components.store.model_points(run_id, keys, selection)
-        else:
-            measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern, module_type)
-        shown = layer or pattern or module_type
-        return metric_series(metric, {run_id: measured}, points, positions, shown)[run_id]
+        if cursor is None:
+            return curve.answer(selection)
+        return follow(curve, selection, cursor, revisions[run_id][0])
 
-    return respond(request, [run_id], make)
+    return respond(request, revisions, make)
 
 
-def _scalar(
+def _metric(
     components: Components,
     run_id: str,
-    name: str,
-    selection: Selection,
-    points: int,
+    metric: str,
+    layers: tuple[str | None, str | None, str | None] | None,
     axis: parameters.AxisName,
-) -> wire.Series:
-    logged = parameters.scalars_of(components.store, [run_id], name, selection)[run_id]
-    if not len(logged.steps):
-        parameters.known_scalars(name, [components.store.run(run_id)])
-    positions = parameters.positions_of(components, [run_id], axis)[run_id]
-    return scalar_series(run_id, name, logged, points, positions)
+) -> Curve:
+    keys = statistics_for(metric)
+    shown = None if layers is None else layers[0] or layers[1] or layers[2]
+
+    def read(selection: Selection) -> Points:
+        if layers is None:
+            return components.store.model_points(run_id, keys, selection)
+        return parameters.layer_points(components, run_id, keys, selection, *layers)
+
+    def answer(selection: Selection) -> wire.Series:
+        positions = parameters.positions_of(components, [run_id], axis)
+        return metric_series(metric, {run_id: read(selection)}, selection.points or 1, positions, shown)[run_id]
+
+    def complete() -> int:
+        point = components.store.latest(run_id)
+        return -1 if point is None else point.step
+
+    return Curve(read, answer, complete)
+
+
+def _scalar(components: Components, run_id: str, name: str, axis: parameters.AxisName) -> Curve:
+    def read(selection: Selection) -> ScalarPoints:
+        return parameters.scalars_of(components.store, [run_id], name, selection)[run_id]
+
+    def answer(selection: Selection) -> wire.Series:
+        logged = read(selection)
+        if not len(logged.steps):
+            parameters.known_scalars(name, [components.store.run(run_id)])
+        positions = parameters.positions_of(components, [run_id], axis)[run_id]
+        return scalar_series(run_id, name, logged, selection.points or 1, positions)
+
+    return Curve(read, answer, lambda: None)

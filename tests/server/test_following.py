@@ -1,0 +1,129 @@
+"""A curve that is followed with a cursor: all of it, once, whatever arrives late, is sealed or hidden meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from collage_monitor import wire
+from tests.server.samples import report
+from tests.server.store.contract import LIMITS
+
+QUESTIONS = (
+    {"metric": "edq_ratio"},
+    {"metric": "edq_ratio", "layer": "blocks.0.weight", "from": 3},
+    {"metric": "lost_update_ratio", "pattern": "blocks.*", "axis": "tokens"},
+    {"metric": "edq_ratio", "rank": 1},
+    {"metric": "loss", "to": 70},
+)
+
+
+class Follower:
+    """Does what a reader does: adds what continues, starts again where it does not."""
+
+    def __init__(self, server, question):
+        self.server, self.question = server, question
+        self.cursor = ""
+        self.steps: list[int] = []
+        self.values: list[wire.Number | None] = []
+        self.begun = 0
+
+    def look(self):
+        series = self.server.series(**self.question, points=10_000, cursor=self.cursor)
+        if not series.continues:
+            self.steps, self.values = [], []
+            self.begun += 1
+        self.steps += series.steps
+        self.values += series.values
+        self.cursor = series.cursor
+        return len(series.steps)
+
+
+@pytest.fixture
+def two(server):
+    server.app.state.components.store._limits = LIMITS
+    server.run()
+    server.attempt()
+    for rank in range(2):
+        server.stream(stream_id=f"s{rank}", rank=rank, world_size=2)
+    return server
+
+
+def send(server, steps, rank, first_seq=None):
+    seqs = range(first_seq if first_seq is not None else steps[0], 10**6)
+    server.reports([report(seq, step, rank=rank) for seq, step in zip(seqs, steps, strict=False)], f"s{rank}")
+
+
+def seal(server):
+    while server.app.state.components.store.seal("r1", server.clock.now):
+        pass
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_all_of_it_comes_once(two, question):
+    reader = Follower(two, question)
+    for start in range(1, 101, 7):
+        for rank in range(2):
+            send(two, range(start, start + 7), rank)
+        if start % 3 == 0:
+            seal(two)
+        reader.look()
+        assert reader.look() == 0, "nothing new"
+    whole = two.series(**question, points=10_000)
+    assert (reader.steps, reader.values) == (whole.steps, whole.values)
+    assert reader.begun == 1
+    assert whole.cursor is None
+
+
+def test_a_step_is_told_when_every_rank_has_reached_it(two):
+    reader = Follower(two, QUESTIONS[0])
+    assert reader.look() == 0
+    send(two, range(1, 11), 0)
+    send(two, range(1, 6), 1)
+    assert reader.look() == 5
+    send(two, range(6, 9), 1)
+    assert reader.look() == 3
+    assert (reader.steps, reader.begun) == (list(range(1, 9)), 1)
+
+
+def test_a_report_that_comes_late_makes_it_begin_again(two):
+    reader = Follower(two, QUESTIONS[0])
+    send(two, range(1, 11), 0)
+    send(two, [1, 2, 3, 5, 6], 1, first_seq=10)
+    reader.look()
+    send(two, [4], 1, first_seq=20)
+    reader.look()
+    assert reader.begun == 2
+    whole = two.series("edq_ratio", points=10_000, to=6)
+    assert (reader.steps, reader.values) == (whole.steps, whole.values)
+
+
+@pytest.mark.parametrize("question", [QUESTIONS[0], QUESTIONS[4]])
+def test_so_does_a_newer_attempt(two, question):
+    reader = Follower(two, question)
+    for rank in range(2):
+        send(two, range(1, 41), rank)
+    seal(two)
+    reader.look()
+    two.attempt(launch_id="launch-2", first_step=21)
+    two.stream(stream_id="s2", launch_id="launch-2")
+    two.reports([report(i, 21 + i, rank=2) for i in range(5)], "s2")
+    reader.look()
+    whole = two.series(**question, points=10_000)
+    assert (reader.steps, reader.values) == (whole.steps, whole.values)
+    assert (reader.steps[-1], reader.begun) == (25, 2)
+
+
+def test_what_is_new_is_merged_to_the_points_asked_for(two):
+    for rank in range(2):
+        send(two, range(1, 11), rank)
+    first = two.series("edq_ratio", points=2, cursor="")
+    assert (first.steps, first.continues) == ([5, 10], False)
+    for rank in range(2):
+        send(two, range(11, 31), rank)
+    more = two.series("edq_ratio", points=2, cursor=first.cursor)
+    assert (more.first_steps, more.steps, more.continues) == ([11, 21], [20, 30], True)
+
+
+@pytest.mark.parametrize("cursor", ["zz", "AAAA", "%00", "k5M="])
+def test_another_cursor_is_refused(two, cursor):
+    assert two.get(f"/runs/r1/series?metric=loss&cursor={cursor}", status=422).field == "cursor"
