@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collage_agent import stored
 from collage_agent.chunk import BlockTotals, Chunk, Observation
-from collage_agent.gather import BlockLayout, Staging
 from collage_agent.intended import Before, Intended, Workspace
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
-from collage_agent.quantised import reading
-from collage_agent.sampling import TensorSample
+from collage_agent.sample import stored
+from collage_agent.sample.gather import BlockLayout, Staging
+from collage_agent.sample.quantised import reading
+from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import fp8_scales
 from collage_agent.stats.histogram import BINS
 

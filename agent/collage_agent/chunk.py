@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_agent import stored
 from collage_agent.intended import Before, Intended, Values
 from collage_agent.keeping import Sums, average_sums, decay_sums, residual_of, residual_sums
+from collage_agent.sample import stored
 from collage_agent.stats import (
     COUNTERFACTUAL_SUMS,
     class_codes,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from collage_agent.gather import local
-from collage_agent.quantised import stored_tensors
+from collage_agent.sample.gather import local
+from collage_agent.sample.quantised import stored_tensors
 
 __all__ = ["kept_bytes"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_agent import stored
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
+from collage_agent.sample import stored
 
 __all__ = ["Before", "Intended", "Values", "Workspace", "add_up"]
 

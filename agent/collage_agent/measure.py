@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent import stored
 from collage_agent.bucket import Bucket, Followed
 from collage_agent.checksum import CHECKSUM_STATISTICS, Checksums
 from collage_agent.footprint import kept_bytes
-from collage_agent.gather import BlockLayout, Staging, local
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.parameters import WatchedParameter
 from collage_agent.planned import Planned
-from collage_agent.quantised import reading
 from collage_agent.rotation import ELEMENTS_A_STEP, Rotation
-from collage_agent.sampling import TensorSample, draw
+from collage_agent.sample import stored
+from collage_agent.sample.gather import BlockLayout, Staging, local
+from collage_agent.sample.quantised import reading
+from collage_agent.sample.sampling import TensorSample, draw
 from collage_agent.scaling import loss_scaling
 from collage_agent.shards import placed_alike
 from collage_agent.stats import COUNTERFACTUAL_SUMS, on_host

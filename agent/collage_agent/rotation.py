@@ -15,12 +15,12 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.bucket import Bucket, Followed
 from collage_agent.chunk import BlockTotals
-from collage_agent.gather import local
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.whole_tensor import Turn, WholeTensor
 from collage_agent.parameters import WatchedParameter
 from collage_agent.planned import Planned
-from collage_agent.sampling import TensorSample
+from collage_agent.sample.gather import local
+from collage_agent.sample.sampling import TensorSample
 from collage_agent.totals import SampleSizes, bucket_totals
 
 __all__ = ["ELEMENTS_A_STEP", "Rotation", "too_large"]

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.gather import local
+from collage_agent.sample.gather import local
 from collage_agent.subgroups import Fragment, SubGroup
 
 __all__ = ["Shard", "Sharding", "placed_alike", "stepping_optimizer"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from collage_agent.bucket import Bucket, Followed
 from collage_agent.chunk import BlockTotals
-from collage_agent.gather import BlockLayout
-from collage_agent.sampling import TensorSample
+from collage_agent.sample.gather import BlockLayout
+from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import (
     CLASS_COUNTS,
     RESIDUAL_SUMS,

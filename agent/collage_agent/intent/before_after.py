@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.stored import PLAIN, Composition
+from collage_agent.sample.stored import PLAIN, Composition
 
 __all__ = ["BeforeAfter"]
 

@@ -16,8 +16,8 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_value, isolated
 from collage_agent.intent.probing import HOST, Run
-from collage_agent.quantised import reading
-from collage_agent.stored import PLAIN, elementwise_state
+from collage_agent.sample.quantised import reading
+from collage_agent.sample.stored import PLAIN, elementwise_state
 
 __all__ = ["Blockwise", "is_blockwise", "unlike_its_rule"]
 

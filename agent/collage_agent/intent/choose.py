@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.gather import local
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.blockwise import Blockwise, is_blockwise, unlike_its_rule
 from collage_agent.intent.clone import isolated
@@ -22,7 +21,8 @@ from collage_agent.intent.selftest import Judgement, judged
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.optim import CollageOptimizer
-from collage_agent.stored import Composition
+from collage_agent.sample.gather import local
+from collage_agent.sample.stored import Composition
 
 __all__ = ["Intent", "choose_intent"]
 

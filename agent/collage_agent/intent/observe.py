@@ -22,8 +22,8 @@ from collage_agent.intent.probing import HOST, Run
 from collage_agent.intent.selftest import Judgement
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.widen import Widening, widened
-from collage_agent.quantised import is_quantised, reading
-from collage_agent.stored import PLAIN, Composition, elementwise_state
+from collage_agent.sample.quantised import is_quantised, reading
+from collage_agent.sample.stored import PLAIN, Composition, elementwise_state
 
 __all__ = ["Observed", "observed"]
 

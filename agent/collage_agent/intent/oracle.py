@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_agent.gather import BlockLayout, Staging
 from collage_agent.intent.choose import Intent
-from collage_agent.sampling import TensorSample
+from collage_agent.sample.gather import BlockLayout, Staging
+from collage_agent.sample.sampling import TensorSample
 
 __all__ = ["Oracle"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.optim import CollageOptimizer
-from collage_agent.stored import OURS
+from collage_agent.sample.stored import OURS
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["Rule"]

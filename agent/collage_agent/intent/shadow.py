@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step
 from collage_agent.intent.widen import Widening, uncompiled, widened
-from collage_agent.stored import PLAIN, Composition
+from collage_agent.sample.stored import PLAIN, Composition
 
 __all__ = ["Shadow"]
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent import stored
-from collage_agent.gather import BlockLayout, Staging
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.widen import widened
-from collage_agent.quantised import reading
+from collage_agent.sample import stored
+from collage_agent.sample.gather import BlockLayout, Staging
+from collage_agent.sample.quantised import reading
 
 __all__ = ["Turn", "WholeTensor"]
 

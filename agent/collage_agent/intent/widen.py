@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from collage_agent.quantised import dequantised, is_quantised
+from collage_agent.sample.quantised import dequantised, is_quantised
 
 __all__ = ["Widening", "uncompiled", "widened"]
 

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.sampling import MAXIMUM_BLOCK
+from collage_agent.sample.sampling import MAXIMUM_BLOCK
 
 __all__ = ["CLASS_COUNTS", "class_codes", "count_classes"]
 

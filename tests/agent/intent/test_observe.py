@@ -10,7 +10,7 @@ import pytorch_optimizer
 import torch
 from collage_agent.intent.observe import observed
 from collage_agent.intent.selftest import judged
-from collage_agent.stored import PLAIN, Composition
+from collage_agent.sample.stored import PLAIN, Composition
 from collage_agent.watch import watch
 from torch import nn
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.sampling import TensorSample
+from collage_agent.sample.sampling import TensorSample
 
 __all__ = ["BlockLayout", "Staging", "local"]
 

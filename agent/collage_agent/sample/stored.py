@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
-from collage_agent.quantised import reading_dtype
+from collage_agent.sample.quantised import reading_dtype
 
 __all__ = [
     "GRADIENT",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.gather import local
+from collage_agent.sample.gather import local
 
 __all__ = ["dequantised", "is_quantised", "reading", "reading_dtype", "stored_tensors"]
 
