@@ -21,10 +21,10 @@ from collage_agent.intent.clone import isolated
 from collage_agent.iterations import Iterations
 from collage_agent.measure import Meter
 from collage_agent.options import WatchOptions
-from collage_agent.parameters import WatchedParameter, watched_parameters
-from collage_agent.scaling import SkippedSteps
-from collage_agent.shards import Sharding, stepping_optimizer
-from collage_agent.subgroups import SubGroup
+from collage_agent.training.parameters import WatchedParameter, watched_parameters
+from collage_agent.training.scaling import SkippedSteps
+from collage_agent.training.shards import Sharding, stepping_optimizer
+from collage_agent.training.subgroups import SubGroup
 from collage_agent.whole import WholeTotals
 from collage_agent.windows import Windows
 from collage_monitor import wire

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from collage_agent.bucket import Bucket
-from collage_agent.parameters import WatchedParameter
 from collage_agent.totals import SampleSizes
+from collage_agent.training.parameters import WatchedParameter
 
 __all__ = ["CHECKSUM_STATISTICS", "Checksums", "block_checksums"]
 

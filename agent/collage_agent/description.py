@@ -18,10 +18,10 @@ from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.options import WatchOptions
-from collage_agent.parameters import WatchedParameter
 from collage_agent.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import stored_tensors
+from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 
 __all__ = ["bytes_per_parameter", "describe", "joined"]

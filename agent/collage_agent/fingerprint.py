@@ -12,10 +12,10 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.choose import Intent
 from collage_agent.optim import CollageOptimizer
-from collage_agent.parameters import WatchedParameter
 from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import is_quantised, reading_dtype
 from collage_agent.sample.stored import OURS, PLAIN, elementwise_state
+from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.measure import Meter
-from collage_agent.parameters import WatchedParameter
+from collage_agent.training.parameters import WatchedParameter
 
 __all__ = ["Joined"]
 

@@ -17,9 +17,9 @@ from collage_agent.iterations import Iterations
 from collage_agent.joining import Joined
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions
-from collage_agent.scaling import most_skipped
-from collage_agent.subgroups import SubGroup, shown, sub_groups
 from collage_agent.summary import summarise
+from collage_agent.training.scaling import most_skipped
+from collage_agent.training.subgroups import SubGroup, shown, sub_groups
 from collage_agent.verdict import verdict
 from collage_agent.windows.schedule import Schedule
 from collage_monitor import wire

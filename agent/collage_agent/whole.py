@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.optim import STEP_TOTALS, CollageOptimizer
 from collage_agent.options import WatchOptions
-from collage_agent.parameters import WatchedParameter
+from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.statistics import INTERVAL_PAIRS
 
 __all__ = ["WHOLE_STATISTICS", "WholeTotals"]

@@ -8,7 +8,7 @@ from typing import Any
 import collage_agent as collage
 import torch
 from collage_agent.optim import CollageAdamW
-from collage_agent.shards import stepping_optimizer
+from collage_agent.training.shards import stepping_optimizer
 from collage_agent.watch import watch
 from torch import distributed, nn
 

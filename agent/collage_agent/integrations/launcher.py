@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from collage_agent import session
 from collage_agent.attached import Attached
 from collage_agent.guard import Guard
-from collage_agent.subgroups import is_shown_to
+from collage_agent.training.subgroups import is_shown_to
 
 __all__ = ["ATTACH", "environment_of", "find_model", "step_begins"]
 

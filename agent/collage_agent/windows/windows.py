@@ -11,8 +11,8 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.planned import Planned
 from collage_agent.sample import stored
-from collage_agent.scaling import loss_scaling
 from collage_agent.stats import WINDOW_SUMS, nonfinite, window_block_sums
+from collage_agent.training.scaling import loss_scaling
 from collage_agent.windows.schedule import Schedule, Span
 
 __all__ = ["Windows"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.options import WatchOptions
-from collage_agent.shards import Shard, Sharding
+from collage_agent.training.shards import Shard, Sharding
 from collage_monitor import wire
 
 __all__ = ["WatchedParameter", "watched_parameters"]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.sample.gather import local
-from collage_agent.subgroups import Fragment, SubGroup
+from collage_agent.training.subgroups import Fragment, SubGroup
 
 __all__ = ["Shard", "Sharding", "placed_alike", "stepping_optimizer"]
 
