@@ -9,21 +9,27 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.bucket import Bucket, Followed
-from collage_agent.checksum import CHECKSUM_STATISTICS, Checksums
+from collage_agent.buckets.bucket import Bucket, Followed
+from collage_agent.buckets.checksum import CHECKSUM_STATISTICS, Checksums
+from collage_agent.buckets.planned import Planned
+from collage_agent.buckets.totals import (
+    BASE_STATISTICS,
+    ORACLE_STATISTICS,
+    SampleSizes,
+    bucket_totals,
+    oracle_totals,
+)
 from collage_agent.footprint import kept_bytes
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
-from collage_agent.planned import Planned
 from collage_agent.rotation import ELEMENTS_A_STEP, Rotation
 from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging, local
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample, draw
 from collage_agent.stats import COUNTERFACTUAL_SUMS, on_host
-from collage_agent.totals import BASE_STATISTICS, ORACLE_STATISTICS, SampleSizes, bucket_totals, oracle_totals
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling
 from collage_agent.training.shards import placed_alike

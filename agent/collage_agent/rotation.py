@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.bucket import Bucket, Followed
-from collage_agent.chunk import BlockTotals
+from collage_agent.buckets.bucket import Bucket, Followed
+from collage_agent.buckets.chunk import BlockTotals
+from collage_agent.buckets.planned import Planned
+from collage_agent.buckets.totals import SampleSizes, bucket_totals
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.whole_tensor import Turn, WholeTensor
-from collage_agent.planned import Planned
 from collage_agent.sample.gather import local
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.totals import SampleSizes, bucket_totals
 from collage_agent.training.parameters import WatchedParameter
 
 __all__ = ["ELEMENTS_A_STEP", "Rotation", "too_large"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.planned import Planned
+from collage_agent.buckets.planned import Planned
 from collage_agent.sample import stored
 from collage_agent.stats import WINDOW_SUMS, nonfinite, window_block_sums
 from collage_agent.training.scaling import loss_scaling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.decay import decoupled_rate
+from collage_agent.buckets.decay import decoupled_rate
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
 from collage_agent.stats import decay_block_sums, decay_is_lost
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collage_agent.bucket import Bucket, Followed
-from collage_agent.chunk import BlockTotals
+from collage_agent.buckets.bucket import Bucket, Followed
+from collage_agent.buckets.chunk import BlockTotals
 from collage_agent.sample.gather import BlockLayout
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import (

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.bucket import Bucket, Followed
-from collage_agent.checksum import Checksums
-from collage_agent.decay import decoupled_rate
-from collage_agent.totals import SampleSizes
+from collage_agent.buckets.bucket import Bucket, Followed
+from collage_agent.buckets.checksum import Checksums
+from collage_agent.buckets.decay import decoupled_rate
+from collage_agent.buckets.totals import SampleSizes
 
 __all__ = ["Planned", "differing", "out_of_lock_step"]
 

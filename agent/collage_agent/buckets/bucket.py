@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collage_agent.chunk import BlockTotals, Chunk, Observation
-from collage_agent.intended import Before, Intended, Workspace
+from collage_agent.buckets.chunk import BlockTotals, Chunk, Observation
+from collage_agent.buckets.intended import Before, Intended, Workspace
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collage_agent.intended import Before, Intended, Values, add_up
+from collage_agent.buckets.intended import Before, Intended, Values, add_up
 from collage_agent.sample import stored
 from collage_agent.stats import (
     RESIDUAL_SUMS,

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.bucket import Bucket
-from collage_agent.totals import SampleSizes
+from collage_agent.buckets.bucket import Bucket
+from collage_agent.buckets.totals import SampleSizes
 from collage_agent.training.parameters import WatchedParameter
 
 __all__ = ["CHECKSUM_STATISTICS", "Checksums", "block_checksums"]

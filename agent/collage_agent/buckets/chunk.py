@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_agent.intended import Before, Intended, Values
-from collage_agent.keeping import Sums, average_sums, decay_sums, residual_of, residual_sums
+from collage_agent.buckets.intended import Before, Intended, Values
+from collage_agent.buckets.keeping import Sums, average_sums, decay_sums, residual_of, residual_sums
 from collage_agent.sample import stored
 from collage_agent.stats import (
     COUNTERFACTUAL_SUMS,
