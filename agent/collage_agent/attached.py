@@ -19,13 +19,13 @@ from collage_agent.guard import Guard
 from collage_agent.intent.choose import Intent, choose_intent
 from collage_agent.intent.clone import isolated
 from collage_agent.iterations import Iterations
-from collage_agent.measure import Meter
+from collage_agent.measure.meter import Meter
+from collage_agent.measure.whole import WholeTotals
 from collage_agent.options import WatchOptions
 from collage_agent.training.parameters import WatchedParameter, watched_parameters
 from collage_agent.training.scaling import SkippedSteps
 from collage_agent.training.shards import Sharding, stepping_optimizer
 from collage_agent.training.subgroups import SubGroup
-from collage_agent.whole import WholeTotals
 from collage_agent.windows import Windows
 from collage_monitor import wire
 

@@ -17,8 +17,8 @@ from collage_agent.fingerprint import fingerprint, observed_strategy
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.whole_tensor import WholeTensor
+from collage_agent.measure.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.options import WatchOptions
-from collage_agent.rotation import ELEMENTS_A_STEP, too_large
 from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import stored_tensors
 from collage_agent.training.parameters import WatchedParameter

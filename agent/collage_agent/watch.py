@@ -14,7 +14,7 @@ from collage_agent.description import bytes_per_parameter, joined
 from collage_agent.governor import Governor
 from collage_agent.guard import Guard
 from collage_agent.iterations import Iterations
-from collage_agent.joining import Joined
+from collage_agent.measure.joining import Joined
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions
 from collage_agent.summary import summarise

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent import measure
+from collage_agent.measure import meter as measure
+from collage_agent.measure.whole import WholeTotals
 from collage_agent.optim import CollageAdamW
-from collage_agent.whole import WholeTotals
 
 from collage_monitor.statistics import INTERVAL_PAIRS
 from tests.agent.coverage import Coverage, byte_gpt, rare_rows, study

@@ -8,7 +8,7 @@ import optimi
 import pytest
 import pytorch_optimizer
 import torch
-from collage_agent import rotation
+from collage_agent.measure import rotation
 from collage_agent.watch import watch
 from torch import nn
 

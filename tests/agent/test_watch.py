@@ -10,7 +10,7 @@ import pytest
 import pytorch_optimizer
 import torch
 from collage_agent import guard
-from collage_agent.measure import Meter
+from collage_agent.measure.meter import Meter
 from collage_agent.options import Exclude
 from collage_agent.watch import watch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

@@ -6,7 +6,7 @@ import collage_agent as collage
 import pytest
 import pytorch_optimizer
 import torch
-from collage_agent.measure import Meter
+from collage_agent.measure.meter import Meter
 from collage_agent.optim import CollageAdamW, CollageSGD
 from collage_agent.transport import MemoryTransport
 from collage_agent.watch import watch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_agent.measure import Meter
+from collage_agent.measure.meter import Meter
 from collage_agent.training.parameters import WatchedParameter
 
 __all__ = ["Joined"]

@@ -19,12 +19,13 @@ from collage_agent.buckets.totals import (
     bucket_totals,
     oracle_totals,
 )
-from collage_agent.footprint import kept_bytes
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
-from collage_agent.rotation import ELEMENTS_A_STEP, Rotation
+from collage_agent.measure.footprint import kept_bytes
+from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation
+from collage_agent.measure.whole import WholeTotals
 from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging, local
 from collage_agent.sample.quantised import reading
@@ -33,7 +34,6 @@ from collage_agent.stats import COUNTERFACTUAL_SUMS, on_host
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling
 from collage_agent.training.shards import placed_alike
-from collage_agent.whole import WholeTotals
 from collage_agent.windows import Windows
 
 __all__ = ["Meter"]
