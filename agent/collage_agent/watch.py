@@ -9,18 +9,18 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.attached import Attached, Intents, steps_taken
-from collage_agent.description import bytes_per_parameter, joined
-from collage_agent.governor import Governor
 from collage_agent.guard import Guard
-from collage_agent.iterations import Iterations
 from collage_agent.measure.joining import Joined
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions
-from collage_agent.summary import summarise
 from collage_agent.training.scaling import most_skipped
 from collage_agent.training.subgroups import SubGroup, shown, sub_groups
-from collage_agent.verdict import verdict
+from collage_agent.watching.attached import Attached, Intents, steps_taken
+from collage_agent.watching.description import bytes_per_parameter, joined
+from collage_agent.watching.governor import Governor
+from collage_agent.watching.iterations import Iterations
+from collage_agent.watching.summary import summarise
+from collage_agent.watching.verdict import verdict
 from collage_agent.windows.schedule import Schedule
 from collage_monitor import wire
 

@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from collage_agent.governor import Governor
 from collage_agent.optim import CollageAdamW
 from collage_agent.watch import watch
+from collage_agent.watching.governor import Governor
 
 from tests.agent.test_measure import step_with_reference, totals_of
 from tests.agent.training import mlp, train

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from collage_agent import governor as module
-from collage_agent.governor import Governor
 from collage_agent.watch import watch
+from collage_agent.watching import governor as module
+from collage_agent.watching.governor import Governor
 
 from tests.agent.training import mlp, train
 

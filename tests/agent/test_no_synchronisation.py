@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from collage_agent import chunk, totals
-from collage_agent.attached import Attached
 from collage_agent.optim import CollageAdamW
 from collage_agent.stats import segments
 from collage_agent.watch import watch
+from collage_agent.watching.attached import Attached
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.agent.training import mlp, train

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collage_agent.verdict import verdict
 from collage_agent.watch import watch
+from collage_agent.watching.verdict import verdict
 
 from collage_monitor import wire
 from tests.agent.training import mlp, train

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent import governor
 from collage_agent.measure import whole as module
 from collage_agent.measure.whole import WHOLE_STATISTICS
 from collage_agent.optim import STEP_TOTALS, STRATEGIES, CollageAdamW, CollageLion, CollageSGD
 from collage_agent.watch import watch
+from collage_agent.watching import governor
 from torch import nn
 
 from collage_monitor.statistics import INTERVAL_PAIRS

@@ -6,12 +6,12 @@ import collage_agent as collage
 import numpy as np
 import pytest
 import torch
-from collage_agent.attached import Attached
 from collage_agent.intent import choose
-from collage_agent.iterations import Iterations
 from collage_agent.optim import CollageAdamW
 from collage_agent.transport import MemoryTransport
 from collage_agent.watch import watch
+from collage_agent.watching.attached import Attached
+from collage_agent.watching.iterations import Iterations
 from torch import nn
 
 from collage_monitor.wire import StreamCreate

@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from collage_agent import session
-from collage_agent.attached import Attached
 from collage_agent.guard import Guard
 from collage_agent.training.subgroups import is_shown_to
+from collage_agent.watching.attached import Attached
 
 __all__ = ["ATTACH", "environment_of", "find_model", "step_begins"]
 

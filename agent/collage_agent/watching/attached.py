@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.description import describe
-from collage_agent.governor import Governor
 from collage_agent.guard import Guard
 from collage_agent.intent.choose import Intent, choose_intent
 from collage_agent.intent.clone import isolated
-from collage_agent.iterations import Iterations
 from collage_agent.measure.meter import Meter
 from collage_agent.measure.whole import WholeTotals
 from collage_agent.options import WatchOptions
@@ -26,6 +23,9 @@ from collage_agent.training.parameters import WatchedParameter, watched_paramete
 from collage_agent.training.scaling import SkippedSteps
 from collage_agent.training.shards import Sharding, stepping_optimizer
 from collage_agent.training.subgroups import SubGroup
+from collage_agent.watching.description import describe
+from collage_agent.watching.governor import Governor
+from collage_agent.watching.iterations import Iterations
 from collage_agent.windows import Windows
 from collage_monitor import wire
 

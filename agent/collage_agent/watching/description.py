@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 import collage_monitor
-from collage_agent.fingerprint import fingerprint, observed_strategy
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.whole_tensor import WholeTensor
@@ -22,6 +21,7 @@ from collage_agent.options import WatchOptions
 from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import stored_tensors
 from collage_agent.training.parameters import WatchedParameter
+from collage_agent.watching.fingerprint import fingerprint, observed_strategy
 from collage_monitor import wire
 
 __all__ = ["bytes_per_parameter", "describe", "joined"]
