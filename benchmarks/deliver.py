@@ -14,7 +14,7 @@ from statistics import median
 from threading import Thread
 
 import torch
-from collage_agent.identity import make_identity
+from collage_agent.launch.identity import make_identity
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.run import Run
 from collage_agent.settings import DeliveryLimits, Settings

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TextIO
 import torch
 
 from collage_agent.guard import Guard
-from collage_agent.identity import Identity
+from collage_agent.launch.identity import Identity
 from collage_agent.measurement import Measurement
 from collage_agent.settings import Settings
 from collage_agent.transport import Transport

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from collage_agent.identity import make_identity
+from collage_agent.launch.identity import make_identity
+from collage_agent.launch.termination import TerminationHandler
 from collage_agent.measurement import Measurement
 from collage_agent.options import DEFAULTS, Exclude
 from collage_agent.run import Run
 from collage_agent.settings import read_settings, watch_defaults
-from collage_agent.termination import TerminationHandler
 from collage_agent.transport import Transport
 from collage_agent.watch import Optimizers, Watch
 from collage_agent.watch import watch as attach_watch

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from collage_agent.identity import make_identity
+from collage_agent.launch.identity import make_identity
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.run import Run
 from collage_agent.settings import DeliveryLimits, read_settings

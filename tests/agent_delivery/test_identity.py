@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
-from collage_agent.agreement import agree
-from collage_agent.identity import make_identity, new_id
+from collage_agent.launch.agreement import agree
+from collage_agent.launch.identity import make_identity, new_id
 from collage_agent.transport.spool import abandoned_spools
 
 from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
@@ -90,7 +90,7 @@ def test_nonsense_from_a_launcher_means_a_single_process(environment, caplog):
 
 MACHINES = """
 import sys, torch.distributed as distributed
-from collage_agent.identity import make_identity
+from collage_agent.launch.identity import make_identity
 if sys.argv[1] == "after":
     distributed.init_process_group("gloo")
 identity = make_identity(None)
@@ -156,7 +156,7 @@ def test_a_store_that_fails_is_named(monkeypatch, caplog):
 
 def test_the_first_proposal_wins(monkeypatch):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr("collage_agent.agreement._store", lambda environment, seconds: store)
+    monkeypatch.setattr("collage_agent.launch.agreement._store", lambda environment, seconds: store)
     assert [agree("key", word, {}) for word in ("first", "second")] == ["first", "first"]
     assert agree("other", "third", {}) == "third"
 

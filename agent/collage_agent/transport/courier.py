@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
-from collage_agent.identity import Identity
+from collage_agent.launch.identity import Identity
 from collage_agent.settings import DeliveryLimits, Settings
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Body, Envelope

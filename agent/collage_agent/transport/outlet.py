@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from collage_agent.identity import Identity
+from collage_agent.launch.identity import Identity
 from collage_agent.settings import Resume, Settings
 from collage_agent.transport.courier import Courier
 from collage_agent.transport.delivery import Delivery

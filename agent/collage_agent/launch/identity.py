@@ -16,7 +16,7 @@ from typing import Final
 
 from ulid import ULID
 
-from collage_agent.agreement import agree
+from collage_agent.launch.agreement import agree
 
 __all__ = ["Identity", "make_identity", "new_id"]
 
