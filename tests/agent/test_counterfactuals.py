@@ -10,7 +10,7 @@ from collage_agent.optim import CollageAdamW
 from collage_agent.watch import watch
 from collage_agent.watching.governor import Governor
 
-from tests.agent.test_measure import step_with_reference, totals_of
+from tests.agent.measure.test_meter import step_with_reference, totals_of
 from tests.agent.training import mlp, train
 from tests.reference import diagnostics
 

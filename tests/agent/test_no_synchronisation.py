@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent import chunk, totals
+from collage_agent.buckets import chunk, totals
 from collage_agent.optim import CollageAdamW
 from collage_agent.stats import segments
 from collage_agent.watch import watch

@@ -1,1 +1,1 @@
-"""The training as this process has it: parameters under their names, shards, sub-groups, steps that scaling left out."""
+"""The training as this process has it: parameters and their names, shards, sub-groups, scaled steps left out."""

@@ -8,7 +8,7 @@ from collage_agent.optim import CollageAdamW
 from collage_agent.watch import watch
 from collage_agent.windows import Schedule
 
-from tests.agent.test_measure import totals_of
+from tests.agent.measure.test_meter import totals_of
 from tests.agent.training import mlp, mlp_loss, train
 from tests.reference import diagnostics
 from tests.reference.adamw import ReferenceAdamW

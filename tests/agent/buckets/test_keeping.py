@@ -8,7 +8,7 @@ from collage_agent.optim import CollageAdamW
 from collage_agent.watch import watch
 
 from collage_monitor.metrics import HISTOGRAM_LABELS
-from tests.agent.test_measure import totals_of
+from tests.agent.measure.test_meter import totals_of
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS
