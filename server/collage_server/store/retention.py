@@ -6,6 +6,7 @@ steps are refused (`horizon`). The newest chunk of an attempt is never frozen, s
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -37,6 +38,8 @@ _BULKY: Final = (
     schema.layer_point,
 )
 _SLICE_ROWS: Final = 48
+_LOOK_SECONDS: Final = 50.0
+"""How long after a look for rows of deleted runs the next one comes: other servers delete runs, and end, too."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class SqlLife:
         self._writing = writing
         self._claim = claim
         self._settle = settle
-        self._doomed: set[str] | None = None
+        self._doomed: set[str] = set()
+        self._next_look = 0.0
         self._lock = Lock()
 
     def sealed_runs(self) -> list[str]:
@@ -88,8 +92,7 @@ class SqlLife:
     def doom(self, run_id: str) -> None:
         """Remember a run that was just deleted."""
         with self._lock:
-            if self._doomed is not None:
-                self._doomed.add(run_id)
+            self._doomed.add(run_id)
 
     def purge(self, slices: int) -> bool:
         """Remove rows of deleted runs, `slices` short transactions at most; True if there may be more."""
@@ -99,14 +102,15 @@ class SqlLife:
                 return False
             if not self._purge_slice(run_id):
                 with self._lock:
-                    (self._doomed or set()).discard(run_id)
+                    self._doomed.discard(run_id)
         return True
 
     def _next_doomed(self) -> str | None:
         with self._lock:
-            if self._doomed is None:
+            if not self._doomed and time.monotonic() >= self._next_look:
                 with self._reading() as connection:
                     self._doomed = set(connection.execute(_buried_with_rows()).scalars())
+                self._next_look = time.monotonic() + _LOOK_SECONDS
             return min(self._doomed, default=None)
 
     def _purge_slice(self, run_id: str) -> bool:

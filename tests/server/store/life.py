@@ -229,6 +229,18 @@ class LifeContract:
         assert rows(store, "layer_chunk WHERE run_id = 'r2'")
         assert len(store.model_points("r2", None, ALL).steps) == CHUNK
 
+    def test_rows_of_a_run_that_a_server_deleted_before_it_ended_go_too(self, store, monkeypatch):
+        monkeypatch.setattr("collage_server.store.retention._LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("collage_server.store.database._PURGED_AT_ONCE", 0)
+        filled(store)
+        assert not store.life.purge(1)
+        with monkeypatch.context() as other:
+            other.setattr(store.life, "doom", lambda _: None)
+            store.delete_run("r1", NOW)
+        while store.life.purge(1):
+            pass
+        assert rows(store, "layer_chunk WHERE run_id = 'r1'") == 0
+
     def test_sizes_are_known(self, store):
         filled(store)
         sizes = store.sizes()
