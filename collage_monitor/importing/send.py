@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Final
 
 from collage_monitor import wire
-from collage_monitor.errors import CollageError
 from collage_monitor.importing.source import ImportRefusal, Source
 from collage_monitor.transfer import TransferClient
 
@@ -29,8 +27,8 @@ def send_source(
     """Create the run, send its reports and close it; `progress` hears how many were sent.
 
     The stream's id follows from the run's and a report's number from its place in the file, so the same import
-    with the same `run_id` goes on where another one broke off and stores nothing twice. One that fails leaves its
-    run in the state "failed".
+    with the same `run_id` goes on where another one broke off and stores nothing twice. The run is "failed" until it
+    is whole, never "running": no alert is about it, and one that breaks off is not taken for whole.
 
     Raises:
         ImportRefusal: the server refused a report, or the file goes wrong.
@@ -47,12 +45,8 @@ def send_source(
             config=source.config,
         ),
     )
-    try:
-        _send(client, source, run_id, progress)
-    except BaseException:
-        with suppress(CollageError):
-            client.update_run(run_id, wire.RunUpdate(state="failed"))
-        raise
+    client.update_run(run.run_id, wire.RunUpdate(state="failed"))
+    _send(client, source, run_id, progress)
     return client.update_run(run.run_id, wire.RunUpdate(state="finished"))
 
 

@@ -98,6 +98,19 @@ def test_an_import_sent_twice_stores_nothing_twice(two_ranks, tmp_path):
     assert [(stream.stream_id, stream.reports) for stream in streams] == [("again:import", 9)]
 
 
+def test_it_is_closed_from_the_start_and_failed_until_it_is_whole(two_ranks, tmp_path):
+    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+    seen = []
+
+    def look(_):
+        seen.append(two_ranks.get("/runs/again", wire.Run).state)
+        assert 'run_id="again"' not in two_ranks.get("/metrics")
+
+    with transfer(two_ranks) as client:
+        assert send_source(client, read_lines(path), "q", "again", look).state == "finished"
+    assert seen == ["failed"]
+
+
 def test_a_busy_server_is_asked_again(two_ranks, tmp_path):
     path = export_to(two_ranks, tmp_path / "r1.jsonl")
     assert taken_in(two_ranks, path, refuse=3).state == "finished"
