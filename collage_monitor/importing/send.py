@@ -27,8 +27,8 @@ def send_source(
     """Create the run, send its reports and close it; `progress` hears how many were sent.
 
     The stream's id follows from the run's and a report's number from its place in the file, so the same import
-    with the same `run_id` goes on where another one broke off and stores nothing twice. The run is "failed" until it
-    is whole, never "running": no alert is about it, and one that breaks off is not taken for whole.
+    with the same `run_id` goes on where another one broke off and stores nothing twice. The run is "failed" until
+    it is whole, never "running": no alert is about it, and one that breaks off is not taken for whole.
 
     Raises:
         ImportRefusal: the server refused a report, or the file goes wrong.
