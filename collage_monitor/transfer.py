@@ -38,13 +38,15 @@ class TransferClient(Client):
         return self
 
     @contextmanager
-    def export(self, run_id: str, export_format: ExportFormat, *, layers: bool = True) -> Iterator[ExportStream]:
-        """All that is stored of a run, as the server streams it.
+    def export(
+        self, run_id: str, export_format: ExportFormat, *, layers: bool = True, ranks: bool = False
+    ) -> Iterator[ExportStream]:
+        """All that is stored of a run, as the server streams it; with `ranks` each rank's own totals, too.
 
         Raises:
             ServerUnreachable: nothing answers, or the stream breaks off before its end.
         """
-        query = {"format": export_format, "layers": str(layers).lower()}
+        query = {"format": export_format, "layers": str(layers).lower(), "ranks": str(ranks).lower()}
         try:
             with self._http.stream("GET", f"/api/v1/runs/{run_id}/export", params=query) as response:
                 if response.is_error:

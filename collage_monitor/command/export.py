@@ -28,6 +28,7 @@ _FORMATS = get_args(ExportFormat)
 @click.option("--format", "export_format", type=click.Choice(_FORMATS), help="Default: by the file's ending.")
 @click.option("--output", type=click.Path(path_type=Path), help="File to write, - for standard output.")
 @click.option("--layers/--no-layers", default=True, show_default=True, help="Also what is known by layer.")
+@click.option("--ranks/--no-ranks", default=False, show_default=True, help="Also each rank's totals of its model.")
 def export(
     server_url: str,
     token: str | None,
@@ -36,6 +37,7 @@ def export(
     export_format: str | None,
     output: Path | None,
     layers: bool,
+    ranks: bool,
 ) -> None:
     """Write all that is stored of a run: totals, metrics and logged scalars, ranks merged.
 
@@ -48,7 +50,7 @@ def export(
         raise click.UsageError("--json describes the file; it cannot stand beside --output -")
     with (
         TransferClient(server_url, token or read_token(data_folder())) as client,
-        client.export(run_id, chosen, layers=layers) as stream,
+        client.export(run_id, chosen, layers=layers, ranks=ranks) as stream,
         _target(path) as file,
         click.progressbar(length=stream.lines or 0, label=f"export {run_id}", file=sys.stderr) as bar,
     ):

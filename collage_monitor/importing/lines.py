@@ -17,6 +17,8 @@ __all__ = ["read_lines"]
 
 _VERSION: Final = 1
 _TAIL_BYTES: Final = 4096
+_NO_STEPS: Final = (b'{"kind":"event"', b'{"kind": "event"', b'{"kind":"rank"', b'{"kind": "rank"')
+"""How lines begin that an import leaves in the file."""
 
 
 class _Step(msgspec.Struct, kw_only=True, frozen=True):
@@ -119,7 +121,7 @@ def _reports(
             if line.startswith((b'{"kind":"end"', b'{"kind": "end"')):
                 _require_count(path, _object(path, line).get("steps"), seq)
                 return
-            if not line.startswith((b'{"kind":"event"', b'{"kind": "event"')):
+            if not line.startswith(_NO_STEPS):
                 yield _report(path, line, seq, statistics, layer_count)
                 seq += 1
             line = file.readline()

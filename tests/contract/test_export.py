@@ -46,16 +46,16 @@ def test_export_writes_the_answer_under_the_run_s_name(served, tmp_path):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "r1.jsonl").read_bytes() == LINES
     assert seen[0].url.path == "/api/v1/runs/r1/export"
-    assert dict(seen[0].url.params) == {"format": "jsonl", "layers": "true"}
+    assert dict(seen[0].url.params) == {"format": "jsonl", "layers": "true", "ranks": "false"}
     assert "r1.jsonl  40 bytes" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["r1.jsonl"]
 
 
 def test_the_ending_says_the_format_and_json_describes_the_file(served, tmp_path):
     seen = served(httpx.Response(200, content=b"step\n"))
-    result = CliRunner().invoke(export, ["r1", "--output", "t.csv", "--no-layers", "--json"])
+    result = CliRunner().invoke(export, ["r1", "--output", "t.csv", "--no-layers", "--ranks", "--json"])
     assert json.loads(result.stdout) == {"run_id": "r1", "format": "csv", "file": "t.csv", "bytes": 5}
-    assert dict(seen[0].url.params) == {"format": "csv", "layers": "false"}
+    assert dict(seen[0].url.params) == {"format": "csv", "layers": "false", "ranks": "true"}
     assert (tmp_path / "t.csv").read_bytes() == b"step\n"
 
 
@@ -117,8 +117,9 @@ def test_import_prints_the_new_run(served, tmp_path):
     result = CliRunner().invoke(import_run, ["c.csv", "--project", "p", "--name", "mine"])
     assert result.exit_code == 0, result.output
     assert result.stdout.split() == ["r"]
-    assert [(request.method, request.url.path.rpartition("/")[2]) for request in seen][:3] == [
+    assert [(request.method, request.url.path.rpartition("/")[2]) for request in seen][:4] == [
         ("POST", "runs"),
+        ("PATCH", "r"),
         ("POST", "attempts"),
         ("POST", "streams"),
     ]

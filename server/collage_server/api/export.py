@@ -31,15 +31,16 @@ def export_run(
     run_id: RunId,
     export_format: Annotated[Literal["jsonl", "csv", "parquet"], Query(alias="format")] = "jsonl",
     layers: Annotated[bool, Query(description="Also what is known by layer.")] = True,
+    ranks: Annotated[bool, Query(description="Also each rank's totals of its whole model.")] = False,
 ) -> Response:
     """All that is stored of a run, ranks merged, streamed; `Collage-Lines` says how many lines will come.
 
     The run is read a slab at a time, so a long export keeps no other reader or writer waiting.
     """
     components = components_of(request)
-    plan = plan_export(components.store, run_id, layers=layers)
+    plan = plan_export(components.store, run_id, layers=layers, ranks=ranks)
     headers = {"Content-Disposition": f'attachment; filename="{run_id}.{export_format}"'}
-    if export_format != "parquet":
+    if export_format != "parquet" and not ranks:
         headers["Collage-Lines"] = str(_lines(plan, export_format))
     content = _content(components, plan, export_format)
     return StreamingResponse(content, media_type=_MEDIA[export_format], headers=headers)

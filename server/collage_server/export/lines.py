@@ -1,6 +1,6 @@
-"""JSON lines: the run, its layers, one line a step, one an event, and an end that says how many steps there were.
+"""JSON lines: the run, its layers, a line a step, where asked for one a step and rank, one an event, and an end.
 
-What travels are the stored totals with all ranks merged, never ratios, so that an import loses nothing.
+What travels are the stored totals, never ratios, so that an import loses nothing. The end counts the steps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_server.export.slabs import ExportPlan, Slab, read_slabs
-from collage_server.store import Store
+from collage_server.export.slabs import ExportPlan, Slab, read_ranks, read_slabs
+from collage_server.store import Points, Store
 
 __all__ = ["VERSION", "jsonl_bytes"]
 
@@ -26,7 +26,8 @@ def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Iterator[bytes
 
     A step's line has `step` and `time`; `scalars` where values were logged; where it was measured `first_step`
     (smaller where the point merges several measured steps), `ranks`, `model` {statistic: total} and `layers`
-    {statistic: [total by layer, in the order of the layers' lines]}. null is "not reported".
+    {statistic: [total by layer, in the order of the layers' lines]}. null is "not reported". Where single ranks are
+    wanted, lines of the kind `rank` follow the steps that they are about: `rank`, `step`, `first_step`, `model`.
     """
     head = {"kind": "run", "version": VERSION, "run": run, "statistics": plan.statistics, "steps": len(plan.steps)}
     yield _line(head)
@@ -36,6 +37,9 @@ def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Iterator[bytes
     for slab in read_slabs(store, plan):
         for line in _steps(slab):
             yield _line(line)
+        for rank, points in read_ranks(store, plan, slab):
+            for line in _of_rank(rank, points):
+                yield _line(line)
         steps += len(slab.steps)
     for event in plan.events:
         yield _line({"kind": "event", "event": event})
@@ -66,6 +70,13 @@ def _steps(slab: Slab) -> Iterator[dict[str, Any]]:
             if layers:
                 line["layers"] = {key: wire.undefined_to_none(values[index]) for key, values in layers.items()}
         yield line
+
+
+def _of_rank(rank: int, points: Points) -> Iterator[dict[str, Any]]:
+    model = _kept(points.totals, bool((points.counts == 1).all()))
+    for index, (first, step) in enumerate(zip(points.first_steps.tolist(), points.steps.tolist(), strict=True)):
+        numbers = dict(zip(model, _numbers(model, index), strict=True))
+        yield {"kind": "rank", "rank": rank, "step": step, "first_step": first, "model": numbers}
 
 
 def _kept(totals: Mapping[str, NDArray[np.float64]], single: bool) -> dict[str, NDArray[np.float64]]:

@@ -37,6 +37,7 @@ def _write(store: Store, plan: ExportPlan) -> Iterator[bytes]:
     names = column_names(plan)
     places = [("step", pyarrow.int64()), ("first_step", pyarrow.int64()), ("time", pyarrow.float64())]
     places += [("ranks", pyarrow.int64()), ("layer", pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))]
+    places += [("rank", pyarrow.int64())] if plan.ranks else []
     schema = pyarrow.schema(places + [(name, pyarrow.float64()) for name in names])
     sink = _Sink()
     with parquet.ParquetWriter(sink, schema, compression="zstd") as writer:
@@ -50,6 +51,8 @@ def _table(pyarrow: Any, schema: Any, columns: Columns, names: list[str]) -> Any
     arrays = [columns.steps, columns.first_steps, columns.times, columns.ranks]
     layers = pyarrow.array([name or None for name in columns.layers], pyarrow.string())
     built = [*map(pyarrow.array, arrays), layers.dictionary_encode()]
+    if "rank" in schema.names:
+        built.append(pyarrow.array([columns.rank] * len(columns.layers), pyarrow.int64()))
     for name in names:
         values, there = columns.values[name]
         built.append(pyarrow.array(values, mask=~there))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Store
 
-__all__ = ["ExportPlan", "Slab", "plan_export", "read_slabs"]
+__all__ = ["ExportPlan", "Slab", "plan_export", "read_ranks", "read_slabs"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -29,6 +29,7 @@ class ExportPlan:
 
     `events` are what had happened to the run. `steps` holds every step that was measured or has a logged value.
     Later steps are left out; a report that comes late for one of these is in, or not, by when its slab is read.
+    `ranks` are those whose own totals of the whole model are wanted, too.
     """
 
     run: RunRecord
@@ -39,14 +40,17 @@ class ExportPlan:
     slab_points: int
     measured: IntArray
     events: list[wire.Event]
+    ranks: list[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """Consecutive steps. `points.steps` is a subset of `steps`; `layers` holds totals [points, layers].
+    """Consecutive steps, those of `selection`. `points.steps` is a subset of `steps`.
 
-    `scalars`: name → (values [steps], which of them were logged).
+    `layers` holds totals [points, layers]; `scalars`: name → (values [steps], which of them were logged).
     """
+
+    selection: Selection
 
     steps: IntArray
     times: FloatArray
@@ -55,8 +59,8 @@ class Slab:
     scalars: Mapping[str, tuple[FloatArray, NDArray[np.bool_]]]
 
 
-def plan_export(store: Store, run_id: str, *, layers: bool) -> ExportPlan:
-    """Look at the run once; `layers` False leaves out what is known by layer.
+def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False) -> ExportPlan:
+    """Look at the run once; `layers` False leaves out what is known by layer, `ranks` adds each rank's own totals.
 
     Raises:
         NotFound, Gone: no such run.
@@ -65,7 +69,8 @@ def plan_export(store: Store, run_id: str, *, layers: bool) -> ExportPlan:
     measured = store.model_points(run_id, ("measured_steps",), Selection()).steps
     scalars = store.scalar_points(run_id, None, Selection())
     known = store.layers(run_id) if layers else []
-    statistics = list(dict.fromkeys(key for stream in store.streams(run_id) for key in stream.statistics))
+    streams = store.streams(run_id)
+    statistics = list(dict.fromkeys(key for stream in streams for key in stream.statistics))
     numbers = max(len(known) * len(statistics), 1)
     return ExportPlan(
         run=record,
@@ -76,6 +81,7 @@ def plan_export(store: Store, run_id: str, *, layers: bool) -> ExportPlan:
         slab_points=min(max(_NUMBERS // numbers, 1), _POINTS),
         measured=measured,
         events=store.events(run_id, 0, wire.LIMITS["events_per_run"]),
+        ranks=sorted({stream.rank for stream in streams}) if ranks else [],
     )
 
 
@@ -88,6 +94,14 @@ def read_slabs(store: Store, plan: ExportPlan) -> Iterator[Slab]:
         before = last
         if len(slab.steps):
             yield slab
+
+
+def read_ranks(store: Store, plan: ExportPlan, slab: Slab) -> Iterator[tuple[int, Points]]:
+    """The totals of each rank's whole model over the slab's steps, one rank at a time; who has none is left out."""
+    for rank in plan.ranks:
+        points = store.model_points(plan.run.run_id, None, replace(slab.selection, rank=rank))
+        if len(points.steps):
+            yield rank, points
 
 
 def _ends(plan: ExportPlan) -> list[int]:
@@ -115,7 +129,7 @@ def _read(store: Store, plan: ExportPlan, selection: Selection) -> Slab:
         scalars[name] = (values, there)
     place = np.searchsorted(steps, points.steps)
     times[place] = np.maximum(times[place], points.times)
-    return Slab(steps, times, points, _layers(store, plan, selection, points), scalars)
+    return Slab(selection, steps, times, points, _layers(store, plan, selection, points), scalars)
 
 
 def _between(entry: ScalarPoints, first: int, last: int) -> ScalarPoints:

@@ -1,28 +1,33 @@
-"""A run as one wide table: a row a step for the model, and one a step and layer. CSV and Parquet are made of it."""
+"""A run as one wide table: a row a step for the model, one a step and layer, where asked for one a step and rank.
+
+CSV and Parquet are made of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor.statistics import INTERVAL_PAIRS, finish_all, metric_keys
-from collage_server.export.slabs import ExportPlan, Slab, read_slabs
+from collage_server.export.slabs import ExportPlan, Slab, read_ranks, read_slabs
 from collage_server.store import Store
 
-__all__ = ["PLACES", "Columns", "column_names", "read_columns", "scalar_columns"]
+__all__ = ["Columns", "column_names", "place_names", "read_columns", "scalar_columns"]
 
-PLACES: Final = ("step", "first_step", "time", "ranks", "layer")
-"""The first columns; `layer` is empty in the rows of the whole model."""
+_PLACES: Final = ("step", "first_step", "time", "ranks", "layer")
+_RANK: Final = "rank"
 FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Some rows, oldest first, the model before its layers. Values are (numbers [rows], present [rows]).
+    """Some rows, oldest first, the model before its layers; or those of one `rank`, of the whole model.
+
+    Values are (numbers [rows], present [rows]).
 
     A metric that is undefined, and a statistic that nobody reported, is absent; a logged NaN is present.
     """
@@ -33,11 +38,17 @@ class Columns:
     ranks: NDArray[np.int64]
     layers: list[str]
     values: dict[str, tuple[FloatArray, NDArray[np.bool_]]]
+    rank: int | None = None
+
+
+def place_names(plan: ExportPlan) -> tuple[str, ...]:
+    """The first columns; `layer` and `rank` are empty in the rows of the whole model, `rank` in those of layers."""
+    return (*_PLACES, _RANK) if plan.ranks else _PLACES
 
 
 def scalar_columns(plan: ExportPlan) -> dict[str, str]:
     """Logged name → column; a name that a metric or statistic has, too, is set apart as `logged/NAME`."""
-    taken = {*PLACES, *_computed(plan)}
+    taken = {*_PLACES, _RANK, *_computed(plan)}
     return {name: f"logged/{name}" if name in taken else name for name in plan.scalars}
 
 
@@ -56,11 +67,14 @@ def _computed(plan: ExportPlan) -> list[str]:
 
 
 def read_columns(store: Store, plan: ExportPlan) -> Iterator[Columns]:
-    """The table, some rows at a time."""
+    """The table, some rows at a time: all ranks merged, then each of them over the same steps."""
     scalars, computed = scalar_columns(plan), _computed(plan)
     names = [layer.name for layer in plan.layers]
     for slab in read_slabs(store, plan):
         yield _columns(slab, names, scalars, computed)
+        for rank, points in read_ranks(store, plan, slab):
+            alone = Slab(slab.selection, points.steps, points.times, points, {}, {})
+            yield replace(_columns(alone, [], scalars, computed), rank=rank)
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,6 +130,43 @@ def test_ranks_are_merged(server):
     assert step["layers"]["lost"] == (block(10)[at] + block(10, 1)[at]).tolist()
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, sealed):
+    monkeypatch.setattr(slabs, "_POINTS", 2)
+    server.run()
+    server.attempt()
+    for rank, steps in ((0, (10, 20, 30)), (3, (10, 30))):
+        server.stream(stream_id=f"s{rank}", rank=rank, world_size=4)
+        server.reports([report(i, step, rank=rank) for i, step in enumerate(steps)], f"s{rank}")
+    if sealed:
+        server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
+        while server.app.state.components.store.seal("r1", clock()):
+            pass
+    expected = {(step, rank): model_of(block(step, rank)).tolist() for step in (10, 20, 30) for rank in (0, 3)}
+    del expected[20, 3]
+    lines = lines_of(server, "?ranks=true")[1]
+    assert [(line["kind"], line.get("rank")) for line in lines[1 + len(LAYERS) : -2]] == [
+        *[("step", None)] * 2,
+        *[("rank", 0)] * 2,
+        ("rank", 3),
+        ("step", None),
+        ("rank", 0),
+        ("rank", 3),
+    ]
+    found = {(line["step"], line["rank"]): line["model"] for line in lines if line["kind"] == "rank"}
+    assert found == {place: dict(zip(STATISTICS, values, strict=True)) for place, values in expected.items()}
+    rows = table_of(server, "?format=csv&ranks=true")
+    for row in rows:
+        if row["rank"]:
+            values = expected.pop((int(row["step"]), int(row["rank"])))
+            assert (row["layer"], row["ranks"], row["loss"]) == ("", "1", "")
+            assert [float(row[name]) for name in STATISTICS] == values
+            assert float(row["edq_ratio"]) > 0
+    assert not expected
+    assert [row for row in table_of(server) if "rank" in row] == []
+    assert len(rows) == len(table_of(server)) + 5
+
+
 def test_an_empty_run_and_unknown_ones(server):
     server.run()
     assert [line["kind"] for line in lines_of(server)[1]] == ["run", "end"]

@@ -90,6 +90,14 @@ def test_the_export_of_an_import_is_the_export(two_ranks, tmp_path):
     assert steps(first) == steps(second)
 
 
+def test_lines_of_single_ranks_stay_in_the_file(two_ranks, tmp_path):
+    path = tmp_path / "r1.jsonl"
+    with transfer(two_ranks) as client, client.export("r1", "jsonl", ranks=True) as stream:
+        path.write_bytes(b"".join(stream.parts))
+    assert b'"kind":"rank"' in path.read_bytes()
+    assert taken_in(two_ranks, path).latest == two_ranks.get("/runs/r1", wire.Run).latest
+
+
 def test_an_import_sent_twice_stores_nothing_twice(two_ranks, tmp_path):
     path = export_to(two_ranks, tmp_path / "r1.jsonl")
     taken_in(two_ranks, path)

@@ -32,3 +32,11 @@ def test_parquet_holds_what_csv_holds(server, monkeypatch):
             same = typed[name] == expected or (expected is not None and math.isnan(expected))
             assert same, name
     assert math.isnan(table[-1]["loss"])
+
+
+def test_single_ranks_have_a_column(server):
+    server.filled(steps=(10, 20))
+    answer = server.client.get("/api/v1/runs/r1/export?format=parquet&ranks=true")
+    table = parquet.read_table(io.BytesIO(answer.content)).to_pylist()
+    assert [row["rank"] for row in table] == [None] * 2 * (1 + len(LAYERS)) + [0, 0]
+    assert [row["lost"] for row in table[-2:]] == [row["lost"] for row in table if row["layer"] is None][:2]
