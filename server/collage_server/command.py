@@ -59,8 +59,17 @@ def _settings(folder: Path | None, token_file: Path | None, no_auth: bool, **fla
         flags["token"] = _read_token(token_file)
     elif not no_auth:
         stated = any(os.environ.get(f"COLLAGE_SERVER_{name}") for name in ("TOKEN", "NO_AUTH"))
-        flags["token"] = None if stated else ensure_token(where)
+        flags["token"] = None if stated else _own_token(where)
     return settings_from_environment(**flags)
+
+
+def _own_token(folder: Path) -> str:
+    try:
+        return ensure_token(folder)
+    except OSError as error:
+        raise click.ClickException(
+            f"{folder} cannot hold the server's token: {error}; name a folder that may be written with --dir"
+        ) from error
 
 
 def _read_token(path: Path) -> str:

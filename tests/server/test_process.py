@@ -124,6 +124,17 @@ def test_a_missing_token_file_is_a_sentence(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--no-auth"]])
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, flags):
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [*SERVE, "--dir", str(tmp_path / "file" / "data"), *flags], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert f"{tmp_path / 'file' / 'data'}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_database_of_a_newer_server_is_refused_with_a_sentence(tmp_path):
     store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
