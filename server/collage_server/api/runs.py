@@ -119,8 +119,6 @@ def delete_run(request: Request, run_id: RunId) -> Response:
     """Delete a run for good; its id answers 410 from now on."""
     components = components_of(request)
     project, now = components.store.run(run_id).project, components.clock()
-    components.store.delete_run(run_id, now)
-    components.registry.forget_run(run_id)
     act = new_act(
         now,
         principal_of(request).actor,
@@ -129,5 +127,6 @@ def delete_run(request: Request, run_id: RunId) -> Response:
         project=project,
         request_id=request.state.request_id,
     )
-    components.store.access.record(act)
+    components.store.delete_run(run_id, now, [act])
+    components.registry.forget_run(run_id)
     return answer(wire.Deleted(run_id=run_id))

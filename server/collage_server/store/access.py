@@ -19,7 +19,7 @@ from collage_server.store.access_schema import act as ACT
 from collage_server.store.access_schema import token as TOKEN
 from collage_server.store.rows import from_json, to_json
 
-__all__ = ["SqlAccess"]
+__all__ = ["SqlAccess", "record_acts"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
 _SHOWN: Final = [column for column in TOKEN.columns if column.name != "digest"]
@@ -38,7 +38,7 @@ class SqlAccess:
         values["projects"] = None if token.projects is None else to_json(token.projects)
         with self._writing() as connection:
             connection.execute(insert(TOKEN).values(digest=digest, **values))
-            _record(connection, acts)
+            record_acts(connection, acts)
 
     def tokens(self) -> list[wire.Token]:
         """Every token, newest first."""
@@ -64,7 +64,7 @@ class SqlAccess:
                 update(TOKEN).where(mine, TOKEN.c.revoked_at.is_(None)).values(revoked_at=now)
             )
             if changed.rowcount:
-                _record(connection, acts)
+                record_acts(connection, acts)
             row = connection.execute(select(*_SHOWN).where(mine)).first()
         if row is None:
             raise NotFound(f"no token {token_id!r}; GET /api/v1/tokens lists them", field="token_id")
@@ -81,7 +81,7 @@ class SqlAccess:
     def record(self, act: wire.Act) -> None:
         """Append one act to the audit log."""
         with self._writing() as connection:
-            _record(connection, [act])
+            record_acts(connection, [act])
 
     def acts(self, cursor: str | None, limit: int) -> wire.ActPage:
         """A page of the audit log, newest first.
@@ -135,7 +135,8 @@ def _project_of(connection: Connection, run_id: str) -> str | None:
     return None
 
 
-def _record(connection: Connection, acts: Sequence[wire.Act]) -> None:
+def record_acts(connection: Connection, acts: Sequence[wire.Act]) -> None:
+    """Append acts in the transaction of what they tell: neither stands without the other."""
     rows = [msgspec.structs.asdict(act) | {"details": to_json(act.details)} for act in acts]
     if rows:
         connection.execute(insert(ACT), rows)

@@ -320,8 +320,8 @@ class Store(Protocol):
     ) -> RunRecord:
         """Change a run. `check` may refuse what its project would then hold."""
 
-    def delete_run(self, run_id: str, now: float) -> None:
-        """Delete a run and leave a tombstone."""
+    def delete_run(self, run_id: str, now: float, acts: Sequence[wire.Act] = ()) -> None:
+        """Delete a run and leave a tombstone, and these acts in the audit log."""
 
     def create_attempt(self, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
         """Register a launch; the same launch_id is the same attempt."""

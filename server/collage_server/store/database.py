@@ -18,7 +18,7 @@ from collage_server.errors import Busy, StoreUnusable, Unprocessable
 from collage_server.store import events as run_events
 from collage_server.store import gaps as gap_ranges
 from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
-from collage_server.store.access import SqlAccess
+from collage_server.store.access import SqlAccess, record_acts
 from collage_server.store.column_cache import ColumnCache
 from collage_server.store.contract import (
     ComparedRecord,
@@ -219,10 +219,11 @@ class SqlStore(ABC):
                 judge(connection, counted, check, runs=False, tags=True)
             return runs.read_run(connection, run_id)
 
-    def delete_run(self, run_id: str, now: float) -> None:
-        """Delete a run and leave a tombstone."""
+    def delete_run(self, run_id: str, now: float, acts: Sequence[wire.Act] = ()) -> None:
+        """Delete a run and leave a tombstone, and these acts in the audit log."""
         with self._writing() as connection:
             runs.delete_run(connection, run_id, now)
+            record_acts(connection, acts)
         self._life.doom(run_id)
         self._life.purge(_PURGED_AT_ONCE)
         with self._newest_lock:

@@ -9,6 +9,7 @@ from collage_server.administration import create_token, new_act, revoke_token
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.principals import digest_of
 from collage_server.store import ProjectUsage, ReportGroup
+from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
 from tests.server.samples import report, stream_create
@@ -72,6 +73,16 @@ class AccessContract:
         for bad in ("zz", "MHgxcDk5OTk5OTkgYQ=="):
             with pytest.raises(Unprocessable):
                 store.access.acts(bad, 3)
+
+    def test_a_deletion_and_its_act_stand_together_or_not_at_all(self, store):
+        fill(store, "p", "r1")
+        act = new_act(NOW, "host", "run.delete", "r1")
+        store.access.record(act)
+        with pytest.raises(IntegrityError):
+            store.delete_run("r1", NOW, [act])
+        assert store.run("r1").project == "p"
+        store.delete_run("r1", NOW, [new_act(NOW, "host", "run.delete", "r1")])
+        assert [entry.subject for entry in store.access.acts(None, 9).acts] == ["r1"] * 2
 
     def test_whose_a_run_and_a_stream_are_outlives_deletion(self, store):
         fill(store, "p", "r1")
