@@ -104,7 +104,8 @@ class FakeServer:
             maximum=values,
             ranks=[1] * len(steps),
             world_size=1,
-            **bounds,
+            low=bounds.get("low"),
+            high=bounds.get("high"),
         )
 
     def _heatmap(self, run, metric, order):

@@ -238,7 +238,12 @@ class StoreContract:
             store.create_stream("r1", stream_create(stream_id=f"s{rank}", rank=rank), NOW)
         read = []
         record = streams.stream_record
-        monkeypatch.setattr(streams, "stream_record", lambda row: read.append(row.stream_id) or record(row))
+
+        def noted(row):
+            read.append(row.stream_id)
+            return record(row)
+
+        monkeypatch.setattr(streams, "stream_record", noted)
         answered = store.create_stream("r1", stream_create(stream_id="s5", rank=5), NOW)
         assert read == ["s5"]
         assert answered == next(stream for stream in store.streams("r1") if stream.stream_id == "s5")
