@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import pytest
-from collage_server.export import slabs
+from collage_server.export import csv_bytes, jsonl_bytes, slabs
 from collage_server.store import Selection
 
 from collage_monitor import wire
@@ -165,6 +165,22 @@ def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, seale
     assert not expected
     assert [row for row in table_of(server) if "rank" in row] == []
     assert len(rows) == len(table_of(server)) + 5
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_between_slabs_no_transaction_is_open_and_reports_arrive(server, monkeypatch, form):
+    """A long export, or a slow reader of one, keeps neither the log of SQLite nor dead rows of PostgreSQL alive."""
+    monkeypatch.setattr(slabs, "_POINTS", 2)
+    server.filled(steps=range(10, 60, 10))
+    store = server.app.state.components.store
+    plan = slabs.plan_export(store, "r1", layers=True, ranks=True)
+    parts = (
+        jsonl_bytes(store, plan, server.get("/runs/r1", wire.Run)) if form == "jsonl" else csv_bytes(store, plan)
+    )
+    for number, _ in enumerate(parts):
+        assert store.engine.pool.checkedout() == 0
+        assert server.reports([report(100 + number, 100 + number)]).accepted == 1
+    assert number > 3
 
 
 def test_an_empty_run_and_unknown_ones(server):

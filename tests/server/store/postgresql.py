@@ -16,7 +16,7 @@ from tests.system import lacking
 
 __all__ = ["Cluster", "find_programs", "programs_or_skip"]
 
-PROGRAMS = ("initdb", "postgres", "pg_isready", "psql")
+PROGRAMS = ("initdb", "postgres", "pg_isready", "psql", "pg_dump", "pg_restore")
 SETTINGS = ("max_connections=80", "shared_buffers=64MB", "listen_addresses=", "log_min_messages=fatal")
 
 
