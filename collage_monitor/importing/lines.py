@@ -46,13 +46,9 @@ def read_lines(path: Path) -> Source:
         ImportRefusal: not an export of JSON lines, of another version, or without its end.
     """
     _require_end(path)
-    file = path.open("rb")
-    try:
+    with path.open("rb") as file:
         head = _head(path, file.readline())
-        layers, first = _layers(path, file)
-    except BaseException:
-        file.close()
-        raise
+        layers, begin = _layers(path, file)
     run = head.run
     return Source(
         name=run.name,
@@ -64,7 +60,7 @@ def read_lines(path: Path) -> Source:
         watch=run.watch,
         layers=layers,
         statistics=head.statistics,
-        reports=_reports(path, file, first, head.statistics, len(layers)),
+        reports=_reports(path, begin, head.statistics, len(layers)),
         reports_expected=head.steps,
     )
 
@@ -91,15 +87,17 @@ def _head(path: Path, line: bytes) -> _Run:
     return head
 
 
-def _layers(path: Path, file: BinaryIO) -> tuple[list[wire.Layer], bytes]:
-    """The layers, and the first line after them."""
+def _layers(path: Path, file: BinaryIO) -> tuple[list[wire.Layer], int]:
+    """The layers, and where the first line after them begins."""
     layers: list[wire.Layer] = []
-    for line in file:
+    begin = file.tell()
+    while line := file.readline():
         entry = _object(path, line)
         if entry["kind"] != "layer":
-            return layers, line
+            break
         layers.append(msgspec.convert(entry["layer"], wire.Layer))
-    return layers, b""
+        begin = file.tell()
+    return layers, begin
 
 
 def _object(path: Path, line: bytes) -> dict[str, Any]:
@@ -112,19 +110,17 @@ def _object(path: Path, line: bytes) -> dict[str, Any]:
     return entry
 
 
-def _reports(
-    path: Path, file: BinaryIO, line: bytes, statistics: list[str], layer_count: int
-) -> Iterator[wire.Report]:
+def _reports(path: Path, begin: int, statistics: list[str], layer_count: int) -> Iterator[wire.Report]:
     seq = 0
-    with file:
-        while line:
+    with path.open("rb") as file:
+        file.seek(begin)
+        while line := file.readline():
             if line.startswith((b'{"kind":"end"', b'{"kind": "end"')):
                 _require_count(path, _object(path, line).get("steps"), seq)
                 return
             if not line.startswith(_NO_STEPS):
                 yield _report(path, line, seq, statistics, layer_count)
                 seq += 1
-            line = file.readline()
 
 
 def _require_count(path: Path, stated: object, found: int) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
+import msgspec
+
 from collage_monitor import wire
+from collage_monitor.errors import ServerRefusal
 from collage_monitor.importing.source import ImportRefusal, Source
 from collage_monitor.transfer import TransferClient
 
@@ -31,23 +34,35 @@ def send_source(
     it is whole, never "running": no alert is about it, and one that breaks off is not taken for whole.
 
     Raises:
-        ImportRefusal: the server refused a report, or the file goes wrong.
+        ImportRefusal: the run is there and no import, the server refused a report, or the file goes wrong.
     """
-    run = client.create_run(
-        project,
-        wire.RunCreate(
-            run_id=run_id,
-            name=source.name,
-            group=source.group,
-            tags=source.tags,
-            notes=source.notes,
-            seed=source.seed,
-            config=source.config,
-        ),
-    )
+    run = _create(client, source, project, run_id)
     client.update_run(run.run_id, wire.RunUpdate(state="failed"))
     _send(client, source, run_id, progress)
     return client.update_run(run.run_id, wire.RunUpdate(state="finished"))
+
+
+def _create(client: TransferClient, source: Source, project: str, run_id: str) -> wire.Run:
+    """A new run, or the one that an earlier import began: another's points would be hidden by this one's."""
+    create = wire.RunCreate(
+        run_id=run_id,
+        resume="never",
+        name=source.name,
+        group=source.group,
+        tags=source.tags,
+        notes=source.notes,
+        seed=source.seed,
+        config=source.config,
+    )
+    try:
+        return client.create_run(project, create)
+    except ServerRefusal as error:
+        if error.field != "resume":
+            raise
+    known = client.update_run(run_id, wire.RunUpdate())
+    if any(attempt.launch_id != _LAUNCH for attempt in known.attempts):
+        raise ImportRefusal(f"run {run_id!r} is there and no import; leave --run-id out to make a new one")
+    return client.create_run(project, msgspec.structs.replace(create, resume="allow"))
 
 
 def _send(client: TransferClient, source: Source, run_id: str, progress: Callable[[int], None]) -> None:

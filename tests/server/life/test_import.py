@@ -7,6 +7,7 @@ import json
 import pytest
 
 from collage_monitor import wire
+from collage_monitor.errors import ServerRefusal
 from collage_monitor.importing import ImportRefusal, new_run_id, read_curves, read_lines, send_source
 from tests.server.life.bridge import transfer
 from tests.server.samples import report
@@ -88,6 +89,17 @@ def test_the_export_of_an_import_is_the_export(two_ranks, tmp_path):
         return [{key: value for key, value in line.items() if key != "ranks"} for line in lines]
 
     assert steps(first) == steps(second)
+
+
+def test_a_run_that_is_no_import_is_left_alone(two_ranks, tmp_path):
+    path = export_to(two_ranks, tmp_path / "r1.jsonl")
+    before = two_ranks.get("/runs/r1")
+    with pytest.raises(ImportRefusal, match="'r1' is there and no import"):
+        taken_in(two_ranks, path, "r1", "p")
+    after = two_ranks.get("/runs/r1")
+    assert after == before
+    with pytest.raises(ServerRefusal, match="another project"):
+        taken_in(two_ranks, path, "r1", "q")
 
 
 def test_lines_of_single_ranks_stay_in_the_file(two_ranks, tmp_path):
