@@ -7,7 +7,8 @@ import pytest
 from collage_server.answer_cache import AnswerCache
 
 from collage_monitor import wire
-from tests.server.samples import STATISTICS, block, report
+from tests.server.samples import STATISTICS, block, layer, report, watch
+from tests.server.store.contract import LIMITS
 
 PATHS = (
     "/runs/r1/series?metric=edq_ratio",
@@ -91,6 +92,29 @@ def test_names_states_and_attempts_change_an_answer_too(server, clock):
     etags.append(fetch(server, path).headers["etag"])
     assert len(set(etags)) == 4
     assert '"stale"' in fetch(server, path).text
+
+
+def test_so_do_layers_a_strategy_and_retention(server, clock):
+    server.app.state.components.store._limits = LIMITS
+    server.filled("r1", "s1", steps=range(1, 81))
+    path = "/runs/r1/heatmap?metric=edq_ratio&points=100"
+    answers = [fetch(server, path)]
+    server.stream("r1", stream_id="s2", rank=1, world_size=2, layers=[layer("head.weight")])
+    answers.append(fetch(server, path))
+    server.stream("r1", stream_id="s1", watch=watch("kahan"))
+    answers.append(fetch(server, path))
+    store = server.app.state.components.store
+    while store.seal("r1", clock.now):
+        pass
+    answers.append(fetch(server, path))
+    assert store.life.expire("r1", {1: clock.now + 1e9})
+    answers.append(fetch(server, path))
+    etags = [answer.headers["etag"] for answer in answers]
+    assert etags[2] == etags[3], "sealing changes nothing that readers see"
+    assert len(set(etags)) == 4
+    heatmaps = [wire.decode_message(answer.content, wire.Heatmap, wire.JSON) for answer in answers]
+    assert [len(entry.layers) for entry in heatmaps] == [3, 4, 4, 4, 4]
+    assert len(heatmaps[-1].steps) < len(heatmaps[-2].steps)
 
 
 def test_a_deleted_run_is_gone_from_the_cache_too(server):

@@ -122,12 +122,19 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class RunRevision:
-    """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`."""
+    """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`.
+
+    `frozen_step` is how far retention has taken single points, `streams` how many there are.
+    """
 
     state: str
     updated_at: float
     reports: int
     attempts: tuple[tuple[int, int], ...]
+    strategy: str | None
+    dtype: str | None
+    streams: int
+    frozen_step: int | None
 
 
 @dataclass(frozen=True)

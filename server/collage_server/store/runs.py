@@ -159,20 +159,25 @@ def read_revisions(connection: Connection, run_ids: Sequence[str]) -> dict[str, 
     runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
     reports = func.sum(latest.c.reports).label("reports")
     newest = func.max(latest.c.last_report_at).label("last_report_at")
+    more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
     counted = connection.execute(
-        select(latest.c.run_id, reports, newest).where(latest.c.run_id.in_(ids)).group_by(latest.c.run_id)
+        select(latest.c.run_id, reports, newest, *more).where(latest.c.run_id.in_(ids)).group_by(latest.c.run_id)
     )
-    stored = {row.run_id: (int(row.reports), row.last_report_at or 0.0) for row in counted}
+    stored = {row.run_id: row for row in counted}
     attempts = _by_run(connection, select(attempt).order_by(attempt.c.attempt), attempt, ids)
     found = {}
     for run_id in ids:
         if run_id not in runs:
             raise missing_run(connection, run_id)
-        count, last_report_at = stored.get(run_id, (0, 0.0))
+        run, known = runs[run_id], stored.get(run_id)
         found[run_id] = RunRevision(
-            state=runs[run_id].state,
-            updated_at=max(runs[run_id].updated_at, last_report_at),
-            reports=count,
+            state=run.state,
+            updated_at=max(run.updated_at, known.last_report_at or 0.0) if known else run.updated_at,
+            reports=int(known.reports) if known else 0,
+            strategy=run.strategy,
+            dtype=run.dtype,
+            streams=known.streams if known else 0,
+            frozen_step=known.frozen_step if known else None,
             attempts=tuple((entry.attempt, entry.first_step) for entry in attempts[run_id]),
         )
     return found
