@@ -177,6 +177,23 @@ class SealingContract:
         assert seal_all(store) == 1
         assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 32 + [1] * 8
 
+    def test_sealing_goes_past_a_gap_that_may_still_be_filled(self, store):
+        stream = self.fill(store)
+        held = [report(i, i + 1) for i in range(64)]
+        self.append(store, stream, *held[:10], *held[20:])
+        assert seal_all(store) == 1
+        assert rows(store, schema.report) == 64 - 10 - 32
+        gap = wire.Gap(first_seq=10, last_seq=14, reason="spool_full")
+        store.note_gaps(stream, [gap], NOW)
+        outcome = self.append(store, stream, *held)
+        assert (outcome.accepted, outcome.duplicates) == (10, 54)
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        seal_all(store)
+        points = store.model_points("r1", ["lost"], ALL)
+        assert points.steps.tolist() == list(range(1, 65))
+        assert points.totals["lost"].tolist() == [60.0] * 64
+        assert store.model_points("r1", ["lost"], Selection(points=1)).counts.sum() == 64
+
     def test_a_rank_that_has_fallen_silent_holds_nobody_back(self, store):
         first, second = self.ranks(store, 2)
         self.send(store, first, range(1, 11), 0)
