@@ -57,6 +57,28 @@ def test_every_journal_is_sealed_as_far_as_it_is_due(error):
     assert threading.active_count() == count
 
 
+class WithPoison(Store):
+    """Run "a" cannot be sealed, whatever is tried."""
+
+    def seal(self, run_id, now):
+        if run_id == "a":
+            raise ValueError("a statistic of a newer server")
+        return super().seal(run_id, now)
+
+
+def test_a_run_that_cannot_be_sealed_holds_up_no_other(caplog):
+    store = WithPoison({"a": 1, "b": 1, "c": 1})
+    sealer = Sealer(store, clock=lambda: 5.0, interval_seconds=0.001)
+    sealer.start()
+    for _ in range(1000):
+        if len(store.sealed) == 2:
+            break
+        threading.Event().wait(0.002)
+    sealer.stop(5.0)
+    assert sorted(run_id for run_id, _ in store.sealed) == ["b", "c"]
+    assert "run a cannot be sealed" in caplog.text
+
+
 def test_a_running_server_seals_a_finished_run(tmp_path):
     app = create_app(Settings(folder=tmp_path, no_auth=True, seal_interval_seconds=0.01))
     with TestClient(app, base_url="http://127.0.0.1") as client:

@@ -61,3 +61,5 @@ class Sealer:
                     pass
             except (Gone, NotFound):
                 continue
+            except Exception:
+                _LOG.exception("run %s cannot be sealed; its journal keeps everything, the others go on", run_id)
