@@ -5,9 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from collage_server.api.routing import DirectRoute
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
@@ -52,10 +55,8 @@ def test_every_route_answers_errors_in_one_shape(server):
 
 
 def test_every_route_of_the_application_is_described(server):
-    described = set(server.app.openapi()["paths"])
-    for route in server.app.routes:
-        if isinstance(route, APIRoute) and route.include_in_schema:
-            assert route.path in described
+    routed = {r.path for r in server.app.routes if isinstance(r, APIRoute) and r.include_in_schema}
+    assert routed == set(server.app.openapi()["paths"])
 
 
 def test_without_a_token_every_route_but_the_open_ones_is_401(tmp_path):
@@ -142,6 +143,22 @@ def test_bad_questions(server, path, status, field):
     error = server.get(path, status=status)
     assert error.field == field
     assert error.message
+
+
+def test_an_id_that_is_too_long_is_named_with_its_bound(server):
+    for length, status in ((64, 404), (65, 422)):
+        error = server.reports([report(0, 10)], "s" * length, status=status)
+        assert error.field == "stream_id"
+    assert (error.code, error.limit) == ("unprocessable", 64)
+    assert error.message == "stream_id: String should have at most 64 characters"
+
+
+def test_a_direct_route_refuses_a_signature_that_it_would_not_serve():
+    async def endpoint(request: Request, run_id: str, limit: int = 1) -> Response:
+        return Response()
+
+    with pytest.raises(TypeError, match="takes more than the request"):
+        DirectRoute("/runs/{run_id}", endpoint)
 
 
 def test_a_reserved_scalar_that_nobody_logged_is_an_empty_series(server):

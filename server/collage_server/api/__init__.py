@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends
+from starlette.routing import BaseRoute
 
 from collage_server.api import (
     alertmanager,
@@ -24,18 +24,14 @@ from collage_server.api import (
     tokens,
     worst,
 )
-from collage_server.api.questions import refuse_unknown_parameters
 
-__all__ = ["PREFIX", "api_router"]
-
-PREFIX = "/api/v1"
+__all__ = ["api_routes"]
 
 
-def api_router() -> APIRouter:
-    """All resources under the version's prefix; first what is asked for most, as routes are tried in turn."""
-    router = APIRouter(prefix=PREFIX)
-    router.include_router(reports.router)
-    for module in (
+def api_routes() -> list[BaseRoute]:
+    """The routes of all resources; first what is asked for most, as routes are tried in turn."""
+    modules = (
+        reports,
         runs,
         attempts,
         streams,
@@ -53,6 +49,5 @@ def api_router() -> APIRouter:
         alertmanager,
         tokens,
         audit,
-    ):
-        router.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])
-    return router
+    )
+    return [route for module in modules for route in module.router.routes]

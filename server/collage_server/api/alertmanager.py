@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
+from collage_server.api.routing import resource
 from collage_server.auth import principal_of
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone, NotFound
@@ -22,7 +22,7 @@ from collage_server.store import NewEvent
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["alerts"])
+router = resource("alerts")
 
 
 @router.post("/alerts/alertmanager", **describes(wire.AlertmanagerAnswer, wire.AlertmanagerMessage))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
+from collage_server.api.routing import resource
 from collage_server.components import components_of
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["access"])
+router = resource("access")
 
 
 @router.get("/audit", **describes(wire.ActPage))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -53,19 +52,18 @@ def declared_size(request: Request, limit: int) -> int:
     return int(text)
 
 
-@contextmanager
-def held_body(request: Request) -> Iterator[Held]:
+def held_body(request: Request) -> AbstractContextManager[Held]:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     Raises:
-        Busy: there is none.
+        TooLarge: the body says that it is larger than `body_bytes`.
+        Busy: there is no room (on entering).
     """
     components = components_of(request)
-    with components.in_flight.hold(declared_size(request, components.settings.body_bytes)) as held:
-        yield held
+    return components.in_flight.hold(declared_size(request, components.settings.body_bytes))
 
 
-async def read_body(request: Request, held: Held) -> bytes:
+async def read_body(request: Request, held: Held, content_type: str) -> bytes:
     """The whole body, decompressed, refused as soon as it grows beyond its limit.
 
     `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.
@@ -77,9 +75,9 @@ async def read_body(request: Request, held: Held) -> bytes:
         Busy: the decompressed body does not fit beside what is in flight.
     """
     settings = components_of(request).settings
-    is_json = content_type_of(request) == wire.JSON
+    is_json = content_type == wire.JSON
     encoding = checked_encoding(request.headers.get("content-encoding", "identity"))
-    body = await _read_sent(request)
+    body = await _read_sent(request, settings.body_bytes)
     if encoding != "identity":
         limit = settings.body_bytes if is_json else settings.decompressed_bytes
         bound = decompressed_bound(body, encoding, limit)
@@ -89,16 +87,15 @@ async def read_body(request: Request, held: Held) -> bytes:
     return body
 
 
-async def _read_sent(request: Request) -> bytes:
-    limit = components_of(request).settings.body_bytes
-    declared_size(request, limit)
+async def _read_sent(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
             raise _too_large(limit)
-        parts.append(part)
+        if part:  # The last one is empty.
+            parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -115,7 +112,7 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
     """
     content_type = content_type_of(request)
     with held_body(request) as held:
-        return _decoded(await read_body(request, held), kind, content_type)
+        return _decoded(await read_body(request, held, content_type), kind, content_type)
 
 
 def _decoded(data: bytes, kind: type[_Message], content_type: str) -> _Message:

@@ -7,17 +7,17 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS, SCALARS, STATISTICS
 from collage_monitor.strategies import STRATEGIES
 from collage_server.api.answers import answer, describes
+from collage_server.api.routing import resource
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["catalogues"])
+router = resource("catalogues")
 
 
 @router.get("/metrics-catalogue", **describes(wire.Catalogue))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,13 +16,14 @@ from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond, revisions_of
+from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.store import ScalarPoints, Selection, Store
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["reading"])
+router = resource("reading")
 _NOTHING = ScalarPoints.empty()
 PositionsOf = Mapping[str, queries.Positions]
 SeriesOf = dict[str, wire.Series]

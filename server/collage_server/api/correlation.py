@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,12 +13,13 @@ from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
+from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.store import ScalarPoints, Selection
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["reading"])
+router = resource("reading")
 _RESOLUTION = 1000
 _NOTHING = ScalarPoints.empty()
 _KEY = "A metric's key, or the name of a logged scalar."

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from collage_server.api.answers import describes
 from collage_server.api.parameters import RunId
+from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.export import ExportPlan, csv_bytes, jsonl_bytes, parquet_bytes, plan_export
 from collage_server.queries import run_answer
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["reading"])
+router = resource("reading")
 _MEDIA: Final = {
     "jsonl": "application/x-ndjson",
     "csv": "text/csv; charset=utf-8",

@@ -6,7 +6,6 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,13 +14,14 @@ from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
+from collage_server.api.routing import resource
 from collage_server.components import components_of
 from collage_server.errors import Unprocessable
 from collage_server.store import Selection
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["reading"])
+router = resource("reading")
 _MOST_CELLS = 5_000_000
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,12 +9,13 @@ from collage_monitor import wire
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
 from collage_server.api.parameters import RunId, worst_of
+from collage_server.api.routing import resource
 from collage_server.components import components_of
 from collage_server.queries import WORST_LAYERS, latest_answer
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["reading"])
+router = resource("reading")
 
 
 @router.get("/runs/{run_id}/latest", **describes(wire.Latest))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.parameters import RunId
+from collage_server.api.routing import resource
 from collage_server.components import components_of
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["reading"])
+router = resource("reading")
 
 
 @router.get("/runs/{run_id}/layers", **describes(wire.LayerList))

@@ -15,6 +15,7 @@ from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import content_type_of, held_body, read_body, unreadable
+from collage_server.api.routing import PREFIX, DirectRoute
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest import check_batch
@@ -22,7 +23,7 @@ from collage_server.store import GroupOutcome, ReportGroup
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["reports"])
+router = APIRouter(prefix=PREFIX, tags=["reports"], route_class=DirectRoute)
 
 
 @router.post("/streams/{stream_id}/reports", **describes(wire.BatchAnswer, bytes))
@@ -31,7 +32,7 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
     components = components_of(request)
     content_type = content_type_of(request)
     with held_body(request) as held:
-        body = await read_body(request, held)
+        body = await read_body(request, held, content_type)
         try:
             batch = wire.decode_batch(body, content_type)
         except WireError as error:

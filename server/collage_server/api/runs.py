@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import Path, Query
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +15,7 @@ from collage_server.administration import new_act
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import RunId
+from collage_server.api.routing import resource
 from collage_server.auth import principal_of
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
@@ -24,7 +25,7 @@ from collage_server.store import RunQuery, RunRecord
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["runs"])
+router = resource("runs")
 Filter = Annotated[str | None, Query(max_length=512)]
 
 

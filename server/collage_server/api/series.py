@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,6 +13,7 @@ from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond, revisions_of
 from collage_server.api.following import Curve, follow
+from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.queries import metric_series, scalar_series, statistics_for
@@ -20,7 +21,7 @@ from collage_server.store import Points, ScalarPoints, Selection
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["reading"])
+router = resource("reading")
 _CURSOR = "Follow the curve: empty at first, then that of the last answer."
 
 

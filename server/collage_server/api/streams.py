@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,12 +10,13 @@ from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import RunId
+from collage_server.api.routing import resource
 from collage_server.components import components_of
 from collage_server.queries.streams import with_health
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["streams"])
+router = resource("streams")
 
 
 @router.post("/runs/{run_id}/streams", **describes(wire.Stream, wire.StreamCreate))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,12 +13,13 @@ from collage_monitor import wire
 from collage_server import administration
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
+from collage_server.api.routing import resource
 from collage_server.auth import principal_of
 from collage_server.components import components_of
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["access"])
+router = resource("access")
 
 
 @router.post("/tokens", **describes(wire.TokenCreated, wire.TokenCreate, status=201))
