@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
+import msgspec
+import numpy as np
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
 from collage_server.store import ReportGroup, RunQuery, SealLimits, Selection, streams
 
-from collage_monitor import wire
+from collage_monitor import metrics, wire
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 
 NOW = 1_700_000_000.0
@@ -292,3 +295,23 @@ class StoreContract:
         reader.join()
         assert torn == []
         assert store.streams("r1")[0].reports == 100
+
+    def test_a_statistic_that_is_new_in_the_catalogue_needs_no_migration(self, store, reopen, monkeypatch):
+        entry = dataclasses.replace(metrics.STATISTICS["stray"], name="brand_new_sum")
+        monkeypatch.setitem(metrics.STATISTICS, "brand_new_sum", entry)
+        self.fill(store)
+        store.create_stream("r1", stream_create(statistics=[*STATISTICS, "brand_new_sum"]), NOW)
+        values = np.vstack([block(1), np.full((1, 3), 7.0)])
+        one = msgspec.structs.replace(
+            report(0, 1),
+            statistic_count=len(values),
+            statistics=wire.block_to_bytes(values),
+            model=wire.block_to_bytes(values.sum(axis=1)),
+        )
+        reports = [msgspec.structs.replace(one, seq=i, step=i + 1) for i in range(40)]
+        self.append(store, store.stream_record("s0"), *reports)
+        assert store.seal("r1", NOW)
+        again = reopen()
+        assert again.model_points("r1", ["brand_new_sum"], ALL).totals["brand_new_sum"].tolist() == [21.0] * 40
+        coarse = again.layer_points("r1", ["brand_new_sum"], Selection(points=1)).totals["brand_new_sum"]
+        assert coarse.sum(axis=0).tolist() == [40 * 7.0] * 3
