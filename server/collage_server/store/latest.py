@@ -107,7 +107,9 @@ def waited_for(
         passed = sum(row.measured_step < step <= row.last_step for step in others)
         return bool(sealed <= row.measured_step) and passed < _PASSED
 
-    return [row for row in live if row.measured_step is None or goes_on(row)]
+    # All that are left may be behind what is sealed, when who was ahead fell silent: then they wait for each other.
+    given_up = [row for row in measuring if not goes_on(row)]
+    return live if len(given_up) == len(measuring) else [row for row in live if row not in given_up]
 
 
 def _last_sealed(connection: Connection, run_id: str, attempt: int) -> int:

@@ -204,6 +204,16 @@ class SealingContract:
         assert (seal_all(store), store.latest("r1").step) == (1, 51)
         assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 10 + [1] * 41
 
+    def test_ranks_that_are_left_behind_a_silent_one_wait_for_each_other(self, store):
+        streams = self.ranks(store, 3)
+        self.send(store, streams[0], range(1, 41), 0)
+        assert seal_all(store) == 1
+        for rank, last in ((1, 21), (2, 11)):
+            reports = [report(i, i + 1, rank=rank) for i in range(last)]
+            store.append([ReportGroup(streams[rank], reports)], NOW + 900.0)
+        seal_all(store)
+        assert store.latest("r1").step == 11
+
     def test_a_rank_that_logs_but_measures_no_more_holds_nobody_back(self, store):
         """It is waited for over 64 measured steps of another that it has passed; when it measures again, anew."""
         first, second = self.ranks(store, 2)
