@@ -6,16 +6,26 @@ numbers are strings.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 
 from collage_monitor.errors import WireError
-from collage_monitor.wire.messages import Gap, Index, Report, ReportBatch
+from collage_monitor.wire.answers import RejectedReport
+from collage_monitor.wire.messages import LIMITS, Gap, Index, Report, ReportBatch
 from collage_monitor.wire.numbers import Number, block_from_bytes, block_to_bytes, from_number, to_number
 
-__all__ = ["JSON", "MSGPACK", "decode_batch", "decode_message", "encode_batch", "encode_json", "encode_message"]
+__all__ = [
+    "JSON",
+    "MSGPACK",
+    "decode_batch",
+    "decode_batch_apart",
+    "decode_message",
+    "encode_batch",
+    "encode_json",
+    "encode_message",
+]
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -40,6 +50,23 @@ class _JsonReport(msgspec.Struct, kw_only=True, frozen=True):
 class _JsonBatch(msgspec.Struct, kw_only=True, frozen=True):
     reports: list[_JsonReport]
     gaps: list[Gap] = msgspec.field(default_factory=list)
+
+
+_Bound = msgspec.Meta(max_length=LIMITS["reports_per_batch"])
+
+
+class _RawBatch(msgspec.Struct, kw_only=True, frozen=True):
+    reports: Annotated[list[msgspec.Raw], _Bound]
+    gaps: list[Gap] = msgspec.field(default_factory=list)
+
+
+class _PlainBatch(msgspec.Struct, kw_only=True, frozen=True):
+    reports: Annotated[list[Any], _Bound]
+    gaps: list[Gap] = msgspec.field(default_factory=list)
+
+
+class _Numbered(msgspec.Struct, frozen=True):
+    seq: Index
 
 
 _DECODE_JSON_BATCH = msgspec.json.Decoder(_JsonBatch).decode
@@ -89,6 +116,69 @@ def decode_batch(data: bytes, content_type: str = MSGPACK) -> ReportBatch:
         return ReportBatch(reports=[_from_json(report) for report in batch.reports], gaps=batch.gaps)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _wire_error(error) from error
+
+
+def decode_batch_apart(data: bytes, content_type: str = MSGPACK) -> tuple[ReportBatch, list[RejectedReport]]:
+    """The same of a batch that `decode_batch` refuses: the reports that can be decoded, and what the others lack.
+
+    `index` of the others is their place in the batch as it was sent.
+
+    Raises:
+        WireError: the batch itself is not decodable, or none of its reports is.
+    """
+    try:
+        parts = _parts(data, content_type)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _wire_error(error) from error
+    kept: list[Report] = []
+    refused: list[RejectedReport] = []
+    first: WireError | None = None
+    for index, part in enumerate(parts.reports):
+        try:
+            kept.append(_one_report(part))
+        except WireError as error:
+            first = first or error
+            refused.append(
+                RejectedReport(
+                    index=index,
+                    seq=_number_of(part),
+                    code="unreadable",
+                    message=str(error),
+                    field=error.field or None,
+                    limit=error.limit,
+                )
+            )
+    if first is not None and not kept:
+        raise first
+    return ReportBatch(reports=kept, gaps=parts.gaps), refused
+
+
+def _parts(data: bytes, content_type: str) -> _RawBatch | _PlainBatch:
+    """The reports, each by itself, in no more memory than they take when they are decoded together.
+
+    The length of a list is known before its elements in msgpack alone, and a `Raw` is larger than most of JSON's.
+    """
+    if content_type == MSGPACK:
+        return msgspec.msgpack.decode(data, type=_RawBatch)
+    return msgspec.convert(msgspec.json.decode(data), type=_PlainBatch)
+
+
+def _one_report(part: Any) -> Report:
+    try:
+        if isinstance(part, msgspec.Raw):
+            return msgspec.msgpack.decode(part, type=Report)
+        return _from_json(msgspec.convert(part, type=_JsonReport))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _wire_error(error) from error
+
+
+def _number_of(part: Any) -> int | None:
+    try:
+        if isinstance(part, msgspec.Raw):
+            return msgspec.msgpack.decode(part, type=_Numbered).seq
+        return msgspec.convert(part, type=_Numbered).seq
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _to_json(report: Report) -> _JsonReport:

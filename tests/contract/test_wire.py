@@ -1,6 +1,7 @@
 """Round trips of every message in both encodings, non-finite values, byte order, refusals that name the field."""
 
 import math
+import tracemalloc
 from typing import get_args, get_type_hints
 
 import msgspec
@@ -183,3 +184,18 @@ def test_every_public_message_is_documented_and_typed():
 def test_the_limits_cannot_be_changed_in_passing():
     with pytest.raises(TypeError):
         wire.LIMITS["body_bytes"] = 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("content_type", [wire.MSGPACK, wire.JSON])
+def test_reports_apart_cost_no_more_memory_than_together(content_type):
+    count = 2**20
+    if content_type == wire.JSON:
+        sent = b'{"reports":[' + b"0," * count + b"0]}"
+    else:
+        sent = b"\x81\xa7reports\xdd" + count.to_bytes(4, "big") + b"\x00" * count
+    tracemalloc.start()
+    with pytest.raises(WireError, match="length <= 5000"):
+        wire.decode_batch_apart(sent, content_type)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 16 * len(sent)

@@ -250,6 +250,46 @@ def test_a_bad_report_is_named_and_its_neighbours_are_kept(server, bad, code, fi
     assert server.series("edq_ratio").steps == [10, 30]
 
 
+@pytest.mark.parametrize("content_type", [wire.MSGPACK, wire.JSON])
+@pytest.mark.parametrize(
+    ("field", "value", "seq"),
+    [
+        ("step", -1, 1),
+        ("step", "x", 1),
+        ("seq", -3, None),
+        ("time", [1], 1),
+        ("scalars", {"loss": {}}, 1),
+        ("model", 7, 1),
+    ],
+)
+def test_so_is_one_that_cannot_be_decoded(server, content_type, field, value, seq):
+    server.run()
+    server.attempt()
+    server.stream()
+    reports = [
+        report(0, 10),
+        report(1, 20),
+        report(2, 30),
+        changed(seq=3, step=40, model=b"short123"),
+        report(4, 50),
+    ]
+    sent = wire.encode_batch(wire.ReportBatch(reports=reports), wire.MSGPACK)
+    module = msgspec.msgpack
+    if content_type == wire.JSON:
+        sent, module = wire.encode_batch(wire.ReportBatch(reports=reports[:3]), wire.JSON), msgspec.json
+    batch = module.decode(sent)
+    batch["reports"][1][field] = value
+    answer = server.post(
+        "/streams/s0/reports", module.encode(batch), wire.BatchAnswer, headers={"Content-Type": content_type}
+    )
+    first, *others = answer.rejected
+    assert (first.index, first.seq, first.code) == (1, seq, "unreadable")
+    assert first.field.startswith(field)
+    assert [(entry.index, entry.code) for entry in others] == ([] if module is msgspec.json else [(3, "bad_size")])
+    assert answer.accepted == len(reports) - 2 if module is msgspec.msgpack else 2
+    assert f'collage_server_reports_total{{outcome="rejected"}} {len(answer.rejected)}.0' in server.get("/metrics")
+
+
 def test_reports_to_an_unknown_stream(server):
     assert server.reports([report(0, 10)], "zz", status=404).field == "stream_id"
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+import msgspec
+from fastapi import Path
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,14 +34,34 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
     content_type = content_type_of(request)
     with held_body(request) as held:
         body = await read_body(request, held, content_type)
+        refused: list[wire.RejectedReport] = []
         try:
             batch = wire.decode_batch(body, content_type)
-        except WireError as error:
-            raise unreadable(error) from error
+        except WireError:
+            batch, refused = _apart(body, content_type)
         began = time.monotonic()
         stored = await _store(components, stream_id, batch, len(body))
+        if refused:
+            components.counters.count(rejected=len(refused))
+            stored = _with_refused(stored, refused, len(batch.reports))
         components.in_flight.waited(time.monotonic() - began, len(body))
         return answer(stored)
+
+
+def _apart(body: bytes, content_type: str) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
+    try:
+        return wire.decode_batch_apart(body, content_type)
+    except WireError as error:
+        raise unreadable(error) from error
+
+
+def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedReport], kept: int) -> wire.BatchAnswer:
+    """The answer in the places of the batch as it was sent."""
+    without = {entry.index for entry in refused}
+    places = [place for place in range(kept + len(refused)) if place not in without]
+    moved = [msgspec.structs.replace(entry, index=places[entry.index]) for entry in stored.rejected]
+    rejected = sorted([*moved, *refused], key=lambda entry: entry.index)
+    return msgspec.structs.replace(stored, rejected=rejected)
 
 
 async def _store(components: Components, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
