@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
+from collage_server.api import bodies
 from collage_server.app import create_app
 from collage_server.errors import Busy
 from collage_server.ingest import InFlight, IngestCounters, Writer
@@ -180,6 +182,37 @@ def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypa
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
     assert refused.json()["error"]["limit"] == 10
+
+
+def test_a_body_that_stops_arriving_gives_its_room_back(tmp_path, monkeypatch):
+    """A sender that died in the middle of its body would keep all others out for ever."""
+    monkeypatch.setattr(bodies, "_PATIENCE_SECONDS", 0.05)
+    app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=1000))
+    answered: list[dict[str, Any]] = []
+
+    async def stalled():
+        parts = iter([{"type": "http.request", "body": b"x", "more_body": True}])
+
+        async def receive():
+            return next(parts, None) or await asyncio.Event().wait()
+
+        async def send(message):
+            answered.append(message)
+
+        headers = [(b"host", b"127.0.0.1"), (b"content-length", b"1000")]
+        path = "/api/v1/streams/s0/reports"
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        await app({**scope, "state": {}}, receive, send)
+
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        filled(client)
+        assert client.portal is not None
+        client.portal.call(stalled)
+        assert answered[0]["status"] == 503
+        assert (b"retry-after", b"1") in answered[0]["headers"]
+        assert b"did not arrive within" in answered[1]["body"]
+        assert app.state.components.in_flight.bytes == 0
+        assert post(client, report(0, 10)).status_code == 200
 
 
 def filled(client):

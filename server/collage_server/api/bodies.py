@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AbstractContextManager
 from typing import Final, TypeVar
 
@@ -12,13 +13,16 @@ from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.api.encodings import checked_encoding, decompress, decompressed_bound
 from collage_server.components import components_of
-from collage_server.errors import BadRequest, TooLarge, Unprocessable, UnsupportedMediaType
+from collage_server.errors import BadRequest, Busy, TooLarge, Unprocessable, UnsupportedMediaType
 from collage_server.ingest import Held
 
 __all__ = ["content_type_of", "declared_size", "held_body", "message", "read_body", "unreadable"]
 
 _Message = TypeVar("_Message")
 _JSON_GROWTH: Final = 16
+_PATIENCE_SECONDS: Final = 20.0
+_SLOWEST_BYTES_A_SECOND: Final = 100_000
+"""Slower bodies are given up: one whose sender has died would hold its room in the budget for ever."""
 
 
 def content_type_of(request: Request) -> str:
@@ -72,12 +76,12 @@ async def read_body(request: Request, held: Held, content_type: str) -> bytes:
         TooLarge: more bytes than `body_bytes`, or `decompressed_bytes` behind an encoding.
         BadRequest: not what its Content-Encoding says.
         UnsupportedMediaType: an encoding that is not spoken here.
-        Busy: the decompressed body does not fit beside what is in flight.
+        Busy: the body stopped arriving; decompressed it does not fit beside what is in flight.
     """
     settings = components_of(request).settings
     is_json = content_type == wire.JSON
     encoding = checked_encoding(request.headers.get("content-encoding", "identity"))
-    body = await _read_sent(request, settings.body_bytes)
+    body = await _read_sent(request, held.size, settings.body_bytes)
     if encoding != "identity":
         limit = settings.body_bytes if is_json else settings.decompressed_bytes
         bound = decompressed_bound(body, encoding, limit)
@@ -87,7 +91,20 @@ async def read_body(request: Request, held: Held, content_type: str) -> bytes:
     return body
 
 
-async def _read_sent(request: Request, limit: int) -> bytes:
+async def _read_sent(request: Request, expected: int, limit: int) -> bytes:
+    """The bytes of a body that holds room for `expected`, as long as they keep arriving."""
+    seconds = _PATIENCE_SECONDS + expected / _SLOWEST_BYTES_A_SECOND
+    try:
+        async with asyncio.timeout(seconds):
+            return await _joined(request, limit)
+    except TimeoutError as error:
+        raise Busy(
+            f"the body did not arrive within {seconds:.0f} seconds, and others wait for its room; send it again",
+            retry_after_seconds=1,
+        ) from error
+
+
+async def _joined(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():

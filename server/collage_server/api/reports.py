@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-from fastapi import Path
+from fastapi import APIRouter, Path
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
