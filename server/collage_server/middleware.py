@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -12,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collage_server.auth import Access
-from collage_server.errors import ServerError
+from collage_server.errors import Busy, ServerError
 from collage_server.failures import bug_of, error_of
 from collage_server.logs import REQUEST_ID
 from collage_server.principals import Principal
@@ -22,6 +23,7 @@ __all__ = ["AccessControl", "RequestIdentity"]
 _HEADER: Final = "x-request-id"
 _LONGEST_ID: Final = 64
 _LOG: Final = logging.getLogger("collage_server.requests")
+_GOING_DOWN: Final = Busy("the server is going down; send this request again later", retry_after_seconds=1)
 
 
 class RequestIdentity:
@@ -50,6 +52,10 @@ class RequestIdentity:
 
         try:
             await self.app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if not status:
+                await error_of(_GOING_DOWN, request_id)(scope, receive, send_with_id)
+            raise
         except Exception as error:
             if status:
                 raise

@@ -184,30 +184,51 @@ def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypa
     assert refused.json()["error"]["limit"] == 10
 
 
+async def stalled(app, answered):
+    """A request whose body stops arriving."""
+    parts = iter([{"type": "http.request", "body": b"x", "more_body": True}])
+
+    async def receive():
+        return next(parts, None) or await asyncio.Event().wait()
+
+    async def send(message):
+        answered.append(message)
+
+    headers = [(b"host", b"127.0.0.1"), (b"content-length", b"1000")]
+    path = "/api/v1/streams/s0/reports"
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    await app({**scope, "state": {}}, receive, send)
+
+
+def test_a_request_that_is_cut_off_by_the_shutdown_is_told_to_come_again(tmp_path):
+    app = create_app(Settings(folder=tmp_path, no_auth=True))
+    answered: list[dict[str, Any]] = []
+
+    async def cut_off():
+        request = asyncio.create_task(stalled(app, answered))
+        await asyncio.sleep(0.05)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        filled(client)
+        assert client.portal is not None
+        client.portal.call(cut_off)
+    assert answered[0]["status"] == 503
+    assert (b"retry-after", b"1") in answered[0]["headers"]
+    assert b'"code":"busy"' in answered[1]["body"]
+
+
 def test_a_body_that_stops_arriving_gives_its_room_back(tmp_path, monkeypatch):
     """A sender that died in the middle of its body would keep all others out for ever."""
     monkeypatch.setattr(bodies, "_PATIENCE_SECONDS", 0.05)
     app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=1000))
     answered: list[dict[str, Any]] = []
-
-    async def stalled():
-        parts = iter([{"type": "http.request", "body": b"x", "more_body": True}])
-
-        async def receive():
-            return next(parts, None) or await asyncio.Event().wait()
-
-        async def send(message):
-            answered.append(message)
-
-        headers = [(b"host", b"127.0.0.1"), (b"content-length", b"1000")]
-        path = "/api/v1/streams/s0/reports"
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
-        await app({**scope, "state": {}}, receive, send)
-
     with TestClient(app, base_url="http://127.0.0.1") as client:
         filled(client)
         assert client.portal is not None
-        client.portal.call(stalled)
+        client.portal.call(asyncio.wait_for, stalled(app, answered), 10.0)
         assert answered[0]["status"] == 503
         assert (b"retry-after", b"1") in answered[0]["headers"]
         assert b"did not arrive within" in answered[1]["body"]
