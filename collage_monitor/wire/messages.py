@@ -35,6 +35,7 @@ LIMITS: Final[Mapping[str, int]] = MappingProxyType(
         "layers_per_run": 100_000,
         "statistics_per_stream": 2_000,
         "scalars_per_report": 200,
+        "scalar_names_per_stream": 10_000,
         "events_per_run": 100_000,
         "name_characters": 512,
         "tags_per_run": 64,

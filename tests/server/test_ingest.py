@@ -305,3 +305,30 @@ def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
     assert 'collage_server_reports_total{outcome="rejected"} 1.0' in counted
     [stream] = server.get("/runs/r1/streams", wire.StreamList).streams
     assert (stream.reports, stream.missing) == (7, 3)
+
+
+def test_names_without_end_are_refused_and_what_is_known_goes_on(server, monkeypatch):
+    """Every commit of a stream carries all names that it has logged: a name a step would slow everybody down."""
+    monkeypatch.setattr("collage_server.store.journal._NAMES", 5)
+    server.run()
+    server.attempt()
+    server.stream()
+    answer = server.reports([report(i, i + 1, scalars={f"loss/{i}": 1.0}) for i in range(7)])
+    assert (answer.accepted, answer.duplicates) == (5, 0)
+    assert [(entry.index, entry.code) for entry in answer.rejected] == [
+        (5, "too_many_names"),
+        (6, "too_many_names"),
+    ]
+    assert answer.rejected[0].field == "scalars"
+    again = server.reports(
+        [
+            report(5, 6, scalars={"loss/5": 1.0}),
+            report(7, 8, scalars={"loss/3": 2.0}),
+            report(0, 1, scalars={"loss/0": 1.0}),
+            report(8, 9, scalars={}),
+        ]
+    )
+    assert (again.accepted, again.duplicates) == (2, 1)
+    assert [(entry.index, entry.seq) for entry in again.rejected] == [(0, 5)]
+    assert sorted(server.get("/runs/r1", wire.Run).scalars) == [f"loss/{i}" for i in range(5)]
+    assert 'collage_server_reports_total{outcome="rejected"} 3.0' in server.get("/metrics")

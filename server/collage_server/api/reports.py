@@ -20,7 +20,7 @@ from collage_server.api.routing import PREFIX, DirectRoute
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest import check_batch
-from collage_server.store import GroupOutcome, ReportGroup
+from collage_server.store import ReportGroup
 
 __all__ = ["router"]
 
@@ -80,26 +80,35 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
     if outcome.gone:
         components.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
-    if outcome.late:
-        rejected = sorted([*rejected, *_late(batch, rejected, outcome)], key=lambda entry: entry.index)
+    if outcome.late or outcome.crowded:
+        refused = {entry.index for entry in rejected}
+        places = [index for index in range(len(batch.reports)) if index not in refused]
+        rejected += [_late(places[at], kept[at], outcome.frozen_step) for at in outcome.late]
+        rejected += [_crowded(places[at], kept[at]) for at in outcome.crowded]
+        rejected.sort(key=lambda entry: entry.index)
     return wire.BatchAnswer(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=rejected)
 
 
-def _late(
-    batch: wire.ReportBatch, rejected: Sequence[wire.RejectedReport], outcome: GroupOutcome
-) -> list[wire.RejectedReport]:
-    """The reports that the commit refused, by their place in the batch."""
-    refused = {entry.index for entry in rejected}
-    kept = [index for index in range(len(batch.reports)) if index not in refused]
-    return [
-        wire.RejectedReport(
-            index=kept[position],
-            seq=(report := batch.reports[kept[position]]).seq,
-            code="past_horizon",
-            message=f"step {report.step} came too late: retention has dropped the single points up to step "
-            f"{outcome.frozen_step}, so its totals have no place; drop it, or keep raw points for longer",
-            field="step",
-            limit=outcome.frozen_step,
-        )
-        for position in outcome.late
-    ]
+def _late(index: int, report: wire.Report, frozen_step: int | None) -> wire.RejectedReport:
+    return wire.RejectedReport(
+        index=index,
+        seq=report.seq,
+        code="past_horizon",
+        message=f"step {report.step} came too late: retention has dropped the single points up to step "
+        f"{frozen_step}, so its totals have no place; drop it, or keep raw points for longer",
+        field="step",
+        limit=frozen_step,
+    )
+
+
+def _crowded(index: int, report: wire.Report) -> wire.RejectedReport:
+    limit = wire.LIMITS["scalar_names_per_stream"]
+    return wire.RejectedReport(
+        index=index,
+        seq=report.seq,
+        code="too_many_names",
+        message=f"with those of step {report.step} the stream would have logged under more than {limit} names; log "
+        "under few names, the step is not part of one",
+        field="scalars",
+        limit=limit,
+    )

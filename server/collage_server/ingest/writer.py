@@ -110,7 +110,10 @@ class Writer:
         for outcome in outcomes:
             if isinstance(outcome, GroupOutcome):
                 self._counters.count(
-                    accepted=outcome.accepted, duplicates=outcome.duplicates, late=len(outcome.late)
+                    accepted=outcome.accepted,
+                    duplicates=outcome.duplicates,
+                    late=len(outcome.late),
+                    rejected=len(outcome.crowded),
                 )
         self._deliver(batch, outcomes)
 

@@ -67,13 +67,15 @@ class ReportGroup:
 class GroupOutcome:
     """What became of a group, known after the commit. `gone`: the run was deleted, nothing was stored.
 
-    `late` are positions in the group whose totals belong to steps at or before `frozen_step`: refused, not stored.
+    `late` are positions in the group whose totals belong to steps at or before `frozen_step`, `crowded` those that
+    log under more names than a stream may: refused, not stored.
     """
 
     accepted: int
     duplicates: int
     gone: bool = False
     late: tuple[int, ...] = ()
+    crowded: tuple[int, ...] = ()
     frozen_step: int | None = None
 
 

@@ -26,9 +26,10 @@ REPORT_COLUMNS: Final = tuple(column.name for column in schema.report.columns)
 InsertReports = Callable[[Any, Sequence[ReportRow]], list[bool]]
 """Inserts rows by the driver's cursor where their key is new and says which were."""
 
-_Fate = Literal["journal", "sealed", "late", "gone"]
+_Fate = Literal["journal", "sealed", "late", "crowded", "gone"]
 _LATEST: Final = schema.run_latest
 _SLAB: Final = 256
+_NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _MOVING: Final = (
     "reports",
@@ -67,6 +68,7 @@ class _Latest:
         run_id, self.stream_id, attempt, rank, self.frozen_step, sealed = row[: len(_PLACE)]
         self.values: dict[str, Any] = dict(zip(_MOVING, row[len(_PLACE) :], strict=True))
         self.scalars = _DECODE(self.values["scalars"])
+        self._fresh: set[str] = set()
         self._sealed = ranges_from_json(sealed)
         self.own = {"own_run": run_id, "own_stream": self.stream_id}
         self._place = {"stream_id": self.stream_id, "attempt": attempt, "rank": rank}
@@ -78,12 +80,22 @@ class _Latest:
         """What is to become of a report; of one for the journal, the journal knows whether it is there already.
 
         "late": it brings totals for which there is no place any more. One that is stored already is not late.
+        "crowded": it logs under new names, and there are too many: every commit of the stream carries them all.
         """
         if contains(self._sealed, report.seq):
             return "sealed"
         horizon = self.frozen_step
         late = horizon is not None and report.step <= horizon and report.model is not None
-        return "late" if late else "journal"
+        if late:
+            return "late"
+        return "journal" if report.scalars.keys() <= self.scalars.keys() else self._named_anew(report)
+
+    def _named_anew(self, report: wire.Report) -> _Fate:
+        fresh = [name for name in report.scalars if name not in self.scalars and name not in self._fresh]
+        if len(self.scalars) + len(self._fresh) + len(fresh) > _NAMES:
+            return "crowded"
+        self._fresh.update(fresh)
+        return "journal"
 
     def absorb(self, report: wire.Report) -> None:
         """Count one newly stored report and keep what is newest of it."""
@@ -176,9 +188,9 @@ def _count(
         if fate == "journal" and next(flags):
             accepted += 1
             latest.absorb(report)
-    late = tuple(position for position, fate in enumerate(fates) if fate == "late")
-    duplicates = len(fates) - accepted - len(late)
-    return GroupOutcome(accepted, duplicates, late=late, frozen_step=latest.frozen_step)
+    late, crowded = (tuple(i for i, fate in enumerate(fates) if fate == kind) for kind in ("late", "crowded"))
+    duplicates = len(fates) - accepted - len(late) - len(crowded)
+    return GroupOutcome(accepted, duplicates, late=late, crowded=crowded, frozen_step=latest.frozen_step)
 
 
 def _row(stream: StreamRecord, report: wire.Report) -> ReportRow:
