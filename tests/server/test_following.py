@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+
+import msgspec
 import pytest
 
 from collage_monitor import wire
@@ -127,3 +130,12 @@ def test_what_is_new_is_merged_to_the_points_asked_for(two):
 @pytest.mark.parametrize("cursor", ["zz", "AAAA", "%00", "k5M="])
 def test_another_cursor_is_refused(two, cursor):
     assert two.get(f"/runs/r1/series?metric=loss&cursor={cursor}", status=422).field == "cursor"
+
+
+@pytest.mark.parametrize("step", [2**63, 2**53 + 1, -2, 1.5])
+def test_a_cursor_that_was_tampered_with_is_refused(two, step):
+    """Its revision is the run's, so nothing but its form is looked at."""
+    cursor = two.series("loss", cursor="").cursor
+    _, told, revision = msgspec.msgpack.decode(base64.urlsafe_b64decode(cursor))
+    other = base64.urlsafe_b64encode(msgspec.msgpack.encode([step, told, revision])).decode()
+    assert two.get(f"/runs/r1/series?metric=loss&cursor={other}", status=422).field == "cursor"

@@ -12,6 +12,7 @@ import binascii
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ _DIGEST_BYTES = 16
 
 
 class _Cursor(msgspec.Struct, frozen=True, array_like=True):
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
     told: bytes
     revision: bytes
 
