@@ -88,6 +88,8 @@ class Maintenance:
                     self._tell(run_id, gone, now)
             except (Gone, NotFound):
                 continue
+            except Exception:
+                _LOG.exception("retention of run %s failed; the next round tries again, the others go on", run_id)
         self._repeat(lambda: self._store.life.purge(_SLICES))
         self._repeat(self._store.return_space)
 

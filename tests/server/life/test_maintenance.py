@@ -183,3 +183,29 @@ def test_a_round_that_fails_is_logged_and_the_next_one_works(caplog):
     assert "maintenance failed" in caplog.text
     maintenance.once()
     assert store.life.purges == []
+
+
+class Poisoned(Life):
+    """A life in which one run's data cannot be judged."""
+
+    def __init__(self):
+        super().__init__()
+        self.purges = [False]
+        self.expired: list[str] = []
+
+    def sealed_runs(self):
+        return ["a", "b"]
+
+    def expire(self, run_id, _before):
+        if run_id == "a":
+            raise ValueError("a statistic of a newer server")
+        self.expired.append(run_id)
+        return 0
+
+
+def test_a_run_whose_retention_fails_holds_up_no_other_and_no_purge(caplog):
+    store = Worn()
+    store.life = life = Poisoned()
+    Maintenance(store, guard_of(store), clock=Clock(), days={1: 1.0}).once()
+    assert (life.expired, life.purges) == (["b"], [])
+    assert "retention of run a failed" in caplog.text
