@@ -7,7 +7,7 @@ import pytest
 from collage_agent.transport import MemoryTransport
 from collage_agent.transport.replay import Replay
 
-from collage_monitor.errors import NotAuthorised, ServerUnreachable, Unavailable
+from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachable, Unavailable
 from collage_monitor.wire import AttemptCreate, Gap, ReportBatch, RunCreate, StreamCreate, decode_batch
 from tests.agent_delivery.doubles import QUICK, eventually, make_run, measurement
 
@@ -151,3 +151,30 @@ def test_a_damaged_spool_arrives_without_what_was_damaged(tmp_path):
     assert (gap.first_seq, gap.reason) == (gap.last_seq, "spool_damaged")
     assert sorted([report.seq for report in calm.reports] + [gap.first_seq]) == list(range(10))
     assert list(tmp_path.glob("spool/*")) == []
+
+
+class Older(MemoryTransport):
+    """A server whose catalogue lacks a statistic until it is upgraded."""
+
+    upgraded = False
+
+    def send(self, envelope, wait):
+        if envelope.kind == "stream" and not self.upgraded:
+            raise ServerRefusal("statistics: no statistic is called 'new'", status=422, field="statistics")
+        return super().send(envelope, wait)
+
+
+def test_reports_wait_for_an_older_server_to_be_upgraded(tmp_path, capsys):
+    transport = Older()
+    run = make_run(tmp_path, transport, limits=HASTY)
+    run.started(1)
+    for step in range(1, 11):
+        run.measured(measurement(step))
+    eventually(lambda: run.reports_spooled == 10)
+    assert (transport.reports, run.reports_dropped) == ([], {})
+    assert capsys.readouterr().err.count("no statistic is called 'new'. Reports are kept in") == 1
+    transport.upgraded = True
+    eventually(lambda: run.reports_sent == 10)
+    run.finish()
+    assert [report.step for report in transport.reports] == list(range(1, 11))
+    assert run.reports_dropped == {}

@@ -122,6 +122,9 @@ class Delivery:
             self._pause(error)
             return False
         except ServerRefusal as error:
+            if _lacks_a_statistic(envelope, error):
+                self._pause(error)
+                return False
             self._refused(envelope, error)
         except Exception as error:
             # A transport that breaks in its own way must not take the worker with it.
@@ -133,7 +136,9 @@ class Delivery:
         else:
             self._gaps_were_told(envelope)
             self._count(answer)
-        self._resume()
+        if envelope.kind not in {"run", "attempt"}:
+            # A server that takes these two, again and again, may still refuse the stream behind them.
+            self._resume()
         return True
 
     def _refused(self, envelope: Envelope, error: ServerRefusal) -> None:
@@ -268,6 +273,11 @@ class Delivery:
         if reason not in self._named:
             self._named.add(reason)
             _LOG.warning("%s (said once; see run.reports_dropped)", text)
+
+
+def _lacks_a_statistic(envelope: Envelope, error: ServerRefusal) -> bool:
+    """An older server, whose catalogue lacks a statistic of this stream: it takes them once it is upgraded."""
+    return envelope.kind == "stream" and error.status == 422 and error.field == "statistics"
 
 
 def _in_words(error: CollageError) -> str:
