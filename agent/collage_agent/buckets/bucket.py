@@ -75,7 +75,8 @@ class Bucket:
     """Gathers before and after a step and reduces the sample to block totals.
 
     `members` are indices of watched parameters. Buffers are made once: live values in their own dtype, the fp64
-    work in chunks that stay in the cache. Nothing here synchronises a device.
+    work in chunks that stay in the cache, in a `workspace` that buckets measured in turn may share. Nothing here
+    synchronises a device.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Bucket:
         intent: Intent,
         *,
         knows_gradient: bool = True,
+        workspace: Workspace | None = None,
     ) -> None:
         self.members = tuple(members)
         self.parameters = tuple(parameters)
@@ -100,7 +102,7 @@ class Bucket:
         self._scalars: dict[str, Any] = {}
         self._keys_before: tuple[str, ...] = ()
         self._scales: Tensor | None = None
-        self._workspace = Workspace()
+        self._workspace = workspace or Workspace()
         self._padding = [
             torch.tensor([slot - start for slot in self.layout.padding if start <= slot < start + CHUNK_SLOTS])
             .to(torch.int64)

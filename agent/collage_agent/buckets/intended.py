@@ -23,14 +23,14 @@ class Workspace:
     """Large fp64 buffers that one chunk after the other writes over: a fresh one costs a page fault every 4 KiB."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
     def buffer(self, name: str, device: torch.device, *shape: int) -> Tensor:
         """fp64 of this shape, with whatever was left in it; valid until the name is asked for again."""
         elements = math.prod(shape)
-        known = self._buffers.get(name)
+        known = self._buffers.get((name, device))
         if known is None or known.numel() < elements:
-            known = self._buffers[name] = torch.empty(elements, dtype=torch.float64, device=device)
+            known = self._buffers[name, device] = torch.empty(elements, dtype=torch.float64, device=device)
         return known[:elements].view(shape)
 
 

@@ -81,7 +81,7 @@ class Turn:
             if value.is_floating_point()
         }
         self._flat[stored.PARAMETER] = _laid_out(moved.sub_(self._weight), layout)
-        self._state, self._position = {}, 0
+        self._position = 0
 
     def displacement(
         self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
@@ -94,6 +94,11 @@ class Turn:
                 state[key] = values[slots]
         out.copy_(self._flat[stored.PARAMETER][slots])
         return True
+
+    def forget(self) -> None:
+        """Let go of the copies: the next look makes its own."""
+        self._weight = self._gradient = self._parameter
+        self._state, self._flat = {}, {}
 
 
 def _laid_out(tensor: Tensor, layout: BlockLayout) -> Tensor:

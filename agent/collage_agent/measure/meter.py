@@ -83,7 +83,7 @@ class Meter:
         self._row_index: dict[tuple[str, ...], Tensor] = {}
         self._rows: dict[str, int] = {key: row for row, key in enumerate(self.statistics)}
         self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
-        self._kept_bytes: tuple[tuple[object, object] | None, float] = (None, 0.0)
+        self._kept_bytes: tuple[tuple[object, ...] | None, float] = (None, 0.0)
 
     @property
     def sample(self) -> int | Literal["all"]:
@@ -93,7 +93,7 @@ class Meter:
     def kept_bytes(self, optimizer: Optimizer) -> float:
         """Bytes of the buffers kept for this optimizer; counted anew when the buckets were planned anew."""
         counted_for, found = self._kept_bytes
-        plans = (self._plan, None if self.windows is None else self.windows.plan)
+        plans = (self._plan, self._rotation.kept, None if self.windows is None else self.windows.plan)
         if counted_for is None or any(then is not now for then, now in zip(counted_for, plans, strict=True)):
             parameters = [watched.parameter for watched in self.watched]
             states = [value for state in optimizer.state.values() for value in state.values()]

@@ -6,7 +6,7 @@ the model's numbers are never those of a part of its tensors. Each tensor's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket, Followed
 from collage_agent.buckets.chunk import BlockTotals
+from collage_agent.buckets.intended import Workspace
 from collage_agent.buckets.planned import Planned
 from collage_agent.buckets.totals import SampleSizes, bucket_totals
 from collage_agent.intent.choose import Intent
@@ -32,12 +33,18 @@ _Columns = tuple[tuple[str, ...], Tensor, Tensor]
 
 
 class Rotation:
-    """Whose turn it is at a measured step, and the totals held until the round is complete."""
+    """Whose turn it is at a measured step, and the totals held until the round is complete.
+
+    Where one turn is a whole round, the next is of the same tensors: their buffers are `kept` between steps. Others
+    are let go, and so are those without a bound, which would be as large as the model.
+    """
 
     def __init__(self, bound: int | None = ELEMENTS_A_STEP) -> None:
         """bound: elements a step; None: no bound, every tensor at every measured step."""
         self._bound = bound
-        self._planned: list[Planned] = []
+        self.kept: tuple[Planned, ...] = ()
+        self._turn: tuple[Planned, ...] = ()
+        self._made_for: list[tuple[int, WholeTensor]] = []
         self._held: dict[int, _Columns] = {}
         self._waiting: set[int] = set()
 
@@ -49,23 +56,26 @@ class Rotation:
         draw: Callable[[int], TensorSample],
     ) -> None:
         """Copy the tensors whose turn it is, before the live step. Runs inside `isolated`; synchronises nothing."""
-        self._planned = []
-        eligible = [
-            index
+        eligible = {
+            index: intent
             for index, entry in enumerate(watched)
-            if isinstance(intents[entry.group], WholeTensor)
+            if isinstance(intent := intents[entry.group], WholeTensor)
             and _is_whole(entry)
             and not too_large(entry, self._bound)
-        ]
-        self._waiting = {index for index in eligible if index not in self._held}
-        room = self._bound
-        for index in sorted(self._waiting):
-            elements = watched[index].shard.elements
-            if room is not None and elements > room:
-                continue
-            room = None if room is None else room - elements
-            self._planned.append(_planned(index, watched[index], intents, draw(index)))
-        for planned in self._planned:
+        }
+        self._waiting = eligible.keys() - self._held.keys()
+        chosen = [(index, eligible[index]) for index in self._next(watched)]
+        if not self.kept or chosen != self._made_for:
+            # What was kept goes before its successors come.
+            self.kept = self._turn = ()
+            self._made_for = chosen
+            workspace = Workspace()
+            self._turn = tuple(
+                _planned(index, watched[index], intent, draw(index), workspace) for index, intent in chosen
+            )
+        else:
+            self._turn = self.kept
+        for planned in self._turn:
             planned.gather_before(optimizer)
 
     def after(self, optimizer: Optimizer, scale: Tensor | None, skipped: Tensor | None) -> list[_Columns]:
@@ -74,7 +84,8 @@ class Rotation:
         scale: what gradients are to be divided by; skipped: not 0 where the loss scaler skipped the step,
         in which case these tensors are not reported in this round.
         """
-        for planned in self._planned:
+        turn, self._turn = self._turn, ()
+        for planned in turn:
             blocks = planned.bucket.measure(planned.states(optimizer), scale, [])
             keys, totals = bucket_totals(planned.bucket, planned.sizes, blocks)
             if skipped is not None:
@@ -82,18 +93,32 @@ class Rotation:
             index = planned.bucket.members[0]
             self._held[index] = keys, totals, planned.columns
             self._waiting.discard(index)
-        self._planned = []
+        if self._bound is not None and not self._waiting and len(turn) == len(self._held):
+            self.kept = turn
         if self._waiting or not self._held:
             return []
         round_of_all, self._held = list(self._held.values()), {}
         return round_of_all
 
+    def _next(self, watched: Sequence[WatchedParameter]) -> Iterator[int]:
+        """Those waiting that are stepped now: in order, as far as there is room."""
+        room = self._bound
+        for index in sorted(self._waiting):
+            elements = watched[index].shard.elements
+            if room is None:
+                yield index
+            elif elements <= room:
+                room -= elements
+                yield index
+
 
 class _WholeBucket(Bucket):
     """A bucket of one tensor, measured whole: what is known of u comes from its turn."""
 
-    def __init__(self, index: int, parameter: Tensor, sample: TensorSample, turn: Turn) -> None:
-        super().__init__([index], [parameter], [sample], turn)
+    def __init__(
+        self, index: int, parameter: Tensor, sample: TensorSample, turn: Turn, workspace: Workspace
+    ) -> None:
+        super().__init__([index], [parameter], [sample], turn, workspace=workspace)
         self._turn = turn
 
     def gather_before(
@@ -111,7 +136,9 @@ class _WholeBucket(Bucket):
         counterfactuals: bool = False,
     ) -> BlockTotals:
         self._turn.resolve(self.layout, scale)
-        return super().measure(states, scale, followed, counterfactuals=counterfactuals)
+        blocks = super().measure(states, scale, followed, counterfactuals=counterfactuals)
+        self._turn.forget()
+        return blocks
 
 
 def too_large(entry: WatchedParameter, bound: int | None = ELEMENTS_A_STEP) -> bool:
@@ -127,9 +154,9 @@ def _is_whole(entry: WatchedParameter) -> bool:
     return whole and gradient is not None and not gradient.is_sparse and tuple(parameter.shape) == shard.shape
 
 
-def _planned(index: int, entry: WatchedParameter, intents: Sequence[Intent], sample: TensorSample) -> Planned:
-    intent = intents[entry.group]
-    assert isinstance(intent, WholeTensor)
-    bucket = _WholeBucket(index, entry.parameter, sample, Turn(intent, entry.parameter))
+def _planned(
+    index: int, entry: WatchedParameter, intent: WholeTensor, sample: TensorSample, workspace: Workspace
+) -> Planned:
+    bucket = _WholeBucket(index, entry.parameter, sample, Turn(intent, entry.parameter), workspace)
     columns = torch.tensor([index]).to(bucket.layout.device)
     return Planned(bucket, entry.group, SampleSizes([sample], bucket.layout), columns, [])

@@ -107,6 +107,24 @@ def test_tensors_take_turns_and_are_handed_over_together():
     assert known == [0, 6, 0, 6]
 
 
+@pytest.mark.parametrize(("bound", "buckets"), [(2**20, 6), (5000, 18), (None, 18)])
+def test_buffers_are_made_once_where_one_turn_is_a_round_and_has_a_bound(bound, buckets, monkeypatch):
+    made: list[int] = []
+    build = rotation._planned
+
+    def counted(index, *rest):
+        made.append(index)
+        return build(index, *rest)
+
+    monkeypatch.setattr(rotation, "_planned", counted)
+    model = mlp()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, budget=None)
+    handle._attached[0].meter._rotation = rotation.Rotation(bound)
+    train(model, optimizer, 6 if bound == 5000 else 3)
+    assert len(made) == buckets
+
+
 def test_a_tensor_that_is_too_large_has_no_turn_and_the_run_says_so():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1100, 1000), nn.Linear(1000, 4)).bfloat16()
