@@ -30,7 +30,7 @@ from collage_server.store.directory import read_chunk_infos
 from collage_server.store.latest import newest_measured_step
 from collage_server.store.pieces import Piece, join
 from collage_server.store.read_plan import ReadPlan, plan_read
-from collage_server.store.run_view import RunView, chosen_layers, read_views
+from collage_server.store.run_view import RunView, chosen_layers, is_known, read_views
 
 __all__ = [
     "model_points_of",
@@ -287,7 +287,7 @@ def _keys(views: Views, wanted: Collection[str] | None, metric: str | None, leve
         key
         for view in views.values()
         for key in view.entries
-        if (wanted is None or key in wanted) and not key.startswith(extremes)
+        if not key.startswith(extremes) and (is_known(key) if wanted is None else key in wanted)
     )
     if level > 1 and metric is not None:
         both = (minimum_key(metric), maximum_key(metric))

@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, Text, cast, func, select
 
+from collage_monitor.errors import CatalogueError
+from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound
 from collage_server.store import schema
 from collage_server.store.contract import StreamRecord
@@ -18,7 +20,7 @@ from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.rows import require_runs
 from collage_server.store.streams import stream_record
 
-__all__ = ["UNBOUNDED", "RunView", "chosen_layers", "read_views"]
+__all__ = ["UNBOUNDED", "RunView", "chosen_layers", "is_known", "read_views"]
 
 UNBOUNDED: Final = 2**62
 _NAMES_A_STATEMENT: Final = 10_000
@@ -75,9 +77,17 @@ class RunView:
         return self.bounds.get(attempt, UNBOUNDED)
 
     def statistics(self, wanted: Collection[str] | None) -> list[str]:
-        """Statistics that some stream declares, in the order declared, only those wanted."""
-        declared = dict.fromkeys(key for stream in self.streams.values() for key in stream.statistics)
-        return [key for key in declared if wanted is None or key in wanted]
+        """Statistics that some stream declares, in the order declared; only those wanted, None: all that it can merge."""
+        return [key for key in self._declared if (is_known(key) if wanted is None else key in wanted)]
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a newer server took statistics that this one cannot merge."""
+        return not all(map(is_known, self._declared))
+
+    @cached_property
+    def _declared(self) -> dict[str, None]:
+        return dict.fromkeys(key for stream in self.streams.values() for key in stream.statistics)
 
     @cached_property
     def replicated(self) -> bool:
@@ -102,6 +112,16 @@ class RunView:
             select(table.c.name, table.c.layer).where(table.c.run_id == self.run_id).order_by(table.c.layer)
         )
         return {row.name: row.layer for row in rows}
+
+
+@lru_cache(maxsize=10_000)
+def is_known(key: str) -> bool:
+    """Whether this server's catalogue has the statistic, so that it can be merged."""
+    try:
+        statistic(key)
+    except CatalogueError:
+        return False
+    return True
 
 
 def chosen_layers(

@@ -88,10 +88,12 @@ def seal(
     """Make parts of chunks of the run's journal, several after one look at it; how many, 0 when nothing is due.
 
     Replicas are compared first: what is sealed can no longer be. What an interrupted sealing left behind is cleared
-    away then, and counts as a part.
+    away then, and counts as a part. A run with statistics that this server cannot merge is left to a newer one.
     """
     with reading() as connection:
         view = RunView(connection, run_id)
+        if view.is_newer:
+            return 0
         mismatches, looked = replicas.find(view)
         journal = read_journal(connection, view, limits, closed=closed, stale_after_seconds=stale_after_seconds)
     if mismatches:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone, Unprocessable
 from collage_server.store import ReportGroup, Selection, schema
+from collage_server.store.run_view import is_known
 
-from collage_monitor import wire
+from collage_monitor import metrics, wire
 from collage_monitor.statistics import finish, reduce_steps
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 from tests.server.store.contract import LIMITS, NOW, StoreContract
@@ -93,6 +94,31 @@ class SealingContract:
         again = self.send(store, stream, range(1, 45))
         assert (again.accepted, again.duplicates) == (0, 44)
         assert store.streams("r1")[0].reports == 44
+
+    def test_a_run_of_a_newer_server_is_answered_and_left_to_it(self, store, monkeypatch):
+        """While a cluster is upgraded: statistics that this catalogue lacks, in the journal and in chunks."""
+        newer = {**metrics.STATISTICS, "future_sum": metrics.STATISTICS["parameter_squared_sum"]}
+        reports = [with_one_more(report(i, 10 * (i + 1))) for i in range(80)]
+        with monkeypatch.context() as upgraded:
+            upgraded.setattr(metrics, "STATISTICS", newer)
+            is_known.cache_clear()
+            self.fill(store)
+            store.create_stream("r1", stream_create(statistics=[*STATISTICS, "future_sum"]), NOW)
+            stream = store.stream_record("s0")
+            self.append(store, stream, *reports[:40])
+            assert seal_all(store) == 1
+            self.append(store, stream, *reports[40:])
+            whole = plain(store.model_points("r1", None, ALL))
+            layers = plain(store.layer_points("r1", STATISTICS, ALL))
+        is_known.cache_clear()
+        assert "future_sum" in whole
+        assert plain(store.model_points("r1", None, ALL)) == {
+            key: held for key, held in whole.items() if key != "future_sum"
+        }
+        assert plain(store.layer_points("r1", STATISTICS, ALL)) == layers
+        assert "future_sum" not in store.latest("r1").model
+        assert seal_all(store) == 0
+        assert rows(store, schema.report) == 48
 
     def test_scalars_between_measured_steps_and_beyond(self, store):
         stream = self.fill(store)
@@ -490,3 +516,15 @@ class SealingContract:
         groups = [ReportGroup(first, [report(0, 1), report(40, 41)]), ReportGroup(second, [report(39, 40, rank=1)])]
         outcomes = store.append(groups, NOW)
         assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
+
+
+def with_one_more(message):
+    """The report with another statistic behind the others."""
+    values = np.frombuffer(message.statistics).reshape(len(STATISTICS), -1)
+    more = np.full((1, values.shape[1]), 7.0)
+    return msgspec.structs.replace(
+        message,
+        statistic_count=len(STATISTICS) + 1,
+        statistics=wire.block_to_bytes(np.vstack([values, more])),
+        model=wire.block_to_bytes(np.append(np.frombuffer(message.model), more.sum())),
+    )
