@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -274,7 +276,7 @@ def test_so_is_one_that_cannot_be_decoded(server, content_type, field, value, se
         report(4, 50),
     ]
     sent = wire.encode_batch(wire.ReportBatch(reports=reports), wire.MSGPACK)
-    module = msgspec.msgpack
+    module: Any = msgspec.msgpack
     if content_type == wire.JSON:
         sent, module = wire.encode_batch(wire.ReportBatch(reports=reports[:3]), wire.JSON), msgspec.json
     batch = module.decode(sent)

@@ -77,7 +77,7 @@ class RunView:
         return self.bounds.get(attempt, UNBOUNDED)
 
     def statistics(self, wanted: Collection[str] | None) -> list[str]:
-        """Statistics that some stream declares, in the order declared; only those wanted, None: all that it can merge."""
+        """Statistics that some stream declares, in the order declared; only those wanted (None: all that merge)."""
         return [key for key in self._declared if (is_known(key) if wanted is None else key in wanted)]
 
     @property
