@@ -45,6 +45,8 @@ def create_app(
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
+        # What this server tells of itself stands at /metrics; FastAPI would look for tracers at each request.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.components = components
     # As a flat list: an included router is matched twice for each request, and those around it once more.
