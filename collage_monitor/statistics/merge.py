@@ -7,7 +7,7 @@ commutative (`last` follows the order of the steps). Counts are exact up to 2**5
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,13 @@ __all__ = ["Totals", "merge", "merge_shards", "merge_steps", "reduce_shards", "r
 Array = NDArray[np.float64]
 Totals = Mapping[str, Array]
 """Statistic key → float64 array; all arrays of one Totals share their shape."""
+_REDUCED_BY: Final[Mapping[str, tuple[np.ufunc, float]]] = {
+    "sum": (np.add, 0.0),
+    "root_sum": (np.add, 0.0),
+    "max": (np.maximum, -np.inf),
+    "min": (np.minimum, np.inf),
+}
+"""Merge rule → what reduces, and what stands for a part that is not reported."""
 
 
 def merge(parts: Sequence[Totals], *, over: Literal["shards", "steps"]) -> dict[str, Array]:
@@ -91,19 +98,17 @@ def _stack(parts: Sequence[Totals]) -> dict[str, Array]:
 def _reduce(values: Array, rule: str, axis: int, starts: NDArray[np.intp] | None) -> Array:
     bounds = np.zeros(1, dtype=np.intp) if starts is None else starts
     missing = np.isnan(values)
-    nothing = np.logical_and.reduceat(missing, bounds, axis=axis)
     if rule == "last":
         return _last(values, missing, bounds, axis)
-    if rule == "max":
-        merged = np.maximum.reduceat(np.where(missing, -np.inf, values), bounds, axis=axis)
-    elif rule == "min":
-        merged = np.minimum.reduceat(np.where(missing, np.inf, values), bounds, axis=axis)
-    elif rule == "root_sum":
-        roots = np.sqrt(np.where(missing, 0.0, np.maximum(values, 0.0)))
-        merged = np.square(np.add.reduceat(roots, bounds, axis=axis))
+    gaps = bool(missing.any())
+    ufunc, neutral = _REDUCED_BY[rule]
+    given = np.where(missing, neutral, values) if gaps else values
+    if rule == "root_sum":
+        merged: Array = np.square(ufunc.reduceat(np.sqrt(np.maximum(given, 0.0)), bounds, axis=axis))
     else:
-        merged = np.add.reduceat(np.where(missing, 0.0, values), bounds, axis=axis)
-    merged[nothing] = np.nan
+        merged = ufunc.reduceat(given, bounds, axis=axis)
+    if gaps:
+        merged[np.logical_and.reduceat(missing, bounds, axis=axis)] = np.nan
     return merged
 
 

@@ -19,7 +19,7 @@ from collage_server.store import events as run_events
 from collage_server.store import gaps as gap_ranges
 from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
 from collage_server.store.access import SqlAccess, record_acts
-from collage_server.store.column_cache import ColumnCache
+from collage_server.store.chunk_cache import ChunkCache
 from collage_server.store.contract import (
     ComparedRecord,
     GroupOutcome,
@@ -60,7 +60,8 @@ def _translated() -> Iterator[None]:
 _PURGED_AT_ONCE: Final = 100
 """Short transactions that a deletion takes at most before it is answered; the rest is left to maintenance."""
 _CACHED_RUNS: Final = 1000
-_COLUMN_BYTES: Final = 64 * 2**20
+_CACHED_COLUMN_BYTES: Final = 64 * 2**20
+_CACHED_CHUNKS: Final = 100_000
 
 
 class SqlStore(ABC):
@@ -72,7 +73,7 @@ class SqlStore(ABC):
         self._seal_lock = Lock()
         self._append_bytes = 0
         self._engine: Engine | None = None
-        self._columns = ColumnCache(_COLUMN_BYTES)
+        self._chunks = ChunkCache(_CACHED_COLUMN_BYTES, _CACHED_CHUNKS)
         self._newest: LRUCache[str, tuple[object, LatestPoint | None]] = LRUCache(_CACHED_RUNS)
         self._newest_lock = Lock()
         self._replicas = Replicas()
@@ -280,14 +281,14 @@ class SqlStore(ABC):
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""
         with self._reading() as connection:
-            return reading.read_model_points(connection, [run_id], keys, selection, self._columns)[run_id]
+            return reading.read_model_points(connection, [run_id], keys, selection, self._chunks)[run_id]
 
     def layer_points(
         self, run_id: str, keys: Collection[str], selection: Selection, layers: Sequence[str] | None = None
     ) -> Points:
         """Totals by layer, only those of `keys`, only these layers (None: all)."""
         with self._reading() as connection:
-            return reading.read_layer_points(connection, [run_id], keys, selection, layers)[run_id]
+            return reading.read_layer_points(connection, [run_id], keys, selection, self._chunks, layers)[run_id]
 
     def points_of(
         self,
@@ -299,8 +300,8 @@ class SqlStore(ABC):
         """The model's totals of several runs, or those of one layer."""
         with self._reading() as connection:
             if layer is None:
-                return reading.read_model_points(connection, run_ids, keys, selection, self._columns)
-            return reading.read_layer_points(connection, run_ids, keys or (), selection, [layer])
+                return reading.read_model_points(connection, run_ids, keys, selection, self._chunks)
+            return reading.read_layer_points(connection, run_ids, keys or (), selection, self._chunks, [layer])
 
     def scalar_points(
         self, run_id: str, names: Collection[str] | None, selection: Selection
@@ -321,7 +322,7 @@ class SqlStore(ABC):
         with self._reading() as connection:
             records = runs.read_records(connection, run_ids)
             views = read_views(connection, run_ids)
-            points = reading.model_points_of(connection, views, None, selection, self._columns)
+            points = reading.model_points_of(connection, views, None, selection, self._chunks)
             logged = scalars.read_newest_scalars(connection, views, newest)
         return {
             run_id: ComparedRecord(record, points[run_id], logged[run_id]) for run_id, record in records.items()
@@ -379,7 +380,7 @@ class SqlStore(ABC):
                 known = self._newest.get(run_id)
             if known is not None and known[0] == state:
                 return known[1]
-            point = reading.read_latest(connection, run_id, self._stale_after_seconds)
+            point = reading.read_latest(connection, run_id, self._stale_after_seconds, self._chunks)
         with self._newest_lock:
             self._newest[run_id] = (state, point)
         return point

@@ -19,10 +19,14 @@ Streams = Mapping[str, StreamRecord]
 def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]) -> FloatArray:
     """Model totals [keys, rows]; NaN where a row's stream does not declare the key."""
     values = np.full((len(keys), len(rows)), np.nan)
+    declared: dict[tuple[str, ...], list[IntArray]] = defaultdict(list)
     for (stream_id, count), members in _alike(rows, "statistic_count"):
+        declared[streams[stream_id].statistics[:count]].append(members)
+    for statistics, parts in declared.items():
+        members = np.concatenate(parts)
         data = b"".join(rows[i].model for i in members.tolist())
-        block = np.frombuffer(data, dtype="<f8").reshape(len(members), count)
-        for target, source in _columns(keys, streams[stream_id].statistics[:count]):
+        block = np.frombuffer(data, dtype="<f8").reshape(len(members), len(statistics))
+        for target, source in _columns(keys, statistics):
             values[target, members] = block[:, source]
     return values
 

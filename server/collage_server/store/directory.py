@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Final, NamedTuple
 
+from cachetools import LRUCache
 from sqlalchemy import Connection, case, func, select
 
 from collage_server.store import schema
 
-__all__ = ["LEVELS", "ChunkInfo", "read_chunk_infos"]
+__all__ = ["LEVELS", "ChunkInfo", "Directories", "read_chunk_infos"]
 
 LEVELS: Final = (1, 16, 256)
 """Measured points that one point of a level merges."""
@@ -63,3 +65,37 @@ def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str
         levels = _LEVELS_OF[fine > 0, middle > 0, coarse > 0]
         found[run_id].append(ChunkInfo(attempt, chunk, int(parts), count, first_step, last_step, levels))
     return found
+
+
+class Directories:
+    """Chunk infos kept in memory, up to a number of chunks.
+
+    Parts come only together with ranges of reports that they seal, and levels only go: as long as a run has the
+    same ranges and as many rows, its chunks are the same.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._kept: LRUCache[str, tuple[object, Sequence[ChunkInfo]]] = LRUCache(limit, getsizeof=_chunks)
+        self._lock = Lock()
+
+    def read(self, connection: Connection, sealed: Mapping[str, object]) -> dict[str, Sequence[ChunkInfo]]:
+        """What chunks each run has, oldest first; `sealed` is, by run, what tells its sealed ranges from others."""
+        table = schema.point_chunk
+        counted = select(table.c.run_id, func.count()).where(table.c.run_id.in_(sealed)).group_by(table.c.run_id)
+        counts = {row[0]: row[1] for row in connection.execute(counted)}
+        states = {run_id: (ranges, counts.get(run_id, 0)) for run_id, ranges in sealed.items()}
+        with self._lock:
+            kept = {run_id: self._kept.get(run_id) for run_id in sealed}
+        found = {run_id: held[1] for run_id, held in kept.items() if held and held[0] == states[run_id]}
+        if missing := [run_id for run_id in sealed if run_id not in found]:
+            fresh = read_chunk_infos(connection, missing)
+            found |= fresh
+            with self._lock:
+                for run_id, infos in fresh.items():
+                    if len(infos) < self._kept.maxsize:
+                        self._kept[run_id] = (states[run_id], infos)
+        return found
+
+
+def _chunks(kept: tuple[object, Sequence[ChunkInfo]]) -> int:
+    return 1 + len(kept[1])

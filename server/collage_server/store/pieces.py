@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from collage_monitor.statistics import reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.contract import FloatArray, IntArray, Points, Selection
 
-__all__ = ["Piece", "join"]
+__all__ = ["Piece", "join", "taken"]
 
 _COUNTED = ("first_steps", "steps", "times", "ranks", "counts")
 
@@ -32,53 +34,86 @@ class Piece:
     extremes: dict[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
 
+_Points = TypeVar("_Points", Piece, Points)
+
+
 def join(
-    pieces: Sequence[Piece],
-    bound: Callable[[int], int],
+    pieces: Mapping[str, Sequence[Piece]],
+    bound: Callable[[str, int], int],
     selection: Selection,
-    world_size: int,
+    world_sizes: Mapping[str, int],
     layers: Sequence[str] | None = None,
-) -> Points:
-    """All visible points of the pieces in order of their steps; parts of one step are merged as shards.
+) -> dict[str, Points]:
+    """All visible points of each run's pieces in order of their steps; parts of one step are merged as shards.
 
-    A point is visible before `bound(attempt)`; of attempts that share a step only the newest counts.
+    A point is visible before `bound(run_id, attempt)`; of attempts that share a step only the newest counts. Runs
+    with the same columns are put together in one pass: their points are slices of common arrays.
     """
-    pieces = sorted((piece for piece in pieces if len(piece.steps)), key=lambda piece: int(piece.steps[0]))
-    arrays = {name: _concatenate([getattr(piece, name) for piece in pieces], name) for name in _COUNTED}
-    whole = _in_order(pieces, arrays["steps"], bound, selection)
-    order = None if whole else _visible_order(pieces, arrays["steps"], bound, selection)
-    tail = () if layers is None else (len(layers),)
-
-    def picked(parts: list[FloatArray]) -> FloatArray:
-        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return joined if order is None else joined[order]
-
-    missing = [np.full((len(piece.steps), *tail), np.nan) for piece in pieces]
-    totals = {
-        key: picked([piece.totals.get(key, gap) for piece, gap in zip(pieces, missing, strict=True)])
-        for key in dict.fromkeys(key for piece in pieces for key in piece.totals)
+    ordered = {
+        run_id: sorted((piece for piece in members if len(piece.steps)), key=lambda piece: int(piece.steps[0]))
+        for run_id, members in pieces.items()
     }
-    extremes = {
-        key: (
-            picked([piece.extremes.get(key, (gap, gap))[0] for piece, gap in zip(pieces, missing, strict=True)]),
-            picked([piece.extremes.get(key, (gap, gap))[1] for piece, gap in zip(pieces, missing, strict=True)]),
-        )
-        for key in dict.fromkeys(key for piece in pieces for key in piece.extremes)
-    }
-    points = Points(
-        **(arrays if order is None else {name: values[order] for name, values in arrays.items()}),
-        world_size=world_size,
-        totals=with_variance_product_roots(totals),
-        extremes=extremes,
+    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
+    for run_id, members in ordered.items():
+        totals = tuple(dict.fromkeys(key for piece in members for key in piece.totals))
+        extremes = tuple(dict.fromkeys(key for piece in members for key in piece.extremes))
+        alike[totals, extremes].append(run_id)
+    found = {}
+    for (totals, extremes), run_ids in alike.items():
+        table = _table([piece for run_id in run_ids for piece in ordered[run_id]], totals, extremes, layers)
+        start = 0
+        for run_id in run_ids:
+            stop = start + sum(len(piece.steps) for piece in ordered[run_id])
+            own = replace(taken(table, slice(start, stop)), world_size=world_sizes[run_id])
+            found[run_id] = _visible(own, ordered[run_id], partial(bound, run_id), selection)
+            start = stop
+    return {run_id: found[run_id] for run_id in pieces}
+
+
+def taken(points: _Points, which: slice | IntArray) -> _Points:
+    """Some of the points; with a slice, in the same memory."""
+    counted: dict[str, Any] = {name: getattr(points, name)[which] for name in _COUNTED}
+    totals = {key: values[which] for key, values in points.totals.items()}
+    extremes = {key: (low[which], high[which]) for key, (low, high) in points.extremes.items()}
+    return replace(points, **counted, totals=totals, extremes=extremes)
+
+
+def _table(
+    pieces: Sequence[Piece], totals: Sequence[str], extremes: Sequence[str], layers: Sequence[str] | None
+) -> Points:
+    """The pieces one after the other; NaN where one lacks a total."""
+    counted: dict[str, Any] = {name: _concatenate([getattr(p, name) for p in pieces], name) for name in _COUNTED}
+    shape = () if layers is None else (len(layers),)
+
+    def column(values: Iterable[FloatArray | None]) -> FloatArray:
+        parts = [
+            np.full((len(piece.steps), *shape), np.nan) if array is None else array
+            for piece, array in zip(pieces, values, strict=True)
+        ]
+        return _concatenate(parts, "")
+
+    joined = {key: column(piece.totals.get(key) for piece in pieces) for key in totals}
+    nothing = (None, None)
+    pairs = {key: [piece.extremes.get(key, nothing) for piece in pieces] for key in extremes}
+    return Points(
+        **counted,
+        world_size=1,
+        totals=with_variance_product_roots(joined),
+        extremes={key: (column(a for a, _ in both), column(b for _, b in both)) for key, both in pairs.items()},
         layers=list(layers or ()),
     )
-    return points if whole else _merge_equal_steps(points)
 
 
 def _concatenate(parts: list[NDArray[Any]], name: str) -> NDArray[Any]:
     if parts:
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
     return np.zeros(0, dtype=np.float64 if name == "times" else np.int64)
+
+
+def _visible(points: Points, pieces: Sequence[Piece], bound: Callable[[int], int], selection: Selection) -> Points:
+    if _in_order(pieces, points.steps, bound, selection):
+        return points
+    return _merge_equal_steps(taken(points, _visible_order(pieces, points.steps, bound, selection)))
 
 
 def _in_order(pieces: Sequence[Piece], steps: IntArray, bound: Callable[[int], int], selection: Selection) -> bool:

@@ -27,6 +27,8 @@ def ranges_to_json(ranges: Ranges) -> str:
 
 def contains(ranges: Ranges, number: int) -> bool:
     """Whether one of the ranges holds the number."""
+    if not ranges or number > ranges[-1][1]:
+        return False
     index = bisect_left(ranges, (number + 1,)) - 1
     return index >= 0 and number <= ranges[index][1]
 

@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 
 from collage_server.errors import Unprocessable
 from collage_server.store import unsealed
+from collage_server.store.chunk_cache import ChunkCache
 from collage_server.store.chunks import (
     Chunks,
     PointRows,
@@ -23,10 +24,8 @@ from collage_server.store.chunks import (
     read_model_data,
     read_point_rows,
 )
-from collage_server.store.column_cache import ColumnCache
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.contributors import rank_contributed
-from collage_server.store.directory import read_chunk_infos
 from collage_server.store.latest import newest_measured_step
 from collage_server.store.pieces import Piece, join
 from collage_server.store.read_plan import ReadPlan, plan_read
@@ -50,11 +49,11 @@ def read_model_points(
     run_ids: Sequence[str],
     wanted: Collection[str] | None,
     selection: Selection,
-    columns: ColumnCache | None = None,
+    cache: ChunkCache,
 ) -> dict[str, Points]:
     """The whole model's totals by run, from model vectors alone where replicas allow it."""
     views = read_views(connection, run_ids, _needed(wanted, selection))
-    return model_points_of(connection, views, wanted, selection, columns)
+    return model_points_of(connection, views, wanted, selection, cache)
 
 
 def model_points_of(
@@ -62,20 +61,20 @@ def model_points_of(
     views: Views,
     wanted: Collection[str] | None,
     selection: Selection,
-    columns: ColumnCache | None = None,
+    cache: ChunkCache,
 ) -> dict[str, Points]:
     """The same for runs that are looked at already."""
-    plans = _plans(connection, views, selection, mixed=[run for run, view in views.items() if view.mixed])
+    plans = _plans(connection, views, selection, cache, mixed=[run for run, view in views.items() if view.mixed])
     pieces: Pieces = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
-        known = None if level == 1 or selection.rank is not None else columns
+        known = None if level == 1 or selection.rank is not None else cache
         for run_id, found in _known_model(
             connection, views, plans, level, chunks, wanted, selection, known
         ).items():
             pieces[run_id] += found
-    for run_id, plan in plans.items():
-        pieces[run_id] += _unsealed_model(views[run_id], plan, wanted)
-    return {run_id: join(pieces[run_id], view.bound, selection, view.world_size) for run_id, view in views.items()}
+    for run_id, unsealed_pieces in _unsealed_model(views, plans, wanted).items():
+        pieces[run_id] += unsealed_pieces
+    return _joined(views, pieces, selection)
 
 
 def _known_model(
@@ -86,11 +85,11 @@ def _known_model(
     chunks: Chunks,
     wanted: Collection[str] | None,
     selection: Selection,
-    columns: ColumnCache | None,
+    cache: ChunkCache | None,
 ) -> Pieces:
     """`sealed_model`, of what is not in memory."""
     chosen = {run_id: views[run_id] for run_id, _ in chunks}
-    if columns is None:
+    if cache is None:
         return sealed_model(connection, chosen, level, chunks, wanted, selection)
     places = {owner: (owner, level, plans[owner[0]].infos[owner[1], level]) for owner in chunks}
     found: Pieces = {run_id: [] for run_id in chosen}
@@ -100,7 +99,7 @@ def _known_model(
         entries = views[owner[0]].entries
         totals = _keys({owner[0]: views[owner[0]]}, wanted, None, level)
         shown = metric if metric is not None and minimum_key(metric) in entries else None
-        piece = columns.known(places[owner], totals, shown)
+        piece = cache.known(places[owner], totals, shown)
         if piece is None:
             missing[owner] = numbers
         else:
@@ -110,7 +109,7 @@ def _known_model(
         for run_id, read in sealed_model(connection, left, level, missing, wanted, selection).items():
             found[run_id] += read
             for piece in read:
-                columns.keep(places[run_id, piece.attempt], piece)
+                cache.keep(places[run_id, piece.attempt], piece)
     return found
 
 
@@ -119,6 +118,7 @@ def read_layer_points(
     run_ids: Sequence[str],
     wanted: Collection[str],
     selection: Selection,
+    cache: ChunkCache,
     layers: Sequence[str] | None = None,
 ) -> dict[str, Points]:
     """Totals by layer: of each block only the asked statistics and layers are kept.
@@ -128,7 +128,7 @@ def read_layer_points(
     views = read_views(connection, run_ids, _needed(wanted, selection))
     chosen = chosen_layers(connection, views, layers)
     positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
-    plans = _plans(connection, views, selection, mixed=views)
+    plans = _plans(connection, views, selection, cache, mixed=views)
     if selection.rank is not None:
         _check_one_rank(views, selection.rank)
     pieces: Pieces = {run_id: [] for run_id in views}
@@ -139,10 +139,15 @@ def read_layer_points(
             pieces[run_id] += more
     for run_id, plan in plans.items():
         pieces[run_id] += _unsealed_layers(views[run_id], plan, wanted, positions[run_id])
-    return {
-        run_id: join(pieces[run_id], view.bound, selection, view.world_size, list(chosen[run_id]))
-        for run_id, view in views.items()
-    }
+    names = list(next(iter(chosen.values())))
+    return _joined(views, pieces, selection, names)
+
+
+def _joined(
+    views: Views, pieces: Pieces, selection: Selection, layers: Sequence[str] | None = None
+) -> dict[str, Points]:
+    sizes = {run_id: view.world_size for run_id, view in views.items()}
+    return join(pieces, lambda run_id, attempt: views[run_id].bound(attempt), selection, sizes, layers)
 
 
 def _needed(wanted: Collection[str] | None, selection: Selection) -> list[str] | None:
@@ -154,12 +159,12 @@ def _needed(wanted: Collection[str] | None, selection: Selection) -> list[str] |
 
 
 def _plans(
-    connection: Connection, views: Views, selection: Selection, mixed: Collection[str]
+    connection: Connection, views: Views, selection: Selection, cache: ChunkCache, mixed: Collection[str]
 ) -> dict[str, ReadPlan]:
     """What is read of each run; of those in `mixed` the journal's layers, else its model vectors."""
     for view in views.values():
         view.check_rank(selection.rank)
-    infos = read_chunk_infos(connection, list(views))
+    infos = cache.directories.read(connection, {run_id: view.sealed_ranges for run_id, view in views.items()})
     plain = {run_id: view for run_id, view in views.items() if run_id not in mixed}
     rows = unsealed.journal_rows(connection, plain, selection, layers=False)
     rows |= unsealed.journal_rows(
@@ -176,15 +181,25 @@ def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
     return dict(levels)
 
 
-def _unsealed_model(view: RunView, plan: ReadPlan, wanted: Collection[str] | None) -> Iterable[Piece]:
-    keys = view.statistics(wanted)
-    for attempt, members in plan.rows.items():
-        known = plan.known.get(attempt, {})
-        if view.mixed:
-            positions = np.array(list(view.layers.values()), dtype=np.int64)
-            yield unsealed.model_of(unsealed.layer_piece(view, attempt, members, keys, positions, known))
-        else:
-            yield unsealed.model_piece(view, attempt, members, keys, known)
+def _unsealed_model(views: Views, plans: Mapping[str, ReadPlan], wanted: Collection[str] | None) -> Pieces:
+    found: Pieces = {run_id: [] for run_id in views}
+    alone = {}
+    for run_id, plan in plans.items():
+        view = views[run_id]
+        for attempt, rows in plan.rows.items():
+            known = plan.known.get(attempt, {})
+            keys = view.statistics(wanted)
+            if view.mixed:
+                positions = np.array(list(view.layers.values()), dtype=np.int64)
+                piece = unsealed.layer_piece(view, attempt, rows, keys, positions, known)
+                found[run_id].append(unsealed.model_of(piece))
+            elif unsealed.alone(rows, known):
+                alone[run_id, attempt] = rows
+            else:
+                found[run_id].append(unsealed.model_piece(view, attempt, rows, keys, known))
+    for (run_id, _), piece in unsealed.model_pieces(views, alone, wanted).items():
+        found[run_id].append(piece)
+    return found
 
 
 def _unsealed_layers(
@@ -321,17 +336,19 @@ def _pieces(views: Views, level: int, points: PointRows, keys: Sequence[str], va
     return pieces
 
 
-def read_latest(connection: Connection, run_id: str, stale_after_seconds: float) -> LatestPoint | None:
+def read_latest(
+    connection: Connection, run_id: str, stale_after_seconds: float, cache: ChunkCache
+) -> LatestPoint | None:
     """The newest measured step that every live rank has reached, with the model's totals."""
     view = RunView(connection, run_id)
     step = newest_measured_step(connection, run_id, view.bounds, stale_after_seconds)
     if step is None:
-        steps = read_model_points(connection, [run_id], ("measured_steps",), Selection())[run_id].steps
+        steps = read_model_points(connection, [run_id], ("measured_steps",), Selection(), cache)[run_id].steps
         if not len(steps):
             return None
         step = int(steps[-1])
     at = Selection(first_step=step, last_step=step)
-    points = read_model_points(connection, [run_id], None, at)[run_id]
+    points = read_model_points(connection, [run_id], None, at, cache)[run_id]
     if not len(points.steps):
         return None
     return LatestPoint(step, float(points.times[0]), {key: values[0] for key, values in points.totals.items()})

@@ -49,7 +49,7 @@ class RunView:
         newest = max((record.attempt for record in rows.streams), default=0)
         sizes = (record.world_size for record in rows.streams if record.attempt == newest)
         self.world_size = max(sizes, default=1)
-        self._sealed = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
+        self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
         self._scalars = rows.scalars
 
     def check_rank(self, rank: int | None) -> None:
@@ -62,7 +62,7 @@ class RunView:
 
     def sealed(self, stream_id: str, seq: int) -> bool:
         """Whether this report stands in chunks; its journal row, if still there, is about to go."""
-        return contains(self._sealed.get(stream_id, ()), seq)
+        return contains(self.sealed_ranges.get(stream_id, ()), seq)
 
     def logged(self) -> list[tuple[str, str]]:
         """(stream_id, name) of everything that was logged."""

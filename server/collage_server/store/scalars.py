@@ -15,9 +15,9 @@ from sqlalchemy import Connection, Row, TextClause, select, text
 from collage_server.store import schema
 from collage_server.store.assemble import Places, group_steps, visible
 from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
-from collage_server.store.journal import read_reports
 from collage_server.store.rows import scalars_from_json
 from collage_server.store.run_view import RunView, read_views
+from collage_server.store.unsealed import waiting_rows
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
 
@@ -31,14 +31,12 @@ class _Values:
     """Values of one name on one stream, gathered in the order in which they count: later ones win."""
 
     stream: StreamRecord
-    steps: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
     parts: list[FloatArray] = field(default_factory=list)
+    single: list[tuple[int, float, float]] = field(default_factory=list)
 
     def table(self) -> FloatArray:
         """[3][values]: steps, times, values, one column a step, the last word on it."""
-        tail = np.array([self.steps, self.times, self.values], dtype=np.float64).reshape(3, -1)
+        tail = np.array(self.single, dtype=np.float64).reshape(-1, 3).T
         joined = np.concatenate([*self.parts, tail], axis=1)
         if np.all(joined[0][1:] > joined[0][:-1]):
             return joined
@@ -161,22 +159,15 @@ def _read_journal(
     selection: Selection,
     found: dict[str, dict[tuple[str, str], _Values]],
 ) -> None:
-    rows = []
-    for slab in read_reports(connection, list(views), _COLUMNS, "scalars", selection):
-        for row in slab:
-            view = views[row.run_id]
-            stream = view.streams.get(row.stream_id)
-            wanted = stream is not None and selection.rank in (None, stream.rank)
-            if wanted and not view.sealed(row.stream_id, row.seq):
-                rows.append(row)
-    for row in sorted(rows, key=lambda row: row.seq):
+    waiting = waiting_rows(connection, views, _COLUMNS, "scalars", selection)
+    for stream, row in sorted(waiting, key=lambda pair: pair[1].seq):
+        held = found[stream.run_id]
         for name, value in scalars_from_json(row.scalars).items():
             if names is None or name in names:
-                stream = views[row.run_id].streams[row.stream_id]
-                values = found[row.run_id].setdefault((name, row.stream_id), _Values(stream))
-                values.steps.append(row.step)
-                values.times.append(row.time)
-                values.values.append(value)
+                values = held.get((name, stream.stream_id))
+                if values is None:
+                    values = held[name, stream.stream_id] = _Values(stream)
+                values.single.append((row.step, row.time, value))
 
 
 def _of_one_stream(view: RunView, values: _Values, selection: Selection) -> ScalarPoints:

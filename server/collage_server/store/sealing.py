@@ -245,7 +245,7 @@ def _as_piece(plan: SealPlan, part: _Level, totals: Mapping[str, FloatArray]) ->
 
 
 def _whole(pieces: Sequence[Piece], layers: Sequence[str] | None = None) -> Piece:
-    points = join(pieces, lambda _: UNBOUNDED, Selection(), 1, layers)
+    points = join({"": pieces}, lambda *_: UNBOUNDED, Selection(), {"": 1}, layers)[""]
     return Piece(
         pieces[0].attempt,
         points.first_steps,

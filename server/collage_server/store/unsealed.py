@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,23 @@ from sqlalchemy import Connection, Row
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.assemble import Places, group_steps, merge_rows, visible
-from collage_server.store.contract import FloatArray, IntArray, Selection
+from collage_server.store.contract import FloatArray, IntArray, Selection, StreamRecord
 from collage_server.store.contributors import Contributors
 from collage_server.store.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal import read_reports
-from collage_server.store.pieces import Piece
+from collage_server.store.pieces import Piece, taken
 from collage_server.store.run_view import RunView
 
-__all__ = ["journal_rows", "layer_piece", "model_of", "model_piece", "seen_rows"]
+__all__ = [
+    "alone",
+    "journal_rows",
+    "layer_piece",
+    "model_of",
+    "model_piece",
+    "model_pieces",
+    "seen_rows",
+    "waiting_rows",
+]
 
 _PLACE = ("run_id", "stream_id", "seq", "step", "time")
 _MODEL = (*_PLACE, "statistic_count", "model")
@@ -33,23 +43,32 @@ def journal_rows(
     """Unsealed measured rows by run and attempt, with the columns that `layer_piece` or `model_piece` needs."""
     columns, present = (_LAYERS, "statistics") if layers else (_MODEL, "model")
     found: dict[str, dict[int, list[Row[Any]]]] = {run_id: defaultdict(list) for run_id in views}
+    for stream, row in waiting_rows(connection, views, columns, present, selection):
+        found[stream.run_id][stream.attempt].append(row)
+    return found
+
+
+def waiting_rows(
+    connection: Connection, views: Mapping[str, RunView], columns: Sequence[str], present: str, selection: Selection
+) -> Iterator[tuple[StreamRecord, Row[Any]]]:
+    """Rows that stand in no chunk yet, with their streams; `columns` begin with run_id, stream_id and seq."""
+    streams = {name: stream for view in views.values() for name, stream in view.streams.items()}
     for slab in read_reports(connection, list(views), columns, present, selection):
         for row in slab:
-            view = views[row.run_id]
-            stream = view.streams.get(row.stream_id)
-            wanted = stream is not None and selection.rank in (None, stream.rank)
-            if stream is not None and wanted and not view.sealed(row.stream_id, row.seq):
-                found[row.run_id][stream.attempt].append(row)
-    return found
+            run_id, stream_id, seq, *_ = row
+            stream = streams.get(stream_id)
+            if stream is None or selection.rank not in (None, stream.rank):
+                continue
+            if not views[run_id].sealed(stream_id, seq):
+                yield stream, row
 
 
 def model_piece(
     view: RunView, attempt: int, rows: Sequence[Row[Any]], keys: Sequence[str], known: Contributors
 ) -> Piece:
     """Rows of one attempt merged to the model's totals by step."""
-
-    if _alone(view, rows, known):
-        return _piece_of_one(attempt, rows, dict(zip(keys, decode_model(view.streams, rows, keys), strict=True)))
+    if alone(rows, known):
+        return model_pieces({view.run_id: view}, {(view.run_id, attempt): rows}, keys)[view.run_id, attempt]
 
     def replicas(stream_id: str) -> FloatArray:
         return np.array(model_replica(view.streams[stream_id]))
@@ -58,6 +77,29 @@ def model_piece(
     return _piece(
         view, attempt, rows, dict(zip(keys, decode_model(view.streams, rows, keys), strict=True)), known, replicas
     )
+
+
+def model_pieces(
+    views: Mapping[str, RunView],
+    waiting: Mapping[tuple[str, int], Sequence[Row[Any]]],
+    wanted: Collection[str] | None,
+) -> dict[tuple[str, int], Piece]:
+    """The same of rows that stand `alone`, by run and attempt: all of them are decoded together."""
+    alike: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
+    for owner in waiting:
+        alike[tuple(views[owner[0]].statistics(wanted))].append(owner)
+    found = {}
+    for keys, owners in alike.items():
+        streams = {name: stream for run_id, _ in owners for name, stream in views[run_id].streams.items()}
+        rows = [row for owner in owners for row in waiting[owner]]
+        totals = dict(zip(keys, decode_model(streams, rows, keys), strict=True))
+        whole = _piece_of_one(0, rows, totals)
+        start = 0
+        for owner in owners:
+            stop = start + len(waiting[owner])
+            found[owner] = replace(taken(whole, slice(start, stop)), attempt=owner[1])
+            start = stop
+    return found
 
 
 def layer_piece(
@@ -69,7 +111,7 @@ def layer_piece(
     known: Contributors,
 ) -> Piece:
     """Rows of one attempt merged to totals by step and layer."""
-    if _alone(view, rows, known):
+    if alone(rows, known):
         blocks = decode_layers(view.streams, rows, keys, positions)
         return _piece_of_one(attempt, rows, dict(zip(keys, blocks, strict=True)))
     cache: dict[str, FloatArray] = {}
@@ -84,7 +126,7 @@ def layer_piece(
     return _piece(view, attempt, rows, dict(zip(keys, blocks, strict=True)), known, replicas)
 
 
-def _alone(view: RunView, rows: Sequence[Row[Any]], known: Contributors) -> bool:
+def alone(rows: Sequence[Row[Any]], known: Contributors) -> bool:
     """Whether one stream reported every step once, and nothing of it is sealed: nothing is to be merged."""
     alike = len({row.stream_id for row in rows}) == 1
     return alike and not known and all(a.step < b.step for a, b in itertools.pairwise(rows))

@@ -1,4 +1,4 @@
-"""Coarse columns of closed chunks, kept in memory: every curve of a run reads the same few.
+"""Kept in memory: which chunks runs have, and their coarse columns. Every curve of a run reads the same few.
 
 A column is known by what the reader's snapshot says of its chunks: sealing a late part or dropping a level changes
 that, and what was kept is not found any more.
@@ -15,15 +15,20 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
+from collage_server.store.directory import Directories
 from collage_server.store.pieces import Piece
 
-__all__ = ["ColumnCache"]
+__all__ = ["ChunkCache"]
 
 
-class ColumnCache:
-    """Pieces of runs with the columns read so far; the least recently used dropped beyond a number of bytes."""
+class ChunkCache:
+    """Pieces of runs with the columns read so far; the least recently used dropped beyond a number of bytes.
 
-    def __init__(self, limit_bytes: int) -> None:
+    `directories` keeps up to so many chunks.
+    """
+
+    def __init__(self, limit_bytes: int, chunks: int) -> None:
+        self.directories = Directories(chunks)
         self._pieces: LRUCache[Hashable, Piece] = LRUCache(limit_bytes, getsizeof=_bytes)
         self._lock = Lock()
 
