@@ -26,6 +26,7 @@ __all__ = [
     "RejectedReport",
     "Run",
     "RunPage",
+    "RunSummary",
     "Series",
     "StreamList",
     "WorstLayer",
@@ -181,8 +182,8 @@ class Histogram(Struct, kw_only=True, frozen=True):
     counts: Values
 
 
-class ComparedRun(Struct, kw_only=True, frozen=True):
-    """One run of a comparison: its curve, its metrics merged over all measured steps, its last scalars.
+class RunSummary(Struct, kw_only=True, frozen=True):
+    """One run of a comparison, without its curve: its metrics merged over all measured steps, its last scalars.
 
     `mean_scalars` are means over the last 20 logged values. `reports` counts what is stored.
     """
@@ -194,10 +195,15 @@ class ComparedRun(Struct, kw_only=True, frozen=True):
     state: str
     last_step: int | None
     reports: int
-    series: Series
     merged: dict[str, Number | None]
     scalars: dict[str, LoggedScalar]
     mean_scalars: dict[str, Number]
+
+
+class ComparedRun(RunSummary, kw_only=True, frozen=True):
+    """One run of a comparison with its curve."""
+
+    series: Series
 
 
 class Comparison(Struct, kw_only=True, frozen=True):

@@ -42,9 +42,9 @@ def from_number(value: Number) -> float:
     return float(value)
 
 
-def undefined_to_none(values: NDArray[np.float64]) -> list[float | Number | None]:
+def undefined_to_none(values: NDArray[np.float64] | NDArray[np.int64]) -> list[Number | None]:
     """A one-dimensional array of finished metrics for JSON: NaN is undefined, so null; infinities are strings."""
-    numbers: list[float | Number | None] = values.tolist()
+    numbers: list[Number | None] = values.tolist()
     for index in np.flatnonzero(~np.isfinite(values)).tolist():
         numbers[index] = None if math.isnan(values[index]) else to_number(float(values[index]))
     return numbers

@@ -79,6 +79,22 @@ def test_in_a_comparison_only_the_run_that_changed_is_read_again(server, monkeyp
     assert [run.reports for run in answer.runs] == [6, 5]
 
 
+def test_another_curve_of_the_same_runs_reads_only_the_curve(server, monkeypatch):
+    server.filled("r1", "s1")
+    server.filled("r2", "s2")
+    paths = [f"/compare?run=r1&run=r2&{more}" for more in ("metric=edq_ratio", "metric=grad_norm&points=2")]
+    with monkeypatch.context() as patch:
+        alone = wire.decode_message(fetch(server, paths[1]).content, wire.Comparison, wire.JSON)
+        server.reports([report(9, 70)], "s1")
+        first = wire.decode_message(fetch(server, paths[0]).content, wire.Comparison, wire.JSON)
+        patch.setattr(server.app.state.components.store, "compared", lambda *_: 1 / 0)
+        second = wire.decode_message(fetch(server, paths[1]).content, wire.Comparison, wire.JSON)
+    assert [run.reports for run in second.runs] == [6, 5]
+    assert [run.merged for run in second.runs] == [run.merged for run in first.runs]
+    assert second.runs[0].merged != alone.runs[0].merged
+    assert second.runs[1] == alone.runs[1]
+
+
 def test_names_states_and_attempts_change_an_answer_too(server, clock):
     server.filled("r1", "s1")
     path = "/compare?run=r1&metric=edq_ratio"

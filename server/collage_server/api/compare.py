@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from collage_monitor.metrics import SCALARS
 from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
-from collage_server.api.cache import respond, revisions_of
+from collage_server.api.cache import Revisions, respond, revisions_of
 from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
@@ -50,8 +50,11 @@ def compare(
         keys = {run_id: ("compare", run_id, asked, revision) for run_id, revision in revisions.items()}
         answers = {run_id: components.answers.known(key) for run_id, key in keys.items()}
         missing = [run_id for run_id, known in answers.items() if known is None]
-        for compared in _compared(components, missing, asked) if missing else ():
-            answers[compared.run_id] = components.answers.keep(keys[compared.run_id], compared)
+        if missing:
+            summaries = _summaries(components, {run_id: revisions[run_id] for run_id in missing})
+            for run_id, series in _series(components, missing, asked).items():
+                compared = queries.compared_run(summaries[run_id], series)
+                answers[run_id] = components.answers.keep(keys[run_id], compared)
         return {"metric": metric, "axis": axis, "runs": list(answers.values())}
 
     return respond(request, revisions, make, keep=False)
@@ -75,25 +78,37 @@ def _check(components: Components, run_ids: Sequence[str], asked: _Asked) -> Non
         parameters.known_scalars(asked.metric, list(components.store.records(run_ids).values()))
 
 
-def _compared(components: Components, run_ids: list[str], asked: _Asked) -> Iterator[wire.ComparedRun]:
-    """Runs read together: what each has costs, the number of statements does not grow."""
-    store = components.store
-    shown = asked.metric if parameters.is_metric(asked.metric) and asked.layer is None else None
-    selection = Selection(points=asked.points if shown else 1, extremes_of=shown)
-    runs = store.compared(run_ids, selection, queries.MEAN_OF_LAST)
-    positions = parameters.positions_of(components, run_ids, asked.axis)
-    model = {run_id: held.points for run_id, held in runs.items()}
-    if shown is not None:
-        series = queries.metric_series(shown, model, asked.points, positions)
-    elif asked.layer is None:
-        series = _scalars(store, run_ids, asked, positions)
-    else:
-        series = _layers(store, run_ids, asked, asked.layer, positions)
-    merged = queries.merged_metrics(model)
-    now, stale_after = components.clock(), components.settings.stale_after_seconds
+def _summaries(components: Components, revisions: Revisions) -> dict[str, wire.RunSummary]:
+    """What is shown beside the curves, whichever they are: kept until the run changes."""
+    keys = {run_id: ("summary", run_id, revision) for run_id, revision in revisions.items()}
+    kept = {run_id: components.answers.known(key) for run_id, key in keys.items()}
+    found = {
+        run_id: wire.decode_message(bytes(raw), wire.RunSummary, wire.JSON)
+        for run_id, raw in kept.items()
+        if raw is not None
+    }
+    if not (missing := [run_id for run_id in keys if run_id not in found]):
+        return found
+    runs = components.store.compared(missing, queries.MEAN_OF_LAST)
+    merged = queries.merged_metrics({run_id: held.points for run_id, held in runs.items()})
     for run_id, held in runs.items():
-        state = queries.state_of(held.record, now, stale_after)
-        yield queries.compared_run(held.record, state, series[run_id], merged[run_id], held.newest)
+        _, state = revisions[run_id]
+        found[run_id] = queries.run_summary(held.record, state, merged[run_id], held.newest)
+        components.answers.keep(keys[run_id], found[run_id])
+    return found
+
+
+def _series(components: Components, run_ids: list[str], asked: _Asked) -> SeriesOf:
+    """Curves read together: what each run has costs, the number of statements does not grow."""
+    positions = parameters.positions_of(components, run_ids, asked.axis)
+    if not parameters.is_metric(asked.metric):
+        return _scalars(components.store, run_ids, asked, positions)
+    selection = Selection(points=asked.points, extremes_of=asked.metric)
+    needed = queries.statistics_for(asked.metric)
+    points = components.store.points_of(run_ids, needed, selection, asked.layer)
+    if asked.layer is not None:
+        points = {run_id: parameters.one_layer(held) for run_id, held in points.items()}
+    return queries.metric_series(asked.metric, points, asked.points, positions, asked.layer)
 
 
 def _scalars(store: Store, run_ids: list[str], asked: _Asked, positions: PositionsOf) -> SeriesOf:
@@ -102,10 +117,3 @@ def _scalars(store: Store, run_ids: list[str], asked: _Asked, positions: Positio
         run_id: queries.scalar_series(run_id, asked.metric, points, asked.points, positions[run_id])
         for run_id, points in logged.items()
     }
-
-
-def _layers(store: Store, run_ids: list[str], asked: _Asked, layer: str, positions: PositionsOf) -> SeriesOf:
-    selection = Selection(points=asked.points, extremes_of=asked.metric)
-    measured = store.points_of(run_ids, queries.statistics_for(asked.metric), selection, layer)
-    one = {run_id: parameters.one_layer(points) for run_id, points in measured.items()}
-    return queries.metric_series(asked.metric, one, asked.points, positions, layer)

@@ -1,7 +1,7 @@
 """From stored points to answers: pure functions, no database, no web."""
 
 from collage_server.queries.clipping import CLIP_RATIO, UNCLIPPED, clip_ratio
-from collage_server.queries.compare import MEAN_OF_LAST, compared_run, merged_metrics
+from collage_server.queries.compare import MEAN_OF_LAST, compared_run, merged_metrics, run_summary
 from collage_server.queries.correlation import RunValue, correlation, last_metric, last_scalar
 from collage_server.queries.events import alert_event
 from collage_server.queries.finished import number, numbers
@@ -33,6 +33,7 @@ __all__ = [
     "number",
     "numbers",
     "run_answer",
+    "run_summary",
     "scalar_series",
     "state_at",
     "state_of",

@@ -1,4 +1,4 @@
-"""Runs of a comparison: each one's curve, its metrics merged over everything measured, its last scalars."""
+"""Runs of a comparison: each one's metrics merged over everything measured, its last scalars."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
+from msgspec import structs
 
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all, reduce_steps
@@ -14,20 +15,16 @@ from collage_server.queries.finished import number
 from collage_server.queries.side_by_side import alike
 from collage_server.store.contract import FloatArray, Points, RunRecord
 
-__all__ = ["MEAN_OF_LAST", "compared_run", "merged_metrics"]
+__all__ = ["MEAN_OF_LAST", "compared_run", "merged_metrics", "run_summary"]
 
 MEAN_OF_LAST: Final = 20
 
 
-def compared_run(
-    record: RunRecord,
-    state: str,
-    series: wire.Series,
-    merged: dict[str, Number | None],
-    newest: Mapping[str, FloatArray],
-) -> wire.ComparedRun:
+def run_summary(
+    record: RunRecord, state: str, merged: dict[str, Number | None], newest: Mapping[str, FloatArray]
+) -> wire.RunSummary:
     """The run beside others; `merged` are its metrics over everything measured, `newest` its last logged values."""
-    return wire.ComparedRun(
+    return wire.RunSummary(
         run_id=record.run_id,
         name=record.name,
         strategy=record.strategy,
@@ -35,11 +32,15 @@ def compared_run(
         state=state,
         last_step=record.last_step,
         reports=record.reports,
-        series=series,
         merged=merged,
         scalars=record.scalars,
         mean_scalars={name: _mean(values) for name, values in newest.items()},
     )
+
+
+def compared_run(summary: wire.RunSummary, series: wire.Series) -> wire.ComparedRun:
+    """The run with its curve."""
+    return wire.ComparedRun(series=series, **structs.asdict(summary))
 
 
 def merged_metrics(points: Mapping[str, Points]) -> dict[str, dict[str, Number | None]]:

@@ -43,12 +43,12 @@ def bucket_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
     # Frozen points are far coarser than asked: each is a bucket, and does not coarsen the others.
     coarsest = int(counts[counts <= 2 * size].max(initial=1))
     bucket = before // (-(-size // coarsest) * coarsest)
-    return np.flatnonzero(np.diff(bucket, prepend=-1)).astype(np.intp)
+    return np.append(0, np.flatnonzero(bucket[1:] != bucket[:-1]) + 1)
 
 
-def values(array: FloatArray) -> list[Number | None]:
+def values(array: FloatArray | NDArray[np.int64]) -> list[Number | None]:
     """A one-dimensional array for JSON: undefined is null."""
-    return list(undefined_to_none(array))
+    return undefined_to_none(array)
 
 
 def number(value: float) -> Number | None:

@@ -13,7 +13,6 @@ from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from collage_monitor.wire import Number
 from collage_server.queries.finished import bucket_starts, finished, finished_interval, values
-from collage_server.queries.needs import statistics_for
 from collage_server.queries.side_by_side import SideBySide, alike
 from collage_server.store.contract import FloatArray, IntArray, Points, ScalarPoints
 
@@ -30,10 +29,10 @@ class Positions:
     first_time: float = 0.0
     tokens: ScalarPoints | None = None
 
-    def of(self, steps: IntArray, times: FloatArray) -> FloatArray:
+    def of(self, steps: IntArray, times: FloatArray) -> FloatArray | IntArray:
         """Places of points; NaN where no tokens were logged at or before the step."""
         if self.axis == "step":
-            return steps.astype(np.float64)
+            return steps
         if self.axis == "time":
             return times - self.first_time
         if self.tokens is None or not len(self.tokens.steps):
@@ -67,9 +66,7 @@ def _series_of(
     starts = np.concatenate([at + place.start for at, place in zip(starts_of, group.places, strict=True)])
     last = np.cumsum([len(at) for at in starts_of]).tolist()
     low, high = _extremes(metric, points)
-    needed = statistics_for(metric)
-    totals = {key: values for key, values in points.totals.items() if key in needed}
-    merged = totals if len(starts) == size else reduce_steps(totals, axis=0, starts=starts)
+    merged = points.totals if len(starts) == size else reduce_steps(points.totals, axis=0, starts=starts)
     bounds = finished_interval(metric, merged)
     ends = _ends(starts, size)
     steps, times = points.steps[ends], points.times[ends]
@@ -84,18 +81,10 @@ def _series_of(
     if bounds is not None:
         columns |= {"low": values(bounds[0]), "high": values(bounds[1])}
     for run_id, world_size, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
-        yield (
-            run_id,
-            wire.Series(
-                run_id=run_id,
-                metric=metric,
-                layer=layer,
-                axis=positions[run_id].axis,
-                positions=values(positions[run_id].of(steps[a:b], times[a:b])),
-                world_size=world_size,
-                **{name: column[a:b] for name, column in columns.items()},
-            ),
-        )
+        own, axis = {name: column[a:b] for name, column in columns.items()}, positions[run_id].axis
+        placed = own["steps"] if axis == "step" else values(positions[run_id].of(steps[a:b], times[a:b]))
+        known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": world_size}
+        yield run_id, wire.Series(axis=axis, positions=placed, **known, **own)
 
 
 def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, positions: Positions) -> wire.Series:

@@ -199,7 +199,7 @@ class ScalarPoints:
 
 @dataclass(frozen=True, eq=False)
 class ComparedRecord:
-    """A run beside others: the model's points with all that was reported, and the last logged values by name."""
+    """A run beside others: all totals of its model, in few points, and the last logged values by name."""
 
     record: RunRecord
     points: Points
@@ -395,7 +395,7 @@ class Store(Protocol):
     ) -> dict[str, dict[str, ScalarPoints]]:
         """Logged values of several runs by name, read together."""
 
-    def compared(self, run_ids: Sequence[str], selection: Selection, newest: int) -> dict[str, ComparedRecord]:
+    def compared(self, run_ids: Sequence[str], newest: int) -> dict[str, ComparedRecord]:
         """What a comparison shows of each run, from one snapshot; `newest` values of each logged name."""
 
     def latest(self, run_id: str) -> LatestPoint | None:

@@ -317,12 +317,12 @@ class SqlStore(ABC):
         with self._reading() as connection:
             return scalars.read_scalar_points(connection, run_ids, names, selection)
 
-    def compared(self, run_ids: Sequence[str], selection: Selection, newest: int) -> dict[str, ComparedRecord]:
+    def compared(self, run_ids: Sequence[str], newest: int) -> dict[str, ComparedRecord]:
         """What a comparison shows of each run, from one snapshot."""
         with self._reading() as connection:
             records = runs.read_records(connection, run_ids)
             views = read_views(connection, run_ids)
-            points = reading.model_points_of(connection, views, None, selection, self._chunks)
+            points = reading.model_points_of(connection, views, None, Selection(points=1), self._chunks)
             logged = scalars.read_newest_scalars(connection, views, newest)
         return {
             run_id: ComparedRecord(record, points[run_id], logged[run_id]) for run_id, record in records.items()

@@ -42,10 +42,11 @@ def plan_read(view: RunView, rows: Rows, selection: Selection, infos: Sequence[C
     late = {(attempt, chunk) for attempt in rows for chunk in _late_chunks(attempt, rows[attempt], infos)}
     inside, cut = _inside(view, infos, selection)
     level = _level(view, inside, rows, selection)
+    fine = cut | late
     chosen: dict[tuple[int, int], list[ChunkInfo]] = defaultdict(list)
     for info in inside:
-        place = (info.attempt, info.chunk)
-        chosen[info.attempt, _held_level(info, 1 if place in cut or place in late else level)].append(info)
+        wanted = 1 if fine and (info.attempt, info.chunk) in fine else level
+        chosen[info.attempt, _held_level(info, wanted)].append(info)
     chunks = {place: [info.chunk for info in members] for place, members in chosen.items()}
     known: dict[int, Contributors] = {
         attempt: read_contributors(
@@ -65,12 +66,12 @@ def _held_level(info: ChunkInfo, wanted: int) -> int:
 
 def _without_frozen(rows: Rows, infos: Sequence[ChunkInfo]) -> Rows:
     """Without reports that came too late: their steps are frozen into coarse points."""
-    if not rows:
-        return rows
     frozen: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for info in infos:
+    for info in infos if rows else ():
         if info.frozen:
             frozen[info.attempt].append((info.first_step, info.last_step))
+    if not frozen:
+        return rows
     return {
         attempt: [row for row in members if not any(a <= row.step <= b for a, b in frozen[attempt])]
         for attempt, members in rows.items()

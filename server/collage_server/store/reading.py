@@ -188,15 +188,15 @@ def _unsealed_model(views: Views, plans: Mapping[str, ReadPlan], wanted: Collect
         view = views[run_id]
         for attempt, rows in plan.rows.items():
             known = plan.known.get(attempt, {})
-            keys = view.statistics(wanted)
-            if view.mixed:
-                positions = np.array(list(view.layers.values()), dtype=np.int64)
-                piece = unsealed.layer_piece(view, attempt, rows, keys, positions, known)
-                found[run_id].append(unsealed.model_of(piece))
-            elif unsealed.alone(rows, known):
+            if unsealed.alone(rows, known) and not view.mixed:
                 alone[run_id, attempt] = rows
+            elif not view.mixed:
+                piece = unsealed.model_piece(view, attempt, rows, view.statistics(wanted), known)
+                found[run_id].append(piece)
             else:
-                found[run_id].append(unsealed.model_piece(view, attempt, rows, keys, known))
+                positions = np.array(list(view.layers.values()), dtype=np.int64)
+                piece = unsealed.layer_piece(view, attempt, rows, view.statistics(wanted), positions, known)
+                found[run_id].append(unsealed.model_of(piece))
     for (run_id, _), piece in unsealed.model_pieces(views, alone, wanted).items():
         found[run_id].append(piece)
     return found

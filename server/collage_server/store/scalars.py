@@ -17,13 +17,12 @@ from collage_server.store.assemble import Places, group_steps, visible
 from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
 from collage_server.store.rows import scalars_from_json
 from collage_server.store.run_view import RunView, read_views
-from collage_server.store.unsealed import waiting_rows
+from collage_server.store.unsealed import ScalarRow, waiting_rows
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
 
 _NEWEST_PARTS: Final = 2
 _KEYS_A_STATEMENT: Final = 1000
-_COLUMNS = ("run_id", "stream_id", "seq", "step", "time", "scalars")
 
 
 @dataclass
@@ -159,7 +158,7 @@ def _read_journal(
     selection: Selection,
     found: dict[str, dict[tuple[str, str], _Values]],
 ) -> None:
-    waiting = waiting_rows(connection, views, _COLUMNS, "scalars", selection)
+    waiting = waiting_rows(connection, views, ScalarRow, "scalars", selection)
     for stream, row in sorted(waiting, key=lambda pair: pair[1].seq):
         held = found[stream.run_id]
         for name, value in scalars_from_json(row.scalars).items():

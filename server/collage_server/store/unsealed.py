@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from sqlalchemy import Connection, Row
@@ -22,6 +22,7 @@ from collage_server.store.pieces import Piece, taken
 from collage_server.store.run_view import RunView
 
 __all__ = [
+    "ScalarRow",
     "alone",
     "journal_rows",
     "layer_piece",
@@ -32,34 +33,71 @@ __all__ = [
     "waiting_rows",
 ]
 
-_PLACE = ("run_id", "stream_id", "seq", "step", "time")
-_MODEL = (*_PLACE, "statistic_count", "model")
-_LAYERS = (*_PLACE, "statistic_count", "layer_count", "statistics")
+
+class ModelRow(NamedTuple):
+    """A row of the journal with what `model_piece` needs."""
+
+    run_id: str
+    stream_id: str
+    seq: int
+    step: int
+    time: float
+    statistic_count: int
+    model: bytes
+
+
+class LayerRow(NamedTuple):
+    """A row of the journal with what `layer_piece` needs."""
+
+    run_id: str
+    stream_id: str
+    seq: int
+    step: int
+    time: float
+    statistic_count: int
+    layer_count: int
+    statistics: bytes
+
+
+class ScalarRow(NamedTuple):
+    """A row of the journal with what was logged."""
+
+    run_id: str
+    stream_id: str
+    seq: int
+    step: int
+    time: float
+    scalars: str
+
+
+_Kind = TypeVar("_Kind", ModelRow, LayerRow, ScalarRow)
 
 
 def journal_rows(
     connection: Connection, views: Mapping[str, RunView], selection: Selection, *, layers: bool
-) -> dict[str, dict[int, list[Row[Any]]]]:
-    """Unsealed measured rows by run and attempt, with the columns that `layer_piece` or `model_piece` needs."""
-    columns, present = (_LAYERS, "statistics") if layers else (_MODEL, "model")
-    found: dict[str, dict[int, list[Row[Any]]]] = {run_id: defaultdict(list) for run_id in views}
-    for stream, row in waiting_rows(connection, views, columns, present, selection):
+) -> dict[str, dict[int, list[Any]]]:
+    """Unsealed measured rows by run and attempt, as `layer_piece` or `model_piece` needs them."""
+    found: dict[str, dict[int, list[Any]]] = {run_id: defaultdict(list) for run_id in views}
+    pairs: Iterator[tuple[StreamRecord, Any]] = (
+        waiting_rows(connection, views, LayerRow, "statistics", selection)
+        if layers
+        else waiting_rows(connection, views, ModelRow, "model", selection)
+    )
+    for stream, row in pairs:
         found[stream.run_id][stream.attempt].append(row)
     return found
 
 
 def waiting_rows(
-    connection: Connection, views: Mapping[str, RunView], columns: Sequence[str], present: str, selection: Selection
-) -> Iterator[tuple[StreamRecord, Row[Any]]]:
-    """Rows that stand in no chunk yet, with their streams; `columns` begin with run_id, stream_id and seq."""
+    connection: Connection, views: Mapping[str, RunView], kind: type[_Kind], present: str, selection: Selection
+) -> Iterator[tuple[StreamRecord, _Kind]]:
+    """Rows that stand in no chunk yet, with their streams."""
     streams = {name: stream for view in views.values() for name, stream in view.streams.items()}
-    for slab in read_reports(connection, list(views), columns, present, selection):
-        for row in slab:
-            run_id, stream_id, seq, *_ = row
-            stream = streams.get(stream_id)
-            if stream is None or selection.rank not in (None, stream.rank):
-                continue
-            if not views[run_id].sealed(stream_id, seq):
+    for slab in read_reports(connection, list(views), kind._fields, present, selection):
+        for row in map(kind._make, slab):
+            stream = streams.get(row.stream_id)
+            wanted = stream is not None and selection.rank in (None, stream.rank)
+            if stream is not None and wanted and not views[row.run_id].sealed(row.stream_id, row.seq):
                 yield stream, row
 
 

@@ -129,7 +129,7 @@ class SealingContract:
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        newest = store.compared(["r1"], ALL, 20)["r1"].newest
+        newest = store.compared(["r1"], 20)["r1"].newest
         assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
         assert newest["note"].tolist() == [1.0]
 
