@@ -19,12 +19,11 @@ from collage_server.api.cache import Revisions, respond, revisions_of
 from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
-from collage_server.store import ScalarPoints, Selection, Store
+from collage_server.store import Selection, Store
 
 __all__ = ["router"]
 
 router = resource("reading")
-_NOTHING = ScalarPoints.empty()
 PositionsOf = Mapping[str, queries.Positions]
 SeriesOf = dict[str, wire.Series]
 
