@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collage_monitor import wire
-from tests.server.samples import report
+from tests.server.samples import LAYERS, block, layer, report
 
 STEPS = range(1, 601)
 
@@ -87,6 +87,19 @@ def test_coarse_points_keep_the_extremes_of_single_steps(long):
             assert (low, high) == (pytest.approx(min(inside)), pytest.approx(max(inside)))
         ends = {"step": series.steps, "tokens": [64.0 * (step // 10 * 10) for step in series.steps]}
         assert series.positions == ends.get(axis, [step - 1.0 for step in series.steps])
+
+
+def test_the_only_layer_is_the_model_at_every_level(server):
+    server.run()
+    server.attempt()
+    server.stream(layers=[layer(LAYERS[0])])
+    server.reports([report(step - 1, step, values=block(step, step % 5, layers=1)) for step in STEPS])
+    seal(server)
+    for points in (1000, 100, 7, 1):
+        model, only = (server.series("edq_ratio", points=points, **more) for more in ({}, {"layer": LAYERS[0]}))
+        assert None not in model.low
+        for name in ("steps", "values", "minimum", "maximum", "low", "high"):
+            assert getattr(only, name) == pytest.approx(getattr(model, name), rel=1e-12), name
 
 
 def test_places_on_the_axes_after_sealing(long):

@@ -139,9 +139,11 @@ def layer_points(
 
 def one_layer(points: Points) -> Points:
     """The layers of these points merged as shards. Extremes of several layers do not tell those of their sum."""
-    single = {key: (low[:, 0], high[:, 0]) for key, (low, high) in points.extremes.items()}
-    extremes = single if len(points.layers) == 1 else {}
-    return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), extremes=extremes, layers=[])
+    if len(points.layers) != 1:
+        return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), extremes={}, layers=[])
+    totals = {key: values[:, 0] for key, values in points.totals.items()}
+    extremes = {key: (low[:, 0], high[:, 0]) for key, (low, high) in points.extremes.items()}
+    return dataclasses.replace(points, totals=totals, extremes=extremes, layers=[])
 
 
 def measured_at(store: Store, run_id: str, step: int, rank: int | None = None) -> Selection:
