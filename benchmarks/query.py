@@ -2,9 +2,9 @@
 
 Two populations: runs of 200 layers × 20 statistics (20 of 2,000 points, one of 10,000), and runs with model totals
 only (50 of 10,000 points, one of 100,000). Over one connection, encoding included. Each round asks for another
-number of points, so that no answer is kept from the last; "asked again" is the same question once more, from the
-answers kept; "CPU" that of server and database together; "cold" the first answer of a fresh server whose files were
-dropped from the page cache (a PostgreSQL keeps its own buffers).
+number of points, so that no curve is kept from the last (what stands beside the curves of a comparison is); "asked
+again" is the same question once more, from the answers kept; "CPU" that of server and database together; "cold" the
+first answer of a fresh server whose files were dropped from the page cache (a PostgreSQL keeps its own buffers).
 """
 
 from __future__ import annotations
