@@ -105,8 +105,8 @@ class SqlStore(ABC):
         """Keep others from adding runs or tags to the project in this transaction."""
 
     @abstractmethod
-    def _insert_reports(self, cursor: Any, rows: Sequence[journal.ReportRow]) -> list[bool]:
-        """Insert rows by the driver's cursor where their key is new; says which were."""
+    def _insert_reports(self, cursor: Any, rows: Sequence[journal.ReportRow], fresh: bool) -> list[bool]:
+        """Insert rows by the driver's cursor where their key is new; says which were. `fresh`: all keys are."""
 
     @abstractmethod
     def sizes(self) -> Sizes:

@@ -23,8 +23,8 @@ __all__ = ["REPORT_COLUMNS", "InsertReports", "ReportRow", "append", "journal_ru
 ReportRow = tuple[str, str, int, int, float, str | None, int, int, bytes | None, bytes | None]
 """One row in the order of REPORT_COLUMNS."""
 REPORT_COLUMNS: Final = tuple(column.name for column in schema.report.columns)
-InsertReports = Callable[[Any, Sequence[ReportRow]], list[bool]]
-"""Inserts rows by the driver's cursor where their key is new and says which were."""
+InsertReports = Callable[[Any, Sequence[ReportRow], bool], list[bool]]
+"""Inserts rows by the driver's cursor where their key is new and says which were; True: all keys are known new."""
 
 _Fate = Literal["journal", "sealed", "late", "crowded", "gone"]
 _LATEST: Final = schema.run_latest
@@ -74,6 +74,8 @@ class _Latest:
         self._place = {"stream_id": self.stream_id, "attempt": attempt, "rank": rank}
         self.events: list[NewEvent] = []
         self.moved = False
+        self.ascending = True
+        self._highest_seq: int | None = self.values["last_seq"]
         self.newest_time = -math.inf
 
     def fate(self, report: wire.Report) -> _Fate:
@@ -88,7 +90,10 @@ class _Latest:
         late = horizon is not None and report.step <= horizon and report.model is not None
         if late:
             return "late"
-        return "journal" if report.scalars.keys() <= self.scalars.keys() else self._named_anew(report)
+        fate = "journal" if report.scalars.keys() <= self.scalars.keys() else self._named_anew(report)
+        if fate == "journal":
+            self._note_order(report.seq)
+        return fate
 
     def _named_anew(self, report: wire.Report) -> _Fate:
         fresh = [name for name in report.scalars if name not in self.scalars and name not in self._fresh]
@@ -96,6 +101,13 @@ class _Latest:
             return "crowded"
         self._fresh.update(fresh)
         return "journal"
+
+    def _note_order(self, seq: int) -> None:
+        """Whoever stores a report of this stream holds its row: one above `last_seq` is in no journal yet."""
+        if self._highest_seq is None or seq > self._highest_seq:
+            self._highest_seq = seq
+        else:
+            self.ascending = False
 
     def absorb(self, report: wire.Report) -> None:
         """Count one newly stored report and keep what is newest of it."""
@@ -148,15 +160,17 @@ def append(
             for report, fate in zip(group.reports, fates, strict=True)
             if fate == "journal"
         ]
-        flags = iter(insert_reports(cursor, rows))
+        found = [entry for entry in latest.values() if entry is not None]
+        flags = iter(insert_reports(cursor, rows, all(entry.ascending for entry in found)))
         outcomes = [
             _count(group, latest[group.stream.stream_id], fates, flags)
             for group, fates in zip(groups, judged, strict=True)
         ]
-        found = [entry for entry in latest.values() if entry is not None]
         write = _write_latest(connection.dialect)
         moved = [write.bind(entry.parameters(now)) for entry in found if entry.moved]
-        if moved:
+        if len(moved) == 1:
+            cursor.execute(write.text, moved[0])
+        elif moved:
             cursor.executemany(write.text, moved)
     for entry in found:
         if entry.events:

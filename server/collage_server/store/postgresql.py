@@ -31,11 +31,11 @@ _TYPES: Final = {
     "model": "bytea",
     "statistics": "bytea",
 }
-_INSERT: Final = (
-    f"INSERT INTO report ({', '.join(REPORT_COLUMNS)}) "
-    f"SELECT * FROM unnest({', '.join(f'%b::{_TYPES[name]}[]' for name in REPORT_COLUMNS)}) "
-    "ON CONFLICT DO NOTHING RETURNING stream_id, seq"
-)
+_INTO: Final = f"INSERT INTO report ({', '.join(REPORT_COLUMNS)})"
+_ONE: Final = f"{_INTO} VALUES ({', '.join(f'%b::{_TYPES[name]}' for name in REPORT_COLUMNS)})"
+_SEVERAL: Final = f"{_INTO} SELECT {', '.join(f'unnest(%b::{_TYPES[name]}[])' for name in REPORT_COLUMNS)}"
+"""Functions side by side in a SELECT hand on row after row; in a FROM they would be copied into a table first."""
+_NEW_ONLY: Final = " ON CONFLICT DO NOTHING RETURNING stream_id, seq"
 _DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
 _BINARY: Final = 1
 _MIGRATION_LOCK: Final = 7_420_001
@@ -157,16 +157,20 @@ class PostgresqlStore(SqlStore):
         lock = text("SELECT pg_advisory_xact_lock(:space, hashtext(:project))")
         connection.execute(lock, {"space": _PROJECT_LOCKS, "project": project})
 
-    def _insert_reports(self, cursor: Any, rows: Sequence[ReportRow]) -> list[bool]:
+    def _insert_reports(self, cursor: Any, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:
         if not rows:
             return []
-        cursor.execute(_INSERT, [list(column) for column in zip(*rows, strict=True)])
-        fresh = set(cursor.fetchall())
+        one = len(rows) == 1
+        values = rows[0] if one else [list(column) for column in zip(*rows, strict=True)]
+        cursor.execute((_ONE if one else _SEVERAL) + ("" if fresh else _NEW_ONLY), values)
+        if fresh:
+            return [True] * len(rows)
+        stored = set(cursor.fetchall())
         flags = []
         for row in rows:
             key = (row[1], row[2])
-            flags.append(key in fresh)
-            fresh.discard(key)
+            flags.append(key in stored)
+            stored.discard(key)
         return flags
 
 

@@ -118,7 +118,7 @@ class SqliteStore(SqlStore):
     def _lock_project(self, connection: Connection, project: str) -> None:
         """The file has one writer."""
 
-    def _insert_reports(self, cursor: Any, rows: Sequence[ReportRow]) -> list[bool]:
+    def _insert_reports(self, cursor: Any, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:
         return [cursor.execute(_INSERT, row).rowcount == 1 for row in rows]
 
 
