@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
-from typing import Any, Final
+from typing import Final
 
 from cachetools import LRUCache
 from sqlalchemy import Connection, Engine, text
@@ -104,9 +104,10 @@ class SqlStore(ABC):
     def _lock_project(self, connection: Connection, project: str) -> None:
         """Keep others from adding runs or tags to the project in this transaction."""
 
+    @property
     @abstractmethod
-    def _insert_reports(self, cursor: Any, rows: Sequence[journal.ReportRow], fresh: bool) -> list[bool]:
-        """Insert rows by the driver's cursor where their key is new; says which were. `fresh`: all keys are."""
+    def _journal_driver(self) -> journal.JournalDriver:
+        """How a commit's statements reach the database."""
 
     @abstractmethod
     def sizes(self) -> Sizes:
@@ -260,7 +261,7 @@ class SqlStore(ABC):
         """Store all groups in one transaction; durable when it returns."""
         self._append_bytes = sum(group.bytes for group in groups)
         with self._writing() as connection:
-            return journal.append(connection, groups, now, self._insert_reports)
+            return journal.append(connection, groups, now, self._journal_driver)
 
     def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
         """Keep which reports of a stream will never come."""

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Dialect
 from sqlalchemy.exc import DataError, OperationalError
 from sqlalchemy.sql.expression import ClauseElement
 
-__all__ = ["Statement", "driver_cursor"]
+__all__ = ["Statement", "driver_cursor", "told_by_sqlalchemy"]
 
 
 class Statement:
@@ -27,16 +27,15 @@ class Statement:
 
 
 @contextmanager
-def driver_cursor(connection: Connection) -> Iterator[Any]:
-    """A cursor in the connection's transaction; what it raises is told as SQLAlchemy tells it.
+def told_by_sqlalchemy(connection: Connection) -> Iterator[None]:
+    """What the driver raises is told as SQLAlchemy tells it.
 
     After a lost connection the pool's other ones are given up, too: they went to the same server.
     """
     errors: Any = connection.dialect.loaded_dbapi
     driver: Any = connection.connection
     try:
-        with closing(driver.cursor()) as cursor:
-            yield cursor
+        yield
     except errors.OperationalError as error:
         if connection.dialect.is_disconnect(error, driver.dbapi_connection, None):
             connection.invalidate(error)
@@ -44,3 +43,11 @@ def driver_cursor(connection: Connection) -> Iterator[Any]:
         raise OperationalError(None, None, error) from error
     except errors.DataError as error:
         raise DataError(None, None, error) from error
+
+
+@contextmanager
+def driver_cursor(connection: Connection) -> Iterator[Any]:
+    """The driver's own cursor in the connection's transaction."""
+    driver: Any = connection.connection
+    with told_by_sqlalchemy(connection), closing(driver.cursor()) as cursor:
+        yield cursor

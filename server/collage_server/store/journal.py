@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -13,18 +15,29 @@ from sqlalchemy import BindParameter, Connection, Dialect, Row, bindparam, selec
 from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.contract import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
-from collage_server.store.driver import Statement, driver_cursor
+from collage_server.store.driver import Statement
 from collage_server.store.events import COUNTED, add_events, count_event
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.rows import scalars_to_json, to_json
 
-__all__ = ["REPORT_COLUMNS", "InsertReports", "ReportRow", "append", "journal_runs", "read_reports"]
+__all__ = ["REPORT_COLUMNS", "JournalDriver", "ReportRow", "append", "journal_runs", "read_reports"]
 
 ReportRow = tuple[str, str, int, int, float, str | None, int, int, bytes | None, bytes | None]
 """One row in the order of REPORT_COLUMNS."""
 REPORT_COLUMNS: Final = tuple(column.name for column in schema.report.columns)
-InsertReports = Callable[[Any, Sequence[ReportRow], bool], list[bool]]
-"""Inserts rows by the driver's cursor where their key is new and says which were; True: all keys are known new."""
+
+
+@dataclass(frozen=True)
+class JournalDriver:
+    """How a commit's statements reach one kind of database.
+
+    `insert_reports(cursor, rows, fresh)` inserts rows where their key is new and says which were; `fresh`: all are.
+    """
+
+    dialect: Dialect
+    cursor: Callable[[Connection], AbstractContextManager[Any]]
+    insert_reports: Callable[[Any, Sequence[ReportRow], bool], list[bool]]
+
 
 _Fate = Literal["journal", "sealed", "late", "crowded", "gone"]
 _LATEST: Final = schema.run_latest
@@ -90,7 +103,7 @@ class _Latest:
         late = horizon is not None and report.step <= horizon and report.model is not None
         if late:
             return "late"
-        fate = "journal" if report.scalars.keys() <= self.scalars.keys() else self._named_anew(report)
+        fate: _Fate = "journal" if report.scalars.keys() <= self.scalars.keys() else self._named_anew(report)
         if fate == "journal":
             self._note_order(report.seq)
         return fate
@@ -146,12 +159,12 @@ class _Latest:
 
 
 def append(
-    connection: Connection, groups: Sequence[ReportGroup], now: float, insert_reports: InsertReports
+    connection: Connection, groups: Sequence[ReportGroup], now: float, driver: JournalDriver
 ) -> list[GroupOutcome]:
     """Insert the groups' reports and bring `run_latest` forward, in the caller's transaction."""
     latest: dict[str, _Latest | None] = {group.stream.stream_id: None for group in groups}
-    with driver_cursor(connection) as cursor:
-        for entry in _lock_latest(cursor, connection.dialect, groups):
+    with driver.cursor(connection) as cursor:
+        for entry in _lock_latest(cursor, driver.dialect, groups):
             latest[entry.stream_id] = entry
         judged = [_judged(group, latest[group.stream.stream_id]) for group in groups]
         rows = [
@@ -161,12 +174,12 @@ def append(
             if fate == "journal"
         ]
         found = [entry for entry in latest.values() if entry is not None]
-        flags = iter(insert_reports(cursor, rows, all(entry.ascending for entry in found)))
+        flags = iter(driver.insert_reports(cursor, rows, all(entry.ascending for entry in found)))
         outcomes = [
             _count(group, latest[group.stream.stream_id], fates, flags)
             for group, fates in zip(groups, judged, strict=True)
         ]
-        write = _write_latest(connection.dialect)
+        write = _write_latest(driver.dialect)
         moved = [write.bind(entry.parameters(now)) for entry in found if entry.moved]
         if len(moved) == 1:
             cursor.execute(write.text, moved[0])

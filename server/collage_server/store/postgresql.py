@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, create_engine, event, select, text
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects.postgresql import dialect, insert
 from sqlalchemy.exc import ArgumentError, OperationalError
 
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
-from collage_server.store.journal import REPORT_COLUMNS, ReportRow
+from collage_server.store.journal import REPORT_COLUMNS, JournalDriver, ReportRow
 from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
+from collage_server.store.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
 
 __all__ = ["PostgresqlStore"]
 
@@ -31,9 +32,10 @@ _TYPES: Final = {
     "model": "bytea",
     "statistics": "bytea",
 }
+_NUMBERED: Final = tuple(enumerate(REPORT_COLUMNS, 1))
 _INTO: Final = f"INSERT INTO report ({', '.join(REPORT_COLUMNS)})"
-_ONE: Final = f"{_INTO} VALUES ({', '.join(f'%b::{_TYPES[name]}' for name in REPORT_COLUMNS)})"
-_SEVERAL: Final = f"{_INTO} SELECT {', '.join(f'unnest(%b::{_TYPES[name]}[])' for name in REPORT_COLUMNS)}"
+_ONE: Final = f"{_INTO} VALUES ({', '.join(f'${number}' for number, _ in _NUMBERED)})"
+_SEVERAL: Final = f"{_INTO} SELECT {', '.join(f'unnest(${i}::{_TYPES[name]}[])' for i, name in _NUMBERED)}"
 """Functions side by side in a SELECT hand on row after row; in a FROM they would be copied into a table first."""
 _NEW_ONLY: Final = " ON CONFLICT DO NOTHING RETURNING stream_id, seq"
 _DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
@@ -82,8 +84,9 @@ class PostgresqlStore(SqlStore):
     def _connect(self) -> Engine:
         try:
             url = self._url.replace("postgresql://", "postgresql+psycopg://", 1)
-            engine = create_engine(url, pool_size=10, max_overflow=30)
+            engine = create_engine(url, pool_size=10, max_overflow=30, connect_args={"client_encoding": "utf8"})
             event.listen(engine, "before_cursor_execute", _ask_for_binary)
+            event.listen(engine, "rollback", forget_prepared)
         except (ArgumentError, ModuleNotFoundError) as error:
             raise StoreUnusable(f"the database URL cannot be used: {error}") from error
         try:
@@ -157,21 +160,32 @@ class PostgresqlStore(SqlStore):
         lock = text("SELECT pg_advisory_xact_lock(:space, hashtext(:project))")
         connection.execute(lock, {"space": _PROJECT_LOCKS, "project": project})
 
-    def _insert_reports(self, cursor: Any, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:
-        if not rows:
-            return []
-        one = len(rows) == 1
-        values = rows[0] if one else [list(column) for column in zip(*rows, strict=True)]
-        cursor.execute((_ONE if one else _SEVERAL) + ("" if fresh else _NEW_ONLY), values)
-        if fresh:
-            return [True] * len(rows)
-        stored = set(cursor.fetchall())
-        flags = []
-        for row in rows:
-            key = (row[1], row[2])
-            flags.append(key in stored)
-            stored.discard(key)
-        return flags
+    @property
+    def _journal_driver(self) -> JournalDriver:
+        return _JOURNAL_DRIVER
+
+
+def _insert_reports(cursor: PipelineCursor, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:
+    """What is known to be new is sent without waiting for the answer."""
+    if not rows:
+        return []
+    one = len(rows) == 1
+    columns = zip(_TYPES.values(), zip(*rows, strict=True), strict=True)
+    values = rows[0] if one else [array(kind, column) for kind, column in columns]
+    cursor.execute((_ONE if one else _SEVERAL) + ("" if fresh else _NEW_ONLY), values)
+    if fresh:
+        return [True] * len(rows)
+    stored = set(cursor.fetchall())
+    flags = []
+    for row in rows:
+        key = (row[1], row[2])
+        flags.append(key in stored)
+        stored.discard(key)
+    return flags
+
+
+_NUMBERING: Final = dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
+_JOURNAL_DRIVER: Final = JournalDriver(_NUMBERING, pipeline_cursor, _insert_reports)
 
 
 def _ask_for_binary(

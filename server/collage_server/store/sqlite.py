@@ -17,8 +17,9 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
+from collage_server.store.driver import driver_cursor
 from collage_server.store.folder import folder_lock, network_file_system
-from collage_server.store.journal import ReportRow
+from collage_server.store.journal import JournalDriver, ReportRow
 from collage_server.store.migrate import migrate
 from collage_server.store.space import return_pages, sqlite_sizes
 
@@ -118,8 +119,17 @@ class SqliteStore(SqlStore):
     def _lock_project(self, connection: Connection, project: str) -> None:
         """The file has one writer."""
 
-    def _insert_reports(self, cursor: Any, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:
-        return [cursor.execute(_INSERT, row).rowcount == 1 for row in rows]
+    @property
+    def _journal_driver(self) -> JournalDriver:
+        return _JOURNAL_DRIVER
+
+
+def _insert_reports(cursor: Any, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:
+    """To ask for what is there costs nothing here, so `fresh` changes nothing."""
+    return [cursor.execute(_INSERT, row).rowcount == 1 for row in rows]
+
+
+_JOURNAL_DRIVER: Final = JournalDriver(sqlite.dialect(), driver_cursor, _insert_reports)
 
 
 def _prepare(path: Path, timeout_seconds: float) -> None:
