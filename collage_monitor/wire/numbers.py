@@ -45,7 +45,8 @@ def from_number(value: Number) -> float:
 def undefined_to_none(values: NDArray[np.float64] | NDArray[np.int64]) -> list[Number | None]:
     """A one-dimensional array of finished metrics for JSON: NaN is undefined, so null; infinities are strings."""
     numbers: list[Number | None] = values.tolist()
-    for index in np.flatnonzero(~np.isfinite(values)).tolist():
+    finite = np.isfinite(values)
+    for index in () if finite.all() else np.flatnonzero(~finite).tolist():
         numbers[index] = None if math.isnan(values[index]) else to_number(float(values[index]))
     return numbers
 

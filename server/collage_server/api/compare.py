@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ __all__ = ["router"]
 
 router = resource("reading")
 PositionsOf = Mapping[str, queries.Positions]
-SeriesOf = dict[str, wire.Series]
+SeriesOf = Iterator[tuple[str, wire.Series]]
 
 
 @router.get("/compare", **describes(wire.Comparison))
@@ -51,7 +51,7 @@ def compare(
         missing = [run_id for run_id, known in answers.items() if known is None]
         if missing:
             summaries = _summaries(components, {run_id: revisions[run_id] for run_id in missing})
-            for run_id, series in _series(components, missing, asked).items():
+            for run_id, series in _series(components, missing, asked):
                 compared = queries.compared_run(summaries[run_id], series)
                 answers[run_id] = components.answers.keep(keys[run_id], compared)
         return {"metric": metric, "axis": axis, "runs": list(answers.values())}
@@ -112,7 +112,5 @@ def _series(components: Components, run_ids: list[str], asked: _Asked) -> Series
 
 def _scalars(store: Store, run_ids: list[str], asked: _Asked, positions: PositionsOf) -> SeriesOf:
     logged = parameters.scalars_of(store, run_ids, asked.metric, Selection())
-    return {
-        run_id: queries.scalar_series(run_id, asked.metric, points, asked.points, positions[run_id])
-        for run_id, points in logged.items()
-    }
+    for run_id, points in logged.items():
+        yield run_id, queries.scalar_series(run_id, asked.metric, points, asked.points, positions[run_id])

@@ -78,7 +78,8 @@ def _metric(
 
     def answer(selection: Selection) -> wire.Series:
         positions = parameters.positions_of(components, [run_id], axis)
-        return metric_series(metric, {run_id: read(selection)}, selection.points or 1, positions, shown)[run_id]
+        [(_, series)] = metric_series(metric, {run_id: read(selection)}, selection.points or 1, positions, shown)
+        return series
 
     def complete() -> int:
         point = components.store.latest(run_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from collage_server.store.contract import FloatArray, IntArray, Points, ScalarPo
 __all__ = ["Axis", "Positions", "metric_series", "scalar_series"]
 
 Axis = Literal["step", "tokens", "time"]
+_Number = TypeVar("_Number", np.float64, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +48,14 @@ def metric_series(
     count: int,
     positions: Mapping[str, Positions],
     layer: str | None = None,
-) -> dict[str, wire.Series]:
+) -> Iterator[tuple[str, wire.Series]]:
     """The metric of each run, from points with one-dimensional totals; minimum and maximum are of single steps.
 
-    Runs that reported the same statistics are finished in one pass.
+    Runs that reported the same statistics are finished in one pass; lists are made run by run, so that one who is
+    done with a run gives its memory to the next.
     """
-    found: dict[str, wire.Series] = {}
     for group in alike(points, metric):
-        found.update(_series_of(metric, group, count, positions, layer))
-    return {run_id: found[run_id] for run_id in points}
+        yield from _series_of(metric, group, count, positions, layer)
 
 
 def _series_of(
@@ -70,18 +70,19 @@ def _series_of(
     bounds = finished_interval(metric, merged)
     ends = _ends(starts, size)
     steps, times = points.steps[ends], points.times[ends]
-    columns: dict[str, Any] = {
-        "first_steps": points.first_steps[starts].tolist(),
-        "steps": steps.tolist(),
-        "values": values(finished(metric, merged, (len(starts),))),
-        "minimum": values(_reduce(np.fmin, low, starts)),
-        "maximum": values(_reduce(np.fmax, high, starts)),
-        "ranks": _fewest(points.ranks, starts),
+    columns: dict[str, NDArray[Any]] = {
+        "first_steps": points.first_steps[starts],
+        "steps": steps,
+        "values": finished(metric, merged, (len(starts),)),
+        "minimum": _reduce(np.fmin, low, starts),
+        "maximum": _reduce(np.fmax, high, starts),
+        "ranks": _reduce(np.minimum, points.ranks, starts),  # with a partial step inside, a bucket is partial
     }
     if bounds is not None:
-        columns |= {"low": values(bounds[0]), "high": values(bounds[1])}
+        columns |= {"low": bounds[0], "high": bounds[1]}
     for run_id, world_size, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
-        own, axis = {name: column[a:b] for name, column in columns.items()}, positions[run_id].axis
+        own: dict[str, Any] = {name: values(column[a:b]) for name, column in columns.items()}
+        axis = positions[run_id].axis
         placed = own["steps"] if axis == "step" else values(positions[run_id].of(steps[a:b], times[a:b]))
         known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": world_size}
         yield run_id, wire.Series(axis=axis, positions=placed, **known, **own)
@@ -126,11 +127,6 @@ def _ends(starts: NDArray[np.intp], size: int) -> NDArray[np.intp]:
     return np.append(starts[1:], size)[: len(starts)] - 1
 
 
-def _reduce(ufunc: np.ufunc, array: FloatArray, starts: NDArray[np.intp]) -> FloatArray:
-    reduced: FloatArray = ufunc.reduceat(array, starts) if len(starts) else array[:0]
+def _reduce(ufunc: np.ufunc, array: NDArray[_Number], starts: NDArray[np.intp]) -> NDArray[_Number]:
+    reduced: NDArray[_Number] = ufunc.reduceat(array, starts) if len(starts) else array[:0]
     return reduced
-
-
-def _fewest(ranks: IntArray, starts: NDArray[np.intp]) -> list[int]:
-    """The fewest ranks that reported any step of the bucket: a bucket with a partial step is partial."""
-    return list(np.minimum.reduceat(ranks, starts).tolist()) if len(starts) else []
