@@ -59,7 +59,7 @@ class Writer:
         """Commit what waits, then end the thread; later submissions are refused."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._queue.put(None)
+            self._hand_over(None)
             await asyncio.to_thread(thread.join, deadline_seconds)
 
     def submit(self, group: ReportGroup) -> asyncio.Future[GroupOutcome]:
@@ -71,8 +71,13 @@ class Writer:
         if self._loop is None or not self.running:
             raise Busy("the server is going down; send this batch again later", retry_after_seconds=1)
         answer: asyncio.Future[GroupOutcome] = self._loop.create_future()
-        self._queue.put(_Pending(group, answer))
+        self._hand_over(_Pending(group, answer))
         return answer
+
+    def _hand_over(self, entry: _Pending | None) -> None:
+        """Wake the thread once all that is ready has run: sooner, it would wait for the interpreter."""
+        if self._loop is not None:
+            self._loop.call_soon(self._queue.put, entry)
 
     def _run(self) -> None:
         going_on = True
