@@ -208,16 +208,51 @@ class Client:
         metric: str,
         *,
         layer: str | None = None,
+        pattern: str | None = None,
+        module_type: str | None = None,
         points: int = 500,
         axis: Axis = "step",
+        rank: int | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
     ) -> wire.Comparison:
-        """Several runs on one metric, of the model or of a layer, with their merged metrics and last scalars."""
-        asked = {"run": list(run_ids), "metric": metric, "layer": layer, "points": points, "axis": axis}
-        return self._get("/compare", wire.Comparison, asked)
+        """Several runs on one metric, of the model or of layers, with their merged metrics and last scalars."""
+        query = {
+            "run": list(run_ids),
+            "metric": metric,
+            "layer": layer,
+            "pattern": pattern,
+            "module_type": module_type,
+            "points": points,
+            "axis": axis,
+            "rank": rank,
+            "from": first_step,
+            "to": last_step,
+        }
+        return self._get("/compare", wire.Comparison, query)
 
-    def correlation(self, run_ids: Sequence[str], x: str, y: str, *, window: float = 0.1) -> wire.Correlation:
-        """Two metrics or scalars over runs, each over the last `window` of its run, and their coefficients."""
-        return self._get("/correlation", wire.Correlation, {"x": x, "y": y, "run": list(run_ids), "window": window})
+    def correlation(
+        self,
+        run_ids: Sequence[str],
+        x: str,
+        y: str,
+        *,
+        window: float = 0.1,
+        layer: str | None = None,
+        pattern: str | None = None,
+        module_type: str | None = None,
+    ) -> wire.Correlation:
+        """Two metrics (of the model, or of layers) or scalars over runs, each over the last `window` of its run."""
+        query = {
+            "x": x,
+            "y": y,
+            "run": list(run_ids),
+            "window": window,
+            "layer": layer,
+            "pattern": pattern,
+            "module_type": module_type,
+        }
+        return self._get("/correlation", wire.Correlation, query)
 
     def events(self, run_id: str, *, cursor: int = 0, limit: int = 1000) -> wire.EventPage:
         """What happened to a run, oldest first; the answer's cursor asks for what came later."""

@@ -10,7 +10,7 @@ import pytest
 from collage_server.queries.correlation import _mean_ranks, _pearson
 
 from collage_monitor import wire
-from tests.server.samples import STATISTICS, block, report
+from tests.server.samples import LAYERS, STATISTICS, block, report
 
 
 def exact_pearson(x, y):
@@ -92,6 +92,15 @@ def test_missing_values_are_named_and_left_out(server):
     }
     assert (found.n, found.pearson, found.spearman) == (1, None, None)
     assert [entry.reason for entry in ask(server, ["a"], x="edq_oracle_ratio").missing] == ["not reported"]
+
+
+def test_metrics_of_some_layers(server):
+    server.filled()
+    for more in ({"layer": LAYERS[1]}, {"pattern": "blocks.*"}, {"module_type": "Linear"}):
+        [run] = ask(server, ["r1"], y="loss", window=1.0, **more).runs
+        assert run.x == server.series("edq_ratio", points=1, **more).values[0]
+    assert run.x != server.series("edq_ratio", points=1).values[0]
+    assert server.get("/correlation?x=edq_ratio&y=loss&run=r1&pattern=zz", status=404).field == "pattern"
 
 
 def test_a_ratio_without_a_denominator_is_undefined(server):

@@ -34,13 +34,19 @@ def compare(
     run: Annotated[list[str], Query(min_length=1, max_length=100, description="A run_id; repeat it.")],
     metric: parameters.MetricKey,
     layer: parameters.LayerName = None,
+    pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
+    rank: parameters.Rank = None,
+    first_step: parameters.FirstStep = None,
+    last_step: parameters.LastStep = None,
     points: parameters.PointCount = 500,
     axis: parameters.AxisName = "step",
 ) -> Response:
-    """Each run's curve of one metric (of the model, or of one layer) or scalar, beside it the model's metrics
-    merged over everything and the last scalars."""
+    """Each run's curve of one metric (of the model, of one layer, of layers of a glob or module type) or scalar,
+    beside it the model's metrics merged over everything and the last scalars."""
     components = components_of(request)
-    asked = _Asked(metric, layer, points, axis)
+    selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=points, extremes_of=metric)
+    asked = _Asked(metric, (layer, pattern, module_type), selection, axis)
     _check(components, run, asked)
 
     revisions = revisions_of(request, run)
@@ -62,8 +68,8 @@ def compare(
 @dataclass(frozen=True)
 class _Asked:
     metric: str
-    layer: str | None
-    points: int
+    layers: parameters.Layers
+    selection: Selection
     axis: parameters.AxisName
 
 
@@ -71,7 +77,7 @@ def _check(components: Components, run_ids: Sequence[str], asked: _Asked) -> Non
     if parameters.is_metric(asked.metric):
         parameters.checked_metric(asked.metric)
         return
-    if asked.layer is not None:
+    if any(asked.layers):
         raise Unprocessable(f"{asked.metric!r} is a logged scalar: it has no layers", field="layer")
     if asked.metric not in SCALARS:
         parameters.known_scalars(asked.metric, list(components.store.records(run_ids).values()))
@@ -102,15 +108,14 @@ def _series(components: Components, run_ids: list[str], asked: _Asked) -> Series
     positions = parameters.positions_of(components, run_ids, asked.axis)
     if not parameters.is_metric(asked.metric):
         return _scalars(components.store, run_ids, asked, positions)
-    selection = Selection(points=asked.points, extremes_of=asked.metric)
     needed = queries.statistics_for(asked.metric)
-    points = components.store.points_of(run_ids, needed, selection, asked.layer)
-    if asked.layer is not None:
-        points = {run_id: parameters.one_layer(held) for run_id, held in points.items()}
-    return queries.metric_series(asked.metric, points, asked.points, positions, asked.layer)
+    points = parameters.points_of(components.store, run_ids, needed, asked.selection, asked.layers)
+    shown = next(filter(None, asked.layers), None)
+    return queries.metric_series(asked.metric, points, asked.selection.points or 1, positions, shown)
 
 
 def _scalars(store: Store, run_ids: list[str], asked: _Asked, positions: PositionsOf) -> SeriesOf:
-    logged = parameters.scalars_of(store, run_ids, asked.metric, Selection())
+    logged = parameters.scalars_of(store, run_ids, asked.metric, asked.selection)
+    count = asked.selection.points or 1
     for run_id, points in logged.items():
-        yield run_id, queries.scalar_series(run_id, asked.metric, points, asked.points, positions[run_id])
+        yield run_id, queries.scalar_series(run_id, asked.metric, points, count, positions[run_id])

@@ -14,8 +14,8 @@ from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
 from collage_server.api.routing import resource
-from collage_server.components import Components, components_of
-from collage_server.store import ScalarPoints, Selection
+from collage_server.components import components_of
+from collage_server.store import ScalarPoints, Selection, Store
 
 __all__ = ["router"]
 
@@ -34,9 +34,15 @@ def correlation(
     window: Annotated[
         float, Query(gt=0.0, le=1.0, description="Over so much of each run's end; 1 is the whole run.")
     ] = 0.1,
+    layer: parameters.LayerName = None,
+    pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
 ) -> Response:
-    """Two numbers of each run's end (metrics merged, scalars' mean), and Pearson's and Spearman's coefficients."""
+    """Two numbers of each run's end (metrics merged, scalars' mean), and Pearson's and Spearman's coefficients.
+
+    With a layer, a glob or a module type the metrics are those of these layers."""
     components = components_of(request)
+    layers: parameters.Layers = (layer, pattern, module_type)
 
     def make() -> wire.Correlation:
         records = [components.store.run(run_id) for run_id in dict.fromkeys(run)]
@@ -46,7 +52,11 @@ def correlation(
             else:
                 parameters.known_scalars(key, records)
         places = [
-            (record, _value(components, record.run_id, x, window), _value(components, record.run_id, y, window))
+            (
+                record,
+                _value(components.store, record.run_id, x, window, layers),
+                _value(components.store, record.run_id, y, window, layers),
+            )
             for record in records
         ]
         return queries.correlation((x, y), window, places)
@@ -54,10 +64,10 @@ def correlation(
     return respond(request, run, make)
 
 
-def _value(components: Components, run_id: str, key: str, window: float) -> queries.RunValue:
+def _value(store: Store, run_id: str, key: str, window: float, layers: parameters.Layers) -> queries.RunValue:
     if parameters.is_metric(key):
         needed = queries.statistics_for(key, intervals=False)
-        points = components.store.model_points(run_id, needed, Selection(points=_RESOLUTION))
+        points = parameters.points_of(store, [run_id], needed, Selection(points=_RESOLUTION), layers)[run_id]
         return queries.last_metric(key, points, window)
-    logged = parameters.scalars_of(components.store, [run_id], key, Selection())[run_id]
+    logged = parameters.scalars_of(store, [run_id], key, Selection())[run_id]
     return queries.last_scalar(logged, window)

@@ -50,11 +50,9 @@ def get_histogram(
         selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=1)
         if step is not None:
             selection = parameters.measured_at(components.store, run_id, step, rank)
-        if layer is None and pattern is None and module_type is None:
-            measured = components.store.model_points(run_id, keys, selection)
-        else:
-            measured = parameters.layer_points(components, run_id, keys, selection, layer, pattern, module_type)
-        shown = layer or pattern or module_type
+        layers: parameters.Layers = (layer, pattern, module_type)
+        measured = parameters.points_of(components.store, [run_id], keys, selection, layers)[run_id]
+        shown = next(filter(None, layers), None)
         return queries.histogram(run_id, name, measured, shown, merged=step is None)
 
     return respond(request, [run_id], make)

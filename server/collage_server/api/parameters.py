@@ -23,6 +23,7 @@ __all__ = [
     "FirstStep",
     "LastStep",
     "LayerName",
+    "Layers",
     "MetricKey",
     "ModuleType",
     "Pattern",
@@ -33,9 +34,8 @@ __all__ = [
     "chosen_layers",
     "is_metric",
     "known_scalars",
-    "layer_points",
     "measured_at",
-    "one_layer",
+    "points_of",
     "positions_of",
     "scalars_of",
     "worst_of",
@@ -62,6 +62,9 @@ FirstStep = Annotated[int | None, Query(alias="from", ge=0, le=2**53)]
 LastStep = Annotated[int | None, Query(alias="to", ge=0, le=2**53)]
 PointCount = Annotated[int, Query(ge=1, le=_MOST_POINTS, description="At most so many points; 1 merges all.")]
 AxisName = Annotated[Literal["step", "tokens", "time"], Query()]
+
+Layers = tuple[str | None, str | None, str | None]
+"""(a layer's name, a glob, a module type): what of a run is looked at; nothing is the whole model."""
 
 
 def is_metric(key: str) -> bool:
@@ -116,28 +119,39 @@ def positions_of(components: Components, run_ids: Sequence[str], axis: AxisName)
     return {run_id: Positions(axis) for run_id in run_ids}
 
 
-def layer_points(
-    components: Components,
+def points_of(
+    store: Store, run_ids: Sequence[str], keys: tuple[str, ...], selection: Selection, layers: Layers
+) -> dict[str, Points]:
+    """Points of each run, of the model or of the chosen layers merged as shards: totals are one-dimensional.
+
+    Raises:
+        NotFound: a run has no such layer, or none that matches.
+    """
+    layer, pattern, module_type = layers
+    if pattern is not None or module_type is not None:
+        return {run_id: _layer_points(store, run_id, keys, selection, *layers) for run_id in run_ids}
+    points = store.points_of(run_ids, keys, selection, layer)
+    return points if layer is None else {run_id: _one_layer(held) for run_id, held in points.items()}
+
+
+def _layer_points(
+    store: Store,
     run_id: str,
     keys: tuple[str, ...],
     selection: Selection,
     layer: str | None,
     pattern: str | None,
-    module_type: str | None = None,
+    module_type: str | None,
 ) -> Points:
-    """Points of one layer, or of all layers of a glob or module type, merged as shards: totals are one-dimensional.
-
-    Raises:
-        NotFound: no such layer, or none matches.
-    """
+    """Points of one layer, or of all layers of a glob or module type, of one run."""
     if layer is not None and (pattern is not None or module_type is not None):
         field = "pattern" if pattern is not None else "module_type"
         raise Unprocessable(f"give layer or {field}, not both", field=field)
-    names = [layer] if layer is not None else chosen_layers(components.store, run_id, pattern, module_type)
-    return one_layer(components.store.layer_points(run_id, keys, selection, names))
+    names = [layer] if layer is not None else chosen_layers(store, run_id, pattern, module_type)
+    return _one_layer(store.layer_points(run_id, keys, selection, names))
 
 
-def one_layer(points: Points) -> Points:
+def _one_layer(points: Points) -> Points:
     """The layers of these points merged as shards. Extremes of several layers do not tell those of their sum."""
     if len(points.layers) != 1:
         return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), extremes={}, layers=[])

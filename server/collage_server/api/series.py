@@ -43,14 +43,14 @@ def get_series(
     """A metric of the model, of one layer, or of layers of a glob or module type; or a logged scalar."""
     components = components_of(request)
     selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=points, extremes_of=metric)
-    whole = layer is None and pattern is None and module_type is None
+    layers: parameters.Layers = (layer, pattern, module_type)
     if parameters.is_metric(metric):
         parameters.checked_metric(metric)
-        curve = _metric(components, run_id, metric, None if whole else (layer, pattern, module_type), axis)
-    elif whole:
-        curve = _scalar(components, run_id, metric, axis)
-    else:
+        curve = _metric(components, run_id, metric, layers, axis)
+    elif any(layers):
         raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
+    else:
+        curve = _scalar(components, run_id, metric, axis)
     revisions = revisions_of(request, [run_id])
 
     def make() -> wire.Series:
@@ -62,19 +62,13 @@ def get_series(
 
 
 def _metric(
-    components: Components,
-    run_id: str,
-    metric: str,
-    layers: tuple[str | None, str | None, str | None] | None,
-    axis: parameters.AxisName,
+    components: Components, run_id: str, metric: str, layers: parameters.Layers, axis: parameters.AxisName
 ) -> Curve:
     keys = statistics_for(metric)
-    shown = None if layers is None else layers[0] or layers[1] or layers[2]
+    shown = next(filter(None, layers), None)
 
     def read(selection: Selection) -> Points:
-        if layers is None:
-            return components.store.model_points(run_id, keys, selection)
-        return parameters.layer_points(components, run_id, keys, selection, *layers)
+        return parameters.points_of(components.store, [run_id], keys, selection, layers)[run_id]
 
     def answer(selection: Selection) -> wire.Series:
         positions = parameters.positions_of(components, [run_id], axis)
