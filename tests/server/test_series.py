@@ -8,6 +8,7 @@ from fractions import Fraction
 import msgspec
 import numpy as np
 import pytest
+from collage_server.api import parameters
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create
@@ -332,6 +333,29 @@ def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     assert lost.minimum == lost.maximum == pytest.approx(lost.values)
     both = server.series("edq_ratio", pattern="blocks.*", points=4)
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3), steps=[1])] * 4)
+
+
+@pytest.mark.parametrize("together", [50, 4096])
+@pytest.mark.parametrize("more", [{"pattern": "blocks.*"}, {"module_type": "Linear"}, {"pattern": "*"}])
+@pytest.mark.parametrize("metric", ["edq_ratio", "intended_norm"])
+def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(
+    server, monkeypatch, together, more, metric
+):
+    monkeypatch.setattr(parameters, "_STEPS_AT_ONCE", together)
+    server.app.state.components.store._limits = LIMITS
+    server.filled(steps=range(1, 4 * LIMITS.points + 1))
+    ranges: list[dict[str, int]] = [{}, {"from": 9, "to": 120}]
+    before = [server.series(metric, points=4, **more, **some) for some in ranges]
+    while server.app.state.components.store.seal("r1", server.clock.now):
+        pass
+    server.reports([report(4 * LIMITS.points, 4 * LIMITS.points, measured=False)])
+    for held, some in zip(before, ranges, strict=True):
+        after = server.series(metric, points=4, **more, **some)
+        assert max(held.maximum) > min(held.minimum)
+        for name, values in msgspec.structs.asdict(held).items():
+            assert getattr(after, name) == (
+                pytest.approx(values, rel=1e-12) if isinstance(values, list) else values
+            )
 
 
 def of_few(seq, step, names):

@@ -15,7 +15,15 @@ from collage_monitor.metrics import METRICS, SCALARS, metric, split_key
 from collage_monitor.statistics import reduce_shards
 from collage_server.components import Components
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.queries import CLIP_RATIO, UNCLIPPED, Positions, clip_ratio, statistics_for, worst_layers
+from collage_server.queries import (
+    CLIP_RATIO,
+    UNCLIPPED,
+    Positions,
+    clip_ratio,
+    concatenated,
+    statistics_for,
+    worst_layers,
+)
 from collage_server.store import LatestPoint, Points, RunRecord, ScalarPoints, Selection, Store
 
 __all__ = [
@@ -42,6 +50,7 @@ __all__ = [
 ]
 
 _MOST_POINTS = 10_000
+_STEPS_AT_ONCE = 4096
 _NOTHING = ScalarPoints.empty()
 
 RunId = Annotated[str, Path(max_length=64)]
@@ -148,7 +157,23 @@ def _layer_points(
         field = "pattern" if pattern is not None else "module_type"
         raise Unprocessable(f"give layer or {field}, not both", field=field)
     names = [layer] if layer is not None else chosen_layers(store, run_id, pattern, module_type)
-    return _one_layer(store.layer_points(run_id, keys, selection, names))
+    if selection.extremes_of is None or (names is not None and len(names) == 1):
+        return _one_layer(store.layer_points(run_id, keys, selection, names))
+    return _merged_step_by_step(store, run_id, keys, selection, names)
+
+
+def _merged_step_by_step(
+    store: Store, run_id: str, keys: tuple[str, ...], selection: Selection, names: Sequence[str] | None
+) -> Points:
+    """Layers merged at every single step: coarse points of each tell neither extremes nor interval of their sum."""
+    single = dataclasses.replace(selection, points=None, extremes_of=None)
+    steps = store.model_points(run_id, ("measured_steps",), single).steps
+    parts = []
+    for start in range(0, max(len(steps), 1), _STEPS_AT_ONCE):
+        some = steps[start : start + _STEPS_AT_ONCE].tolist()
+        at = dataclasses.replace(single, first_step=some[0], last_step=some[-1]) if some else single
+        parts.append(_one_layer(store.layer_points(run_id, keys, at, names)))
+    return concatenated(parts)
 
 
 def _one_layer(points: Points) -> Points:

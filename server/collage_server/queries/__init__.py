@@ -10,6 +10,7 @@ from collage_server.queries.histogram import histogram
 from collage_server.queries.latest import WORST_LAYERS, latest_answer, run_answer, state_at, state_of
 from collage_server.queries.needs import statistics_for
 from collage_server.queries.series import Positions, metric_series, scalar_series
+from collage_server.queries.side_by_side import concatenated
 from collage_server.queries.worst import worst_layers, worst_order
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "alert_event",
     "clip_ratio",
     "compared_run",
+    "concatenated",
     "correlation",
     "heatmap",
     "histogram",

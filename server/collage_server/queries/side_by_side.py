@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from collage_server.store.contract import Points
 
-__all__ = ["SideBySide", "alike"]
+__all__ = ["SideBySide", "alike", "concatenated"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +41,22 @@ def _joined(run_ids: list[str], members: Sequence[Points], metric: str | None) -
     ends = np.cumsum([len(held.steps) for held in members]).tolist()
     places = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
     sizes = [held.world_size for held in members]
+    return SideBySide(run_ids, sizes, places, concatenated(members, metric))
+
+
+def concatenated(members: Sequence[Points], metric: str | None = None) -> Points:
+    """Points one after the other. What some of them lack is NaN there; extremes are kept of `metric` alone."""
     if len(members) == 1:
-        return SideBySide(run_ids, sizes, places, members[0])
+        return members[0]
     names = ("first_steps", "steps", "times", "ranks", "counts")
     joined: dict[str, Any] = {name: np.concatenate([getattr(held, name) for held in members]) for name in names}
-    totals = {key: np.concatenate([held.totals[key] for held in members]) for key in members[0].totals}
+    gaps = [np.full(len(held.steps), np.nan) for held in members]
+    totals = {
+        key: np.concatenate([held.totals.get(key, gap) for held, gap in zip(members, gaps, strict=True)])
+        for key in dict.fromkeys(key for held in members for key in held.totals)
+    }
     extremes = {}
     if metric is not None and metric in members[0].extremes:
         pairs = [held.extremes[metric] for held in members]
         extremes[metric] = (np.concatenate([low for low, _ in pairs]), np.concatenate([high for _, high in pairs]))
-    return SideBySide(run_ids, sizes, places, replace(members[0], **joined, totals=totals, extremes=extremes))
+    return replace(members[0], **joined, totals=totals, extremes=extremes)
