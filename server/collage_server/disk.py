@@ -53,9 +53,11 @@ class DiskGuard:
     def _judge(self, sizes: Sizes) -> str | None:
         strict = 1.0 if self._reason is None else _BACK
         if self._budget_bytes is not None and sizes.used_bytes > strict * self._budget_bytes:
+            # A cluster's files keep the space of deleted rows for new ones.
+            then = "" if sizes.free_bytes is not None else ", then VACUUM FULL,"
             return (
                 f"the data takes {sizes.used_bytes} bytes, its budget is {self._budget_bytes}; "
-                "delete runs, shorten the retention, or raise COLLAGE_SERVER_DISK_BUDGET_BYTES"
+                f"delete runs or shorten the retention{then} or raise COLLAGE_SERVER_DISK_BUDGET_BYTES"
             )
         if sizes.free_bytes is not None and sizes.free_bytes < self._reserve_bytes / strict:
             return (

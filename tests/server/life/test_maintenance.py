@@ -55,7 +55,10 @@ def test_the_guard_names_the_bound_and_a_remote_disk_has_no_reserve():
     guard = guard_of(Disk(used=101, free=None), budget=100)
     guard.look()
     assert "101 bytes, its budget is 100" in guard.reason
-    assert "COLLAGE_SERVER_DISK_BUDGET_BYTES" in guard.reason
+    assert "then VACUUM FULL, or raise COLLAGE_SERVER_DISK_BUDGET_BYTES" in guard.reason
+    local = guard_of(Disk(used=101), budget=100)
+    local.look()
+    assert "delete runs or shorten the retention or raise" in local.reason
     free = guard_of(Disk(used=101, free=None))
     free.look()
     assert free.reason is None
