@@ -1,7 +1,7 @@
 """A server in a process of its own, for benchmarks: the real store, or one that acknowledges without writing.
 
-`python -m benchmarks._ingest_server KIND FOLDER [DATABASE]` prints its port. Nothing is sealed until a line arrives
-on standard input; the CPU seconds that sealing took are printed when all is sealed.
+`python -m benchmarks._ingest_server KIND FOLDER [DATABASE]` prints its address. Nothing is sealed until a line
+arrives on standard input; the CPU seconds that sealing took are printed when all is sealed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import uvicorn
-from collage_server.app import create_app, make_store
+from collage_server.app import make_store
+from collage_server.command import Server
 from collage_server.settings import Settings
 from collage_server.store import GroupOutcome, ReportGroup, SqliteStore, Store
 
@@ -31,14 +31,6 @@ class NullStore(SqliteStore):
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Accept everything."""
         return [GroupOutcome(len(group.reports), 0) for group in groups]
-
-
-class _Announcing(uvicorn.Server):
-    """Prints its port once it listens."""
-
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        await super().startup(sockets)  # type: ignore[arg-type]
-        print(self.servers[0].sockets[0].getsockname()[1], flush=True)
 
 
 def _seal_when_told(store: Store) -> None:
@@ -64,8 +56,7 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
     if kind == "null":
         store = NullStore(folder / "collage.sqlite", stale_after_seconds=settings.stale_after_seconds)
     threading.Thread(target=_seal_when_told, args=(store,), daemon=True).start()
-    app = create_app(settings, store=store)
-    _Announcing(uvicorn.Config(app, port=0, log_level="warning", access_log=False)).run()
+    Server(settings, store, as_json=True).run()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -105,7 +106,7 @@ class Server:
         self.kind = kind
         self.process = process
         self._postgres = postgres
-        self.port = int(self._line())
+        self.port = int(json.loads(self._line())["server_url"].rpartition(":")[2])
 
     def cpu_seconds(self) -> float:
         """CPU of the server, and of its PostgreSQL."""

@@ -19,7 +19,7 @@ from collage_server.logs import configure
 from collage_server.settings import Settings, settings_from_environment
 from collage_server.store import Store
 
-__all__ = ["serve"]
+__all__ = ["Server", "serve"]
 
 
 @click.command("serve")
@@ -50,7 +50,7 @@ def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
     except StoreUnusable as error:
         raise click.ClickException(error.message) from error
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(settings, store, as_json).run()
+        Server(settings, store, as_json).run()
 
 
 def _settings(folder: Path | None, token_file: Path | None, no_auth: bool, **flags: Any) -> Settings:
@@ -83,8 +83,8 @@ def _read_token(path: Path) -> str:
     return token
 
 
-class _Server(uvicorn.Server):
-    """uvicorn that says where it listens once it does."""
+class Server(uvicorn.Server):
+    """The process that serves: uvicorn that says where it listens once it does."""
 
     def __init__(self, settings: Settings, store: Store, as_json: bool) -> None:
         self.settings = settings
