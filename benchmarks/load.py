@@ -46,10 +46,15 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What came of it. `memory` is (seconds, bytes) of the server's resident set, once a second."""
+    """What came of it.
+
+    `memory` is (seconds, bytes) of what the server holds itself, once a second; pages of the database file that it
+    has mapped are the system's cache, which takes them back when it needs them: `most_mapped` bytes.
+    """
 
     tally: Tally = field(default_factory=Tally)
     memory: list[tuple[float, int]] = field(default_factory=list)
+    most_mapped: int = 0
     server_cpu_seconds: float = 0.0
     missing: int = 0
     unexpected: int = 0
@@ -103,7 +108,7 @@ def run_load(load: Load, folder: Path, seed: int = 0, **settings: object) -> Out
 
 
 async def _run(agents: list[Agent], seconds: float, process_id: int, outcome: Outcome) -> None:
-    watching = asyncio.create_task(_watch_memory(process_id, outcome.memory))
+    watching = asyncio.create_task(_watch_memory(process_id, outcome))
     try:
         async with asyncio.TaskGroup() as group:
             for agent in agents:
@@ -112,11 +117,14 @@ async def _run(agents: list[Agent], seconds: float, process_id: int, outcome: Ou
         watching.cancel()
 
 
-async def _watch_memory(process_id: int, memory: list[tuple[float, int]]) -> None:
-    began, page = time.perf_counter(), os.sysconf("SC_PAGE_SIZE")
+async def _watch_memory(process_id: int, outcome: Outcome) -> None:
+    began = time.perf_counter()
     while True:
-        resident = int(Path(f"/proc/{process_id}/statm").read_text().split()[1]) * page
-        memory.append((time.perf_counter() - began, resident))
+        lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+        known = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+        own, mapped = (1024 * int(known[name][0]) for name in ("RssAnon", "RssFile"))
+        outcome.memory.append((time.perf_counter() - began, own))
+        outcome.most_mapped = max(outcome.most_mapped, mapped)
         await asyncio.sleep(1.0)
 
 
@@ -156,6 +164,7 @@ def figures_of(load: Load, outcome: Outcome) -> list[Figure]:
         one("memory, last third / middle third", "×", growth, limit=MOST_GROWTH),
         one("memory, slope after the first third", "MiB/min", slope * 60 / 2**20),
         one("memory, most", "MiB", sizes.max() / 2**20),
+        one("mapped pages of files, most", "MiB", outcome.most_mapped / 2**20),
         one("offered", "reports/s", load.agents * load.rate),
         one("acknowledged", "reports/s", accepted / load.seconds),
         one("given up by the agents", "reports/s", tally.dropped / load.seconds),
