@@ -21,11 +21,11 @@ from pathlib import Path
 __all__ = ["POINTS", "Zygote", "gone"]
 
 POINTS = {
-    "commit": r"^UPDATE run_latest SET reports",
     "seal": r"^(INSERT INTO|DELETE FROM) (point_chunk|model_chunk|layer_chunk|scalar_chunk|report|entry)",
     "migration": r"",
 }
-"""Where a life kills itself: before the count-th such statement. "answer": between a commit and its answers."""
+"""Where a life kills itself: before the count-th such statement. Two points are none: "commit" lies between the
+reports' last statement and their commit, "answer" between a commit and its answers."""
 
 _IMPORTED = (
     "collage_server.app",
@@ -94,6 +94,7 @@ def _die():
 def _arm(point, count):
     """Make this process kill itself at the count-th time it comes by."""
     from collage_server.ingest.writer import Writer
+    from collage_server.store import journal
     from sqlalchemy import Engine, event
 
     left = [count]
@@ -111,6 +112,16 @@ def _arm(point, count):
             deliver(self, batch, outcomes)
 
         Writer._deliver = deliver_or_die  # type: ignore[method-assign]
+        return
+    if point == "commit":
+        append = journal.append
+
+        def append_or_die(*arguments):
+            outcomes = append(*arguments)
+            passed()
+            return outcomes
+
+        journal.append = append_or_die
         return
     pattern = re.compile(POINTS[point])
 
