@@ -1,5 +1,7 @@
 """A server that is offered more than it can take: 64 simulated agents beside it, `--seconds` long (300).
 
+What it takes meanwhile is written: some 40 GB in the folder for temporary files.
+
 Held: p99 of what is acknowledged below a second, memory flat, every refusal 429 or 503 with Retry-After, something
 refused at all, and afterwards in the database exactly what was acknowledged.
 """
@@ -41,7 +43,7 @@ class Load:
 
     seconds: float = 300.0
     agents: int = 64
-    rate: float = 200.0
+    rate: float = 1000.0
 
 
 @dataclass
