@@ -136,18 +136,8 @@ class Client:
 
         `cursor` follows it: empty at first, then that of the last answer.
         """
-        query = {
-            "metric": metric,
-            "layer": layer,
-            "pattern": pattern,
-            "module_type": module_type,
-            "points": points,
-            "axis": axis,
-            "rank": rank,
-            "from": first_step,
-            "to": last_step,
-            "cursor": cursor,
-        }
+        chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
+        query = {"metric": metric, "points": points, "axis": axis, "cursor": cursor, **chosen}
         return self._get(f"/runs/{run_id}/series", wire.Series, query)
 
     def heatmap(
@@ -164,16 +154,8 @@ class Client:
         axis: Axis = "step",
     ) -> wire.Heatmap:
         """A metric over layers (of a glob, of one module type, or all) and steps."""
-        query = {
-            "metric": metric,
-            "points": points,
-            "order": order,
-            "pattern": pattern,
-            "module_type": module_type,
-            "from": first_step,
-            "to": last_step,
-            "axis": axis,
-        }
+        chosen = _chosen(None, pattern, module_type, None, first_step, last_step)
+        query = {"metric": metric, "points": points, "order": order, "axis": axis, **chosen}
         return self._get(f"/runs/{run_id}/heatmap", wire.Heatmap, query)
 
     def histogram(
@@ -190,17 +172,8 @@ class Client:
         last_step: int | None = None,
     ) -> wire.Histogram:
         """A histogram merged over the run or some of its steps, or at the measured step at or before `step`."""
-        query = {
-            "name": name,
-            "layer": layer,
-            "pattern": pattern,
-            "module_type": module_type,
-            "rank": rank,
-            "step": step,
-            "from": first_step,
-            "to": last_step,
-        }
-        return self._get(f"/runs/{run_id}/histogram", wire.Histogram, query)
+        chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
+        return self._get(f"/runs/{run_id}/histogram", wire.Histogram, {"name": name, "step": step, **chosen})
 
     def compare(
         self,
@@ -217,18 +190,8 @@ class Client:
         last_step: int | None = None,
     ) -> wire.Comparison:
         """Several runs on one metric, of the model or of layers, with their merged metrics and last scalars."""
-        query = {
-            "run": list(run_ids),
-            "metric": metric,
-            "layer": layer,
-            "pattern": pattern,
-            "module_type": module_type,
-            "points": points,
-            "axis": axis,
-            "rank": rank,
-            "from": first_step,
-            "to": last_step,
-        }
+        chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
+        query = {"run": list(run_ids), "metric": metric, "points": points, "axis": axis, **chosen}
         return self._get("/compare", wire.Comparison, query)
 
     def correlation(
@@ -243,15 +206,8 @@ class Client:
         module_type: str | None = None,
     ) -> wire.Correlation:
         """Two metrics (of the model, or of layers) or scalars over runs, each over the last `window` of its run."""
-        query = {
-            "x": x,
-            "y": y,
-            "run": list(run_ids),
-            "window": window,
-            "layer": layer,
-            "pattern": pattern,
-            "module_type": module_type,
-        }
+        chosen = _chosen(layer, pattern, module_type)
+        query = {"x": x, "y": y, "run": list(run_ids), "window": window, **chosen}
         return self._get("/correlation", wire.Correlation, query)
 
     def events(self, run_id: str, *, cursor: int = 0, limit: int = 1000) -> wire.EventPage:
@@ -315,6 +271,19 @@ class Client:
         if response.is_error:
             raise refusal(response)
         return wire.decode_message(response.content, kind, wire.JSON)
+
+
+def _chosen(
+    layer: str | None,
+    pattern: str | None,
+    module_type: str | None,
+    rank: int | None = None,
+    first_step: int | None = None,
+    last_step: int | None = None,
+) -> dict[str, Any]:
+    """The parameters by which questions are narrowed to layers, a rank and steps."""
+    layers = {"layer": layer, "pattern": pattern, "module_type": module_type}
+    return {**layers, "rank": rank, "from": first_step, "to": last_step}
 
 
 def refusal(response: httpx.Response) -> ServerRefusal:

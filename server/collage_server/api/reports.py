@@ -57,11 +57,16 @@ def _apart(body: bytes, content_type: str) -> tuple[wire.ReportBatch, list[wire.
 
 def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedReport], kept: int) -> wire.BatchAnswer:
     """The answer in the places of the batch as it was sent."""
-    without = {entry.index for entry in refused}
-    places = [place for place in range(kept + len(refused)) if place not in without]
+    places = _left(kept + len(refused), refused)
     moved = [msgspec.structs.replace(entry, index=places[entry.index]) for entry in stored.rejected]
     rejected = sorted([*moved, *refused], key=lambda entry: entry.index)
     return msgspec.structs.replace(stored, rejected=rejected)
+
+
+def _left(count: int, refused: Sequence[wire.RejectedReport]) -> list[int]:
+    """Places in a batch of so many reports that are not among those refused."""
+    without = {entry.index for entry in refused}
+    return [place for place in range(count) if place not in without]
 
 
 async def _store(components: Components, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
@@ -81,8 +86,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
         components.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
     if outcome.late or outcome.crowded:
-        refused = {entry.index for entry in rejected}
-        places = [index for index in range(len(batch.reports)) if index not in refused]
+        places = _left(len(batch.reports), rejected)
         rejected += [_late(places[at], kept[at], outcome.frozen_step) for at in outcome.late]
         rejected += [_crowded(places[at], kept[at]) for at in outcome.crowded]
         rejected.sort(key=lambda entry: entry.index)

@@ -8,38 +8,22 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
-from collage_server.errors import Gone, Unprocessable
+from collage_server.errors import Gone
 from collage_server.store import ReportGroup, Selection, schema
 from collage_server.store.run_view import is_known
 
 from collage_monitor import metrics, wire
 from collage_monitor.statistics import finish, reduce_steps
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
-from tests.server.store.contract import LIMITS, NOW, StoreContract
+from tests.server.store.contract import LIMITS, NOW
+from tests.server.store.ranks import Senders
 from tests.server.store.seen import ALL, plain, rows, seal_all, seen, unchanged
 
 CHUNKS = (schema.point_chunk, schema.model_chunk, schema.layer_chunk, schema.scalar_chunk, schema.entry)
 
 
-class SealingContract:
+class SealingContract(Senders):
     """Subclasses give the fixtures `store` and `reopen`, with the contract's small limits."""
-
-    fill = staticmethod(StoreContract.fill)
-    append = staticmethod(StoreContract.append)
-
-    def ranks(self, store, count, replica=lambda rank: 0):
-        store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
-        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
-        streams = []
-        for rank in range(count):
-            create = stream_create(f"s{rank}", rank=rank, world_size=count, replica=replica(rank))
-            store.create_stream("r1", create, NOW)
-            streams.append(store.stream_record(f"s{rank}"))
-        return streams
-
-    def send(self, store, stream, steps, rank=0, first_seq=0, **more):
-        reports = [report(first_seq + i, step, rank=rank, **more) for i, step in enumerate(steps)]
-        return self.append(store, stream, *reports)
 
     def test_nothing_is_sealed_before_a_chunk_is_full(self, store):
         self.send(store, self.fill(store), range(1, 32))
@@ -180,144 +164,6 @@ class SealingContract:
         seal_all(store)
         points = store.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_cosine"))
         assert points.counts.tolist() == [1] * 64 or "edq_cosine" in points.extremes
-
-    def test_ranks_are_merged_and_kept_one_by_one(self, store):
-        streams = self.ranks(store, 3)
-        for rank, stream in enumerate(streams):
-            self.send(store, stream, range(1, 41), rank)
-        before = seen(store, ranks=(None, 0, 1, 2))
-        with pytest.raises(Unprocessable, match="3 ranks"):
-            store.layer_points("r1", ["lost"], Selection(rank=1))
-        assert seal_all(store) == 1
-        after = seen(store, ranks=(None, 0, 1, 2))
-        unchanged(before, after)
-        with pytest.raises(Unprocessable, match="3 ranks"):
-            store.layer_points("r1", ["lost"], Selection(rank=1))
-
-    def test_the_slowest_live_rank_is_waited_for(self, store):
-        first, second = self.ranks(store, 2)
-        self.send(store, first, range(1, 41), 0)
-        self.send(store, second, range(1, 11), 1)
-        assert seal_all(store) == 0
-        self.send(store, second, range(11, 33), 1, first_seq=10)
-        assert seal_all(store) == 1
-        assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 32 + [1] * 8
-
-    def test_sealing_goes_past_a_gap_that_may_still_be_filled(self, store):
-        stream = self.fill(store)
-        held = [report(i, i + 1) for i in range(64)]
-        self.append(store, stream, *held[:10], *held[20:])
-        assert seal_all(store) == 1
-        assert rows(store, schema.report) == 64 - 10 - 32
-        gap = wire.Gap(first_seq=10, last_seq=14, reason="spool_full")
-        store.note_gaps(stream, [gap], NOW)
-        outcome = self.append(store, stream, *held)
-        assert (outcome.accepted, outcome.duplicates) == (10, 54)
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
-        seal_all(store)
-        points = store.model_points("r1", ["lost"], ALL)
-        assert points.steps.tolist() == list(range(1, 65))
-        assert points.totals["lost"].tolist() == [60.0] * 64
-        assert store.model_points("r1", ["lost"], Selection(points=1)).counts.sum() == 64
-
-    def test_a_rank_that_has_fallen_silent_holds_nobody_back(self, store):
-        first, second = self.ranks(store, 2)
-        self.send(store, first, range(1, 11), 0)
-        self.send(store, second, range(1, 11), 1)
-        store.append([ReportGroup(first, [report(i, i + 1) for i in range(10, 50)])], NOW + 500.0)
-        assert (seal_all(store), store.latest("r1").step) == (0, 10)
-        store.append([ReportGroup(first, [report(50, 51)])], NOW + 601.0)
-        assert (seal_all(store), store.latest("r1").step) == (1, 51)
-        assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 10 + [1] * 41
-
-    def test_ranks_that_are_left_behind_a_silent_one_wait_for_each_other(self, store):
-        streams = self.ranks(store, 3)
-        self.send(store, streams[0], range(1, 41), 0)
-        assert seal_all(store) == 1
-        for rank, last in ((1, 21), (2, 11)):
-            reports = [report(i, i + 1, rank=rank) for i in range(last)]
-            store.append([ReportGroup(streams[rank], reports)], NOW + 900.0)
-        seal_all(store)
-        assert store.latest("r1").step == 11
-
-    def test_a_rank_that_logs_but_measures_no_more_holds_nobody_back(self, store):
-        """It is waited for over 64 measured steps of another that it has passed; when it measures again, anew."""
-        first, second = self.ranks(store, 2)
-        for rank, stream in enumerate((first, second)):
-            self.send(store, stream, range(1, 11), rank)
-        self.send(store, first, range(11, 80), first_seq=10)
-        self.send(store, second, range(11, 74), 1, first_seq=10, measured=False)
-        assert (seal_all(store), store.latest("r1").step) == (0, 10)
-        self.send(store, second, range(74, 80), 1, first_seq=73, measured=False)
-        assert (seal_all(store), store.latest("r1").step) == (2, 79)
-        self.send(store, first, range(80, 120), first_seq=79)
-        self.send(store, second, range(80, 90), 1, first_seq=79, measured=False)
-        assert (seal_all(store), store.latest("r1").step) == (1, 119)
-        self.send(store, second, range(100, 110), 1, first_seq=89)
-        assert store.latest("r1").step == 109
-        assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 10 + [1] * 89 + [2] * 10 + [1] * 10
-
-    def late_rank(self, store, replica=lambda rank: 0):
-        first, second = self.ranks(store, 2, replica)
-        self.send(store, first, range(1, 41), 0)
-        seal_all(store)
-        assert rows(store, schema.report) == 8
-        self.send(store, second, range(1, 41), 1)
-        return second
-
-    def test_a_late_rank_joins_its_steps_before_and_after_it_is_sealed(self, store):
-        self.late_rank(store)
-        points = store.model_points("r1", None, ALL)
-        assert points.ranks.tolist() == [2] * 40
-        expected = [60.0 + 120.0] * 40
-        assert points.totals["lost"].tolist() == expected
-        before = seen(store, ranks=(None, 0, 1))
-        assert seal_all(store) == 1
-        unchanged(before, seen(store, ranks=(None, 0, 1)))
-        coarse = store.model_points("r1", None, Selection(points=2))
-        assert coarse.counts.tolist()[:2] == [16, 16]
-        assert coarse.totals["lost"].tolist()[:2] == [16 * 180.0] * 2
-        assert coarse.ranks.tolist() == [2] * len(coarse.ranks)
-
-    def test_columns_kept_in_memory_are_let_go_when_their_chunk_changes(self, store, reopen):
-        first, second = self.ranks(store, 2)
-        self.send(store, first, range(1, 65), 0)
-        seal_all(store)
-        asked = Selection(points=2, extremes_of="edq_ratio")
-        before = store.model_points("r1", None, asked)
-        assert before.counts.tolist() == [16] * 4
-        assert before.totals["lost"].tolist() == [16 * 60.0] * 4
-        again = store.model_points("r1", ["lost"], asked)
-        assert again.totals["lost"].tolist() == before.totals["lost"].tolist()
-        assert not again.totals["lost"].flags.writeable
-        self.send(store, second, range(1, 33), 1)
-        joined = [*[1.0 * 180] * 32, 16 * 60.0, 16 * 60.0]
-        assert store.model_points("r1", ["lost"], asked).totals["lost"].tolist() == joined
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
-        seal_all(store)
-        after = store.model_points("r1", None, asked)
-        assert after.totals["lost"].tolist() == [16 * 180.0] * 2 + [16 * 60.0] * 2
-        assert plain(reopen().model_points("r1", None, asked)) == plain(after)
-
-    def test_a_late_replica_is_not_added(self, store):
-        self.late_rank(store, replica=lambda rank: rank)
-        for _ in range(2):
-            points = store.model_points("r1", None, ALL)
-            assert points.totals["lost"].tolist() == [60.0] * 40
-            assert store.layer_points("r1", ["lost"], ALL).totals["lost"].tolist() == [[10.0, 20.0, 30.0]] * 40
-            seal_all(store)
-
-    def test_a_late_second_process_of_a_rank_is_not_added(self, store):
-        stream = self.fill(store)
-        self.send(store, stream, range(1, 41))
-        seal_all(store)
-        store.create_stream("r1", stream_create("again", process_id=99), NOW)
-        self.send(store, store.stream_record("again"), range(1, 41), 3)
-        for _ in range(2):
-            assert store.model_points("r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 40
-            store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
-            seal_all(store)
-        assert rows(store, schema.report) == 0
 
     def test_a_newer_attempt_hides_part_of_a_chunk(self, store):
         self.send(store, self.fill(store), range(1, 65))

@@ -19,6 +19,7 @@ from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
+from tests.server.store.ranks import RanksContract
 from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract
@@ -60,6 +61,10 @@ class TestPostgresql(StoreContract):
 
 class TestPostgresqlSealing(SealingContract):
     """Sealing on PostgreSQL."""
+
+
+class TestPostgresqlRanks(RanksContract):
+    """Ranks on PostgreSQL."""
 
 
 class TestPostgresqlEvents(EventsContract):

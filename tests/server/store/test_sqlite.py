@@ -13,6 +13,7 @@ from collage_server.store.folder import network_file_system
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
+from tests.server.store.ranks import RanksContract
 from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract
@@ -51,6 +52,10 @@ class TestSqlite(StoreContract):
 
 class TestSqliteSealing(SealingContract):
     """Sealing on SQLite."""
+
+
+class TestSqliteRanks(RanksContract):
+    """Ranks on SQLite."""
 
 
 class TestSqliteEvents(EventsContract):
