@@ -16,13 +16,14 @@ from collage_server.api import api_routes
 from collage_server.auth import Access
 from collage_server.components import Components
 from collage_server.description import add_description
-from collage_server.disk import DiskGuard, ReadOnlyGate
+from collage_server.disk import DiskGuard
 from collage_server.failures import add_error_handlers
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.maintenance import Maintenance
 from collage_server.middleware import AccessControl, RequestIdentity
 from collage_server.principals import TokenDirectory
 from collage_server.quotas import Quotas
+from collage_server.read_only import ReadOnlyGate
 from collage_server.settings import Settings
 from collage_server.store import PostgresqlStore, SqliteStore, Store
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Final, Protocol
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from collage_server.errors import Busy
-from collage_server.failures import error_of
 from collage_server.store import Sizes
 
-__all__ = ["DiskGuard", "Measurable", "ReadOnlyGate"]
+__all__ = ["DiskGuard", "Measurable"]
 
 _LOG: Final = logging.getLogger(__name__)
 _BACK: Final = 0.95
 """Writing begins again below this share of the budget, or above the reserve divided by it: no flutter."""
-_RETRY_SECONDS: Final = 30
-_WRITES: Final = ("/runs", "/attempts", "/streams", "/reports")
 
 
 class Measurable(Protocol):
@@ -65,23 +59,3 @@ class DiskGuard:
                 "make room, or lower COLLAGE_SERVER_DISK_RESERVE_BYTES"
             )
         return None
-
-
-class ReadOnlyGate:
-    """While the guard has a reason, answers 503 to all that would store something new; deleting is allowed."""
-
-    def __init__(self, app: ASGIApp, guard: DiskGuard) -> None:
-        self.app = app
-        self.guard = guard
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = self.guard.reason
-        if reason is None or scope["type"] != "http" or not _stores(scope):
-            await self.app(scope, receive, send)
-            return
-        busy = Busy(f"read-only: {reason}; send this again later", retry_after_seconds=_RETRY_SECONDS)
-        await error_of(busy, scope.get("state", {}).get("request_id"))(scope, receive, send)
-
-
-def _stores(scope: Scope) -> bool:
-    return scope["method"] == "POST" and str(scope["path"]).endswith(_WRITES)

@@ -1,7 +1,7 @@
 """Logs of a server process: one line a record on standard error, as text or JSON, without secrets.
 
-Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.middleware`: refused
-ones at INFO, failed ones at WARNING, all others at DEBUG.
+Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.middleware`:
+refused ones at INFO, failed ones at WARNING, all others at DEBUG.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from threading import Event, Thread
 from typing import Final, Protocol
 
+from collage_server.background import Background
 from collage_server.disk import DiskGuard
 from collage_server.errors import Gone, NotFound
 from collage_server.store import Life, NewEvent
@@ -34,7 +34,7 @@ class Maintainable(Protocol):
         """Add to what happened to a run."""
 
 
-class Maintenance:
+class Maintenance(Background):
     """Looks at the disk every `disk_seconds`, at everything else every `interval_seconds`.
 
     `days` maps a level (measured points a stored point merges) to how long it is kept.
@@ -50,33 +50,30 @@ class Maintenance:
         interval_seconds: float = 60.0,
         disk_seconds: float = 2.0,
     ) -> None:
+        super().__init__("maintenance", interval_seconds=disk_seconds)
         self._store = store
         self._guard = guard
         self._clock = clock
         self._days = days
-        self._interval_seconds = interval_seconds
-        self._disk_seconds = disk_seconds
-        self._stopping = Event()
-        self._thread: Thread | None = None
+        self._round_seconds = interval_seconds
+        self._round_due = time.monotonic()
 
     def start(self) -> None:
-        """Look at the disk once, then start the thread."""
-        self._stopping.clear()
-        self._look(self._guard.look)
-        self._thread = Thread(target=self._run, name="collage-maintenance", daemon=True)
-        self._thread.start()
+        """Look at the disk before the first report comes, then start the thread."""
+        self.attempt(self._guard.look)
+        super().start()
 
-    def stop(self, deadline_seconds: float) -> None:
-        """End after the slice at hand, or leave it unfinished at the deadline."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(deadline_seconds)
-            self._thread = None
+    def look(self) -> None:
+        """Look at the disk, and go a round if one is due."""
+        self.attempt(self._guard.look)
+        if time.monotonic() >= self._round_due:
+            self.attempt(self.once)
+            self._round_due = time.monotonic() + self._round_seconds
 
     def once(self) -> None:
         """One round: expire, purge, give space back. A pause after each slice lets others write."""
         for run_id in self._store.life.sealed_runs() if self._days else ():
-            if self._stopping.is_set():
+            if self.stopping.is_set():
                 return
             now = self._clock()
             try:
@@ -98,19 +95,5 @@ class Maintenance:
         self._store.note_events(run_id, [NewEvent(origin=f"retention/{now}", kind="retention", text=text)], now)
 
     def _repeat(self, work: Callable[[], bool]) -> None:
-        while not self._stopping.is_set() and work():
-            self._stopping.wait(_PAUSE_SECONDS)
-
-    def _run(self) -> None:
-        due = time.monotonic()
-        while not self._stopping.wait(self._disk_seconds):
-            self._look(self._guard.look)
-            if time.monotonic() >= due:
-                self._look(self.once)
-                due = time.monotonic() + self._interval_seconds
-
-    def _look(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception:
-            _LOG.exception("maintenance failed; the next round tries again")
+        while not self.stopping.is_set() and work():
+            self.stopping.wait(_PAUSE_SECONDS)

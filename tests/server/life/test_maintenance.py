@@ -182,7 +182,7 @@ class Worn(Disk):
 def test_a_round_that_fails_is_logged_and_the_next_one_works(caplog):
     store = Worn()
     maintenance = Maintenance(store, guard_of(store), clock=Clock(), days={})
-    maintenance._look(maintenance.once)
+    maintenance.attempt(maintenance.once)
     assert "maintenance failed" in caplog.text
     maintenance.once()
     assert store.life.purges == []
