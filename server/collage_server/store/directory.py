@@ -25,8 +25,8 @@ _LEVELS_OF: Final = {
 class ChunkInfo(NamedTuple):
     """One chunk of an attempt, all parts together; `levels` are those that it has.
 
-    A frozen chunk has lost its level 1 to retention: `parts` is 0, `point_count` what its
-    coarse points stand for.
+    `point_count` is what its coarse points stand for; before it has some, points of late parts count again. A
+    frozen chunk has lost its level 1 to retention: `parts` is 0.
     """
 
     attempt: int
@@ -61,7 +61,7 @@ def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str
     ).all()
     found: dict[str, list[ChunkInfo]] = {run_id: [] for run_id in run_ids}
     for run_id, attempt, chunk, parts, first_step, last_step, fine, middle, coarse in rows:
-        count = int(fine or LEVELS[1] * middle or LEVELS[2] * coarse)
+        count = int(LEVELS[1] * middle or fine or LEVELS[2] * coarse)
         levels = _LEVELS_OF[fine > 0, middle > 0, coarse > 0]
         found[run_id].append(ChunkInfo(attempt, chunk, int(parts), count, first_step, last_step, levels))
     return found

@@ -27,7 +27,7 @@ from collage_server.store.chunks import (
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.contributors import rank_contributed
 from collage_server.store.latest import newest_measured_step
-from collage_server.store.pieces import Piece, join
+from collage_server.store.pieces import Piece, join, taken
 from collage_server.store.read_plan import ReadPlan, plan_read
 from collage_server.store.run_view import RunView, chosen_layers, is_known, read_views
 
@@ -269,9 +269,10 @@ def _of_one_rank(
             values[:, place] = merged[:, place]
     pieces = []
     for piece in _pieces(views, 1, points, keys, values)[view.run_id]:
-        fields = {name: getattr(piece, name)[there] for name in ("first_steps", "steps", "times", "counts")}
-        totals = {key: array[there] for key, array in piece.totals.items()}
-        pieces.append(replace(piece, **fields, ranks=np.ones(int(there.sum()), dtype=np.int64), totals=totals))
+        held = taken(piece, np.flatnonzero(there))
+        ranks = np.zeros(len(held.steps), dtype=np.int64)
+        ranks[np.unique(held.steps, return_index=True)[1]] = 1
+        pieces.append(replace(held, ranks=ranks))
     return pieces
 
 

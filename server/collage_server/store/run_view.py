@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -88,6 +89,15 @@ class RunView:
     @cached_property
     def _declared(self) -> dict[str, None]:
         return dict.fromkeys(key for stream in self.streams.values() for key in stream.statistics)
+
+    def is_contested(self, stream_id: str) -> bool:
+        """Whether another process reports as the same rank of the attempt: at a step only one of them counts."""
+        stream = self.streams[stream_id]
+        return self._processes[stream.attempt, stream.rank] > 1
+
+    @cached_property
+    def _processes(self) -> Counter[tuple[int, int]]:
+        return Counter((stream.attempt, stream.rank) for stream in self.streams.values())
 
     @cached_property
     def replicated(self) -> bool:

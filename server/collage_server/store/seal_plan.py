@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 from sqlalchemy import Connection, func, select
 
 from collage_server.store import schema
+from collage_server.store.chunks import read_point_rows
 from collage_server.store.contract import SealLimits
-from collage_server.store.directory import ChunkInfo, read_chunk_infos
+from collage_server.store.directory import LEVELS, ChunkInfo, read_chunk_infos
 from collage_server.store.latest import waited_for
 from collage_server.store.run_view import RunView
 
@@ -121,7 +123,8 @@ def plan_seal(connection: Connection, view: RunView, journal: Journal, limits: S
         own = [info for info in infos if info.attempt == attempt]
         ready = journal.ready[attempt]
         plan = _late(attempt, members, own, limits, ready is None)
-        plan = plan or _next(attempt, members, own, limits, ready, attempt in journal.crowded)
+        room = _room(connection, view.run_id, own, limits)
+        plan = plan or _next(attempt, members, own, room, limits, ready, attempt in journal.crowded)
         if plan is not None:
             return plan
     return None
@@ -156,23 +159,35 @@ def _late(
     return _plan(attempt, info.chunk, info.parts, chosen, info)
 
 
+def _room(connection: Connection, run_id: str, infos: Sequence[ChunkInfo], limits: SealLimits) -> int:
+    """Measured points for which the newest chunk has room; late parts tell of steps that it holds already."""
+    if not infos or infos[-1].levels != {LEVELS[0]}:
+        return 0
+    newest = infos[-1]
+    held = newest.point_count
+    if newest.parts > 1:
+        points = read_point_rows(connection, LEVELS[0], {(run_id, newest.attempt): [newest.chunk]})
+        held = len(np.unique(points.steps))
+    return max(limits.points - held, 0)
+
+
 def _next(
     attempt: int,
     entries: Sequence[_Entry],
     infos: Sequence[ChunkInfo],
+    room: int,
     limits: SealLimits,
     ready: int | None,
     crowded: bool,
 ) -> SealPlan | None:
-    """The reports after the last sealed step: all that are due, as far as the chunk has room."""
-    open_chunk = infos[-1] if infos and infos[-1].point_count < limits.points else None
+    """The reports after the last sealed step: all that are due, as far as the chunk has `room` (0: a new chunk)."""
+    open_chunk = infos[-1] if room else None
     after = infos[-1].last_step if infos else -1
     fresh = [entry for entry in entries if entry.step > after and (ready is None or entry.step <= ready)]
     if not fresh:
         return None
-    room = limits.points - (open_chunk.point_count if open_chunk else 0)
     crowded = crowded or len(fresh) >= limits.rows
-    cutoff = _cutoff(fresh, room, limits, over=ready is None, crowded=crowded)
+    cutoff = _cutoff(fresh, room or limits.points, limits, over=ready is None, crowded=crowded)
     if cutoff is None:
         return None
     chosen = [entry for entry in fresh if entry.step <= cutoff]

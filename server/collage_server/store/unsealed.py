@@ -191,10 +191,18 @@ def model_of(piece: Piece) -> Piece:
 
 
 def seen_rows(view: RunView, rows: Sequence[Row[Any]], known: Contributors) -> list[Row[Any]]:
-    """Without rows whose rank stands in a sealed part of the step already, and second processes of a rank."""
-    rows = [row for row in rows if view.streams[row.stream_id].rank not in known.get(row.step, ())]
+    """Without second processes of a rank: where one stands in a sealed part of the step, no other one is added.
+
+    Several reports of one process about one step are shards of it, and each of them comes once.
+    """
+    rows = [row for row in rows if not (view.is_contested(row.stream_id) and _is_known(view, row, known))]
     seen = visible(_places(view, rows), {})
     return [row for row, kept in zip(rows, seen.tolist(), strict=True) if kept]
+
+
+def _is_known(view: RunView, row: Row[Any], known: Contributors) -> bool:
+    """Whether the row's rank stands in a sealed part of its step."""
+    return view.streams[row.stream_id].rank in known.get(row.step, ())
 
 
 def _places(view: RunView, rows: Sequence[Row[Any]]) -> Places:
@@ -220,10 +228,16 @@ def _piece(
         first_steps=grouped.steps,
         steps=grouped.steps,
         times=grouped.times,
-        ranks=grouped.ranks,
+        ranks=grouped.ranks - _counted_already(view, rows, grouped.steps, known),
         counts=np.ones(len(grouped.steps), dtype=np.int64),
         totals=merged,
     )
+
+
+def _counted_already(view: RunView, rows: Sequence[Row[Any]], steps: IntArray, known: Contributors) -> IntArray:
+    """How many of the ranks at each of these steps stand in sealed parts of it, too."""
+    again = {(row.step, view.streams[row.stream_id].rank) for row in rows if _is_known(view, row, known)}
+    return np.bincount(np.searchsorted(steps, [step for step, _ in again]), minlength=len(steps))
 
 
 def _leave_out_replicas(

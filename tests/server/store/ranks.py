@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 from collage_server.errors import Unprocessable
 from collage_server.store import ReportGroup, Selection, schema
 
 from collage_monitor import wire
-from tests.server.samples import report, stream_create
+from tests.server.samples import block, report, stream_create
 from tests.server.store.contract import NOW, StoreContract
 from tests.server.store.seen import ALL, plain, rows, seal_all, seen, unchanged
 
@@ -175,3 +178,49 @@ class RanksContract(Senders):
             store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
             seal_all(store)
         assert rows(store, schema.report) == 0
+
+    def parts_of(self, steps, rank=0, first_seq=0):
+        """Of each step two reports: of the first layer, and of the others, as of two watched models."""
+        told = []
+        for number, columns in enumerate((slice(1, None), slice(0, 1))):
+            for i, step in enumerate(steps):
+                values = block(step, rank)
+                values[:, columns] = np.nan
+                told.append(report(first_seq + number * len(steps) + i, step, rank=rank, values=values))
+        return told[: len(steps)], told[len(steps) :]
+
+    def test_reports_of_one_step_merge_when_the_first_of_them_are_sealed(self, store):
+        """Another watched model of the rank, or the rest of a large report, may come late."""
+        first, second = self.ranks(store, 2)
+        sent = {stream: self.parts_of(range(1, 41), rank) for rank, stream in enumerate((first, second))}
+        for stream, (early, _) in sent.items():
+            self.append(store, stream, *early)
+        assert seal_all(store) == 1
+        for stream, (_, late) in sent.items():
+            self.append(store, stream, *late)
+        looks = [seen(store, ranks=(None, 0, 1))]
+        assert store.model_points("r1", ["lost"], ALL).totals["lost"].tolist() == [60.0 + 120.0] * 40
+        assert store.layer_points("r1", ["lost"], ALL).totals["lost"].tolist() == [[30.0, 60.0, 90.0]] * 40
+        for rank in (None, 0, 1):
+            assert set(store.model_points("r1", ["lost"], Selection(rank=rank)).ranks) == {2 if rank is None else 1}
+        seal_all(store)
+        looks.append(seen(store, ranks=(None, 0, 1)))
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        seal_all(store)
+        assert rows(store, schema.report) == 0
+        looks.append(seen(store, ranks=(None, 0, 1)))
+        unchanged(looks[0], looks[1])
+        unchanged(looks[0], looks[2])
+
+    def test_late_parts_of_a_chunk_that_is_open_do_not_fill_it(self, store):
+        """A chunk is whole when it has its measured points, however many parts told of them."""
+        store._limits = dataclasses.replace(store._limits, part_points=8)
+        first, second = self.ranks(store, 2)
+        for start in range(0, 64, 8):
+            for rank, stream in enumerate((first, second)):
+                reports = [report(start + i, start + i + 1, rank=rank) for i in range(8)]
+                store.append([ReportGroup(stream, reports)], NOW + 2000.0 * start)
+                assert seal_all(store) == 1
+        points = store.model_points("r1", ["lost"], Selection(points=1))
+        assert points.totals["lost"].tolist() == [16 * 180.0] * 4
+        assert points.counts.tolist() == [16] * 4
