@@ -234,6 +234,7 @@ def changed(**fields):
         (changed(statistic_count=0, model=b"", statistics=None), "missing", "statistic_count"),
         (changed(statistic_count=len(STATISTICS) + 1), "undeclared", "statistic_count"),
         (changed(layer_count=4), "undeclared", "layer_count"),
+        (changed(statistics=None, model=None, statistic_count=2**40), "undeclared", "statistic_count"),
         (changed(time=float("nan")), "bad_value", "time"),
         (changed(time=float("inf")), "bad_value", "time"),
         (changed(scalars=too_many_scalars()), "too_many", "scalars"),

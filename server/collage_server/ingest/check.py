@@ -72,11 +72,13 @@ def _check(report: wire.Report, stream: StreamRecord) -> None:
                 "scalars",
                 _NAME,
             )
+    if report.statistic_count or report.layer_count:
+        _check_declared(report, stream)
     if report.statistics is not None or report.model is not None:
-        _check_blocks(report, stream)
+        _check_blocks(report)
 
 
-def _check_blocks(report: wire.Report, stream: StreamRecord) -> None:
+def _check_declared(report: wire.Report, stream: StreamRecord) -> None:
     declared = (("statistic_count", len(stream.statistics)), ("layer_count", len(stream.layers)))
     for field, most in declared:
         count = getattr(report, field)
@@ -88,6 +90,9 @@ def _check_blocks(report: wire.Report, stream: StreamRecord) -> None:
                 field,
                 most,
             )
+
+
+def _check_blocks(report: wire.Report) -> None:
     if report.statistic_count == 0:
         raise _Refusal("missing", "statistic_count is 0: leave statistics and model out", "statistic_count")
     if report.model is None:
