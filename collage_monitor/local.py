@@ -49,7 +49,7 @@ def read_token(folder: Path) -> str | None:
     """The token in `folder`, or None if there is none (yet) or it cannot be read."""
     try:
         return token_path(folder).read_text(encoding="ascii").strip() or None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 

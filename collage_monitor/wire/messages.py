@@ -163,10 +163,10 @@ class StreamCreate(Struct, kw_only=True, frozen=True):
 class Stream(Struct, kw_only=True, frozen=True):
     """A stream as the server knows it. `reports` counts the stored ones, exactly once each.
 
-    Its health: `given_up` numbers the agent said will never come; `missing` more below `last_seq` have not come
-    (yet), at least; `lag_steps` it stands behind the furthest stream of the attempt; `last_report_at` is the
-    server's clock. `clock_skew_seconds` is how far the agent's clock was ahead of the server's at most, so at the
-    report that took least time to arrive: negative is a late clock, or reports that were long under way.
+    Its health: `given_up` numbers the agent said will never come; `missing` more, below those and `last_seq`, have
+    not come (yet), at least; `lag_steps` it stands behind the furthest stream of the attempt. `last_report_at` is
+    the server's clock. `clock_skew_seconds` is how far the agent's clock was ahead of the server's at most, so at
+    the report that took least time to arrive: negative is a late clock, or reports that were long under way.
     """
 
     run_id: str

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from collage_monitor.local import data_folder
 from collage_server.settings import Settings, settings_from_environment
 from collage_server.store.backup import Backup, back_up
 from collage_server.store.backup import restore as restore_store
@@ -47,7 +46,7 @@ def restore(file: Path, folder: Path | None, as_json: bool) -> None:
 
 def _settings(folder: Path | None) -> Settings:
     # Neither verb asks for a token; settings do not exist without one.
-    settings = settings_from_environment(folder=data_folder(folder), no_auth=True, host="127.0.0.1")
+    settings = settings_from_environment(folder=folder, no_auth=True, host="127.0.0.1")
     if settings.database is not None:
         raise click.ClickException(_DUMP)
     return settings

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 import uvicorn
 
-from collage_monitor.local import data_folder, ensure_token
+from collage_monitor.local import ensure_token
 from collage_server.app import create_app, make_store
 from collage_server.errors import StoreUnusable
 from collage_server.logs import configure
@@ -54,14 +53,13 @@ def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
 
 
 def _settings(folder: Path | None, token_file: Path | None, no_auth: bool, **flags: Any) -> Settings:
-    where = data_folder(folder)
-    flags |= {"folder": where, "no_auth": no_auth or None}
+    if no_auth and token_file is not None:
+        raise click.UsageError("--no-auth asks for no token and --token-file names one; give one of the two")
     if token_file is not None:
-        flags["token"] = _read_token(token_file)
-    elif not no_auth:
-        stated = any(os.environ.get(f"COLLAGE_SERVER_{name}") for name in ("TOKEN", "NO_AUTH"))
-        flags["token"] = None if stated else _own_token(where)
-    return settings_from_environment(**flags)
+        flags |= {"token": _read_token(token_file), "no_auth": False}
+    elif no_auth:
+        flags["no_auth"] = True
+    return settings_from_environment(own_token=_own_token, folder=folder, **flags)
 
 
 def _own_token(folder: Path) -> str:

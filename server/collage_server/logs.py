@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -45,7 +46,7 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
 
 
 class _Text(logging.Formatter):
-    """TIME LEVEL LOGGER [request id] message; a line break in a message cannot start a line of its own."""
+    """TIME LEVEL LOGGER [request id] message; line breaks in it cannot start a record, a traceback is indented."""
 
     def __init__(self, secrets: tuple[str, ...]) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class _Text(logging.Formatter):
         named = f" [{request_id}]" if request_id else ""
         line = f"{_moment(record.created)} {record.levelname} {record.name}{named} {message}"
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += textwrap.indent("\n" + self.formatException(record.exc_info), "  ")
         return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _masked(line, self._secrets))
 
 

@@ -7,13 +7,13 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from collage_monitor.errors import CollageError
-from collage_monitor.local import SERVER_PORT
+from collage_monitor.local import SERVER_PORT, data_folder
 from collage_monitor.wire import LIMITS
 
 __all__ = ["LOOPBACK_HOSTS", "Settings", "SettingsError", "settings_from_environment"]
@@ -24,6 +24,7 @@ _NOT_OURS = "COLLAGE_SERVER_URL"
 _SECRET = frozenset({"token"})
 _IN_ADDRESS = re.compile(r"(://[^/@\s:]*:)\S*@")
 _IN_QUERY = re.compile(r"(\b(?:ssl)?password=)[^&\s]*", re.IGNORECASE)
+_KINDS = {int: "a whole number", float: "a number"}
 _POSITIVE = (
     "body_bytes",
     "decompressed_bytes",
@@ -89,24 +90,31 @@ class Settings:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
-        if self.token is None and not self.no_auth:
+        if not self.token and not self.no_auth:
             raise SettingsError("no token: pass --token-file, or --no-auth to serve this machine alone without one")
+        if self.token and (self.token.split() != [self.token] or not self.token.isascii()):
+            raise SettingsError(
+                f"{_variable('token')} must be one word of ASCII characters, without white space around it: no "
+                "request could carry it"
+            )
         if self.no_auth and self.host not in LOOPBACK_HOSTS:
             raise SettingsError(
                 f"--no-auth serves loopback only, not host {self.host!r}; pass --token-file instead"
             )
         if not 0 <= self.port < 65_536:
-            raise SettingsError(f"port must be from 0 to 65535, not {self.port}")
+            raise SettingsError(f"{_variable('port')} must be from 0 to 65535, not {self.port}; 0 takes a free one")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise SettingsError(f"{name} must be positive and finite, not {value}")
-
+                raise SettingsError(
+                    f"{_variable(name)} must be positive and finite, not {value}; unset it for the default"
+                )
         raw, coarse = self.retention_raw_days, self.retention_coarse_days
         if coarse is not None and (raw is None or raw > coarse):
             raise SettingsError(
-                f"retention_coarse_days is {coarse}, but single points are kept for "
-                f"{'good' if raw is None else f'{raw} days'}; keep them no longer than points of 16"
+                f"{_variable('retention_coarse_days')} is {coarse}, but single points are kept for "
+                f"{'good' if raw is None else f'{raw} days'}; keep them no longer than points of 16, with "
+                f"{_variable('retention_raw_days')}"
             )
 
     @property
@@ -128,8 +136,17 @@ def _shown(name: str, value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def settings_from_environment(environment: Mapping[str, str] | None = None, **flags: Any) -> Settings:
+def _variable(name: str) -> str:
+    return _PREFIX + name.upper()
+
+
+def settings_from_environment(
+    environment: Mapping[str, str] | None = None, own_token: Callable[[Path], str] | None = None, **flags: Any
+) -> Settings:
     """Settings from COLLAGE_SERVER_NAME variables; a flag that is not None wins.
+
+    Without a folder it is the user's data folder. `own_token` gives the token that stands in the folder, where
+    none is stated and one is asked for.
 
     Raises:
         SettingsError: a variable that cannot be read as its setting's type, or an unsafe combination.
@@ -137,32 +154,37 @@ def settings_from_environment(environment: Mapping[str, str] | None = None, **fl
     values = os.environ if environment is None else environment
     hints = typing.get_type_hints(Settings)
     given: dict[str, Any] = {}
-    known = [entry.name for entry in dataclasses.fields(Settings)]
-    for name in values:
-        if name.startswith(_PREFIX) and name != _NOT_OURS and name.removeprefix(_PREFIX).lower() not in known:
-            raise SettingsError(f"{name} is no setting; `collage-monitor serve --print-settings` lists them all")
-    for name in known:
-        text = values.get(_PREFIX + name.upper())
-        if text is not None:
-            given[name] = _read(name, text, hints[name])
+    known = {_variable(entry.name): entry.name for entry in dataclasses.fields(Settings)}
+    for variable, text in values.items():
+        if variable in known:
+            given[known[variable]] = _read(variable, text, hints[known[variable]])
+        elif variable.startswith(_PREFIX) and variable != _NOT_OURS:
+            raise SettingsError(
+                f"{variable} is no setting; unset it, then `collage-monitor serve --print-settings` lists them all"
+            )
     given.update({name: value for name, value in flags.items() if value is not None})
+    given["folder"] = data_folder(given.get("folder"), values)
+    if own_token is not None and not given.get("token") and not given.get("no_auth"):
+        given["token"] = own_token(given["folder"])
     return Settings(**given)
 
 
-def _read(name: str, text: str, hint: Any) -> Any:
+def _read(variable: str, text: str, hint: Any) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = next(kind for kind in kinds if kind is not type(None))
     if typing.get_origin(kind) is Literal:
         if text in typing.get_args(kind):
             return text
-        raise SettingsError(f"{_PREFIX}{name.upper()}={text!r}; set one of {', '.join(typing.get_args(kind))}")
+        raise SettingsError(f"{variable}={text!r}; set one of {', '.join(typing.get_args(kind))}")
     if kind is bool:
         if text.lower() in {"1", "true", "yes", "on"}:
             return True
         if text.lower() in {"0", "false", "no", "off", ""}:
             return False
-        raise SettingsError(f"{_PREFIX}{name.upper()}={text!r} is not a yes or no; set 1 or 0")
+        raise SettingsError(f"{variable}={text!r} is not a yes or no; set 1 or 0")
     try:
         return kind(text)
     except ValueError as error:
-        raise SettingsError(f"{_PREFIX}{name.upper()}={text!r} is not a {kind.__name__}") from error
+        raise SettingsError(
+            f"{variable}={text!r} is not {_KINDS[kind]}; set one, or unset it for the default"
+        ) from error

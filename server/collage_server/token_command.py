@@ -82,8 +82,8 @@ class _HostTokens:
 def _tokens(
     server_url: str, token: str | None, folder: Path | None, on_host: bool
 ) -> Iterator[_Tokens | _HostTokens]:
-    where = data_folder(folder)
     if not on_host:
+        where = data_folder(folder)
         try:
             with Client(server_url, token or read_token(where)) as client:
                 yield _Tokens(client)
@@ -91,7 +91,7 @@ def _tokens(
             raise click.ClickException(f"{error}; --host writes into the database of {where} without it") from error
         return
     # The store asks for no token; settings do not exist without one.
-    store = make_store(settings_from_environment(folder=where, no_auth=True, host="127.0.0.1"))
+    store = make_store(settings_from_environment(folder=folder, no_auth=True, host="127.0.0.1"))
     store.open()
     try:
         yield _HostTokens(store.access)

@@ -23,7 +23,9 @@ def test_a_token_is_made_once_and_private(tmp_path):
     assert stat.S_IMODE(token_path(folder).stat().st_mode) == 0o600
 
 
-def test_an_empty_token_file_is_named(tmp_path):
-    token_path(tmp_path).write_text("")
+@pytest.mark.parametrize("content", [b"", "tök".encode()])
+def test_a_file_without_a_token_is_named(tmp_path, content):
+    token_path(tmp_path).write_bytes(content)
+    assert read_token(tmp_path) is None
     with pytest.raises(PermissionError, match="remove it to make a new token"):
         ensure_token(tmp_path)

@@ -110,6 +110,25 @@ def test_names_states_and_attempts_change_an_answer_too(server, clock):
     assert '"stale"' in fetch(server, path).text
 
 
+def test_a_change_by_a_clock_that_lags_behind_the_newest_report_is_one(server, clock):
+    server.filled("r1", "s1")
+    before = fetch(server, "/compare?run=r1&metric=edq_ratio")
+    clock.now -= 5
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(name="other"), wire.Run)
+    after = fetch(server, "/compare?run=r1&metric=edq_ratio")
+    assert after.headers["etag"] != before.headers["etag"]
+    assert '"other"' in after.text
+
+
+def test_an_answer_holds_the_runs_in_the_order_asked_for(server):
+    for run_id in ("r1", "r2"):
+        server.filled(run_id, f"{run_id}-s")
+    for order in (["r1", "r2"], ["r2", "r1"]):
+        asked = "&".join(f"run={run_id}" for run_id in order)
+        for path in (f"/correlation?x=loss&y=edq_ratio&{asked}", f"/compare?metric=loss&{asked}"):
+            assert [run["run_id"] for run in fetch(server, path).json()["runs"]] == order
+
+
 def test_so_do_layers_a_strategy_and_retention(server, clock):
     server.app.state.components.store._limits = LIMITS
     server.filled("r1", "s1", steps=range(1, 81))

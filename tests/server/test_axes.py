@@ -89,6 +89,27 @@ def test_coarse_points_keep_the_extremes_of_single_steps(long):
         assert series.positions == ends.get(axis, [step - 1.0 for step in series.steps])
 
 
+@pytest.mark.parametrize("metric", ["edq_ratio", "edq_cosine", "grad_norm"])
+@pytest.mark.parametrize("asked", [{}, {"layer": "blocks.1.weight"}, {"pattern": "blocks.*"}])
+def test_extremes_are_those_of_single_steps_or_unknown(long, metric, asked):
+    single = dict(zip(STEPS, long.series(metric, **asked).values, strict=True))
+    seal(long)
+
+    def extremes():
+        series = long.series(metric, points=7, **asked)
+        spans = zip(series.first_steps, series.steps, series.minimum, series.maximum, strict=True)
+        for first, last, low, high in spans:
+            inside = [single[step] for step in range(first, last + 1)]
+            yield low, high, pytest.approx(min(inside)), pytest.approx(max(inside))
+
+    for low, high, lowest, highest in extremes():
+        assert (low, high) == (lowest, highest)
+    long.app.state.components.store.life.expire("r1", {1: long.clock() + 1e9})
+    kept = not asked or (metric == "edq_ratio" and "layer" in asked)
+    for low, high, lowest, highest in [*extremes()][:2]:
+        assert (low, high) == ((lowest, highest) if kept else (None, None))
+
+
 def test_the_only_layer_is_the_model_at_every_level(server):
     server.run()
     server.attempt()

@@ -341,3 +341,18 @@ def test_the_clients_request_id_comes_back_when_sane(server):
     assert shape(response)["request_id"] == "abc-123"
     response = server.client.get("/api/v1/nope", headers={"X-Request-Id": "a b\tc" * 30})
     assert shape(response)["request_id"] != "a b\tc" * 30
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("metric=loss&metric=edq_ratio", "metric"),
+        ("metric=edq_ratio&pattern=a*&pattern=b*", "pattern"),
+        ("metric=loss&patern=a*", "patern"),
+    ],
+)
+def test_no_parameter_of_a_question_is_left_out(server, query, field):
+    server.filled()
+    assert server.get(f"/runs/r1/series?{query}", status=422).field == field
+    assert server.get(f"/compare?run=r1&{query}", status=422).field == field
+    server.get("/compare?run=r1&run=r1&metric=loss", wire.Comparison)

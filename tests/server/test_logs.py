@@ -51,6 +51,18 @@ def test_a_message_cannot_forge_a_line(written, form):
     assert "\x1b" not in buffer.getvalue()
 
 
+def test_nor_can_an_exception(written):
+    buffer = written("text")
+    try:
+        raise ValueError("one\n2026-11-21T00:00:00.000Z INFO x forged\rtwo")
+    except ValueError:
+        logging.getLogger("x").exception("failed")
+    first, *others = buffer.getvalue().splitlines()
+    assert first.endswith("ERROR x failed")
+    assert "forged" in others[-1]
+    assert all(line.startswith("  ") for line in others)
+
+
 def test_json_lines_carry_the_request(written):
     buffer = written("json")
     token = REQUEST_ID.set("req-1")

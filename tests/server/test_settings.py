@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from collage_server.command import serve
 from collage_server.settings import Settings, SettingsError, settings_from_environment
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +53,61 @@ def test_a_misspelt_variable_is_an_error_but_the_agents_address_is_not():
     assert settings_from_environment({**BASE, "COLLAGE_SERVER_URL": "http://127.0.0.1:7420"}).port == 7420
     with pytest.raises(SettingsError, match="COLLAGE_SERVER_PROT is no setting"):
         settings_from_environment({**BASE, "COLLAGE_SERVER_PROT": "1"})
+    with pytest.raises(SettingsError, match="COLLAGE_SERVER_Port is no setting"):
+        settings_from_environment({**BASE, "COLLAGE_SERVER_Port": "1"})
+
+
+def test_a_folder_is_stated_or_the_users_data_folder(tmp_path):
+    for stated, expected in (
+        ({"COLLAGE_SERVER_FOLDER": "/data", "COLLAGE_DIR": "/x"}, "/data"),
+        ({"COLLAGE_DIR": "/x"}, "/x"),
+    ):
+        environment = {"COLLAGE_SERVER_TOKEN": "t" * 43, **stated}
+        assert settings_from_environment(environment).folder == Path(expected)
+        assert settings_from_environment(environment, folder=tmp_path).folder == tmp_path
+
+
+@pytest.mark.parametrize("token", ["", " ", "two words", "token\n", "tök"])
+def test_a_token_that_nobody_or_anybody_could_send_is_refused(token):
+    with pytest.raises(SettingsError, match=r"token|TOKEN"):
+        settings_from_environment({**BASE, "COLLAGE_SERVER_TOKEN": token})
+
+
+@pytest.fixture
+def printed(monkeypatch, tmp_path):
+    """What `serve --print-settings` prints with these flags and variables."""
+    monkeypatch.setenv("COLLAGE_DIR", str(tmp_path / "default"))
+
+    def run(*flags, **variables):
+        stated = {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in variables.items()}
+        result = CliRunner(env=stated).invoke(serve, ["--print-settings", *map(str, flags)])
+        return json.loads(result.stdout) if result.exit_code == 0 else result
+
+    return run
+
+
+def test_a_flag_wins_over_its_variable_and_that_over_the_default(printed, tmp_path):
+    assert printed()["folder"] == str(tmp_path / "default")
+    assert printed(folder=tmp_path / "stated")["folder"] == str(tmp_path / "stated")
+    assert printed("--dir", tmp_path / "flag", folder=tmp_path / "stated")["folder"] == str(tmp_path / "flag")
+    assert [printed(*flags, port=7).get("port") for flags in ((), ("--port", 8))] == [7, 8]
+
+
+def test_which_token_is_asked_for(printed, tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("from-a-file\n", encoding="ascii")
+    for flags, variables, asks in (
+        ((), {}, True),
+        ((), {"no_auth": "0"}, True),
+        ((), {"no_auth": "1"}, False),
+        ((), {"token": ""}, True),
+        (("--no-auth",), {"token": "t" * 43}, False),
+        (("--token-file", file), {"no_auth": "1"}, True),
+    ):
+        shown = printed(*flags, **variables)
+        assert (shown["no_auth"], shown["token"] is not None or not asks) == (not asks, True), (flags, variables)
+    refused = printed("--no-auth", "--token-file", file)
+    assert (refused.exit_code, "give one of the two" in refused.output) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +118,9 @@ def test_a_misspelt_variable_is_an_error_but_the_agents_address_is_not():
         ("SHUTDOWN_SECONDS", "inf", "positive and finite"),
         ("SHUTDOWN_SECONDS", "nan", "positive and finite"),
         ("RUNS_PER_PROJECT", "0", "positive"),
-        ("RUNS_PER_PROJECT", "1.5", "is not a int"),
+        ("RUNS_PER_PROJECT", "1.5", "COLLAGE_SERVER_RUNS_PER_PROJECT='1.5' is not a whole number"),
+        ("BUSY_TIMEOUT_SECONDS", "soon", "is not a number; set one, or unset it"),
+        ("DISK_RESERVE_BYTES", "-5", "COLLAGE_SERVER_DISK_RESERVE_BYTES must be positive"),
         ("LOG_FORMAT", "xml", "set one of text, json"),
     ],
 )

@@ -52,6 +52,15 @@ def test_missing_until_it_comes_or_is_given_up(two):
     assert streams(two)["s1"].given_up == 0
 
 
+def test_reports_given_up_beyond_the_newest_do_not_hide_missing_ones(two):
+    send(two, [report(0, 10), report(2, 30)], gaps=[(3, 7)])
+    assert (streams(two)["s0"].missing, streams(two)["s0"].given_up) == (1, 5)
+    send(two, gaps=[(10, 11)])
+    assert streams(two)["s0"].missing == 3
+    send(two, gaps=[(0, 3)], stream_id="s1")
+    assert (streams(two)["s1"].missing, streams(two)["s1"].given_up) == (0, 4)
+
+
 def test_who_lags(two):
     send(two, [report(0, 100)])
     two.clock.now += 30

@@ -46,7 +46,7 @@ def respond(
     `runs` are ids, or the revisions of these runs where they are known already.
     """
     revisions = runs if isinstance(runs, Mapping) else revisions_of(request, runs)
-    key = (request.url.path, tuple(sorted(request.query_params.multi_items())), tuple(revisions.values()))
+    key = (request.url.path, tuple(sorted(request.query_params.multi_items())), tuple(revisions.items()))
     etag = f'"{hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()}"'
     headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
     if etag in request.headers.get("if-none-match", ""):

@@ -19,7 +19,7 @@ from collage_server.store.contract import FloatArray, IntArray, Points, ScalarPo
 __all__ = ["Axis", "Positions", "metric_series", "scalar_series"]
 
 Axis = Literal["step", "tokens", "time"]
-_Number = TypeVar("_Number", np.float64, np.int64)
+_Number = TypeVar("_Number", np.float64, np.int64, np.bool_)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ def _series_of(
     starts_of = [bucket_starts(counts, count) for counts in group.split(points.counts)]
     starts = np.concatenate([at + place.start for at, place in zip(starts_of, group.places, strict=True)])
     last = np.cumsum([len(at) for at in starts_of]).tolist()
-    low, high = _extremes(metric, points)
+    low, high = _extremes(metric, points, starts)
     merged = points.totals if len(starts) == size else reduce_steps(points.totals, axis=0, starts=starts)
     bounds = finished_interval(metric, merged)
     ends = _ends(starts, size)
@@ -74,8 +74,8 @@ def _series_of(
         "first_steps": points.first_steps[starts],
         "steps": steps,
         "values": finished(metric, merged, (len(starts),)),
-        "minimum": _reduce(np.fmin, low, starts),
-        "maximum": _reduce(np.fmax, high, starts),
+        "minimum": low,
+        "maximum": high,
         "ranks": _reduce(np.minimum, points.ranks, starts),  # with a partial step inside, a bucket is partial
     }
     if bounds is not None:
@@ -109,14 +109,19 @@ def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, posi
     )
 
 
-def _extremes(metric: str, points: Points) -> tuple[FloatArray, FloatArray]:
-    """The metric's minimum and maximum over the single steps of each point."""
-    single = finished(metric, points.totals, (len(points.steps),))
-    if metric not in points.extremes:
-        return single, single
-    low, high = points.extremes[metric]
-    one = points.counts == 1
-    return np.where(one, single, low), np.where(one, single, high)
+def _extremes(metric: str, points: Points, starts: NDArray[np.intp]) -> tuple[FloatArray, FloatArray]:
+    """The metric's minimum and maximum over the single steps of each bucket; undefined where nobody knows them."""
+    merged = finished(metric, points.totals, (len(points.steps),))
+    single = points.counts == 1
+    if single.all():
+        return _reduce(np.fmin, merged, starts), _reduce(np.fmax, merged, starts)
+    gone = np.full(len(merged), np.nan)
+    low, high = (np.where(single, merged, kept) for kept in points.extremes.get(metric, (gone, gone)))
+    unknown = _reduce(np.logical_or, np.isnan(low) & ~np.isnan(merged), starts)
+    return (
+        np.where(unknown, np.nan, _reduce(np.fmin, low, starts)),
+        np.where(unknown, np.nan, _reduce(np.fmax, high, starts)),
+    )
 
 
 def _logged(array: FloatArray) -> list[Number | None]:

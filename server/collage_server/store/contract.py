@@ -126,11 +126,13 @@ class RunRecord:
 class RunRevision:
     """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`.
 
+    `changed_at` is the last change alone: a clock that lags behind the newest report's must not hide it.
     `frozen_step` is how far retention has taken single points, `streams` how many there are.
     """
 
     state: str
     updated_at: float
+    changed_at: float
     reports: int
     attempts: tuple[tuple[int, int], ...]
     strategy: str | None

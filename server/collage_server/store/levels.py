@@ -13,7 +13,7 @@ from collage_server.store.chunks import maximum_key, minimum_key
 from collage_server.store.contract import FloatArray
 from collage_server.store.pieces import Piece
 
-__all__ = ["coarsen", "layer_extremes", "model_extremes"]
+__all__ = ["coarsen", "has_layer_extremes", "layer_extremes", "model_extremes"]
 
 _SHOWN_BY_LAYER: Final = frozenset(name for name, entry in METRICS.items() if entry.exposed or entry.interval)
 
@@ -25,7 +25,12 @@ def model_extremes(statistics: Sequence[str]) -> list[str]:
 
 def layer_extremes(statistics: Sequence[str]) -> list[str]:
     """Metrics by layer whose extremes are kept: those on display; others are read at level 1."""
-    return [key for key in metric_keys(statistics) if split_key(key)[0] in _SHOWN_BY_LAYER]
+    return [key for key in metric_keys(statistics) if has_layer_extremes(key)]
+
+
+def has_layer_extremes(key: str) -> bool:
+    """Whether coarse points of layers keep this metric's extremes, as those of the model do of every metric."""
+    return split_key(key)[0] in _SHOWN_BY_LAYER
 
 
 def coarsen(piece: Piece, level: int, points: int, metrics: Sequence[str]) -> tuple[Piece, dict[str, FloatArray]]:

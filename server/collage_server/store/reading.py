@@ -27,6 +27,7 @@ from collage_server.store.chunks import (
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.contributors import rank_contributed
 from collage_server.store.latest import newest_measured_step
+from collage_server.store.levels import has_layer_extremes
 from collage_server.store.pieces import Piece, join, taken
 from collage_server.store.read_plan import ReadPlan, plan_read
 from collage_server.store.run_view import RunView, chosen_layers, is_known, read_views
@@ -125,6 +126,8 @@ def read_layer_points(
 
     Several runs are read together only with `layers` given.
     """
+    if selection.extremes_of is not None and not has_layer_extremes(selection.extremes_of):
+        selection = replace(selection, points=None, extremes_of=None)
     views = read_views(connection, run_ids, _needed(wanted, selection))
     chosen = chosen_layers(connection, views, layers)
     positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}

@@ -173,6 +173,7 @@ def read_revisions(connection: Connection, run_ids: Sequence[str]) -> dict[str, 
         found[run_id] = RunRevision(
             state=run.state,
             updated_at=max(run.updated_at, known.last_report_at or 0.0) if known else run.updated_at,
+            changed_at=run.updated_at,
             reports=int(known.reports) if known else 0,
             strategy=run.strategy,
             dtype=run.dtype,

@@ -305,15 +305,16 @@ def _described(record: StreamRecord, latest: Row[Any]) -> wire.Stream:
 
 def _arrived(row: Row[Any]) -> dict[str, Any]:
     """What `run_latest` says of a stream. A report given up may have come nevertheless: `missing` is a bound."""
-    given_up = count_numbers(ranges_from_json(row.given_up))
-    expected = 0 if row.last_seq is None else row.last_seq + 1
+    ranges = ranges_from_json(row.given_up)
+    given_up = count_numbers(ranges)
+    newest = max((-1 if row.last_seq is None else row.last_seq, *(last for _, last in ranges)))
     return {
         "reports": row.reports,
         "last_seq": row.last_seq,
         "last_step": row.last_step,
         "last_report_at": row.last_report_at,
         "given_up": given_up,
-        "missing": max(expected - row.reports - given_up, 0),
+        "missing": max(newest + 1 - row.reports - given_up, 0),
         "clock_skew_seconds": row.clock_skew_seconds,
     }
 
