@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
 
 from collage_monitor import __version__
@@ -25,7 +26,7 @@ from collage_server.principals import TokenDirectory
 from collage_server.quotas import Quotas
 from collage_server.read_only import ReadOnlyGate
 from collage_server.settings import Settings
-from collage_server.store import PostgresqlStore, SqliteStore, Store
+from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
 
 __all__ = ["create_app", "make_store"]
 
@@ -64,6 +65,7 @@ def create_app(
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     components: Components = app.state.components
+    current_default_thread_limiter().total_tokens = READERS
     await asyncio.to_thread(components.store.open)
     components.writer.start(asyncio.get_running_loop())
     components.sealer.start()

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 from collage_server.api import bodies
 from collage_server.app import create_app
 from collage_server.errors import Busy
 from collage_server.ingest import InFlight, IngestCounters, Writer
 from collage_server.settings import Settings
-from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
+from collage_server.store import READERS, GroupOutcome, ReportGroup, StreamRecord
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
@@ -246,6 +247,10 @@ def filled(client):
 def post(client, *reports):
     body = wire.encode_batch(wire.ReportBatch(reports=list(reports)))
     return client.post("/api/v1/streams/s0/reports", content=body, headers={"Content-Type": wire.MSGPACK})
+
+
+def test_questions_leave_connections_for_reports(server):
+    assert server.client.portal.call(lambda: current_default_thread_limiter().total_tokens) == READERS
 
 
 def test_concurrent_duplicates_are_stored_once_and_counted(server):

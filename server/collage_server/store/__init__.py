@@ -2,6 +2,7 @@
 
 from collage_server.store.access_contract import AccessStore, ProjectUsage
 from collage_server.store.contract import (
+    READERS,
     GroupOutcome,
     LatestPoint,
     Life,
@@ -33,6 +34,7 @@ __all__ = [
     "Points",
     "PostgresqlStore",
     "ProjectUsage",
+    "READERS",
     "ReportGroup",
     "RunPageRecord",
     "RunQuery",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,14 @@ from collage_server.store.access_contract import AccessStore
 from collage_server.store.quota import QuotaCheck
 
 __all__ = [
+    "CONNECTIONS",
     "ComparedRecord",
     "GroupOutcome",
     "LatestPoint",
     "Life",
     "NewEvent",
     "Points",
+    "READERS",
     "ReportGroup",
     "RunPageRecord",
     "RunQuery",
@@ -32,6 +34,11 @@ __all__ = [
     "Store",
     "StreamRecord",
 ]
+
+CONNECTIONS: Final = 40
+"""What one store opens to its database at most."""
+READERS: Final = 32
+"""How many threads may ask a store at once: the other connections are for writing, sealing and upkeep."""
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

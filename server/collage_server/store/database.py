@@ -21,6 +21,7 @@ from collage_server.store import journal, latest, reading, runs, scalars, sealin
 from collage_server.store.access import SqlAccess, record_acts
 from collage_server.store.chunk_cache import ChunkCache
 from collage_server.store.contract import (
+    CONNECTIONS,
     ComparedRecord,
     GroupOutcome,
     LatestPoint,
@@ -43,7 +44,7 @@ from collage_server.store.retention import SqlLife
 from collage_server.store.rows import require_run
 from collage_server.store.run_view import read_views
 
-__all__ = ["SqlStore"]
+__all__ = ["POOL", "SqlStore"]
 
 
 @contextmanager
@@ -59,6 +60,7 @@ def _translated() -> Iterator[None]:
 
 _PURGED_AT_ONCE: Final = 100
 """Short transactions that a deletion takes at most before it is answered; the rest is left to maintenance."""
+POOL: Final = {"pool_size": 10, "max_overflow": CONNECTIONS - 10}
 _CACHED_RUNS: Final = 1000
 _CACHED_COLUMN_BYTES: Final = 64 * 2**20
 _CACHED_CHUNKS: Final = 100_000

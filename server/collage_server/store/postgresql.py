@@ -13,7 +13,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
-from collage_server.store.database import SqlStore
+from collage_server.store.database import POOL, SqlStore
 from collage_server.store.journal import REPORT_COLUMNS, JournalDriver, ReportRow
 from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
 from collage_server.store.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
@@ -84,7 +84,7 @@ class PostgresqlStore(SqlStore):
     def _connect(self) -> Engine:
         try:
             url = self._url.replace("postgresql://", "postgresql+psycopg://", 1)
-            engine = create_engine(url, pool_size=10, max_overflow=30, connect_args={"client_encoding": "utf8"})
+            engine = create_engine(url, **POOL, connect_args={"client_encoding": "utf8"})
             event.listen(engine, "before_cursor_execute", _ask_for_binary)
             event.listen(engine, "rollback", forget_prepared)
         except (ArgumentError, ModuleNotFoundError) as error:

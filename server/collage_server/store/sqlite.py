@@ -16,7 +16,7 @@ from sqlalchemy.dialects.sqlite import insert
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
-from collage_server.store.database import SqlStore
+from collage_server.store.database import POOL, SqlStore
 from collage_server.store.driver import driver_cursor
 from collage_server.store.folder import folder_lock, network_file_system
 from collage_server.store.journal import JournalDriver, ReportRow
@@ -29,12 +29,15 @@ _PAGE_BYTES: Final = 16384
 _INCREMENTAL: Final = 2
 _MAPPED_BYTES: Final = 2**31 - 2**16
 """As much of the file as SQLite can map: readers then take pages from the system's cache without a copy."""
+_LOG_BYTES: Final = 64 * 2**20
+"""What the write-ahead log keeps of the disk; beside a long reader it grows beyond that, and shrinks again."""
 _INSERT: Final = str(insert(schema.report).on_conflict_do_nothing().compile(dialect=sqlite.dialect()))
 _PRAGMAS: Final = (
     "synchronous = FULL",
     "foreign_keys = ON",
     "temp_store = MEMORY",
     f"mmap_size = {_MAPPED_BYTES}",
+    f"journal_size_limit = {_LOG_BYTES}",
 )
 
 
@@ -68,6 +71,7 @@ class SqliteStore(SqlStore):
             raise StoreUnusable(f"{self.path} cannot be opened as a database: {error}") from error
         engine = create_engine(
             f"sqlite:///{self.path}",
+            **POOL,
             connect_args={"timeout": self._busy_timeout_seconds, "check_same_thread": False},
         )
         event.listen(engine, "connect", _on_connect)

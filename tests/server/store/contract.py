@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.store import ReportGroup, RunQuery, SealLimits, Selection, streams
+from collage_server.store import READERS, ReportGroup, RunQuery, SealLimits, Selection, streams
+from collage_server.store.contract import CONNECTIONS
 
 from collage_monitor import metrics, wire
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
@@ -82,6 +85,17 @@ class StoreContract:
         again = reopen()
         assert again.streams("r1")[0].reports == 1
         assert self.append(again, stream, report(0, 10)).duplicates == 1
+
+    def test_as_many_readers_as_may_be_keep_no_report_waiting(self, store):
+        stream = self.fill(store)
+        with contextlib.ExitStack() as readers, ThreadPoolExecutor(1) as writer:
+            for _ in range(READERS):
+                readers.enter_context(store._reading())
+            stored = writer.submit(self.append, store, stream, report(0, 10))
+            with contextlib.ExitStack() as others:
+                for _ in range(CONNECTIONS - READERS - 1):
+                    others.enter_context(store._reading())
+                assert stored.result(10).accepted == 1
 
     def test_a_late_scalar_does_not_replace_a_newer_one(self, store):
         stream = self.fill(store)

@@ -86,6 +86,25 @@ def test_every_connection_commits_durably(store):
             assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
 
 
+def test_the_log_gives_back_what_it_took_beside_a_long_reader(store):
+    log = store.path.with_name(store.path.name + "-wal")
+
+    def write(megabytes):
+        with store._writing() as connection:
+            connection.exec_driver_sql(f"INSERT INTO filler VALUES (zeroblob({megabytes * 2**20}))")
+
+    with store._writing() as connection:
+        connection.exec_driver_sql("CREATE TABLE filler (data BLOB)")
+    with store._reading() as reader:
+        reader.exec_driver_sql("SELECT count(*) FROM filler")
+        for _ in range(10):
+            write(8)
+        assert log.stat().st_size > 80 * 2**20
+    for _ in range(3):
+        write(1)
+    assert log.stat().st_size <= 64 * 2**20
+
+
 def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path):
     path = tmp_path / "collage.sqlite"
     path.write_bytes(b"not a database, and long enough to be looked at" * 100)
