@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from collage_server.app import make_store
-from collage_server.command import Server
+from collage_server.command.serve import Server
 from collage_server.settings import Settings
 from collage_server.store import GroupOutcome, ReportGroup, SqliteStore, Store
 

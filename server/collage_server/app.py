@@ -14,19 +14,19 @@ from collage_monitor import __version__
 from collage_server import health
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
-from collage_server.auth import Access
+from collage_server.auth.bearer import Access
+from collage_server.auth.principals import TokenDirectory
+from collage_server.auth.quotas import Quotas
 from collage_server.components import Components
-from collage_server.description import add_description
 from collage_server.disk import DiskGuard
-from collage_server.failures import add_error_handlers
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.maintenance import Maintenance
-from collage_server.middleware import AccessControl, RequestIdentity
-from collage_server.principals import TokenDirectory
-from collage_server.quotas import Quotas
-from collage_server.read_only import ReadOnlyGate
 from collage_server.settings import Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
+from collage_server.web.description import add_description
+from collage_server.web.failures import add_error_handlers
+from collage_server.web.middleware import AccessControl, RequestIdentity
+from collage_server.web.read_only import ReadOnlyGate
 
 __all__ = ["create_app", "make_store"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 
 from collage_server.answer_cache import AnswerCache
+from collage_server.auth.principals import TokenDirectory
+from collage_server.auth.quotas import Quotas
 from collage_server.disk import DiskGuard
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.maintenance import Maintenance
-from collage_server.principals import TokenDirectory
-from collage_server.quotas import Quotas
 from collage_server.settings import Settings
 from collage_server.store import Store
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from collage_monitor import __version__, wire
 from collage_server.api.answers import answer, describes
-from collage_server.auth import principal_of
+from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
 from collage_server.errors import Busy
 from collage_server.exposition import exposition

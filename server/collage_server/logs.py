@@ -1,6 +1,6 @@
 """Logs of a server process: one line a record on standard error, as text or JSON, without secrets.
 
-Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.middleware`:
+Nothing is set up at import; `serve` calls `configure`. Requests are logged by `collage_server.web.middleware`:
 refused ones at INFO, failed ones at WARNING, all others at DEBUG.
 """
 

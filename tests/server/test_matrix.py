@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from collage_server.roles import RULES, matrix
+from collage_server.auth.roles import RULES, matrix
 
 from collage_monitor import wire
 from tests.server.guarded import PROJECTS, door
@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /api/v1/audit": {"admin"},
 }
 """Route → roles that may use it; None is everyone, without a token too. A new route breaks this test on purpose:
-give it a rule in `collage_server.roles`, a row here, and print the table into docs/access.md."""
+give it a rule in `collage_server.auth.roles`, a row here, and print the table into docs/access.md."""
 QUERIES = {
     "series": "metric=loss",
     "heatmap": "metric=edq_ratio",
@@ -160,4 +160,4 @@ def test_an_unknown_route_and_a_route_without_a_rule_are_closed(guarded, secrets
 
 def test_the_printed_matrix_is_this_one():
     text = (ROOT / "docs" / "access.md").read_text(encoding="utf-8")
-    assert matrix() in text, "print it again: python -m collage_server.roles"
+    assert matrix() in text, "print it again: python -m collage_server.auth.roles"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from collage_server.command import serve
+from collage_server.command.serve import serve
 from collage_server.settings import Settings, SettingsError, settings_from_environment
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 from click.testing import CliRunner
-from collage_server.token_command import token
+from collage_server.command.token import token
 
 from tests.server.test_process import serving
 

@@ -7,9 +7,9 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from collage_server.administration import create_token, revoke_token
+from collage_server.auth.administration import create_token, revoke_token
+from collage_server.auth.principals import SERVER_TOKEN, TokenDirectory, digest_of
 from collage_server.errors import Busy
-from collage_server.principals import SERVER_TOKEN, TokenDirectory, digest_of
 from collage_server.store import SqliteStore
 
 from collage_monitor import wire

@@ -29,8 +29,8 @@ reports' last statement and their commit, "answer" between a commit and its answ
 
 _IMPORTED = (
     "collage_server.app",
-    "collage_server.command",
-    "collage_server.migrate_command",
+    "collage_server.command.serve",
+    "collage_server.command.migrate",
     "psycopg",
     "tests.server.store.contract",
     "uvicorn.protocols.http.httptools_impl",
@@ -94,7 +94,7 @@ def _die():
 def _arm(point, count):
     """Make this process kill itself at the count-th time it comes by."""
     from collage_server.ingest.writer import Writer
-    from collage_server.store import journal
+    from collage_server.store.journal import reports as journal
     from sqlalchemy import Engine, event
 
     left = [count]
@@ -133,7 +133,8 @@ def _arm(point, count):
 
 def _small_chunks():
     """Chunks of few points, so that short lives seal."""
-    from collage_server import app, command
+    from collage_server import app
+    from collage_server.command import serve as command
 
     from tests.server.store.contract import LIMITS
 
@@ -167,8 +168,8 @@ def _live(order):
         _hold(*order["arguments"])
     if order["die"]:
         _arm(*order["die"])
-    from collage_server.command import serve
-    from collage_server.migrate_command import migrate
+    from collage_server.command.migrate import migrate
+    from collage_server.command.serve import serve
 
     _small_chunks()
     {"serve": serve, "migrate": migrate}[order["verb"]].main(order["arguments"], standalone_mode=False)

@@ -13,10 +13,10 @@ from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.routing import resource
-from collage_server.auth import principal_of
+from collage_server.auth.bearer import principal_of
+from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone, NotFound
-from collage_server.principals import Principal
 from collage_server.queries import alert_event
 from collage_server.store import NewEvent
 

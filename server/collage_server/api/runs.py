@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_server.administration import new_act
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import RunId
 from collage_server.api.routing import resource
-from collage_server.auth import principal_of
+from collage_server.auth.administration import new_act
+from collage_server.auth.bearer import principal_of
+from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
-from collage_server.principals import Principal
 from collage_server.queries import run_answer
 from collage_server.store import RunQuery, RunRecord
 

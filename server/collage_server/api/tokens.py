@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_server import administration
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.routing import resource
-from collage_server.auth import principal_of
+from collage_server.auth import administration
+from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
 
 __all__ = ["router"]

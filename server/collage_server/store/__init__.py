@@ -1,6 +1,6 @@
 """Storage: the only room that knows a database. Everything outside goes through the contract."""
 
-from collage_server.store.access_contract import AccessStore, ProjectUsage
+from collage_server.store.access.contract import AccessStore, ProjectUsage
 from collage_server.store.contract import (
     READERS,
     GroupOutcome,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_server.store.access_contract import AccessStore
+from collage_server.store.access.contract import AccessStore
 from collage_server.store.quota import QuotaCheck
 
 __all__ = [

@@ -15,11 +15,8 @@ from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
 from collage_monitor import wire
 from collage_server.errors import Busy, StoreUnusable, Unprocessable
-from collage_server.store import events as run_events
-from collage_server.store import gaps as gap_ranges
-from collage_server.store import journal, latest, reading, runs, scalars, sealing, streams
-from collage_server.store.access import SqlAccess, record_acts
-from collage_server.store.chunk_cache import ChunkCache
+from collage_server.store.access.tokens import SqlAccess, record_acts
+from collage_server.store.chunks.cache import ChunkCache
 from collage_server.store.contract import (
     CONNECTIONS,
     ComparedRecord,
@@ -38,11 +35,19 @@ from collage_server.store.contract import (
     Sizes,
     StreamRecord,
 )
+from collage_server.store.journal import gaps as gap_ranges
+from collage_server.store.journal import reports as journal
+from collage_server.store.journal import streams
 from collage_server.store.quota import QuotaCheck, judge
-from collage_server.store.replicas import Replicas, count_mismatches
-from collage_server.store.retention import SqlLife
+from collage_server.store.reading import points as reading
+from collage_server.store.reading import scalars
+from collage_server.store.reading.run_view import read_views
 from collage_server.store.rows import require_run
-from collage_server.store.run_view import read_views
+from collage_server.store.runs import events as run_events
+from collage_server.store.runs import latest, runs
+from collage_server.store.sealing import seal as sealing
+from collage_server.store.sealing.replicas import Replicas, count_mismatches
+from collage_server.store.sealing.retention import SqlLife
 
 __all__ = ["POOL", "SqlStore"]
 

@@ -14,9 +14,9 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import POOL, SqlStore
-from collage_server.store.journal import REPORT_COLUMNS, JournalDriver, ReportRow
+from collage_server.store.engine.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
+from collage_server.store.journal.reports import REPORT_COLUMNS, JournalDriver, ReportRow
 from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
-from collage_server.store.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
 
 __all__ = ["PostgresqlStore"]
 

@@ -17,11 +17,11 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import POOL, SqlStore
-from collage_server.store.driver import driver_cursor
-from collage_server.store.folder import folder_lock, network_file_system
-from collage_server.store.journal import JournalDriver, ReportRow
+from collage_server.store.engine.driver import driver_cursor
+from collage_server.store.engine.folder import folder_lock, network_file_system
+from collage_server.store.engine.space import return_pages, sqlite_sizes
+from collage_server.store.journal.reports import JournalDriver, ReportRow
 from collage_server.store.migrate import migrate
-from collage_server.store.space import return_pages, sqlite_sizes
 
 __all__ = ["SqliteStore"]
 

@@ -10,8 +10,8 @@ from contextlib import closing
 import pytest
 from click.testing import CliRunner
 from collage_server.app import create_app
-from collage_server.backup_command import backup as backup_verb
-from collage_server.backup_command import restore as restore_verb
+from collage_server.command.backup import backup as backup_verb
+from collage_server.command.backup import restore as restore_verb
 from collage_server.errors import StoreUnusable
 from collage_server.settings import Settings
 from collage_server.store.backup import back_up, restore

@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from collage_server.administration import create_token, new_act, revoke_token
+from collage_server.auth.administration import create_token, new_act, revoke_token
+from collage_server.auth.principals import digest_of
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.principals import digest_of
 from collage_server.store import ProjectUsage, ReportGroup
 from sqlalchemy.exc import IntegrityError
 

@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.store import READERS, ReportGroup, RunQuery, SealLimits, Selection, streams
+from collage_server.store import READERS, ReportGroup, RunQuery, SealLimits, Selection
 from collage_server.store.contract import CONNECTIONS
+from collage_server.store.journal import streams
 
 from collage_monitor import metrics, wire
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone
 from collage_server.store import Selection
-from collage_server.store.directory import read_chunk_infos
+from collage_server.store.chunks.directory import read_chunk_infos
 
 from collage_monitor import wire
 from tests.server.samples import STATISTICS, report, stream_create
@@ -201,7 +201,7 @@ class LifeContract:
             raise RuntimeError("killed")
 
         with monkeypatch.context() as broken:
-            broken.setattr("collage_server.store.retention._delete_some", interrupted)
+            broken.setattr("collage_server.store.sealing.retention._delete_some", interrupted)
             with pytest.raises(RuntimeError, match="killed"):
                 store.life.expire("r1", {1: NOW + 1e9})
         assert store.model_points("r1", ["lost"], ALL).counts.sum() == 4 * CHUNK
@@ -230,7 +230,7 @@ class LifeContract:
         assert len(store.model_points("r2", None, ALL).steps) == CHUNK
 
     def test_rows_of_a_run_that_a_server_deleted_before_it_ended_go_too(self, store, monkeypatch):
-        monkeypatch.setattr("collage_server.store.retention._LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("collage_server.store.sealing.retention._LOOK_SECONDS", 0.0)
         monkeypatch.setattr("collage_server.store.database._PURGED_AT_ONCE", 0)
         filled(store)
         assert not store.life.purge(1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone
 from collage_server.store import ReportGroup, Selection, schema
-from collage_server.store.run_view import is_known
+from collage_server.store.reading.run_view import is_known
 
 from collage_monitor import metrics, wire
 from collage_monitor.statistics import finish, reduce_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from click.testing import CliRunner
-from collage_server.migrate_command import migrate
+from collage_server.command.migrate import migrate
 from collage_server.store import PostgresqlStore
 from collage_server.store.migrate import head_revision
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from collage_server.store.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
+from collage_server.store.engine.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import DataError
 

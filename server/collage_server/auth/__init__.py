@@ -1,0 +1,1 @@
+"""Who may do what: bearer tokens, roles, quotas, and the acts of administrators."""

@@ -1,0 +1,142 @@
+"""Who may ask for what: a bearer token's role and projects; without tokens only this machine, no foreign page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import parse_qsl, urlsplit
+
+from cachetools import LRUCache
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+
+from collage_monitor.wire import ROLES
+from collage_server.auth.principals import LOOPBACK, Principal, TokenDirectory
+from collage_server.auth.roles import GRANTS, Capability, matched_rule
+from collage_server.errors import (
+    Forbidden,
+    NotFound,
+    Unauthorised,
+    Unprocessable,
+    unknown_run,
+    unknown_stream,
+)
+from collage_server.settings import LOOPBACK_HOSTS, Settings
+from collage_server.store import AccessStore
+
+__all__ = ["Access", "principal_of"]
+
+_SCHEME: Final = "bearer "
+_NOBODY: Final = Principal("nobody", "read", frozenset())
+_MOST_RUNS: Final = 1000
+_KEPT_OWNERS: Final = 20_000
+
+
+def principal_of(connection: HTTPConnection) -> Principal:
+    """Who this request comes from, as the door found."""
+    principal = connection.scope["state"]["principal"]
+    if not isinstance(principal, Principal):
+        raise TypeError("the request did not come through AccessControl")
+    return principal
+
+
+class Access:
+    """Decides by method, path, query and headers. Whose a run is never changes, so that is kept."""
+
+    def __init__(self, settings: Settings, directory: TokenDirectory, store: AccessStore) -> None:
+        self._no_auth = settings.no_auth
+        self._directory = directory
+        self._store = store
+        self._owners: LRUCache[tuple[str, str], str] = LRUCache(_KEPT_OWNERS)
+
+    async def admit(self, method: str, path: str, query: bytes, headers: Headers) -> Principal:
+        """Let the request pass, as the returned principal.
+
+        Raises:
+            Unauthorised: no valid token, and the route needs one.
+            Forbidden: the role or the project does not allow it; without tokens, a foreign host or origin.
+            NotFound: a run or stream of another project, a route without a rule.
+        """
+        if self._no_auth:
+            _check_local(headers)
+            return LOOPBACK
+        rule = matched_rule(method, path)
+        if rule is not None and rule[0] == "open":
+            return _NOBODY
+        principal = await self._authenticated(headers)
+        if rule is None:
+            if principal.role != "admin":
+                raise NotFound(f"{method} {path}: not found; GET /openapi.json lists the routes")
+            return principal
+        capability, ids = rule
+        if not principal.may(capability):
+            raise Forbidden(_refusal(principal, capability, method, path), field="Authorization")
+        if principal.projects is not None:
+            await self._check_projects(principal, ids, query)
+        return principal
+
+    async def _authenticated(self, headers: Headers) -> Principal:
+        header = headers.get("authorization", "")
+        if header[: len(_SCHEME)].lower() != _SCHEME:
+            raise Unauthorised("no token; send the header Authorization: Bearer TOKEN", field="Authorization")
+        principal = await self._directory.principal(header[len(_SCHEME) :].strip().encode())
+        if principal is None:
+            raise Unauthorised(
+                "this token is not known here, or was revoked; the local server's stands in the file `token` of "
+                "its data folder, `collage-monitor token create` makes others",
+                field="Authorization",
+            )
+        return principal
+
+    async def _check_projects(self, principal: Principal, ids: dict[str, str], query: bytes) -> None:
+        if "project" in ids and not principal.owns(ids["project"]):
+            raise Forbidden(
+                f"this token is not for project {ids['project']!r}; it is for "
+                f"{', '.join(sorted(principal.projects or ()))}",
+                field="project",
+            )
+        asked = [value for name, value in parse_qsl(query.decode("latin-1")) if name == "run"]
+        if len(asked) > _MOST_RUNS:
+            raise Unprocessable(
+                f"{len(asked)} runs in one question, at most {_MOST_RUNS}", field="run", limit=_MOST_RUNS
+            )
+        if "run_id" in ids:
+            asked.append(ids["run_id"])
+        for run_id in dict.fromkeys(asked):
+            if not principal.owns(await self._owner("run", run_id, self._store.project_of)):
+                raise unknown_run(run_id)
+        if "stream_id" in ids:
+            stream_id = ids["stream_id"]
+            if not principal.owns(await self._owner("stream", stream_id, self._store.project_of_stream)):
+                raise unknown_stream(stream_id)
+
+    async def _owner(self, kind: str, name: str, ask: Callable[[str], str | None]) -> str | None:
+        known = self._owners.get((kind, name))
+        if known is None:
+            known = await run_in_threadpool(ask, name)
+            if known is not None:
+                self._owners[kind, name] = known
+        return known
+
+
+def _refusal(principal: Principal, capability: Capability, method: str, path: str) -> str:
+    allowed = [role for role in ROLES if capability in GRANTS[role]]
+    return f"a token of role {principal.role!r} may not {method} {path}; use one of role {' or '.join(allowed)}"
+
+
+def _check_local(headers: Headers) -> None:
+    """Against DNS rebinding and foreign pages: the Host, and the Origin where there is one, must be loopback."""
+    host = headers.get("host", "")
+    if _name(f"//{host}") not in LOOPBACK_HOSTS:
+        raise Forbidden(f"host {host!r} may not ask a server without tokens; use http://127.0.0.1", field="Host")
+    origin = headers.get("origin")
+    if origin is not None and _name(origin) not in LOOPBACK_HOSTS:
+        raise Forbidden(f"pages of {origin!r} may not ask a server without tokens", field="Origin")
+
+
+def _name(address: str) -> str | None:
+    try:
+        return urlsplit(address).hostname
+    except ValueError:
+        return None

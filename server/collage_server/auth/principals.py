@@ -1,0 +1,171 @@
+"""Who is asking: principals behind tokens, from a copy of the token table that is never older than five seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from collage_monitor import wire
+from collage_server.auth.roles import GRANTS, Capability
+from collage_server.errors import Busy
+from collage_server.store import AccessStore
+
+__all__ = ["LOOPBACK", "SERVER_TOKEN", "Principal", "TokenDirectory", "digest_of", "new_secret"]
+
+_LOG: Final = logging.getLogger(__name__)
+_PREFIX: Final = "collage_"
+_REFRESH_SECONDS: Final = 1.5
+_OLDEST_SECONDS: Final = 4.5
+_UNKNOWN_REFRESH_SECONDS: Final = 0.25
+_NOTE_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who a request comes from. `projects` None is every project; `actor` is what the audit log says."""
+
+    actor: str
+    role: wire.Role
+    projects: frozenset[str] | None = None
+
+    def may(self, capability: Capability) -> bool:
+        """Whether this role grants it."""
+        return capability == "open" or capability in GRANTS[self.role]
+
+    def owns(self, project: str | None) -> bool:
+        """Whether this project is within reach; None (an unknown one) is not, unless everything is."""
+        return self.projects is None or project in self.projects
+
+
+LOOPBACK: Final = Principal("loopback", "admin")
+"""Everyone on this machine, where the server asks for no token."""
+SERVER_TOKEN: Final = Principal("server-token", "admin")
+"""The bearer of the server's own token, the one in its settings."""
+
+
+def new_secret() -> str:
+    """256 random bits, with a prefix by which secret scanners know it."""
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def digest_of(secret: str | bytes) -> bytes:
+    """SHA-256 of a secret: what is stored and looked up.
+
+    A plain fast hash is enough, and a salt is not needed: nobody can guess 256 random bits. The look-up's timing
+    says nothing either: it depends on digests, which a caller cannot choose without knowing the secret.
+    """
+    return hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
+
+
+class TokenDirectory:
+    """The valid tokens, read again in the background; used on the event loop only.
+
+    A revocation by any process is in force here within five seconds: an older copy is not used, even when that
+    means to answer 503. `clock` gives Unix seconds, `monotonic` measures the copy's age.
+    """
+
+    def __init__(
+        self,
+        store: AccessStore,
+        own: str | None,
+        *,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._own = None if own is None else digest_of(own)
+        self._clock = clock
+        self._monotonic = monotonic
+        self._principals: dict[bytes, Principal] = {}
+        self._loaded_at = float("-inf")
+        self._refreshing: asyncio.Task[None] | None = None
+        self._noting: asyncio.Future[None] | None = None
+        self._changes = 0
+        self._uses: dict[str, float] = {}
+        self._noted: dict[str, float] = {}
+
+    async def principal(self, secret: bytes) -> Principal | None:
+        """Who bears this secret; None when it is unknown or revoked.
+
+        Raises:
+            Busy: the token table cannot be read, and the copy is too old to be trusted.
+        """
+        digest = digest_of(secret)
+        if digest == self._own:
+            return SERVER_TOKEN
+        if self._age() > _REFRESH_SECONDS:
+            refresh = self._refresh()
+            if self._age() > _OLDEST_SECONDS:
+                await asyncio.shield(refresh)
+        found = self._principals.get(digest)
+        if found is None and self._age() > _UNKNOWN_REFRESH_SECONDS:
+            # It may have been made a moment ago, by another process.
+            await asyncio.shield(self._refresh())
+            found = self._principals.get(digest)
+        if self._age() > _OLDEST_SECONDS:
+            raise Busy("the tokens cannot be read now; send this request again later", retry_after_seconds=2)
+        if found is not None:
+            self._uses[found.actor] = self._clock()
+        return found
+
+    def forget(self) -> None:
+        """Read the table again before the next request: this process changed it."""
+        self._changes += 1
+        self._loaded_at = float("-inf")
+        self._refreshing = None
+
+    async def close(self) -> None:
+        """Write the last uses that are not written yet."""
+        for running in (self._refreshing, self._noting):
+            if running is not None:
+                await running
+        await asyncio.to_thread(self._note, dict(self._uses))
+
+    def _age(self) -> float:
+        return self._monotonic() - self._loaded_at
+
+    def _refresh(self) -> asyncio.Task[None]:
+        """The running refresh, or a new one."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._read())
+        return self._refreshing
+
+    async def _read(self) -> None:
+        began, changes = self._monotonic(), self._changes
+        try:
+            tokens = await asyncio.to_thread(self._store.valid_tokens)
+        except Exception as error:
+            _LOG.warning("the tokens cannot be read: %s", error)
+            return
+        if changes != self._changes:
+            return
+        self._principals = {
+            digest: Principal(
+                token.token_id, token.role, None if token.projects is None else frozenset(token.projects)
+            )
+            for digest, token in tokens.items()
+        }
+        self._loaded_at = began
+        self._note_due()
+
+    def _note_due(self) -> None:
+        """Write last uses, each at most once a minute, and never in a request's way."""
+        now = self._clock()
+        due = {actor: at for actor, at in self._uses.items() if now - self._noted.get(actor, 0.0) >= _NOTE_SECONDS}
+        if due and (self._noting is None or self._noting.done()):
+            self._noted |= dict.fromkeys(due, now)
+            self._noting = asyncio.ensure_future(asyncio.to_thread(self._note, due))
+
+    def _note(self, uses: dict[str, float]) -> None:
+        if not uses:
+            return
+        try:
+            self._store.note_uses(uses)
+        except Exception as error:
+            _LOG.warning("the last use of %d tokens cannot be written: %s", len(uses), error)

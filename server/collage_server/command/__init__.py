@@ -1,0 +1,1 @@
+"""The verbs that the server adds to `collage-monitor`."""

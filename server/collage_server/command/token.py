@@ -1,0 +1,164 @@
+"""`collage-monitor token`: make, list and revoke tokens, through the API or on the host itself."""
+
+from __future__ import annotations
+
+import getpass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import click
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.errors import ServerUnreachable
+from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, read_token
+from collage_server.app import make_store
+from collage_server.auth import administration
+from collage_server.settings import settings_from_environment
+from collage_server.store import AccessStore
+
+__all__ = ["token"]
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+def _place_options(function: _Function) -> _Function:
+    """Where the tokens are: behind a server, or in the database of this host."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON."),
+        click.option("--host", "on_host", is_flag=True, help="Write into the database itself, without the server."),
+        click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token."),
+        click.option("--token", envvar="COLLAGE_TOKEN", help="An administrator's; default: the data folder's."),
+        click.option("--server-url", envvar="COLLAGE_SERVER_URL", default=DEFAULT_SERVER_URL, show_default=True),
+    ):
+        function = option(function)
+    return function
+
+
+class _Tokens:
+    """The three acts, through the API."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def create(self, create: wire.TokenCreate) -> wire.TokenCreated:
+        """Make a token."""
+        return self._client.create_token(create)
+
+    def all(self) -> wire.TokenList:
+        """Every token."""
+        return self._client.tokens()
+
+    def revoke(self, token_id: str) -> wire.Token:
+        """Revoke a token."""
+        return self._client.revoke_token(token_id)
+
+
+class _HostTokens:
+    """The three acts, in the database: whoever may write its file may do this."""
+
+    def __init__(self, store: AccessStore) -> None:
+        self._store = store
+        self._actor = f"host:{getpass.getuser()}"[:64]
+
+    def create(self, create: wire.TokenCreate) -> wire.TokenCreated:
+        """Make a token."""
+        return administration.create_token(self._store, create, time.time(), self._actor)
+
+    def all(self) -> wire.TokenList:
+        """Every token."""
+        return wire.TokenList(tokens=self._store.tokens())
+
+    def revoke(self, token_id: str) -> wire.Token:
+        """Revoke a token; running servers notice within five seconds."""
+        return administration.revoke_token(self._store, token_id, time.time(), self._actor)
+
+
+@contextmanager
+def _tokens(
+    server_url: str, token: str | None, folder: Path | None, on_host: bool
+) -> Iterator[_Tokens | _HostTokens]:
+    if not on_host:
+        where = data_folder(folder)
+        try:
+            with Client(server_url, token or read_token(where)) as client:
+                yield _Tokens(client)
+        except ServerUnreachable as error:
+            raise click.ClickException(f"{error}; --host writes into the database of {where} without it") from error
+        return
+    # The store asks for no token; settings do not exist without one.
+    store = make_store(settings_from_environment(folder=folder, no_auth=True, host="127.0.0.1"))
+    store.open()
+    try:
+        yield _HostTokens(store.access)
+    finally:
+        store.close()
+
+
+@click.group("token")
+def token() -> None:
+    """Make, list and revoke tokens."""
+
+
+@token.command("create")
+@_place_options
+@click.option("--name", required=True, help="What it is for; shown in the list.")
+@click.option("--role", type=click.Choice(wire.ROLES), required=True)
+@click.option("--project", "projects", multiple=True, help="A project it is for; repeat it.")
+@click.option("--all-projects", is_flag=True, help="For every project, now and later.")
+def create_token(
+    name: str, role: str, projects: tuple[str, ...], all_projects: bool, as_json: bool, **place: Any
+) -> None:
+    """Make a token and print its secret, once."""
+    if bool(projects) == (all_projects or role == "admin"):
+        raise click.UsageError("give --project NAME, once or more, or --all-projects (an admin token is for all)")
+    create = wire.TokenCreate(name=name, role=cast(wire.Role, role), projects=list(projects) or None)
+    with _tokens(**place) as tokens:
+        created = tokens.create(create)
+    if as_json:
+        click.echo(wire.encode_json(created))
+        return
+    click.echo(created.secret)
+    click.echo(
+        f"{_line(created.token)}\nThe token is the first line, shown only now; set it as COLLAGE_TOKEN.",
+        err=True,
+    )
+
+
+@token.command("list")
+@_place_options
+def list_tokens(as_json: bool, **place: Any) -> None:
+    """List tokens, newest first."""
+    with _tokens(**place) as tokens:
+        found = tokens.all()
+    if as_json:
+        click.echo(wire.encode_json(found))
+        return
+    if not found.tokens:
+        click.echo("no tokens yet beside the server's own; `collage-monitor token create` makes one")
+    for entry in found.tokens:
+        click.echo(_line(entry))
+
+
+@token.command("revoke")
+@_place_options
+@click.argument("token_id")
+def revoke_token(token_id: str, as_json: bool, **place: Any) -> None:
+    """Revoke a token for good; within five seconds no server takes it."""
+    with _tokens(**place) as tokens:
+        revoked = tokens.revoke(token_id)
+    click.echo(wire.encode_json(revoked) if as_json else _line(revoked))
+
+
+def _line(entry: wire.Token) -> str:
+    projects = "all projects" if entry.projects is None else ", ".join(entry.projects)
+    state = f"revoked {_moment(entry.revoked_at)}" if entry.revoked_at else f"used {_moment(entry.last_used_at)}"
+    return f"{entry.token_id}  {entry.role:<8}{entry.name}  ({projects})  made {_moment(entry.created_at)}, {state}"
+
+
+def _moment(seconds: float | None) -> str:
+    return "never" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,166 @@
+"""Tokens, the audit log, and whose a run is, on an SQL database."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import Connection, Row, bindparam, func, insert, or_, select, update
+
+from collage_monitor import wire
+from collage_server.errors import NotFound, Unprocessable
+from collage_server.store import schema
+from collage_server.store.access.contract import ProjectUsage
+from collage_server.store.access.schema import act as ACT
+from collage_server.store.access.schema import token as TOKEN
+from collage_server.store.rows import from_json, to_json
+
+__all__ = ["SqlAccess", "record_acts"]
+
+Transaction = Callable[[], AbstractContextManager[Connection]]
+_SHOWN: Final = [column for column in TOKEN.columns if column.name != "digest"]
+
+
+class SqlAccess:
+    """What access control asks of the database; every method is one transaction, from any thread."""
+
+    def __init__(self, reading: Transaction, writing: Transaction) -> None:
+        self._reading = reading
+        self._writing = writing
+
+    def add_token(self, token: wire.Token, digest: bytes, acts: Sequence[wire.Act]) -> None:
+        """Keep a new token, and the act of making it."""
+        values = msgspec.structs.asdict(token)
+        values["projects"] = None if token.projects is None else to_json(token.projects)
+        with self._writing() as connection:
+            connection.execute(insert(TOKEN).values(digest=digest, **values))
+            record_acts(connection, acts)
+
+    def tokens(self) -> list[wire.Token]:
+        """Every token, newest first."""
+        statement = select(*_SHOWN).order_by(TOKEN.c.created_at.desc(), TOKEN.c.token_id)
+        with self._reading() as connection:
+            return [_token(row) for row in connection.execute(statement)]
+
+    def valid_tokens(self) -> dict[bytes, wire.Token]:
+        """The tokens that are not revoked, by their secret's SHA-256."""
+        statement = select(TOKEN).where(TOKEN.c.revoked_at.is_(None))
+        with self._reading() as connection:
+            return {bytes(row.digest): _token(row) for row in connection.execute(statement)}
+
+    def revoke_token(self, token_id: str, now: float, acts: Sequence[wire.Act]) -> wire.Token:
+        """Revoke a token, once; a second time changes and records nothing.
+
+        Raises:
+            NotFound: no token has this id.
+        """
+        mine = TOKEN.c.token_id == token_id
+        with self._writing() as connection:
+            changed = connection.execute(
+                update(TOKEN).where(mine, TOKEN.c.revoked_at.is_(None)).values(revoked_at=now)
+            )
+            if changed.rowcount:
+                record_acts(connection, acts)
+            row = connection.execute(select(*_SHOWN).where(mine)).first()
+        if row is None:
+            raise NotFound(f"no token {token_id!r}; GET /api/v1/tokens lists them", field="token_id")
+        return _token(row)
+
+    def note_uses(self, last_used_at: Mapping[str, float]) -> None:
+        """Write when tokens were last used; an older time than the known one changes nothing."""
+        newer = or_(TOKEN.c.last_used_at.is_(None), TOKEN.c.last_used_at < bindparam("used_at"))
+        statement = update(TOKEN).where(TOKEN.c.token_id == bindparam("used_id"), newer)
+        rows = [{"used_id": token_id, "used_at": at} for token_id, at in last_used_at.items()]
+        with self._writing() as connection:
+            connection.execute(statement.values(last_used_at=bindparam("used_at")), rows)
+
+    def record(self, act: wire.Act) -> None:
+        """Append one act to the audit log."""
+        with self._writing() as connection:
+            record_acts(connection, [act])
+
+    def acts(self, cursor: str | None, limit: int) -> wire.ActPage:
+        """A page of the audit log, newest first.
+
+        Raises:
+            Unprocessable: the cursor is not one of ours.
+        """
+        statement = select(ACT).order_by(ACT.c.time.desc(), ACT.c.act_id.desc()).limit(limit + 1)
+        if cursor is not None:
+            time, act_id = _place(cursor)
+            statement = statement.where(or_(ACT.c.time < time, (ACT.c.time == time) & (ACT.c.act_id < act_id)))
+        with self._reading() as connection:
+            rows = connection.execute(statement).all()
+        acts = [_act(row) for row in rows[:limit]]
+        return wire.ActPage(acts=acts, cursor=_cursor(acts[-1]) if len(rows) > limit else None)
+
+    def project_of(self, run_id: str) -> str | None:
+        """The project that owns a run, also a deleted one; None when the id was never seen."""
+        with self._reading() as connection:
+            return _project_of(connection, run_id)
+
+    def project_of_stream(self, stream_id: str) -> str | None:
+        """The project that owns a stream's run; None when the id was never seen."""
+        stream = schema.stream
+        with self._reading() as connection:
+            run_id = connection.execute(select(stream.c.run_id).where(stream.c.stream_id == stream_id)).scalar()
+            return None if run_id is None else _project_of(connection, run_id)
+
+    def usage(self, project: str, tags: Collection[str] = ()) -> ProjectUsage:
+        """What a project holds, with `tags` added."""
+        run = schema.run
+        mine = select(run.c.run_id).where(run.c.project == project)
+        tag, layer = schema.run_tag, schema.layer
+        counts = (
+            select(func.count()).select_from(run).where(run.c.project == project),
+            select(func.count(tag.c.tag.distinct())).where(tag.c.run_id.in_(mine)),
+            select(func.count()).select_from(layer).where(layer.c.run_id.in_(mine)),
+        )
+        known = select(tag.c.tag).distinct().where(tag.c.run_id.in_(mine), tag.c.tag.in_(list(tags)))
+        with self._reading() as connection:
+            runs, tagged, layers = (connection.execute(count).scalar_one() for count in counts)
+            added = set(tags) - set(connection.execute(known).scalars())
+        return ProjectUsage(runs=runs, tags=tagged + len(added), layers=layers)
+
+
+def _project_of(connection: Connection, run_id: str) -> str | None:
+    for table in (schema.run, schema.deleted_run):
+        project = connection.execute(select(table.c.project).where(table.c.run_id == run_id)).scalar()
+        if project is not None:
+            return str(project)
+    return None
+
+
+def record_acts(connection: Connection, acts: Sequence[wire.Act]) -> None:
+    """Append acts in the transaction of what they tell: neither stands without the other."""
+    rows = [msgspec.structs.asdict(act) | {"details": to_json(act.details)} for act in acts]
+    if rows:
+        connection.execute(insert(ACT), rows)
+
+
+def _token(row: Row[Any]) -> wire.Token:
+    values = {column.name: getattr(row, column.name) for column in _SHOWN}
+    return wire.Token(**values | {"projects": None if row.projects is None else from_json(row.projects)})
+
+
+def _act(row: Row[Any]) -> wire.Act:
+    values = {column.name: getattr(row, column.name) for column in ACT.columns}
+    return wire.Act(**values | {"details": from_json(row.details)})
+
+
+def _cursor(act: wire.Act) -> str:
+    return base64.urlsafe_b64encode(f"{act.time.hex()} {act.act_id}".encode()).decode()
+
+
+def _place(cursor: str) -> tuple[float, str]:
+    try:
+        time, _, act_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
+        return float.fromhex(time), act_id
+    except (ValueError, OverflowError, binascii.Error) as error:
+        raise Unprocessable(
+            f"cursor {cursor!r} is not one of this server's; start again without it", field="cursor"
+        ) from error

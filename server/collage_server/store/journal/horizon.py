@@ -1,0 +1,89 @@
+"""The raw horizon: the step up to which an attempt takes no more totals.
+
+It stands in every stream's row of `run_latest`. Ingest reads it with the row that it locks anyway; retention raises
+it in the transaction that drops the points, under the same locks: what is acknowledged has a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sqlalchemy import Connection, func, or_, select, update
+
+from collage_server.store import schema
+from collage_server.store.chunks.directory import read_chunk_infos
+from collage_server.store.ranges import Ranges, contains, ranges_from_json
+from collage_server.store.rows import require_run
+
+__all__ = ["catch_up", "freeze", "frozen_step", "read_lagging"]
+
+_LATEST: Final = schema.run_latest
+
+
+def frozen_step(connection: Connection, run_id: str, attempt: int) -> int | None:
+    """The attempt's horizon: the last step whose single points are gone; None before there is one."""
+    found = select(func.max(_LATEST.c.frozen_step)).where(*_of(run_id, attempt))
+    step: int | None = connection.execute(found).scalar()
+    return step
+
+
+def freeze(connection: Connection, run_id: str, attempt: int, step: int) -> bool:
+    """Move the attempt's horizon to `step`; False while the journal has totals at or before it that no chunk holds.
+
+    Raises:
+        NotFound: no such run.
+        Gone: the run was deleted.
+    """
+    sealed = _lock(connection, run_id, attempt)
+    report = schema.report
+    waiting = select(report.c.stream_id, report.c.seq).where(
+        report.c.run_id == run_id, report.c.step <= step, report.c.model.is_not(None)
+    )
+    for row in connection.execute(waiting):
+        if row.stream_id in sealed and not contains(sealed[row.stream_id], row.seq):
+            return False
+    _write(connection, run_id, attempt, step)
+    return True
+
+
+def catch_up(connection: Connection, run_id: str, lagging: Mapping[int, int]) -> None:
+    """Move the horizons of attempts to where the points are gone already."""
+    for attempt, step in lagging.items():
+        _lock(connection, run_id, attempt)
+        _write(connection, run_id, attempt, step)
+
+
+def read_lagging(connection: Connection, run_id: str) -> dict[int, int]:
+    """Attempts whose horizon lags behind what is frozen, with where it belongs: an older server dropped points."""
+    wanted: dict[int, int] = {}
+    for info in read_chunk_infos(connection, [run_id])[run_id]:
+        if info.frozen:
+            wanted[info.attempt] = info.last_step
+    if not wanted:
+        return {}
+    lowest = func.min(func.coalesce(_LATEST.c.frozen_step, -1))
+    rows = connection.execute(
+        select(_LATEST.c.attempt, lowest).where(_LATEST.c.run_id == run_id).group_by(_LATEST.c.attempt)
+    )
+    known = {row[0]: row[1] for row in rows}
+    return {attempt: step for attempt, step in wanted.items() if known.get(attempt, step) < step}
+
+
+def _lock(connection: Connection, run_id: str, attempt: int) -> dict[str, Ranges]:
+    """Keep reports and new streams of the attempt out of this transaction; what each stream has in chunks."""
+    require_run(connection, run_id, lock=True)
+    columns = (_LATEST.c.stream_id, _LATEST.c.sealed)
+    rows = connection.execute(
+        select(*columns).where(*_of(run_id, attempt)).order_by(_LATEST.c.stream_id).with_for_update()
+    )
+    return {row.stream_id: ranges_from_json(row.sealed) for row in rows}
+
+
+def _write(connection: Connection, run_id: str, attempt: int, step: int) -> None:
+    lower = or_(_LATEST.c.frozen_step.is_(None), _LATEST.c.frozen_step < step)
+    connection.execute(update(_LATEST).where(*_of(run_id, attempt), lower).values(frozen_step=step))
+
+
+def _of(run_id: str, attempt: int) -> tuple[Any, ...]:
+    return (_LATEST.c.run_id == run_id, _LATEST.c.attempt == attempt)

@@ -1,0 +1,265 @@
+"""The journal: one packed row a report, inserted exactly once, read back as vectors and blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+import msgspec
+from sqlalchemy import BindParameter, Connection, Dialect, Row, bindparam, select, tuple_, update
+
+from collage_monitor import wire
+from collage_server.store import schema
+from collage_server.store.contract import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
+from collage_server.store.engine.driver import Statement
+from collage_server.store.ranges import contains, ranges_from_json
+from collage_server.store.rows import scalars_to_json, to_json
+from collage_server.store.runs.events import COUNTED, add_events, count_event
+
+__all__ = ["REPORT_COLUMNS", "JournalDriver", "ReportRow", "append", "journal_runs", "read_reports"]
+
+ReportRow = tuple[str, str, int, int, float, str | None, int, int, bytes | None, bytes | None]
+"""One row in the order of REPORT_COLUMNS."""
+REPORT_COLUMNS: Final = tuple(column.name for column in schema.report.columns)
+
+
+@dataclass(frozen=True)
+class JournalDriver:
+    """How a commit's statements reach one kind of database.
+
+    `insert_reports(cursor, rows, fresh)` inserts rows where their key is new and says which were; `fresh`: all are.
+    """
+
+    dialect: Dialect
+    cursor: Callable[[Connection], AbstractContextManager[Any]]
+    insert_reports: Callable[[Any, Sequence[ReportRow], bool], list[bool]]
+
+
+_Fate = Literal["journal", "sealed", "late", "crowded", "gone"]
+_LATEST: Final = schema.run_latest
+_SLAB: Final = 256
+_NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
+_DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
+_MOVING: Final = (
+    "reports",
+    "last_seq",
+    "first_step",
+    "last_step",
+    "first_time",
+    "last_report_at",
+    "measured_seq",
+    "measured_step",
+    "scalars",
+    "clock_skew_seconds",
+)
+_PLACE: Final = ("run_id", "stream_id", "attempt", "rank", "frozen_step", "sealed")
+
+
+@lru_cache(maxsize=64)
+def _read_latest(dialect: Dialect, count: int) -> Statement:
+    """Reads so many streams in the key's order: servers that lock the same rows then do not wait for each other."""
+    key = (_LATEST.c.run_id, _LATEST.c.stream_id)
+    own: BindParameter[Any] = bindparam("own", [("", "")] * count, expanding=True)
+    columns = (_LATEST.c[name] for name in (*_PLACE, *_MOVING))
+    return Statement(select(*columns).where(tuple_(*key).in_(own)).order_by(*key).with_for_update(), dialect)
+
+
+@lru_cache(maxsize=4)
+def _write_latest(dialect: Dialect) -> Statement:
+    own = (_LATEST.c.run_id == bindparam("own_run"), _LATEST.c.stream_id == bindparam("own_stream"))
+    return Statement(update(_LATEST).where(*own).values({name: bindparam(name) for name in _MOVING}), dialect)
+
+
+class _Latest:
+    """A stream's row of `run_latest`, being brought forward."""
+
+    def __init__(self, row: Sequence[Any]) -> None:
+        run_id, self.stream_id, attempt, rank, self.frozen_step, sealed = row[: len(_PLACE)]
+        self.values: dict[str, Any] = dict(zip(_MOVING, row[len(_PLACE) :], strict=True))
+        self.scalars = _DECODE(self.values["scalars"])
+        self._fresh: set[str] = set()
+        self._sealed = ranges_from_json(sealed)
+        self.own = {"own_run": run_id, "own_stream": self.stream_id}
+        self._place = {"stream_id": self.stream_id, "attempt": attempt, "rank": rank}
+        self.events: list[NewEvent] = []
+        self.moved = False
+        self.ascending = True
+        self._highest_seq: int | None = self.values["last_seq"]
+        self.newest_time = -math.inf
+
+    def fate(self, report: wire.Report) -> _Fate:
+        """What is to become of a report; of one for the journal, the journal knows whether it is there already.
+
+        "late": it brings totals for which there is no place any more. One that is stored already is not late.
+        "crowded": it logs under new names, and there are too many: every commit of the stream carries them all.
+        """
+        if contains(self._sealed, report.seq):
+            return "sealed"
+        horizon = self.frozen_step
+        late = horizon is not None and report.step <= horizon and report.model is not None
+        if late:
+            return "late"
+        fate: _Fate = "journal" if report.scalars.keys() <= self.scalars.keys() else self._named_anew(report)
+        if fate == "journal":
+            self._note_order(report.seq)
+        return fate
+
+    def _named_anew(self, report: wire.Report) -> _Fate:
+        fresh = [name for name in report.scalars if name not in self.scalars and name not in self._fresh]
+        if len(self.scalars) + len(self._fresh) + len(fresh) > _NAMES:
+            return "crowded"
+        self._fresh.update(fresh)
+        return "journal"
+
+    def _note_order(self, seq: int) -> None:
+        """Whoever stores a report of this stream holds its row: one above `last_seq` is in no journal yet."""
+        if self._highest_seq is None or seq > self._highest_seq:
+            self._highest_seq = seq
+        else:
+            self.ascending = False
+
+    def absorb(self, report: wire.Report) -> None:
+        """Count one newly stored report and keep what is newest of it."""
+        values = self.values
+        self.moved = True
+        values["reports"] += 1
+        self.newest_time = max(self.newest_time, report.time)
+        values["last_seq"] = _highest(values["last_seq"], report.seq)
+        values["last_step"] = _highest(values["last_step"], report.step)
+        if values["first_step"] is None or report.step < values["first_step"]:
+            values["first_step"] = report.step
+        if values["first_time"] is None or report.time < values["first_time"]:
+            values["first_time"] = report.time
+        if report.model is not None:
+            place = (report.step, report.seq)
+            if values["measured_step"] is None or place > (values["measured_step"], values["measured_seq"]):
+                values["measured_step"], values["measured_seq"] = place
+        for name, value in report.scalars.items():
+            if name not in self.scalars or report.step >= self.scalars[name][0]:
+                if name in COUNTED:
+                    self._count(name, value, report.step)
+                self.scalars[name] = (report.step, wire.to_number(value))
+
+    def _count(self, name: str, value: float, step: int) -> None:
+        _, old = self.scalars.get(name, (0, 0.0))
+        event = count_event(name, float(old), value, step=step, **self._place)
+        if event is not None:
+            self.events.append(event)
+
+    def parameters(self, now: float) -> dict[str, Any]:
+        """What the update statement binds."""
+        skews = [self.newest_time - now, self.values["clock_skew_seconds"]]
+        skew = max(entry for entry in skews if entry is not None)
+        self.values.update(last_report_at=now, scalars=to_json(self.scalars), clock_skew_seconds=skew)
+        return {**self.values, **self.own}
+
+
+def append(
+    connection: Connection, groups: Sequence[ReportGroup], now: float, driver: JournalDriver
+) -> list[GroupOutcome]:
+    """Insert the groups' reports and bring `run_latest` forward, in the caller's transaction."""
+    latest: dict[str, _Latest | None] = {group.stream.stream_id: None for group in groups}
+    with driver.cursor(connection) as cursor:
+        for entry in _lock_latest(cursor, driver.dialect, groups):
+            latest[entry.stream_id] = entry
+        judged = [_judged(group, latest[group.stream.stream_id]) for group in groups]
+        rows = [
+            _row(group.stream, report)
+            for group, fates in zip(groups, judged, strict=True)
+            for report, fate in zip(group.reports, fates, strict=True)
+            if fate == "journal"
+        ]
+        found = [entry for entry in latest.values() if entry is not None]
+        flags = iter(driver.insert_reports(cursor, rows, all(entry.ascending for entry in found)))
+        outcomes = [
+            _count(group, latest[group.stream.stream_id], fates, flags)
+            for group, fates in zip(groups, judged, strict=True)
+        ]
+        write = _write_latest(driver.dialect)
+        moved = [write.bind(entry.parameters(now)) for entry in found if entry.moved]
+        if len(moved) == 1:
+            cursor.execute(write.text, moved[0])
+        elif moved:
+            cursor.executemany(write.text, moved)
+    for entry in found:
+        if entry.events:
+            add_events(connection, entry.own["own_run"], entry.events, now)
+    return outcomes
+
+
+def _lock_latest(cursor: Any, dialect: Dialect, groups: Sequence[ReportGroup]) -> Iterator[_Latest]:
+    """The rows of these groups' streams, locked; keys are repeated up to a power of two, so that texts are few."""
+    own = sorted({(group.stream.run_id, group.stream.stream_id) for group in groups})
+    own += own[-1:] * ((1 << (len(own) - 1).bit_length()) - len(own))
+    values = {f"own_{i}_{j}": part for i, key in enumerate(own, 1) for j, part in enumerate(key, 1)}
+    read = _read_latest(dialect, len(own))
+    cursor.execute(read.text, read.bind(values))
+    return map(_Latest, cursor.fetchall())
+
+
+def _judged(group: ReportGroup, latest: _Latest | None) -> list[_Fate]:
+    return ["gone" if latest is None else latest.fate(report) for report in group.reports]
+
+
+def _count(
+    group: ReportGroup, latest: _Latest | None, fates: Sequence[_Fate], flags: Iterator[bool]
+) -> GroupOutcome:
+    if latest is None:
+        return GroupOutcome(0, 0, gone=True)
+    accepted = 0
+    for report, fate in zip(group.reports, fates, strict=True):
+        if fate == "journal" and next(flags):
+            accepted += 1
+            latest.absorb(report)
+    late, crowded = (tuple(i for i, fate in enumerate(fates) if fate == kind) for kind in ("late", "crowded"))
+    duplicates = len(fates) - accepted - len(late) - len(crowded)
+    return GroupOutcome(accepted, duplicates, late=late, crowded=crowded, frozen_step=latest.frozen_step)
+
+
+def _row(stream: StreamRecord, report: wire.Report) -> ReportRow:
+    return (
+        stream.run_id,
+        stream.stream_id,
+        report.seq,
+        report.step,
+        report.time,
+        scalars_to_json(report.scalars) if report.scalars else None,
+        report.statistic_count,
+        report.layer_count,
+        report.model,
+        report.statistics,
+    )
+
+
+def _highest(known: int | None, value: int) -> int:
+    return value if known is None or value > known else known
+
+
+def journal_runs(connection: Connection) -> list[str]:
+    """Runs that have reports in the journal."""
+    run_id = schema.report.c.run_id
+    return list(connection.execute(select(run_id).distinct().order_by(run_id)).scalars())
+
+
+def read_reports(
+    connection: Connection, run_ids: Sequence[str], columns: Sequence[str], present: str, selection: Selection
+) -> Iterator[Sequence[Row[Any]]]:
+    """The journal's rows of these runs in which column `present` is not null, in slabs, in no particular order."""
+    if not run_ids:
+        return
+    table = schema.report
+    statement = (
+        select(*(table.c[name] for name in columns))
+        .where(table.c.run_id.in_(run_ids), table.c[present].is_not(None))
+        .execution_options(blocks=True)
+    )
+    if selection.first_step is not None:
+        statement = statement.where(table.c.step >= selection.first_step)
+    if selection.last_step is not None:
+        statement = statement.where(table.c.step <= selection.last_step)
+    result = connection.execution_options(yield_per=_SLAB).execute(statement)
+    yield from result.partitions()

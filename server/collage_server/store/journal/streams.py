@@ -1,0 +1,335 @@
+"""Attempts, streams, and the run's dictionary of layers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from collage_monitor import wire
+from collage_monitor.errors import CatalogueError
+from collage_monitor.metrics import statistic
+from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
+from collage_server.store import schema
+from collage_server.store.contract import IntArray, StreamRecord
+from collage_server.store.journal.gaps import count_numbers
+from collage_server.store.journal.horizon import frozen_step
+from collage_server.store.ranges import ranges_from_json
+from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
+from collage_server.store.runs.events import add_events, attempt_event, move_event, rank_twice
+
+__all__ = [
+    "create_attempt",
+    "create_stream",
+    "read_layers",
+    "read_stream",
+    "read_stream_record",
+    "read_stream_records",
+    "read_streams",
+    "stream_record",
+]
+
+_STREAM: Final = schema.stream
+_LAYER: Final = schema.layer
+_MOST_ELEMENTS: Final = 2**53
+
+
+def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
+    """Register a launch; sent again (by another rank, say) it keeps the lowest first step."""
+    require_run(connection, run_id, lock=True)
+    table = schema.attempt
+    mine = (table.c.run_id == run_id, table.c.launch_id == create.launch_id)
+    known = connection.execute(select(table).where(*mine)).first()
+    if known is not None:
+        first_step = min(known.first_step, create.first_step)
+        connection.execute(update(table).where(*mine).values(first_step=first_step))
+        number, created_at = known.attempt, known.created_at
+        move_event(connection, run_id, attempt_event(number, first_step))
+    else:
+        newest = connection.execute(select(func.max(table.c.attempt)).where(table.c.run_id == run_id)).scalar()
+        number, first_step, created_at = (newest or 0) + 1, create.first_step, now
+        connection.execute(
+            insert(table).values(
+                run_id=run_id,
+                attempt=number,
+                launch_id=create.launch_id,
+                first_step=first_step,
+                created_at=now,
+            )
+        )
+        add_events(connection, run_id, [attempt_event(number, first_step)], now)
+    return wire.Attempt(
+        run_id=run_id, attempt=number, launch_id=create.launch_id, first_step=first_step, created_at=created_at
+    )
+
+
+def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate, now: float) -> None:
+    """Register a stream, or extend the one of this id."""
+    require_run(connection, run_id, lock=True)
+    _check_names(create)
+    table = schema.attempt
+    attempt = connection.execute(
+        select(table.c.attempt).where(table.c.run_id == run_id, table.c.launch_id == create.launch_id)
+    ).scalar()
+    if attempt is None:
+        raise NotFound(
+            f"no attempt of run {run_id!r} has launch_id {create.launch_id!r}; "
+            f"POST /api/v1/runs/{run_id}/attempts first",
+            field="launch_id",
+        )
+    known = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == create.stream_id)).first()
+    positions = _extend_dictionary(connection, run_id, create.layers)
+    if known is not None:
+        _extend(connection, known, run_id, attempt, create, positions)
+    else:
+        _insert_stream(connection, run_id, attempt, create, positions, now)
+    if create.watch is not None:
+        _describe_run(connection, run_id, create)
+
+
+def _check_names(create: wire.StreamCreate) -> None:
+    for field, names in (
+        ("layers", [layer.name for layer in create.layers]),
+        ("statistics", create.statistics),
+    ):
+        limit = wire.LIMITS["layers_per_run" if field == "layers" else "statistics_per_stream"]
+        if len(names) > limit:
+            raise Unprocessable(f"{field}: {len(names)} entries, at most {limit}", field=field, limit=limit)
+        if len(set(names)) != len(names):
+            twice = Counter(names).most_common(1)[0][0]
+            raise Unprocessable(f"{field}: {twice!r} stands twice; name each once", field=field)
+    for layer in create.layers:
+        if math.prod(layer.shape) > _MOST_ELEMENTS:
+            raise Unprocessable(
+                f"layers: {layer.name!r} of shape {layer.shape} has more than {_MOST_ELEMENTS} elements",
+                field="layers",
+                limit=_MOST_ELEMENTS,
+            )
+    for key in create.statistics:
+        try:
+            statistic(key)
+        except CatalogueError as error:
+            raise Unprocessable(f"statistics: {error}", field="statistics") from error
+
+
+def _extend_dictionary(connection: Connection, run_id: str, layers: list[wire.Layer]) -> IntArray:
+    """Positions of these layers in the run's dictionary; new names are appended to it."""
+    known = {
+        row.name: row.layer
+        for row in connection.execute(select(_LAYER.c.name, _LAYER.c.layer).where(_LAYER.c.run_id == run_id))
+    }
+    fresh = [layer for layer in layers if layer.name not in known]
+    limit = wire.LIMITS["layers_per_run"]
+    if len(known) + len(fresh) > limit:
+        raise Unprocessable(
+            f"layers: {len(known) + len(fresh)} in the run, at most {limit}", field="layers", limit=limit
+        )
+    rows = []
+    for layer in fresh:
+        known[layer.name] = len(known)
+        rows.append(
+            {
+                "run_id": run_id,
+                "layer": known[layer.name],
+                "name": layer.name,
+                "shape": to_json(layer.shape),
+                "dtype": layer.dtype,
+                "module_type": layer.module_type,
+            }
+        )
+    if rows:
+        connection.execute(insert(_LAYER), rows)
+    return np.array([known[layer.name] for layer in layers], dtype=np.int64)
+
+
+def _insert_stream(
+    connection: Connection, run_id: str, attempt: int, create: wire.StreamCreate, positions: IntArray, now: float
+) -> None:
+    newest = connection.execute(select(func.max(_STREAM.c.stream)).where(_STREAM.c.run_id == run_id)).scalar()
+    same = (_STREAM.c.run_id == run_id, _STREAM.c.attempt == attempt, _STREAM.c.rank == create.rank)
+    if connection.execute(select(_STREAM.c.stream).where(*same).limit(1)).first() is not None:
+        event = rank_twice(create.stream_id, attempt, create.rank, create.process_id)
+        add_events(connection, run_id, [event], now)
+    connection.execute(
+        insert(_STREAM).values(
+            run_id=run_id,
+            stream_id=create.stream_id,
+            stream=(newest or 0) + 1,
+            attempt=attempt,
+            rank=create.rank,
+            world_size=create.world_size,
+            process_id=create.process_id,
+            created_at=now,
+            **_declared(create, positions),
+        )
+    )
+    connection.execute(
+        insert(schema.run_latest).values(
+            run_id=run_id,
+            stream_id=create.stream_id,
+            attempt=attempt,
+            rank=create.rank,
+            reports=0,
+            scalars="{}",
+            frozen_step=frozen_step(connection, run_id, attempt),
+        )
+    )
+
+
+def _declared(create: wire.StreamCreate, positions: IntArray) -> dict[str, Any]:
+    return {
+        "statistics": to_json(create.statistics),
+        "layers": int_bytes(positions),
+        "elements": int_bytes(np.array([layer.elements for layer in create.layers], dtype=np.int64)),
+        "replicas": int_bytes(np.array([layer.replica for layer in create.layers], dtype=np.int64)),
+        "watch": None if create.watch is None else to_json(create.watch),
+    }
+
+
+def _extend(
+    connection: Connection,
+    known: Row[Any],
+    run_id: str,
+    attempt: int,
+    create: wire.StreamCreate,
+    positions: IntArray,
+) -> None:
+    """Append layers and statistics; a shorter list is a late repetition and changes nothing."""
+    if (known.run_id, known.attempt, known.rank) != (run_id, attempt, create.rank):
+        raise Conflict(
+            f"stream_id {create.stream_id!r} belongs to another run, attempt or rank; make a new random one",
+            field="stream_id",
+        )
+    declared = _declared(create, positions)
+    old_statistics = from_json(known.statistics)
+    shorter = min(len(old_statistics), len(create.statistics))
+    if old_statistics[:shorter] != create.statistics[:shorter]:
+        raise Conflict("statistics: may only be appended to those declared before", field="statistics")
+    size = min(len(known.layers), len(declared["layers"]))
+    if known.layers[:size] != declared["layers"][:size]:
+        raise Conflict("layers: may only be appended to those declared before", field="layers")
+    values: dict[str, Any] = {}
+    if len(create.statistics) > len(old_statistics):
+        values["statistics"] = declared["statistics"]
+    if len(declared["layers"]) > len(known.layers):
+        values.update({name: declared[name] for name in ("layers", "elements", "replicas")})
+    if declared["watch"] is not None:
+        values["watch"] = declared["watch"]
+    if values:
+        mine = (_STREAM.c.run_id == run_id, _STREAM.c.stream_id == create.stream_id)
+        connection.execute(update(_STREAM).where(*mine).values(**values))
+
+
+def _describe_run(connection: Connection, run_id: str, create: wire.StreamCreate) -> None:
+    """Let the run list filter by the strategy and dtype of rank 0 (any rank as long as rank 0 is unknown)."""
+    watch = create.watch
+    if watch is None:
+        return
+    run = schema.run
+    statement = update(run).where(run.c.run_id == run_id)
+    if create.rank != 0:
+        statement = statement.where(run.c.strategy.is_(None))
+    connection.execute(statement.values(strategy=watch.strategy or watch.observed_strategy, dtype=watch.dtype))
+
+
+def read_stream_records(connection: Connection, run_id: str) -> list[StreamRecord]:
+    """All streams of a run, oldest first."""
+    require_run(connection, run_id)
+    rows = connection.execute(select(_STREAM).where(_STREAM.c.run_id == run_id).order_by(_STREAM.c.stream)).all()
+    return [stream_record(row) for row in rows]
+
+
+def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
+    """One stream by its id."""
+    row = connection.execute(select(_STREAM).where(_STREAM.c.stream_id == stream_id)).first()
+    if row is None:
+        raise unknown_stream(stream_id)
+    require_run(connection, row.run_id)
+    return stream_record(row)
+
+
+def stream_record(row: Row[Any]) -> StreamRecord:
+    """The record behind a row of `stream`."""
+    return StreamRecord(
+        run_id=row.run_id,
+        stream_id=row.stream_id,
+        stream=row.stream,
+        attempt=row.attempt,
+        rank=row.rank,
+        world_size=row.world_size,
+        process_id=row.process_id,
+        statistics=tuple(from_json(row.statistics)),
+        layers=int_array(row.layers),
+        replicas=int_array(row.replicas),
+        watch=None if row.watch is None else msgspec.json.decode(row.watch, type=wire.WatchInfo),
+    )
+
+
+def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
+    """The run's streams with what has arrived on each, by attempt, rank and age."""
+    records = read_stream_records(connection, run_id)
+    latest = schema.run_latest
+    rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}
+    return [
+        _described(record, rows[record.stream_id])
+        for record in sorted(records, key=lambda record: (record.attempt, record.rank, record.stream))
+    ]
+
+
+def read_stream(connection: Connection, stream_id: str) -> wire.Stream:
+    """One stream, as `read_streams` has it: a thousand ranks register without reading each other."""
+    record = read_stream_record(connection, stream_id)
+    latest = schema.run_latest
+    mine = (latest.c.run_id == record.run_id, latest.c.stream_id == stream_id)
+    return _described(record, connection.execute(select(latest).where(*mine)).one())
+
+
+def _described(record: StreamRecord, latest: Row[Any]) -> wire.Stream:
+    return wire.Stream(
+        run_id=record.run_id,
+        stream_id=record.stream_id,
+        attempt=record.attempt,
+        rank=record.rank,
+        world_size=record.world_size,
+        process_id=record.process_id,
+        layers=len(record.layers),
+        statistics=list(record.statistics),
+        watch=record.watch,
+        **_arrived(latest),
+    )
+
+
+def _arrived(row: Row[Any]) -> dict[str, Any]:
+    """What `run_latest` says of a stream. A report given up may have come nevertheless: `missing` is a bound."""
+    ranges = ranges_from_json(row.given_up)
+    given_up = count_numbers(ranges)
+    newest = max((-1 if row.last_seq is None else row.last_seq, *(last for _, last in ranges)))
+    return {
+        "reports": row.reports,
+        "last_seq": row.last_seq,
+        "last_step": row.last_step,
+        "last_report_at": row.last_report_at,
+        "given_up": given_up,
+        "missing": max(newest + 1 - row.reports - given_up, 0),
+        "clock_skew_seconds": row.clock_skew_seconds,
+    }
+
+
+def read_layers(connection: Connection, run_id: str) -> list[wire.Layer]:
+    """The run's dictionary of layers, in its order."""
+    require_run(connection, run_id)
+    rows = connection.execute(select(_LAYER).where(_LAYER.c.run_id == run_id).order_by(_LAYER.c.layer))
+    return [
+        wire.Layer(
+            name=row.name,
+            shape=(shape := from_json(row.shape)),
+            dtype=row.dtype,
+            elements=math.prod(shape),
+            module_type=row.module_type,
+        )
+        for row in rows
+    ]

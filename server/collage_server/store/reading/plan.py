@@ -1,0 +1,121 @@
+"""What to read of a run: which chunks at which level, and which reports that are not sealed yet."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Row
+
+from collage_server.store.chunks.blocks import minimum_key
+from collage_server.store.chunks.contributors import Contributors, read_contributors
+from collage_server.store.chunks.directory import LEVELS, ChunkInfo
+from collage_server.store.contract import Selection
+from collage_server.store.reading.run_view import UNBOUNDED, RunView
+
+__all__ = ["ReadPlan", "plan_read"]
+
+Rows = Mapping[int, Sequence[Row[Any]]]
+_COARSE_FROM: Final = {16: 8, 256: 128}
+"""A level is used when more than so many measured points fall on one wanted: at least half of them are left."""
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Chunks by attempt and level, journal rows by attempt, and who stands in the chunks that have late reports.
+
+    `infos` says of the same chunks what the snapshot knows of them.
+    """
+
+    chunks: dict[tuple[int, int], list[int]]
+    rows: Rows
+    known: dict[int, Contributors]
+    infos: dict[tuple[int, int], tuple[ChunkInfo, ...]]
+
+
+def plan_read(view: RunView, rows: Rows, selection: Selection, infos: Sequence[ChunkInfo]) -> ReadPlan:
+    """Coarse levels where few points are wanted; level 1 at the ends of a range and where reports came late."""
+    rows = _without_frozen(rows, infos)
+    late = {(attempt, chunk) for attempt in rows for chunk in _late_chunks(attempt, rows[attempt], infos)}
+    inside, cut = _inside(view, infos, selection)
+    level = _level(view, inside, rows, selection)
+    fine = cut | late
+    chosen: dict[tuple[int, int], list[ChunkInfo]] = defaultdict(list)
+    for info in inside:
+        wanted = 1 if fine and (info.attempt, info.chunk) in fine else level
+        chosen[info.attempt, _held_level(info, wanted)].append(info)
+    chunks = {place: [info.chunk for info in members] for place, members in chosen.items()}
+    known: dict[int, Contributors] = {
+        attempt: read_contributors(
+            view.connection, view.run_id, attempt, [chunk for owner, chunk in late if owner == attempt]
+        )
+        for attempt in {attempt for attempt, _ in late}
+    }
+    return ReadPlan(chunks, rows, known, {place: tuple(members) for place, members in chosen.items()})
+
+
+def _held_level(info: ChunkInfo, wanted: int) -> int:
+    """The coarsest level that the chunk has up to the one wanted; a frozen chunk may only have coarser ones."""
+    if wanted in info.levels:
+        return wanted
+    return max((level for level in info.levels if level <= wanted), default=min(info.levels))
+
+
+def _without_frozen(rows: Rows, infos: Sequence[ChunkInfo]) -> Rows:
+    """Without reports that came too late: their steps are frozen into coarse points."""
+    frozen: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for info in infos if rows else ():
+        if info.frozen:
+            frozen[info.attempt].append((info.first_step, info.last_step))
+    if not frozen:
+        return rows
+    return {
+        attempt: [row for row in members if not any(a <= row.step <= b for a, b in frozen[attempt])]
+        for attempt, members in rows.items()
+    }
+
+
+def _late_chunks(attempt: int, rows: Sequence[Row[Any]], infos: Sequence[ChunkInfo]) -> set[int]:
+    """Chunks in whose steps some reports are not sealed yet."""
+    own = [info for info in infos if info.attempt == attempt]
+    ends = [info.last_step for info in own]
+    found = set()
+    for step in {row.step for row in rows}:
+        index = bisect_left(ends, step)
+        if index < len(own) and own[index].first_step <= step:
+            found.add(own[index].chunk)
+    return found
+
+
+def _inside(
+    view: RunView, infos: Sequence[ChunkInfo], selection: Selection
+) -> tuple[Sequence[ChunkInfo], set[tuple[int, int]]]:
+    """Chunks that hold something of what is asked and visible, and those of them that are cut through."""
+    first, last = selection.first_step or 0, selection.last_step
+    end = UNBOUNDED if last is None else last + 1
+    bounds = {attempt: min(view.bound(attempt), end) for attempt in {info.attempt for info in infos}}
+    if first == 0 and all(bound == UNBOUNDED for bound in bounds.values()):
+        return infos, set()
+    inside = [info for info in infos if info.last_step >= first and info.first_step < bounds[info.attempt]]
+    cut = {
+        (info.attempt, info.chunk)
+        for info in inside
+        if info.first_step < first or info.last_step >= bounds[info.attempt]
+    }
+    return inside, cut
+
+
+def _level(view: RunView, infos: Iterable[ChunkInfo], rows: Rows, selection: Selection) -> int:
+    """The coarsest level that still leaves at least half of the points wanted."""
+    several = selection.rank is not None and any(view.ranks(info.attempt) != {selection.rank} for info in infos)
+    metric = selection.extremes_of
+    lacking = metric is not None and minimum_key(metric) not in view.entries
+    if selection.points is None or several or lacking:
+        return 1
+    measured = sum(info.point_count for info in infos)
+    measured += sum(len({row.step for row in members}) for members in rows.values())
+    bucket = -(-measured // selection.points)
+    return max((level for level in LEVELS if level == 1 or bucket > _COARSE_FROM[level]), default=1)

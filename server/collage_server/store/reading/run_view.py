@@ -1,0 +1,223 @@
+"""What reading and sealing have to know of a run: its streams, what hides what, what has left the journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Final
+
+import numpy as np
+from sqlalchemy import Connection, Text, cast, func, select
+
+from collage_monitor.errors import CatalogueError
+from collage_monitor.metrics import statistic
+from collage_server.errors import NotFound
+from collage_server.store import schema
+from collage_server.store.contract import StreamRecord
+from collage_server.store.journal.streams import stream_record
+from collage_server.store.ranges import contains, ranges_from_json
+from collage_server.store.rows import require_runs
+from collage_server.store.runs.latest import hidden_from, logged_names
+
+__all__ = ["UNBOUNDED", "RunView", "chosen_layers", "is_known", "read_views"]
+
+UNBOUNDED: Final = 2**62
+_NAMES_A_STATEMENT: Final = 10_000
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the database holds of a run's streams and attempts."""
+
+    streams: list[StreamRecord] = field(default_factory=list)
+    attempts: list[tuple[int, int]] = field(default_factory=list)
+    sealed: dict[str, str] = field(default_factory=dict)
+    scalars: dict[str, str] = field(default_factory=dict)
+
+
+class RunView:
+    """One run, as one transaction sees it."""
+
+    def __init__(self, connection: Connection, run_id: str, rows: _Rows | None = None) -> None:
+        rows = rows or _read(connection, [run_id])[run_id]
+        self.connection = connection
+        self.run_id = run_id
+        self.streams = {record.stream_id: record for record in rows.streams}
+        self.attempts = rows.attempts
+        self.bounds = hidden_from(self.attempts)
+        newest = max((record.attempt for record in rows.streams), default=0)
+        sizes = (record.world_size for record in rows.streams if record.attempt == newest)
+        self.world_size = max(sizes, default=1)
+        self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
+        self._scalars = rows.scalars
+
+    def check_rank(self, rank: int | None) -> None:
+        """Raise NotFound unless some stream has this rank; a run without streams has every rank."""
+        ranks = {record.rank for record in self.streams.values()}
+        if rank is not None and ranks and rank not in ranks:
+            raise NotFound(
+                f"run {self.run_id!r} has no rank {rank}; its ranks are {min(ranks)} to {max(ranks)}", field="rank"
+            )
+
+    def sealed(self, stream_id: str, seq: int) -> bool:
+        """Whether this report stands in chunks; its journal row, if still there, is about to go."""
+        return contains(self.sealed_ranges.get(stream_id, ()), seq)
+
+    def logged(self) -> list[tuple[str, str]]:
+        """(stream_id, name) of everything that was logged."""
+        return [(stream_id, name) for stream_id, text in self._scalars.items() for name in logged_names(text)]
+
+    def ranks(self, attempt: int) -> set[int]:
+        """Ranks registered in an attempt."""
+        return {record.rank for record in self.streams.values() if record.attempt == attempt}
+
+    def bound(self, attempt: int) -> int:
+        """The step from which newer attempts hide this one."""
+        return self.bounds.get(attempt, UNBOUNDED)
+
+    def statistics(self, wanted: Collection[str] | None) -> list[str]:
+        """Statistics that some stream declares, in the order declared; only those wanted (None: all that merge)."""
+        return [key for key in self._declared if (is_known(key) if wanted is None else key in wanted)]
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a newer server took statistics that this one cannot merge."""
+        return not all(map(is_known, self._declared))
+
+    @cached_property
+    def _declared(self) -> dict[str, None]:
+        return dict.fromkeys(key for stream in self.streams.values() for key in stream.statistics)
+
+    def is_contested(self, stream_id: str) -> bool:
+        """Whether another process reports as the same rank of the attempt: at a step only one of them counts."""
+        stream = self.streams[stream_id]
+        return self._processes[stream.attempt, stream.rank] > 1
+
+    @cached_property
+    def _processes(self) -> Counter[tuple[int, int]]:
+        return Counter((stream.attempt, stream.rank) for stream in self.streams.values())
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether some tensor stands on several ranks as replicas."""
+        return any(stream.replicas.any() for stream in self.streams.values())
+
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether some rank holds replicas beside shards of its own: its model vector then cannot be split."""
+        return any(len(np.unique(stream.replicas)) > 1 for stream in self.streams.values())
+
+    @cached_property
+    def entries(self) -> Mapping[str, int]:
+        """The dictionary of what chunks hold."""
+        return _read_entries(self.connection, [self.run_id])[self.run_id]
+
+    @cached_property
+    def layers(self) -> dict[str, int]:
+        """The dictionary of layers, in its order."""
+        table = schema.layer
+        rows = self.connection.execute(
+            select(table.c.name, table.c.layer).where(table.c.run_id == self.run_id).order_by(table.c.layer)
+        )
+        return {row.name: row.layer for row in rows}
+
+
+@lru_cache(maxsize=10_000)
+def is_known(key: str) -> bool:
+    """Whether this server's catalogue has the statistic, so that it can be merged."""
+    try:
+        statistic(key)
+    except CatalogueError:
+        return False
+    return True
+
+
+def chosen_layers(
+    connection: Connection, views: Mapping[str, RunView], names: Sequence[str] | None
+) -> dict[str, dict[str, int]]:
+    """Positions of the named layers (None: of all) by run.
+
+    Raises:
+        NotFound: a run has no layer of some name.
+    """
+    if names is None:
+        return {run_id: view.layers for run_id, view in views.items()}
+    table = schema.layer
+    found: dict[str, dict[str, int]] = {run_id: {} for run_id in views}
+    columns = (table.c.run_id, table.c.name, table.c.layer)
+    for start in range(0, len(names), _NAMES_A_STATEMENT):
+        some = names[start : start + _NAMES_A_STATEMENT]
+        statement = select(*columns).where(table.c.run_id.in_(list(views)), table.c.name.in_(some))
+        for run_id, name, layer in connection.execute(statement).all():
+            found[run_id][name] = layer
+    for run_id, held in found.items():
+        for name in names:
+            if name not in held:
+                raise NotFound(
+                    f"run {run_id!r} has no layer {name!r}; GET /api/v1/runs/{run_id}/layers lists them",
+                    field="layer",
+                )
+    return {run_id: {name: held[name] for name in names} for run_id, held in found.items()}
+
+
+def read_views(
+    connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
+) -> dict[str, RunView]:
+    """Views of several runs, in the order given, in as many statements as one takes.
+
+    Of the dictionary of what chunks hold they know `keys` only (None: all).
+
+    Raises:
+        NotFound, Gone: one of the runs is not there.
+    """
+    ids = list(dict.fromkeys(run_ids))
+    views = {run_id: RunView(connection, run_id, rows) for run_id, rows in _read(connection, ids).items()}
+    entries = _read_entries(connection, ids, keys)
+    for run_id, view in views.items():
+        view.entries = entries[run_id]
+    return views
+
+
+def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
+    found: dict[str, _Rows] = {run_id: _Rows() for run_id in run_ids}
+    run, stream, latest, attempt = schema.run, schema.stream, schema.run_latest, schema.attempt
+    there = stream.join(run, run.c.run_id == stream.c.run_id).join(
+        latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
+    )
+    known = (latest.c.sealed, latest.c.scalars)
+    statement = select(*stream.c, *known).select_from(there).where(stream.c.run_id.in_(run_ids))
+    rows: Sequence[Any] = connection.execute(statement.order_by(stream.c.stream)).all()
+    for row in rows:
+        found[row.run_id].streams.append(stream_record(row))
+        found[row.run_id].sealed[row.stream_id] = row.sealed
+        found[row.run_id].scalars[row.stream_id] = row.scalars
+    require_runs(connection, [run_id for run_id, rows in found.items() if not rows.streams])
+    columns = (attempt.c.run_id, attempt.c.attempt, attempt.c.first_step)
+    for run_id, number, first in connection.execute(select(*columns).where(attempt.c.run_id.in_(run_ids))).all():
+        found[run_id].attempts.append((number, first))
+    return found
+
+
+def _read_entries(
+    connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
+) -> dict[str, Mapping[str, int]]:
+    """Dictionaries by run, a text each: most runs have the same one."""
+    table = schema.entry
+    found: dict[str, Mapping[str, int]] = {run_id: {} for run_id in run_ids}
+    if keys is not None and not keys:
+        return found
+    line = cast(table.c.entry, Text).concat(" ").concat(table.c.key)
+    statement = select(table.c.run_id, func.aggregate_strings(line, "\n")).where(table.c.run_id.in_(run_ids))
+    if keys is not None:
+        statement = statement.where(table.c.key.in_(list(keys)))
+    for run_id, lines in connection.execute(statement.group_by(table.c.run_id)).all():
+        found[run_id] = _entries(lines)
+    return found
+
+
+@lru_cache(maxsize=1000)
+def _entries(lines: str) -> Mapping[str, int]:
+    pairs = [line.split(" ", 1) for line in lines.split("\n")]
+    return {key: int(number) for number, key in sorted(pairs, key=lambda pair: int(pair[0]))}

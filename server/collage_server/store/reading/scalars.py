@@ -1,0 +1,205 @@
+"""Logged scalars: sealed parts and journal joined, by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, Final
+
+import numpy as np
+from sqlalchemy import Connection, Row, TextClause, select, text
+
+from collage_server.store import schema
+from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
+from collage_server.store.reading.assemble import Places, group_steps, visible
+from collage_server.store.reading.run_view import RunView, read_views
+from collage_server.store.reading.unsealed import ScalarRow, waiting_rows
+from collage_server.store.rows import scalars_from_json
+
+__all__ = ["read_newest_scalars", "read_scalar_points"]
+
+_NEWEST_PARTS: Final = 2
+_KEYS_A_STATEMENT: Final = 1000
+
+
+@dataclass
+class _Values:
+    """Values of one name on one stream, gathered in the order in which they count: later ones win."""
+
+    stream: StreamRecord
+    parts: list[FloatArray] = field(default_factory=list)
+    single: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def table(self) -> FloatArray:
+        """[3][values]: steps, times, values, one column a step, the last word on it."""
+        tail = np.array(self.single, dtype=np.float64).reshape(-1, 3).T
+        joined = np.concatenate([*self.parts, tail], axis=1)
+        if np.all(joined[0][1:] > joined[0][:-1]):
+            return joined
+        _, last = np.unique(joined[0][::-1], return_index=True)
+        return joined[:, joined.shape[1] - 1 - last]
+
+
+def read_scalar_points(
+    connection: Connection, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
+) -> dict[str, dict[str, ScalarPoints]]:
+    """Logged values by run and name: a rank's last word on a step counts, then the mean over the ranks."""
+    views = read_views(connection, run_ids, keys=())
+    for view in views.values():
+        view.check_rank(selection.rank)
+    return _read(connection, views, names, selection, {})
+
+
+def read_newest_scalars(
+    connection: Connection, views: Mapping[str, RunView], count: int
+) -> dict[str, dict[str, FloatArray]]:
+    """The last `count` logged values by run and name, oldest first."""
+    alone = {run_id: view for run_id, view in views.items() if len(view.attempts) == len(view.streams) == 1}
+    newest = _newest_rows(connection, alone, 2 * count)
+    points = _read(connection, views, None, Selection(), newest)
+    return {
+        run_id: {name: entry.values[-count:] for name, entry in held.items()} for run_id, held in points.items()
+    }
+
+
+def _read(
+    connection: Connection,
+    views: Mapping[str, RunView],
+    names: Collection[str] | None,
+    selection: Selection,
+    known: Mapping[str, Sequence[Row[Any]]],
+) -> dict[str, dict[str, ScalarPoints]]:
+    found: dict[str, dict[tuple[str, str], _Values]] = {run_id: {} for run_id in views}
+    _read_sealed(connection, views, names, selection, known, found)
+    _read_journal(connection, views, names, selection, found)
+    points = {}
+    for run_id, view in views.items():
+        by_name: dict[str, list[_Values]] = defaultdict(list)
+        for (name, _), values in found[run_id].items():
+            by_name[name].append(values)
+        merged = {name: _merge(view, members, selection) for name, members in sorted(by_name.items())}
+        points[run_id] = {name: entry for name, entry in merged.items() if len(entry.steps)}
+    return points
+
+
+def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: int) -> dict[str, list[Row[Any]]]:
+    """By run, the last parts of every name, where they hold at least `count` values each or are all there is."""
+    keys = [(run_id, *key) for run_id, view in views.items() for key in view.logged()]
+    rows: list[Row[Any]] = []
+    for start in range(0, len(keys), _KEYS_A_STATEMENT):
+        some = keys[start : start + _KEYS_A_STATEMENT]
+        values = {f"v{i}": value for i, value in enumerate(value for key in some for value in key)}
+        rows += connection.execute(_newest_statement(len(some)), {**values, "parts": _NEWEST_PARTS}).all()
+    short = {
+        run_id
+        for (run_id, _), members in groupby(rows, lambda row: (row.run_id, row.name))
+        if (held := list(members))[0].part > 0 and sum(row.point_count for row in held) < count
+    }
+    found: dict[str, list[Row[Any]]] = {run_id: [] for run_id in views if run_id not in short}
+    for row in rows:
+        if row.run_id not in short:
+            found[row.run_id].append(row)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _newest_statement(count: int) -> TextClause:
+    values = ", ".join(f"(:v{3 * i}, :v{3 * i + 1}, :v{3 * i + 2})" for i in range(count))
+    same = "{0}.run_id = w.run_id AND {0}.stream_id = w.stream_id AND {0}.name = w.name"
+    return text(
+        f"WITH w (run_id, stream_id, name) AS (VALUES {values}) "
+        "SELECT t.run_id, t.stream_id, t.name, t.part, t.point_count, t.data FROM w CROSS JOIN scalar_chunk t "
+        f"WHERE {same.format('t')} AND t.part > "
+        f"(SELECT max(s.part) FROM scalar_chunk s WHERE {same.format('s')}) - :parts "
+        "ORDER BY t.run_id, t.stream_id, t.name, t.part"
+    ).execution_options(blocks=True)
+
+
+def _read_sealed(
+    connection: Connection,
+    views: Mapping[str, RunView],
+    names: Collection[str] | None,
+    selection: Selection,
+    known: Mapping[str, Sequence[Row[Any]]],
+    found: dict[str, dict[tuple[str, str], _Values]],
+) -> None:
+    """Rows that are not `known` already are read."""
+    table = schema.scalar_chunk
+    rows = [row for members in known.values() for row in members]
+    if whole := [run_id for run_id in views if run_id not in known]:
+        statement = select(table).where(table.c.run_id.in_(whole)).execution_options(blocks=True)
+        if names is not None:
+            statement = statement.where(table.c.name.in_(list(names)))
+        rows += connection.execute(
+            statement.order_by(table.c.run_id, table.c.stream_id, table.c.name, table.c.part)
+        ).all()
+    alike = groupby(rows, lambda row: (row.run_id, row.stream_id, row.name, row.point_count))
+    for (run_id, stream_id, name, count), members in alike:
+        stream = views[run_id].streams.get(stream_id)
+        if stream is not None and selection.rank in (None, stream.rank):
+            values = found[run_id].setdefault((name, stream_id), _Values(stream))
+            values.parts.append(_unpack(b"".join([row.data for row in members]), count))
+
+
+def _unpack(data: bytes, count: int) -> FloatArray:
+    """[3][values]: steps, times, values of parts that hold `count` values each."""
+    packed = np.frombuffer(data, dtype="<i8").reshape(-1, 3, count)
+    steps = packed[:, 0].astype(np.float64).ravel()
+    return np.stack([steps, packed[:, 1].ravel().view("<f8"), packed[:, 2].ravel().view("<f8")])
+
+
+def _read_journal(
+    connection: Connection,
+    views: Mapping[str, RunView],
+    names: Collection[str] | None,
+    selection: Selection,
+    found: dict[str, dict[tuple[str, str], _Values]],
+) -> None:
+    waiting = waiting_rows(connection, views, ScalarRow, "scalars", selection)
+    for stream, row in sorted(waiting, key=lambda pair: pair[1].seq):
+        held = found[stream.run_id]
+        for name, value in scalars_from_json(row.scalars).items():
+            if names is None or name in names:
+                values = held.get((name, stream.stream_id))
+                if values is None:
+                    values = held[name, stream.stream_id] = _Values(stream)
+                values.single.append((row.step, row.time, value))
+
+
+def _of_one_stream(view: RunView, values: _Values, selection: Selection) -> ScalarPoints:
+    """Nothing to merge: only what is hidden or not asked for goes."""
+    table = values.table()
+    seen = table[0] < view.bound(values.stream.attempt)
+    if selection.first_step is not None:
+        seen &= table[0] >= selection.first_step
+    if selection.last_step is not None:
+        seen &= table[0] <= selection.last_step
+    return ScalarPoints(table[0][seen].astype(np.int64), table[1][seen], table[2][seen])
+
+
+def _merge(view: RunView, members: list[_Values], selection: Selection) -> ScalarPoints:
+    if len(members) == 1:
+        return _of_one_stream(view, members[0], selection)
+    tables = [(entry.stream, entry.table()) for entry in members]
+    sizes = [table.shape[1] for _, table in tables]
+    joined = np.concatenate([table for _, table in tables], axis=1)
+    places = Places(
+        streams=np.repeat([stream.stream for stream, _ in tables], sizes),
+        attempts=np.repeat([stream.attempt for stream, _ in tables], sizes),
+        ranks=np.repeat([stream.rank for stream, _ in tables], sizes),
+        steps=joined[0].astype(np.int64),
+        times=joined[1],
+    )
+    seen = visible(places, view.bounds)
+    if selection.first_step is not None:
+        seen &= places.steps >= selection.first_step
+    if selection.last_step is not None:
+        seen &= places.steps <= selection.last_step
+    grouped = group_steps(places[seen])
+    with np.errstate(invalid="ignore"):
+        sums = np.bincount(grouped.points, weights=joined[2][seen], minlength=len(grouped.steps))
+    counts = np.bincount(grouped.points, minlength=len(grouped.steps))
+    return ScalarPoints(grouped.steps, grouped.times, sums / np.maximum(counts, 1))

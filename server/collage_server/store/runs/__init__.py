@@ -1,0 +1,1 @@
+"""Runs: their records, what happened to them, and their newest numbers."""

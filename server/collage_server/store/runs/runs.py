@@ -1,0 +1,313 @@
+"""Runs: create, resume, list, change, delete."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, or_, select, update
+
+from collage_monitor import wire
+from collage_server.errors import Conflict, NotFound, Unprocessable
+from collage_server.store import schema
+from collage_server.store.contract import RunPageRecord, RunQuery, RunRecord, RunRevision
+from collage_server.store.rows import from_json, missing_run, require_run, require_runs, to_json
+from collage_server.store.runs.latest import hidden_from, newest_scalars, sum_of_newest
+
+__all__ = ["create_run", "delete_run", "read_records", "read_revisions", "read_run", "read_runs", "update_run"]
+
+_RUN: Final = schema.run
+_OWNED: Final = (
+    schema.entry,
+    schema.run_latest,
+    schema.event,
+    schema.replica_mismatch,
+    schema.layer,
+    schema.attempt,
+    schema.run_tag,
+    schema.run,
+)
+
+
+def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:
+    """Insert the run, or resume the one with this id; True when it is new."""
+    known = (
+        connection.execute(select(_RUN).where(_RUN.c.run_id == create.run_id).with_for_update()).mappings().first()
+    )
+    if known is not None:
+        _resume(connection, dict(known), project, create, now)
+        return False
+    tomb = schema.deleted_run
+    buried = connection.execute(select(tomb.c.project).where(tomb.c.run_id == create.run_id)).scalar()
+    if buried is not None and buried != project:
+        raise _taken(create.run_id)
+    missing = missing_run(connection, create.run_id)
+    if not isinstance(missing, NotFound):
+        raise missing
+    if create.resume == "must":
+        raise missing
+    connection.execute(
+        insert(_RUN).values(
+            run_id=create.run_id,
+            project=project,
+            name=create.name or create.run_id,
+            group=create.group,
+            notes=create.notes,
+            seed=create.seed,
+            config=to_json(create.config),
+            state="running",
+            created_at=now,
+            updated_at=now,
+        )
+    )
+    _set_tags(connection, create.run_id, create.tags)
+    return True
+
+
+def _resume(
+    connection: Connection, known: dict[str, Any], project: str, create: wire.RunCreate, now: float
+) -> None:
+    """Set the run running again; what the request states replaces what is stored."""
+    if known["project"] != project:
+        raise _taken(create.run_id)
+    launched = select(schema.attempt.c.attempt).where(schema.attempt.c.run_id == create.run_id)
+    if create.resume == "never" and connection.execute(launched.limit(1)).first():
+        raise Conflict(
+            f"run {create.run_id!r} exists and resume is 'never'; choose another run_id or resume='allow'",
+            field="resume",
+        )
+    stated: dict[str, Any] = {
+        name: value
+        for name, value in (
+            ("name", create.name),
+            ("group", create.group),
+            ("notes", create.notes or None),
+            ("seed", create.seed),
+            ("config", to_json(create.config) if create.config else None),
+        )
+        if value is not None
+    }
+    connection.execute(
+        update(_RUN).where(_RUN.c.run_id == create.run_id).values(state="running", updated_at=now, **stated)
+    )
+    if create.tags:
+        _set_tags(connection, create.run_id, create.tags)
+
+
+def _taken(run_id: str) -> Conflict:
+    return Conflict(
+        f"run_id {run_id!r} is taken by another project; leave run_id out to get a new one", field="run_id"
+    )
+
+
+def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
+    """Change the stated fields."""
+    require_run(connection, run_id, lock=True)
+    stated = {
+        name: getattr(change, name)
+        for name in ("state", "name", "group", "notes")
+        if getattr(change, name) is not None
+    }
+    connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(updated_at=now, **stated))
+    if change.tags is not None:
+        _set_tags(connection, run_id, change.tags)
+
+
+def delete_run(connection: Connection, run_id: str, now: float) -> None:
+    """Make the run invisible; a tombstone stays, and its streams' ids, so that their reports answer 410.
+
+    What is large (journal, chunks) is removed afterwards, in slices.
+    """
+    project = connection.execute(select(_RUN.c.project).where(_RUN.c.run_id == run_id).with_for_update()).scalar()
+    if project is None:
+        raise missing_run(connection, run_id)
+    for table in _OWNED:
+        connection.execute(delete(table).where(table.c.run_id == run_id))
+    emptied = {"statistics": "[]", "layers": b"", "elements": b"", "replicas": b"", "watch": None}
+    connection.execute(update(schema.stream).where(schema.stream.c.run_id == run_id).values(**emptied))
+    claim = schema.seal_claim.c.run_id
+    free = select(claim).where(claim == run_id).with_for_update(skip_locked=True)
+    connection.execute(delete(schema.seal_claim).where(claim.in_(free)))
+    connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
+
+
+def read_run(connection: Connection, run_id: str) -> RunRecord:
+    """One run with what stands around it."""
+    row = connection.execute(select(_RUN).where(_RUN.c.run_id == run_id)).first()
+    if row is None:
+        raise missing_run(connection, run_id)
+    return _records(connection, [row])[0]
+
+
+def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRecord]:
+    """Several runs, in the order given."""
+    ids = list(dict.fromkeys(run_ids))
+    require_runs(connection, ids)
+    rows = connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids))).all()
+    found = {record.run_id: record for record in _records(connection, rows)}
+    return {run_id: found[run_id] for run_id in ids}
+
+
+def read_revisions(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRevision]:
+    """Revisions, in the order given; in three statements however many runs there are."""
+    ids = list(dict.fromkeys(run_ids))
+    latest, attempt = schema.run_latest, schema.attempt
+    runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
+    reports = func.sum(latest.c.reports).label("reports")
+    newest = func.max(latest.c.last_report_at).label("last_report_at")
+    more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
+    counted = connection.execute(
+        select(latest.c.run_id, reports, newest, *more).where(latest.c.run_id.in_(ids)).group_by(latest.c.run_id)
+    )
+    stored = {row.run_id: row for row in counted}
+    attempts = _by_run(connection, select(attempt).order_by(attempt.c.attempt), attempt, ids)
+    found = {}
+    for run_id in ids:
+        if run_id not in runs:
+            raise missing_run(connection, run_id)
+        run, known = runs[run_id], stored.get(run_id)
+        found[run_id] = RunRevision(
+            state=run.state,
+            updated_at=max(run.updated_at, known.last_report_at or 0.0) if known else run.updated_at,
+            changed_at=run.updated_at,
+            reports=int(known.reports) if known else 0,
+            strategy=run.strategy,
+            dtype=run.dtype,
+            streams=known.streams if known else 0,
+            frozen_step=known.frozen_step if known else None,
+            attempts=tuple((entry.attempt, entry.first_step) for entry in attempts[run_id]),
+        )
+    return found
+
+
+def read_runs(connection: Connection, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
+    """A page of runs, newest first."""
+    statement = select(_RUN).where(*_filters(query, now - stale_after_seconds))
+    statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
+    if query.cursor is not None:
+        statement = _after(statement, query.cursor)
+    rows = connection.execute(statement).all()
+    page, more = rows[: query.limit], len(rows) > query.limit
+    cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
+    return RunPageRecord(_records(connection, page), cursor)
+
+
+def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
+    equal = [
+        (_RUN.c.project, query.project),
+        (_RUN.c.strategy, query.strategy),
+        (_RUN.c.group, query.group),
+    ]
+    filters: list[ColumnElement[bool]] = [column == value for column, value in equal if value is not None]
+    if query.projects is not None:
+        filters.append(_RUN.c.project.in_(sorted(query.projects)))
+    if query.tag is not None:
+        tagged = select(schema.run_tag.c.run_id).where(schema.run_tag.c.tag == query.tag)
+        filters.append(_RUN.c.run_id.in_(tagged))
+    if query.q:
+        searched = (_RUN.c.name, _RUN.c.run_id, _RUN.c.notes)
+        filters.append(or_(*(column.icontains(query.q, autoescape=True) for column in searched)))
+    if query.state in {"running", "stale"}:
+        fresh = _last_sign_of_life() >= stale_before
+        filters += [_RUN.c.state == "running", fresh if query.state == "running" else ~fresh]
+    elif query.state is not None:
+        filters.append(_RUN.c.state == query.state)
+    return filters
+
+
+def _last_sign_of_life() -> ColumnElement[float]:
+    latest = schema.run_latest
+    reported = select(func.max(latest.c.last_report_at)).where(latest.c.run_id == _RUN.c.run_id).scalar_subquery()
+    return case((reported > _RUN.c.updated_at, reported), else_=_RUN.c.updated_at)
+
+
+def _after(statement: Select[Any], cursor: str) -> Select[Any]:
+    try:
+        created_text, _, run_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
+        created_at = float.fromhex(created_text)
+    except (ValueError, OverflowError, binascii.Error) as error:
+        raise Unprocessable(
+            f"cursor {cursor!r} is not one of this server's; start again without it", field="cursor"
+        ) from error
+    older = (_RUN.c.created_at < created_at) | ((_RUN.c.created_at == created_at) & (_RUN.c.run_id < run_id))
+    return statement.where(older)
+
+
+def _cursor(created_at: float, run_id: str) -> str:
+    return base64.urlsafe_b64encode(f"{created_at.hex()} {run_id}".encode()).decode()
+
+
+def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:
+    connection.execute(delete(schema.run_tag).where(schema.run_tag.c.run_id == run_id))
+    rows = [{"run_id": run_id, "tag": tag, "position": i} for i, tag in enumerate(dict.fromkeys(tags))]
+    if rows:
+        connection.execute(insert(schema.run_tag), rows)
+
+
+def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord]:
+    ids = [row.run_id for row in rows]
+    tags = _by_run(connection, select(schema.run_tag).order_by(schema.run_tag.c.position), schema.run_tag, ids)
+    attempts = _by_run(connection, select(schema.attempt).order_by(schema.attempt.c.attempt), schema.attempt, ids)
+    latest = _by_run(connection, select(schema.run_latest), schema.run_latest, ids)
+    columns = [schema.stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
+    watches = _by_run(connection, select(*columns).where(schema.stream.c.watch.is_not(None)), schema.stream, ids)
+    return [
+        _record(row, tags[row.run_id], attempts[row.run_id], latest[row.run_id], watches[row.run_id])
+        for row in rows
+    ]
+
+
+def _by_run(
+    connection: Connection, statement: Select[Any], table: Any, ids: Sequence[str]
+) -> dict[str, list[Row[Any]]]:
+    grouped: dict[str, list[Row[Any]]] = defaultdict(list)
+    for row in connection.execute(statement.where(table.c.run_id.in_(ids))):
+        grouped[row.run_id].append(row)
+    return grouped
+
+
+def _record(
+    row: Row[Any], tags: list[Row[Any]], attempts: list[Row[Any]], latest: list[Row[Any]], watches: list[Row[Any]]
+) -> RunRecord:
+    bounds = hidden_from([(entry.attempt, entry.first_step) for entry in attempts])
+    watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
+    reported = [entry for entry in latest if entry.last_report_at is not None]
+    newest = max((entry.attempt for entry in reported), default=0)
+    last_report_at = max((entry.last_report_at for entry in reported), default=None)
+    return RunRecord(
+        run_id=row.run_id,
+        project=row.project,
+        name=row.name,
+        group=row.group,
+        tags=[entry.tag for entry in tags],
+        notes=row.notes,
+        seed=row.seed,
+        config=from_json(row.config),
+        state=row.state,
+        strategy=row.strategy,
+        dtype=row.dtype,
+        created_at=row.created_at,
+        updated_at=max(row.updated_at, last_report_at or 0.0),
+        first_step=min((entry.first_step for entry in reported), default=None),
+        last_step=max((entry.last_step for entry in reported if entry.attempt == newest), default=None),
+        first_time=min((entry.first_time for entry in reported), default=None),
+        last_report_at=last_report_at,
+        reports=sum(entry.reports for entry in latest),
+        reports_dropped=sum_of_newest("reports_dropped", latest, newest),
+        attempts=[
+            wire.Attempt(
+                run_id=entry.run_id,
+                attempt=entry.attempt,
+                launch_id=entry.launch_id,
+                first_step=entry.first_step,
+                created_at=entry.created_at,
+            )
+            for entry in attempts
+        ],
+        watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
+        scalars=newest_scalars(latest, bounds),
+    )

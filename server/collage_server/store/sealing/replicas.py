@@ -1,0 +1,265 @@
+"""Replicas compared: ranks that hold the same elements of a tensor report checksums of the bits, which must agree.
+
+This is done before the journal is sealed: every report is compared with those of its step that are still there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Final
+
+import numpy as np
+from cachetools import LRUCache
+from numpy.typing import NDArray
+from sqlalchemy import Connection, Row, func, insert, select
+
+from collage_server.store import schema
+from collage_server.store.contract import FloatArray, IntArray, NewEvent, Selection
+from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas
+from collage_server.store.journal.reports import read_reports
+from collage_server.store.ranges import Ranges, add_numbers, contains
+from collage_server.store.reading.run_view import RunView
+from collage_server.store.reading.unsealed import seen_rows
+from collage_server.store.rows import int_array, to_json
+from collage_server.store.runs.events import MOST_LAYERS, add_events
+
+__all__ = ["Mismatch", "Replicas", "count_mismatches", "keep_mismatches"]
+
+_KEYS: Final = ("replica_checksum", "replica_checksum_elements")
+_PLACE: Final = ("stream_id", "seq", "step", "time", "statistic_count")
+_MOST_ROWS: Final = 10_000
+_MOST_REPLICAS: Final = 16
+_KEPT_RUNS: Final = 1000
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One layer at one step; `replicas` are those apart from the most (a tie: from the lowest)."""
+
+    attempt: int
+    step: int
+    layer: int
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What was looked at: `numbers` of reports by stream, when so many reports of the run were `stored`."""
+
+    stored: int = -1
+    numbers: Mapping[str, Ranges] = field(default_factory=dict)
+
+
+class Replicas:
+    """Finds what differs among reports that were not looked at before; what was is remembered by this process."""
+
+    def __init__(self) -> None:
+        self._looked: LRUCache[str, Looked] = LRUCache(_KEPT_RUNS)
+        self._lock = Lock()
+
+    def find(self, view: RunView) -> tuple[list[Mismatch], Looked | None]:
+        """Mismatches at the steps of unsealed reports that are new to this process, and what to remember."""
+        if not view.replicated or not view.statistics(_KEYS):
+            return [], None
+        with self._lock:
+            looked = self._looked.get(view.run_id, Looked())
+        stored = _stored(view)
+        if stored == looked.stored:
+            return [], None
+        fresh = [row for row in _places(view) if not contains(looked.numbers.get(row.stream_id, ()), row.seq)]
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for row in fresh:
+            numbers[row.stream_id].append(row.seq)
+        known = dict(looked.numbers)
+        known.update({name: add_numbers(known.get(name, ()), seqs) for name, seqs in numbers.items()})
+        steps = {row.step for row in fresh}
+        found = [
+            mismatch
+            for attempt, rows in (_by_attempt(view, steps) if steps else ())
+            for mismatch in _differing(view, attempt, rows)
+        ]
+        return found, Looked(stored, known)
+
+    def remember(self, run_id: str, looked: Looked) -> None:
+        """Do not look at these reports again: what they told is stored."""
+        with self._lock:
+            self._looked[run_id] = looked
+
+
+def _stored(view: RunView) -> int:
+    table = schema.run_latest
+    total = select(func.coalesce(func.sum(table.c.reports), 0)).where(table.c.run_id == view.run_id)
+    return int(view.connection.execute(total).scalar_one())
+
+
+def _places(view: RunView) -> list[Row[Any]]:
+    table = schema.report
+    columns = (table.c.stream_id, table.c.seq, table.c.step)
+    return list(
+        view.connection.execute(
+            select(*columns).where(table.c.run_id == view.run_id, table.c.statistics.is_not(None))
+        )
+    )
+
+
+def _by_attempt(view: RunView, steps: Collection[int]) -> Iterator[tuple[int, list[Row[Any]]]]:
+    """Rows with model vectors at these steps, one process a rank, without what is sealed."""
+    selection = Selection(first_step=min(steps), last_step=max(steps))
+    found: dict[int, list[Row[Any]]] = defaultdict(list)
+    for slab in read_reports(view.connection, [view.run_id], (*_PLACE, "model"), "statistics", selection):
+        for row in slab:
+            stream = view.streams.get(row.stream_id)
+            if stream is not None and row.step in steps and not view.sealed(row.stream_id, row.seq):
+                found[stream.attempt].append(row)
+    for attempt, rows in sorted(found.items()):
+        yield attempt, seen_rows(view, rows, {})
+
+
+def _differing(view: RunView, attempt: int, rows: Sequence[Row[Any]]) -> Iterator[Mismatch]:
+    """Model vectors first: they are small, and where they agree no layer differs."""
+    suspicious = set(_suspicious_steps(view, rows))
+    if not suspicious:
+        return
+    selection = Selection(first_step=min(suspicious), last_step=max(suspicious))
+    chosen = {(row.stream_id, row.seq) for row in rows if row.step in suspicious}
+    columns = (*_PLACE, "layer_count", "statistics")
+    blocks = read_reports(view.connection, [view.run_id], columns, "statistics", selection)
+    by_step: dict[int, list[Row[Any]]] = defaultdict(list)
+    for slab in blocks:
+        for row in slab:
+            if (row.stream_id, row.seq) in chosen:
+                by_step[row.step].append(row)
+    for step, members in sorted(by_step.items()):
+        yield from _at_step(view, attempt, step, members)
+
+
+def _suspicious_steps(view: RunView, rows: Sequence[Row[Any]]) -> Iterable[int]:
+    if view.mixed:
+        return {row.step for row in rows}
+    checksums = decode_model(view.streams, rows, _KEYS)
+    replicas = [int(view.streams[row.stream_id].replicas[:1].sum()) for row in rows]
+    sums: dict[int, dict[int, FloatArray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
+    for row, replica, values in zip(rows, replicas, checksums.T, strict=True):
+        if not np.isnan(values).any():
+            sums[row.step][replica] += values
+    return [step for step, table in sums.items() if len({tuple(values) for values in table.values()}) > 1]
+
+
+def _at_step(view: RunView, attempt: int, step: int, rows: Sequence[Row[Any]]) -> Iterator[Mismatch]:
+    positions = np.arange(len(view.layers), dtype=np.int64)
+    numbers = np.stack([layer_replicas(view.streams[row.stream_id], positions) for row in rows])
+    checksums = decode_layers(view.streams, rows, _KEYS, positions)
+    replicas, sums, shards = _by_replica(numbers, checksums)
+    complete = (shards == _expected_shards(view, attempt, len(positions), replicas)) & (shards > 0)
+    for layer in np.flatnonzero(_unequal(sums, complete)).tolist():
+        held = complete[:, layer]
+        _, which, counts = np.unique(sums[0, held, layer], return_inverse=True, return_counts=True)
+        most = which[0] if counts[which[0]] == counts.max() else int(counts.argmax())
+        apart = replicas[held][which != most]
+        yield Mismatch(attempt, step, layer, tuple(apart[:_MOST_REPLICAS].tolist()))
+
+
+def _by_replica(numbers: FloatArray, checksums: FloatArray) -> tuple[IntArray, FloatArray, IntArray]:
+    """(replica numbers, their sums [2, replicas, layers], shards reported [replicas, layers])."""
+    there = ~np.isnan(numbers) & ~np.isnan(checksums).any(0)
+    replicas = np.unique(numbers[there]).astype(np.int64)
+    rows, layers = np.nonzero(there)
+    places = np.searchsorted(replicas, numbers[there])
+    sums = np.zeros((2, len(replicas), numbers.shape[1]))
+    shards = np.zeros(sums.shape[1:], dtype=np.int64)
+    for total, values in zip(sums, checksums, strict=True):
+        np.add.at(total, (places, layers), values[rows, layers])
+    np.add.at(shards, (places, layers), 1)
+    return replicas, sums, shards
+
+
+def _expected_shards(view: RunView, attempt: int, count: int, replicas: IntArray) -> IntArray:
+    """How many ranks of the attempt hold a part of each replica of each layer: int64 [replicas, count]."""
+    table = schema.stream
+    rows = view.connection.execute(select(table.c.stream_id, table.c.elements).where(table.c.run_id == view.run_id))
+    elements = {row.stream_id: int_array(row.elements) for row in rows}
+    expected = np.zeros((len(replicas), count), dtype=np.int64)
+    seen: set[int] = set()
+    for stream in view.streams.values():
+        if stream.attempt != attempt or stream.rank in seen:
+            continue
+        seen.add(stream.rank)
+        held = (elements[stream.stream_id] > 0) & np.isin(stream.replicas, replicas)
+        expected[np.searchsorted(replicas, stream.replicas[held]), stream.layers[held]] += 1
+    return expected
+
+
+def _unequal(sums: FloatArray, complete: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Layers where complete replicas of equal samples differ, bool [layers]; another sample says nothing."""
+    first = complete.argmax(0)
+    layers = np.arange(complete.shape[1])
+    differs = complete & (sums[1] == sums[1][first, layers]) & (sums[0] != sums[0][first, layers])
+    unequal: NDArray[np.bool_] = differs.any(0)
+    return unequal
+
+
+def keep_mismatches(connection: Connection, run_id: str, found: Sequence[Mismatch], now: float) -> None:
+    """Store what was found, and tell of layers that had not differed in their attempt before."""
+    table = schema.replica_mismatch
+    rows = connection.execute(
+        select(table.c.attempt, table.c.step, table.c.layer).where(table.c.run_id == run_id)
+    ).all()
+    known = {tuple(row) for row in rows}
+    fresh = [entry for entry in found if (entry.attempt, entry.step, entry.layer) not in known]
+    fresh = fresh[: max(_MOST_ROWS - len(known), 0)]
+    if not fresh:
+        return
+    values = [
+        {
+            "run_id": run_id,
+            "attempt": entry.attempt,
+            "step": entry.step,
+            "layer": entry.layer,
+            "replicas": to_json(entry.replicas),
+        }
+        for entry in fresh
+    ]
+    connection.execute(insert(table), values)
+    told = {(row.attempt, row.layer) for row in rows}
+    first: dict[tuple[int, int], list[Mismatch]] = defaultdict(list)
+    for entry in sorted(fresh, key=lambda entry: (entry.attempt, entry.step, entry.layer)):
+        if (entry.attempt, entry.layer) not in told:
+            told.add((entry.attempt, entry.layer))
+            first[entry.attempt, entry.step].append(entry)
+    names = _layer_names(connection, run_id)
+    add_events(connection, run_id, [_event(entries, names) for entries in first.values()], now)
+
+
+def _layer_names(connection: Connection, run_id: str) -> dict[int, str]:
+    table = schema.layer
+    rows = connection.execute(select(table.c.layer, table.c.name).where(table.c.run_id == run_id))
+    return {row.layer: row.name for row in rows}
+
+
+def _event(entries: Sequence[Mismatch], names: dict[int, str]) -> NewEvent:
+    first = entries[0]
+    replicas = sorted({replica for entry in entries for replica in entry.replicas})
+    layers = [names[entry.layer] for entry in entries]
+    shown = ", ".join(layers[:MOST_LAYERS])
+    more = len(layers) - MOST_LAYERS
+    text = (
+        f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas[:MOST_LAYERS]))} of attempt "
+        f"{first.attempt} held other weights than the rest after step {first.step} in {shown}"
+    )
+    return NewEvent(
+        origin=f"replica_mismatch/{first.attempt}/{first.step}/{first.layer}",
+        kind="replica_mismatch",
+        text=text + (f" and {more} more" if more > 0 else ""),
+        attempt=first.attempt,
+        step=first.step,
+        layers=layers,
+    )
+
+
+def count_mismatches(connection: Connection) -> int:
+    """Layers and steps at which replicas differed, over all runs."""
+    count: int = connection.execute(select(func.count()).select_from(schema.replica_mismatch)).scalar_one()
+    return count

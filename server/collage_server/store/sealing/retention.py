@@ -1,0 +1,207 @@
+"""What leaves the store: fine levels past their horizon, and the rows of deleted runs. In slices, behind no reader.
+
+A chunk whose level 1 is gone is *frozen*: its coarse levels stay as they are, and totals that still come for its
+steps are refused (`horizon`). The newest chunk of an attempt is never frozen, so a run's last step stays as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, Table, delete, exists, or_, select, tuple_
+
+from collage_server.store import schema
+from collage_server.store.chunks.blocks import read_point_rows
+from collage_server.store.chunks.directory import LEVELS
+from collage_server.store.journal.horizon import catch_up, freeze, read_lagging
+from collage_server.store.sealing.readable import forget_points
+
+__all__ = ["SqlLife"]
+
+Transaction = Callable[[], AbstractContextManager[Connection]]
+Claim = Callable[[str], AbstractContextManager[bool]]
+Settle = Callable[[str], None]
+"""Seals every report that still waits for its place in an old chunk; the caller holds the claim."""
+_BULKY: Final = (
+    schema.report,
+    schema.layer_chunk,
+    schema.model_chunk,
+    schema.point_chunk,
+    schema.scalar_chunk,
+    schema.measured_point,
+    schema.layer_point,
+)
+_SLICE_ROWS: Final = 48
+_LOOK_SECONDS: Final = 50.0
+"""How long after a look for rows of deleted runs the next one comes: other servers delete runs, and end, too."""
+
+
+@dataclass(frozen=True)
+class _Expired:
+    """One level of one chunk that is to go."""
+
+    attempt: int
+    level: int
+    chunk: int
+    last_step: int
+
+
+class SqlLife:
+    """Expiry and deletion on an SQL database; transactions and the claim on a run come from the store."""
+
+    def __init__(self, reading: Transaction, writing: Transaction, claim: Claim, settle: Settle) -> None:
+        self._reading = reading
+        self._writing = writing
+        self._claim = claim
+        self._settle = settle
+        self._doomed: set[str] = set()
+        self._next_look = 0.0
+        self._lock = Lock()
+
+    def sealed_runs(self) -> list[str]:
+        """Runs that have chunks."""
+        table = schema.point_chunk
+        with self._reading() as connection:
+            return list(connection.execute(select(table.c.run_id).distinct().order_by(table.c.run_id)).scalars())
+
+    def expire(self, run_id: str, before: Mapping[int, float]) -> int:
+        """Drop levels of whole chunks that ended before a moment: `before` maps level → Unix seconds.
+
+        A chunk's age is that of its last report, or of its attempt where that is younger (an import). A level goes
+        only where a coarser one is there. Returns how many levels of chunks went.
+        """
+        with self._claim(run_id) as mine:
+            if not mine:
+                return 0
+            with self._reading() as connection:
+                lagging = read_lagging(connection, run_id)
+                expired = _expired(connection, run_id, before)
+            if lagging:
+                with self._writing() as connection:
+                    catch_up(connection, run_id, lagging)
+            if any(entry.level == 1 for entry in expired):
+                self._settle(run_id)
+            return sum(self._drop(run_id, entry) for entry in expired)
+
+    def doom(self, run_id: str) -> None:
+        """Remember a run that was just deleted."""
+        with self._lock:
+            self._doomed.add(run_id)
+
+    def purge(self, slices: int) -> bool:
+        """Remove rows of deleted runs, `slices` short transactions at most; True if there may be more."""
+        for _ in range(slices):
+            run_id = self._next_doomed()
+            if run_id is None:
+                return False
+            if not self._purge_slice(run_id):
+                with self._lock:
+                    self._doomed.discard(run_id)
+        return True
+
+    def _next_doomed(self) -> str | None:
+        with self._lock:
+            if not self._doomed and time.monotonic() >= self._next_look:
+                with self._reading() as connection:
+                    self._doomed = set(connection.execute(_buried_with_rows()).scalars())
+                self._next_look = time.monotonic() + _LOOK_SECONDS
+            return min(self._doomed, default=None)
+
+    def _purge_slice(self, run_id: str) -> bool:
+        for table in _BULKY:
+            with self._writing() as connection:
+                if _delete_some(connection, table, table.c.run_id == run_id):
+                    return True
+        return False
+
+    def _drop(self, run_id: str, entry: _Expired) -> bool:
+        """The points first: from then on readers use coarser levels. The model's rows last: they tell that a drop
+        was interrupted. False: reports came meanwhile that belong there; the next round tries again."""
+        with self._writing() as connection:
+            if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
+                return False
+            if entry.level == 1:
+                forget_points(connection, run_id, entry.attempt, entry.last_step)
+            connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
+        going_on = True
+        while going_on:
+            with self._writing() as connection:
+                where = _rows_of(schema.layer_chunk, run_id, entry)
+                going_on = bool(_delete_some(connection, schema.layer_chunk, *where))
+        with self._writing() as connection:
+            connection.execute(delete(schema.model_chunk).where(*_rows_of(schema.model_chunk, run_id, entry)))
+        return True
+
+
+def _buried_with_rows() -> Any:
+    tomb = schema.deleted_run
+    there = [exists().where(table.c.run_id == tomb.c.run_id) for table in _BULKY]
+    return select(tomb.c.run_id).where(or_(*there))
+
+
+def _delete_some(connection: Connection, table: Table, *where: Any) -> int:
+    """Delete up to a slice of the rows; how many went."""
+    key = list(table.primary_key.columns)
+    chosen = [tuple(row) for row in connection.execute(select(*key).where(*where).limit(_SLICE_ROWS))]
+    if chosen:
+        connection.execute(delete(table).where(tuple_(*key).in_(chosen)))
+    return len(chosen)
+
+
+def _rows_of(table: Table, run_id: str, entry: _Expired) -> tuple[Any, ...]:
+    return (
+        table.c.run_id == run_id,
+        table.c.attempt == entry.attempt,
+        table.c.level == entry.level,
+        table.c.chunk == entry.chunk,
+    )
+
+
+def _expired(connection: Connection, run_id: str, before: Mapping[int, float]) -> list[_Expired]:
+    created = _attempt_times(connection, run_id)
+    held = _held(connection, schema.point_chunk, run_id)
+    left = _held(connection, schema.model_chunk, run_id)
+    expired = []
+    for attempt, chunks in held.items():
+        newest = max(chunks)
+        for level, moment in before.items():
+            coarser = LEVELS[LEVELS.index(level) + 1]
+            if created.get(attempt, moment) >= moment:
+                continue
+            for chunk, levels in sorted(chunks.items()):
+                if chunk == newest or coarser not in levels:
+                    continue
+                last_step, last_time = _last_point(connection, run_id, attempt, coarser, chunk)
+                if level in levels and last_time >= moment:
+                    break
+                if level in levels or level in left[attempt][chunk]:
+                    expired.append(_Expired(attempt, level, chunk, last_step))
+    return expired
+
+
+def _attempt_times(connection: Connection, run_id: str) -> dict[int, float]:
+    table = schema.attempt
+    rows: Any = connection.execute(select(table.c.attempt, table.c.created_at).where(table.c.run_id == run_id))
+    return {row.attempt: row.created_at for row in rows}
+
+
+def _held(connection: Connection, table: Table, run_id: str) -> dict[int, dict[int, set[int]]]:
+    """Attempt → chunk → its levels."""
+    columns = (table.c.attempt, table.c.chunk, table.c.level)
+    rows: list[Row[Any]] = list(connection.execute(select(*columns).where(table.c.run_id == run_id).distinct()))
+    found: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for row in rows:
+        found[row.attempt][row.chunk].add(row.level)
+    return found
+
+
+def _last_point(connection: Connection, run_id: str, attempt: int, level: int, chunk: int) -> tuple[int, float]:
+    """The last step of a chunk, and the newest time in it."""
+    points = read_point_rows(connection, level, {(run_id, attempt): [chunk]})
+    return int(points.steps.max()), float(points.times.max())

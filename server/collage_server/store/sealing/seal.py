@@ -1,0 +1,454 @@
+"""Sealing: journal rows become chunks, in slices that do not keep the writer waiting.
+
+A reader's transaction builds, several short write transactions store the blocks, one makes them visible together
+with the ranges that they hold, and short ones delete the journal rows. A sealing that is interrupted leaves either
+blocks that nobody sees, overwritten by the next one, or journal rows that readers skip and the next one deletes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+
+from collage_server.errors import Gone
+from collage_server.store import schema
+from collage_server.store.chunks.blocks import ALL_RANKS, pack_points
+from collage_server.store.chunks.contributors import pack_contributors, read_contributors
+from collage_server.store.chunks.directory import LEVELS
+from collage_server.store.chunks.levels import coarsen, layer_extremes, model_extremes
+from collage_server.store.chunks.pieces import Piece, join
+from collage_server.store.contract import FloatArray, IntArray, SealLimits, Selection
+from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
+from collage_server.store.reading import unsealed
+from collage_server.store.reading.points import sealed_layers, sealed_model
+from collage_server.store.reading.run_view import UNBOUNDED, RunView
+from collage_server.store.rows import int_bytes, scalars_from_json
+from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal
+from collage_server.store.sealing.readable import Readable, layer_rows, point_rows, write_layers, write_points
+from collage_server.store.sealing.replicas import Replicas, keep_mismatches
+
+__all__ = ["seal"]
+
+Transaction = Callable[[], AbstractContextManager[Connection]]
+_Block = tuple[Any, dict[str, Any]]
+_COLUMNS: Final = (
+    "stream_id",
+    "seq",
+    "step",
+    "time",
+    "scalars",
+    "statistic_count",
+    "layer_count",
+    "model",
+    "statistics",
+)
+_FLOAT: Final = np.dtype("<f8")
+_PARTS_A_LOOK: Final = 4
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """What a chunk holds at one level: points, totals of model, single ranks and layers, by entry key."""
+
+    points: Piece
+    model: Mapping[str, FloatArray]
+    ranks: Mapping[int, Mapping[str, FloatArray]]
+    layers: Mapping[str, FloatArray]
+    contributors: tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, eq=False)
+class _Built:
+    """One part, and the coarse levels of its chunk if it is whole."""
+
+    plan: SealPlan
+    part: _Level | None
+    coarse: Mapping[int, _Level]
+    scalars: Mapping[tuple[str, str], bytes]
+    counts: Mapping[tuple[str, str], int]
+    readable: Readable
+
+
+def seal(
+    run_id: str,
+    reading: Transaction,
+    writing: Transaction,
+    limits: SealLimits,
+    replicas: Replicas,
+    *,
+    now: float,
+    closed: bool,
+    stale_after_seconds: float,
+) -> int:
+    """Make parts of chunks of the run's journal, several after one look at it; how many, 0 when nothing is due.
+
+    Replicas are compared first: what is sealed can no longer be. What an interrupted sealing left behind is cleared
+    away then, and counts as a part. A run with statistics that this server cannot merge is left to a newer one.
+    """
+    with reading() as connection:
+        view = RunView(connection, run_id)
+        if view.is_newer:
+            return 0
+        mismatches, looked = replicas.find(view)
+        journal = read_journal(connection, view, limits, closed=closed, stale_after_seconds=stale_after_seconds)
+    if mismatches:
+        with writing() as connection:
+            _require(connection, run_id)
+            keep_mismatches(connection, run_id, mismatches, now)
+    if looked is not None:
+        replicas.remember(run_id, looked)
+    if journal.leftovers:
+        _delete_reports(run_id, writing, journal.leftovers, limits)
+        return 1
+    for number in range(_PARTS_A_LOOK):
+        with reading() as connection:
+            view = RunView(connection, run_id)
+            plan = plan_seal(connection, view, journal, limits)
+            built = None if plan is None else _build(connection, view, plan, limits)
+        if built is None:
+            return number
+        _write(run_id, writing, built, limits)
+        _delete_reports(run_id, writing, sorted(built.plan.reports), limits)
+        journal = journal.without(built.plan.reports)
+    return _PARTS_A_LOOK
+
+
+def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits) -> _Built:
+    rows = _rows(connection, view, plan)
+    frozen = plan.info is not None and plan.info.frozen
+    measured = [] if frozen else [row for row in rows if row.model is not None]
+    scalars = _scalars(rows)
+    part = _part(connection, view, plan, measured) if measured else None
+    if part is not None and not len(part.points.steps):
+        part = None
+    coarse: Mapping[int, _Level] = {}
+    readable = Readable()
+    if part is not None:
+        whole = _whole_model(view, plan, part)
+        coarse = _coarse(view, plan, part, whole, limits)
+        logged = {key: table for key, (_, table) in scalars.items()}
+        last = coarse.get(LEVELS[-1])
+        readable = Readable(
+            points=point_rows(view, plan, whole, part.points.steps, logged),
+            layers=[] if last is None else layer_rows(view, plan, last.points, last.layers),
+        )
+    return _Built(
+        plan=plan,
+        part=part,
+        coarse=coarse,
+        readable=readable,
+        scalars={key: data for key, (_, data) in scalars.items()},
+        counts={key: count for key, (count, _) in scalars.items()},
+    )
+
+
+def _rows(connection: Connection, view: RunView, plan: SealPlan) -> list[Row[Any]]:
+    """The plan's journal rows, found by their key: what waits behind them is not touched."""
+    table = schema.report
+    statement = select(*(table.c[name] for name in _COLUMNS)).where(table.c.run_id == view.run_id)
+    found: list[Row[Any]] = []
+    for stream_id, seqs in plan.numbers().items():
+        mine = statement.where(table.c.stream_id == stream_id, table.c.seq.between(seqs[0], seqs[-1]))
+        wanted = set(seqs)
+        found += [row for row in connection.execute(mine) if row.seq in wanted]
+    return found
+
+
+def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[Row[Any]]) -> _Level:
+    """Ranks merged; where there are several, also one by one, for the model."""
+    keys = view.statistics(None)
+    positions = np.array(list(view.layers.values()), dtype=np.int64)
+    known = read_contributors(connection, view.run_id, plan.attempt, [] if plan.info is None else [plan.chunk])
+    with_layers = [row for row in rows if row.statistics is not None]
+    layers = unsealed.layer_piece(view, plan.attempt, with_layers, keys, positions, known)
+    model = unsealed.model_piece(view, plan.attempt, rows, keys, known)
+    if view.mixed:
+        model = unsealed.model_of(layers)
+    seen = unsealed.seen_rows(view, rows, known)
+    pairs = {(row.step, view.streams[row.stream_id].rank) for row in seen}
+    ranks = {}
+    contributing = sorted({rank for _, rank in pairs})
+    if len(contributing) > 1 or view.replicated:
+        ranks = {rank: _one_rank(view, plan, seen, keys, model, rank) for rank in contributing}
+    return _Level(
+        points=model,
+        model=_stored(model.totals),
+        ranks=ranks,
+        layers=_stored(_aligned(layers, model.steps)),
+        contributors=pack_contributors(model.steps, pairs),
+    )
+
+
+def _one_rank(
+    view: RunView, plan: SealPlan, rows: Sequence[Row[Any]], keys: Sequence[str], model: Piece, rank: int
+) -> Mapping[str, FloatArray]:
+    own = [row for row in rows if view.streams[row.stream_id].rank == rank]
+    return _stored(_aligned(unsealed.model_piece(view, plan.attempt, own, keys, {}), model.steps))
+
+
+def _aligned(piece: Piece, steps: IntArray) -> dict[str, FloatArray]:
+    """The piece's totals at these steps; NaN where it has no point."""
+    place = np.searchsorted(steps, piece.steps)
+    aligned = {}
+    for key, values in piece.totals.items():
+        aligned[key] = np.full((len(steps), *values.shape[1:]), np.nan)
+        aligned[key][place] = values
+    return aligned
+
+
+def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Without what one step's totals give anew, and what nobody reported."""
+    return {
+        key: values
+        for key, values in totals.items()
+        if not key.startswith("variance_product_root/") and not np.isnan(values).all()
+    }
+
+
+def _whole_model(view: RunView, plan: SealPlan, part: _Level) -> Piece:
+    """All points of the chunk so far, this part's joined in."""
+    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
+    old = sealed_model(view.connection, {view.run_id: view}, 1, held, None, Selection())[view.run_id]
+    return _whole([*old, _as_piece(plan, part, part.model)])
+
+
+def _coarse(view: RunView, plan: SealPlan, part: _Level, model: Piece, limits: SealLimits) -> dict[int, _Level]:
+    """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
+    if len(model.steps) < limits.points:
+        return {}
+    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
+    views = {view.run_id: view}
+    positions = np.array(list(view.layers.values()), dtype=np.int64)
+    statistics = list(part.layers)
+    old = sealed_layers(view.connection, views, 1, held, view.statistics(None), {view.run_id: positions})[
+        view.run_id
+    ]
+    layers = _whole([*old, _as_piece(plan, part, part.layers)], list(view.layers))
+    levels = {}
+    for level in LEVELS[1:]:
+        points, model_stored = coarsen(model, level, limits.points, model_extremes(list(part.model)))
+        _, layer_stored = coarsen(layers, level, limits.points, layer_extremes(statistics))
+        levels[level] = _Level(points, model_stored, {}, layer_stored, (b"", b""))
+    return levels
+
+
+def _as_piece(plan: SealPlan, part: _Level, totals: Mapping[str, FloatArray]) -> Piece:
+    points = part.points
+    return Piece(
+        plan.attempt, points.first_steps, points.steps, points.times, points.ranks, points.counts, dict(totals)
+    )
+
+
+def _whole(pieces: Sequence[Piece], layers: Sequence[str] | None = None) -> Piece:
+    points = join({"": pieces}, lambda *_: UNBOUNDED, Selection(), {"": 1}, layers)[""]
+    return Piece(
+        pieces[0].attempt,
+        points.first_steps,
+        points.steps,
+        points.times,
+        points.ranks,
+        points.counts,
+        points.totals,
+    )
+
+
+def _scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, bytes]]:
+    """(stream_id, name) → (count, packed values) of all scalars in these rows; the last word on a step counts."""
+    found: dict[tuple[str, str], dict[int, tuple[float, float]]] = defaultdict(dict)
+    for row in sorted(rows, key=lambda row: row.seq):
+        for name, value in scalars_from_json(row.scalars).items() if row.scalars else ():
+            found[row.stream_id, name][row.step] = (row.time, value)
+    packed = {}
+    for key, values in found.items():
+        steps = np.array(sorted(values), dtype=np.int64)
+        table = np.array([values[step] for step in steps.tolist()], dtype=_FLOAT).T
+        packed[key] = (len(steps), int_bytes(steps) + np.ascontiguousarray(table).tobytes())
+    return packed
+
+
+def _write(run_id: str, writing: Transaction, built: _Built, limits: SealLimits) -> None:
+    """Blocks in slices, then everything visible at once."""
+    plan = built.plan
+    with writing() as connection:
+        _require(connection, run_id)
+        entries = _entries(connection, run_id, built)
+        for table in (schema.model_chunk, schema.layer_chunk):
+            connection.execute(delete(table).where(*_part_of(table, run_id, plan)))
+    if built.part is not None:
+        for blocks in _slices(_blocks(run_id, plan, plan.part, 1, built.part, entries), limits):
+            with writing() as connection:
+                _require(connection, run_id)
+                for table, values in blocks:
+                    connection.execute(insert(table).values(**values))
+    for rows in built.readable.layer_slices():
+        with writing() as connection:
+            _require(connection, run_id)
+            write_layers(connection, run_id, plan, rows)
+    with writing() as connection:
+        _require(connection, run_id)
+        _publish(connection, run_id, built, entries)
+
+
+def _slices(blocks: Iterable[_Block], limits: SealLimits) -> Iterator[list[_Block]]:
+    """Blocks by transaction: so few rows or bytes that the next commit of reports hardly waits."""
+    held: list[_Block] = []
+    size = 0
+    for block in blocks:
+        held.append(block)
+        size += len(block[1]["data"])
+        if len(held) >= limits.slice_rows or size >= limits.slice_bytes:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def _require(connection: Connection, run_id: str) -> None:
+    """The run must still be there, and stay as long as this transaction lasts."""
+    mine = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id).with_for_update(read=True)
+    if connection.execute(mine).first() is None:
+        raise Gone(f"run {run_id!r} was deleted while it was being sealed", field="run_id")
+
+
+def _part_of(table: Any, run_id: str, plan: SealPlan) -> tuple[Any, ...]:
+    return (
+        table.c.run_id == run_id,
+        table.c.attempt == plan.attempt,
+        table.c.level == 1,
+        table.c.chunk == plan.chunk,
+        table.c.part == plan.part,
+    )
+
+
+def _entries(connection: Connection, run_id: str, built: _Built) -> dict[str, int]:
+    """The dictionary, with what is new in this part appended."""
+    table = schema.entry
+    rows = connection.execute(select(table.c.key, table.c.entry).where(table.c.run_id == run_id))
+    known = {row.key: row.entry for row in rows}
+    levels = [] if built.part is None else [built.part, *built.coarse.values()]
+    keys = dict.fromkeys(key for level in levels for held in (level.model, level.layers) for key in held)
+    fresh = [key for key in keys if key not in known]
+    for key in fresh:
+        known[key] = len(known)
+    if fresh:
+        values = [{"run_id": run_id, "entry": known[key], "key": key} for key in fresh]
+        connection.execute(insert(table), values)
+    return known
+
+
+def _blocks(
+    run_id: str, plan: SealPlan, part: int, level: int, held: _Level, entries: Mapping[str, int]
+) -> Iterator[_Block]:
+    """(table, values) of every block row of a level."""
+    count = len(held.points.steps)
+    place = {"run_id": run_id, "attempt": plan.attempt, "level": level, "chunk": plan.chunk, "part": part}
+    for rank, totals in ((ALL_RANKS, held.model), *held.ranks.items()):
+        numbers = np.array([entries[key] for key in totals], dtype=np.int64)
+        block = np.stack(list(totals.values())) if totals else np.zeros((0, count))
+        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": _float_bytes(block)}
+        yield schema.model_chunk, {**place, **values}
+    for key, table in held.layers.items():
+        values = {
+            "entry": entries[key],
+            "point_count": count,
+            "layer_count": table.shape[1],
+            "data": _float_bytes(table.T),
+        }
+        yield schema.layer_chunk, {**place, **values}
+
+
+def _float_bytes(block: FloatArray) -> bytes:
+    return np.ascontiguousarray(block, dtype=_FLOAT).tobytes()
+
+
+def _publish(connection: Connection, run_id: str, built: _Built, entries: Mapping[str, int]) -> None:
+    """Points, coarse levels, scalars, and the ranges that are now sealed: all of it or nothing."""
+    plan = built.plan
+    if built.part is not None:
+        connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, plan.part, 1, built.part)))
+    for level, held in built.coarse.items():
+        for table in (schema.point_chunk, schema.model_chunk, schema.layer_chunk):
+            connection.execute(
+                delete(table).where(
+                    table.c.run_id == run_id,
+                    table.c.attempt == plan.attempt,
+                    table.c.level == level,
+                    table.c.chunk == plan.chunk,
+                )
+            )
+        connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, 0, level, held)))
+        for table, values in _blocks(run_id, plan, 0, level, held, entries):
+            connection.execute(insert(table).values(**values))
+    _publish_scalars(connection, run_id, built)
+    write_points(connection, run_id, plan, built.readable)
+    table = schema.run_latest
+    for stream_id, seqs in plan.numbers().items():
+        mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)
+        old = connection.execute(select(table.c.sealed).where(*mine).with_for_update()).scalar_one()
+        merged = ranges_to_json(add_numbers(ranges_from_json(old), seqs))
+        connection.execute(update(table).where(*mine).values(sealed=merged))
+
+
+def _point_row(run_id: str, plan: SealPlan, part: int, level: int, held: _Level) -> dict[str, Any]:
+    points = held.points
+    return {
+        "run_id": run_id,
+        "attempt": plan.attempt,
+        "level": level,
+        "chunk": plan.chunk,
+        "part": part,
+        "point_count": len(points.steps),
+        "first_step": int(points.first_steps[0]),
+        "last_step": int(points.steps[-1]),
+        "points": pack_points(points.first_steps, points.steps, points.times, points.ranks, points.counts),
+        "contributor_ranks": held.contributors[0],
+        "contributors": held.contributors[1],
+    }
+
+
+def _publish_scalars(connection: Connection, run_id: str, built: _Built) -> None:
+    table = schema.scalar_chunk
+    parts = {
+        (row.stream_id, row.name): row.parts
+        for row in connection.execute(
+            select(table.c.stream_id, table.c.name, func.max(table.c.part).label("parts"))
+            .where(table.c.run_id == run_id)
+            .group_by(table.c.stream_id, table.c.name)
+        )
+    }
+    rows = [
+        {
+            "run_id": run_id,
+            "stream_id": stream_id,
+            "name": name,
+            "part": parts.get((stream_id, name), -1) + 1,
+            "point_count": built.counts[stream_id, name],
+            "data": data,
+        }
+        for (stream_id, name), data in built.scalars.items()
+    ]
+    if rows:
+        connection.execute(insert(table), rows)
+
+
+def _delete_reports(
+    run_id: str, writing: Transaction, reports: Sequence[tuple[str, int]], limits: SealLimits
+) -> None:
+    table = schema.report
+    for start in range(0, len(reports), limits.delete_rows):
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for stream_id, seq in reports[start : start + limits.delete_rows]:
+            numbers[stream_id].append(seq)
+        with writing() as connection:
+            for stream_id, seqs in numbers.items():
+                connection.execute(
+                    delete(table).where(
+                        table.c.run_id == run_id, table.c.stream_id == stream_id, table.c.seq.in_(seqs)
+                    )
+                )

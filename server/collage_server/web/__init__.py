@@ -1,0 +1,1 @@
+"""What stands around every route: middleware, the read-only gate, failures as answers, the description."""
