@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
+from urllib.parse import quote
 
 import httpx
 
@@ -61,7 +62,7 @@ class TransferClient(Client):
 
     def create_run(self, project: str, create: wire.RunCreate) -> wire.Run:
         """Create a run, or resume the one of this id."""
-        return self._post(f"/projects/{project}/runs", create, wire.Run)
+        return self._post(f"/projects/{quote(project, safe='')}/runs", create, wire.Run)
 
     def create_attempt(self, run_id: str, create: wire.AttemptCreate) -> wire.Attempt:
         """Register a launch."""

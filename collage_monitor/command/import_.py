@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -15,6 +16,8 @@ from collage_monitor.transfer import TransferClient
 
 __all__ = ["import_run"]
 
+_STEP: Final = "step"
+
 
 @click.command("import")
 @server_options
@@ -25,7 +28,7 @@ __all__ = ["import_run"]
 @click.option(
     "--format", "file_format", type=click.Choice(["jsonl", "csv", "tensorboard"]), help="Default: by the name."
 )
-@click.option("--step-column", default="step", show_default=True, help="Column of the steps in a CSV file.")
+@click.option("--step-column", default=_STEP, show_default=True, help="Column of the steps in a CSV file.")
 @click.option("--rename", multiple=True, metavar="COLUMN=NAME", help="Another name for a curve; repeat it.")
 def import_run(
     server_url: str,
@@ -54,6 +57,8 @@ def import_run(
 
 def _source(path: Path, stated: str | None, step_column: str, rename: dict[str, str]) -> Source:
     chosen = stated or path.suffix.removeprefix(".").lower()
+    if chosen != "csv" and (rename or step_column != _STEP):
+        raise click.UsageError(f"--rename and --step-column are for columns of CSV files, {path} is none")
     if chosen == "jsonl":
         return read_lines(path)
     if chosen == "csv":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from collage_monitor import wire
 from collage_monitor.importing.source import ImportRefusal, Source
@@ -23,10 +25,11 @@ def read_curves(path: Path, *, step_column: str = "step", rename: Mapping[str, s
     Times are Unix seconds; without a column of times, every point gets the moment of the import.
 
     Raises:
-        ImportRefusal: no column of steps, no other column, or a cell that is no number.
+        ImportRefusal: no text in UTF-8, no column of steps, no other one, columns of one name or without one, a
+            name in `rename` that no column has, or a cell that is no number.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        header = next(csv.reader(file), [])
+    with _rows(path) as rows:
+        header: list[str] = next(rows, [])
     if header[: len(_EXPORTED)] == _EXPORTED:
         raise ImportRefusal(
             f"{path} is an export of a whole run in CSV; export it with --format jsonl to import it"
@@ -37,28 +40,49 @@ def read_curves(path: Path, *, step_column: str = "step", rename: Mapping[str, s
         for index, name in enumerate(header)
         if index != step and name.strip().lower() not in _TIMES
     }
-    limit = wire.LIMITS["scalars_per_report"]
-    if not 0 < len(chosen) <= limit:
-        raise ImportRefusal(
-            f"{path} has {len(chosen)} columns beside steps and times; 1 to {limit} can be imported at once"
-        )
+    _check_names(path, chosen.values())
+    if absent := sorted({*(rename or {})} - {*header}):
+        raise ImportRefusal(f"{path} has no column {absent[0]!r} to rename, only {_quoted(header)}")
     return Source(name=path.stem, notes=f"Imported from {path.name}.", reports=_reports(path, header, step, chosen))
+
+
+@contextmanager
+def _rows(path: Path) -> Iterator[Any]:
+    """A reader of the file, header first."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        try:
+            yield csv.reader(file)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ImportRefusal(f"{path} is no CSV file in UTF-8 ({error}); save it as one") from error
+
+
+def _check_names(path: Path, names: Iterable[str]) -> None:
+    if not (counts := Counter(names)):
+        raise ImportRefusal(f"{path} has no column beside steps and times; there is nothing to import")
+    for name, times in counts.items():
+        if times > 1:
+            raise ImportRefusal(f"{path} has {times} columns {name!r}; rename or remove all but one of them")
+        if not 0 < len(name) <= wire.LIMITS["name_characters"]:
+            raise ImportRefusal(
+                f"{path} has a column of the name {name[:40]!r}; name it in the header, or remove it"
+            )
+
+
+def _quoted(header: Sequence[str]) -> str:
+    return ", ".join(map(repr, header[:20]))
 
 
 def _column(path: Path, header: Sequence[str], wanted: str) -> int:
     for index, name in enumerate(header):
         if name.strip().lower() == wanted.lower():
             return index
-    raise ImportRefusal(
-        f"{path} has no column {wanted!r}, only {', '.join(map(repr, header[:20]))}; name it with --step-column"
-    )
+    raise ImportRefusal(f"{path} has no column {wanted!r}, only {_quoted(header)}; name it with --step-column")
 
 
 def _reports(path: Path, header: Sequence[str], step: int, chosen: Mapping[int, str]) -> Iterator[wire.Report]:
     now = time.time()
     times = next((i for i, name in enumerate(header) if i != step and name.strip().lower() in _TIMES), None)
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.reader(file)
+    with _rows(path) as rows:
         next(rows, None)
         for seq, row in enumerate(row for row in rows if row):
             where = f"{path}, line {rows.line_num}"

@@ -77,7 +77,7 @@ def _require_end(path: Path) -> None:
 def _head(path: Path, line: bytes) -> _Run:
     try:
         head = msgspec.json.decode(line, type=_Run)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ImportRefusal(f"{path}: the first line does not describe a run ({error})") from error
     if head.version != _VERSION:
         raise ImportRefusal(
@@ -95,7 +95,10 @@ def _layers(path: Path, file: BinaryIO) -> tuple[list[wire.Layer], int]:
         entry = _object(path, line)
         if entry["kind"] != "layer":
             break
-        layers.append(msgspec.convert(entry["layer"], wire.Layer))
+        try:
+            layers.append(msgspec.convert(entry.get("layer"), wire.Layer))
+        except msgspec.MsgspecError as error:
+            raise ImportRefusal(f"{path}: a layer cannot be read ({error}); export the run again") from error
         begin = file.tell()
     return layers, begin
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -79,7 +79,7 @@ def _send(client: TransferClient, source: Source, run_id: str, progress: Callabl
             watch=source.watch,
         ),
     )
-    for reports in _batches(source.reports):
+    for reports in _batches(_narrow(source.reports)):
         answer = client.send_reports(stream_id, wire.ReportBatch(reports=reports))
         if answer.rejected:
             first = answer.rejected[0]
@@ -93,6 +93,21 @@ def _send(client: TransferClient, source: Source, run_id: str, progress: Callabl
 def _stream_of(run_id: str) -> str:
     """The id of an imported run's only stream."""
     return f"{run_id[-57:]}:import".lstrip("_.:-")
+
+
+def _narrow(reports: Iterable[wire.Report]) -> Iterator[wire.Report]:
+    """The reports, those that log under more names than one may in several, numbered anew."""
+    limit = wire.LIMITS["scalars_per_report"]
+    seq = 0
+    for report in reports:
+        names = list(report.scalars)
+        for start in range(0, max(len(names), 1), limit):
+            scalars = {name: report.scalars[name] for name in names[start : start + limit]}
+            if start:
+                yield wire.Report(seq=seq, step=report.step, time=report.time, scalars=scalars)
+            else:
+                yield msgspec.structs.replace(report, seq=seq, scalars=scalars)
+            seq += 1
 
 
 def _batches(reports: Iterator[wire.Report]) -> Iterator[list[wire.Report]]:

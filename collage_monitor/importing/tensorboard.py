@@ -14,7 +14,6 @@ from collage_monitor.importing.source import ImportRefusal, Source
 __all__ = ["read_events"]
 
 _PATTERN: Final = "*tfevents*"
-_LIMIT: Final = wire.LIMITS["scalars_per_report"]
 
 
 def read_events(path: Path) -> Source:
@@ -34,9 +33,6 @@ def read_events(path: Path) -> Source:
         known[1][tag] = value
     if not steps:
         raise ImportRefusal(f"{path} has no scalars; only those can be imported")
-    wide = max(len(values) for _, values in steps.values())
-    if wide > _LIMIT:
-        raise ImportRefusal(f"{path} has {wide} scalars at one step, at most {_LIMIT} can be imported")
     reports = (
         wire.Report(seq=seq, step=step, time=steps[step][0], scalars=steps[step][1])
         for seq, step in enumerate(sorted(steps))

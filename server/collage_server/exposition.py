@@ -6,6 +6,7 @@ Values are those of the newest measured step, read from the store, so that every
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,6 +18,7 @@ from collage_monitor import __version__
 from collage_monitor.wire import Number
 from collage_server.api.parameters import worst_of
 from collage_server.components import Components
+from collage_server.errors import Gone, NotFound
 from collage_server.ingest.counters import COMMIT_BUCKETS
 from collage_server.queries import WORST_LAYERS, latest_answer
 from collage_server.store import RunQuery, RunRecord
@@ -61,7 +63,8 @@ class _Runs(Collector):
     def collect(self) -> Iterable[Metric]:
         families = _Families()
         for record in self._running():
-            families.add(record, self._components)
+            with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.
+                families.add(record, self._components)
         return families.all()
 
     def _running(self) -> Iterator[RunRecord]:

@@ -134,3 +134,7 @@ def test_import_says_what_it_cannot_read(served, tmp_path):
     (tmp_path / "c.txt").write_text("")
     assert "--format" in CliRunner().invoke(import_run, ["c.txt", "--project", "p"]).output
     assert "COLUMN=NAME" in CliRunner().invoke(import_run, ["c.csv", "--project", "p", "--rename", "x"]).output
+    (tmp_path / "r.jsonl").write_text("")
+    for option in (("--rename", "a=b"), ("--step-column", "epoch")):
+        refused = CliRunner().invoke(import_run, ["r.jsonl", "--project", "p", *option])
+        assert "are for columns of CSV files" in refused.output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from collage_server.errors import Gone
 from collage_server.exposition import MODEL_GAUGES
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -50,6 +52,32 @@ def test_only_running_and_fresh_runs_are_shown(server, clock):
     assert 'run_id="r2"' not in server.get("/metrics")
     server.reports([report(9, 90)], "s2")
     assert 'run_id="r2"' in server.get("/metrics")
+
+
+def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, monkeypatch):
+    for run_id in ("r1", "r2"):
+        server.filled(run_id, f"{run_id}-s")
+    store = server.app.state.components.store
+    read = store.latest
+
+    def deleted_first(run_id):
+        if run_id == "r1":
+            with contextlib.suppress(Gone):
+                store.delete_run("r1", clock())
+        return read(run_id)
+
+    monkeypatch.setattr(store, "latest", deleted_first)
+    page = server.get("/metrics")
+    assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
+    monkeypatch.undo()
+    server.filled("r3", "r3-s")
+    monkeypatch.setattr(store, "runs", lambda *asked, real=store.runs: delete_after(store, real(*asked), clock))
+    assert [run.run_id for run in server.get("/runs", wire.RunPage).runs] == ["r2"]
+
+
+def delete_after(store, page, clock):
+    store.delete_run("r3", clock())
+    return page
 
 
 def test_many_runs_are_all_shown(server, monkeypatch):

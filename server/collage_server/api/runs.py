@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from fastapi import Path, Query
@@ -19,7 +20,7 @@ from collage_server.auth.administration import new_act
 from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
-from collage_server.errors import Unprocessable
+from collage_server.errors import Gone, NotFound, Unprocessable
 from collage_server.queries import run_answer
 from collage_server.store import RunQuery, RunRecord
 
@@ -91,7 +92,10 @@ def list_runs(
         limit=limit,
     )
     page = components.store.runs(query, components.clock(), components.settings.stale_after_seconds)
-    runs = [_answer(components, record, principal_of(request)) for record in page.runs]
+    runs = []
+    for record in page.runs:
+        with suppress(Gone, NotFound):  # It was deleted since.
+            runs.append(_answer(components, record, principal_of(request)))
     return answer(wire.RunPage(runs=runs, cursor=page.cursor))
 
 

@@ -158,6 +158,10 @@ def test_another_version_and_other_files_are_refused(two_ranks, tmp_path):
     path.write_text(path.read_text().replace('"version":1', '"version":2', 1))
     with pytest.raises(ImportRefusal, match="version 2"):
         read_lines(path)
+    damaged = path.read_text().replace('"version":2', '"version":1').replace('"elements":128', '"elements":"x"')
+    path.write_text(damaged)
+    with pytest.raises(ImportRefusal, match="a layer cannot be read"):
+        read_lines(path)
     path.write_text('{"kind":"end"}\n')
     with pytest.raises(ImportRefusal, match="does not describe a run"):
         read_lines(path)
@@ -179,7 +183,11 @@ def test_curves_of_a_csv_file(server, tmp_path):
     ("text", "expected"),
     [
         ("a,b\n1,2\n", "no column 'step', only 'a', 'b'"),
-        ("step\n1\n", "0 columns beside steps"),
+        ("step\n1\n", "no column beside steps"),
+        ("step,loss,loss\n1,2,3\n", "2 columns 'loss'"),
+        (",step,loss\n0,1,2\n", "a column of the name ''"),
+        ("step,verlust_ü\n1,2\n".encode("latin-1"), "no CSV file in UTF-8"),
+        ("step,loss\n1," + 200_000 * "1", "no CSV file in UTF-8 .field larger"),
         ("step,loss\n1,x\n", "line 2, column 'loss': 'x' is not a number"),
         ("step,loss\n1.5,2\n", "'1.5' is no step"),
         ("step,loss\n1,2,3\n", "line 2 has 3 cells"),
@@ -189,9 +197,29 @@ def test_curves_of_a_csv_file(server, tmp_path):
 )
 def test_what_is_wrong_with_a_csv_file_is_said(tmp_path, text, expected):
     path = tmp_path / "curve.csv"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ImportRefusal, match=expected):
         list(read_curves(path).reports)
+
+
+def test_new_names_of_columns_are_checked(tmp_path):
+    path = tmp_path / "curve.csv"
+    path.write_text("step,loss,Value\n1,2,3\n")
+    with pytest.raises(ImportRefusal, match="2 columns 'loss'"):
+        read_curves(path, rename={"Value": "loss"})
+    with pytest.raises(ImportRefusal, match="no column 'Valeu' to rename, only 'step', 'loss', 'Value'"):
+        read_curves(path, rename={"Valeu": "loss"})
+
+
+def test_a_step_with_more_names_than_one_report_may_log(server, tmp_path):
+    server.filled(steps=[1, 2])
+    for seq, letter in enumerate("ab", start=2):
+        scalars = {f"{letter}{number}": float(number) for number in range(150)}
+        server.reports([report(seq, 1, measured=False, scalars=scalars)])
+    path = export_to(server, tmp_path / "r1.jsonl")
+    for _ in range(2):
+        assert taken_in(server, path, project="a?b").scalars == server.get("/runs/r1", wire.Run).scalars
+    assert server.series("edq_ratio", "again").values == server.series("edq_ratio").values
 
 
 def test_run_ids_are_new_sortable_and_accepted(server):
