@@ -73,11 +73,15 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        quarter = components.settings.shutdown_seconds / 4
-        await components.writer.stop(quarter)
-        await asyncio.to_thread(components.sealer.stop, quarter)
-        await asyncio.to_thread(components.maintenance.stop, quarter)
-        await components.directory.close()
+        ends = time.monotonic() + components.settings.shutdown_seconds / 2
+
+        def left() -> float:
+            return max(ends - time.monotonic(), 0.0)
+
+        await components.writer.stop(left())
+        await asyncio.to_thread(components.sealer.stop, left())
+        await asyncio.to_thread(components.maintenance.stop, left())
+        await components.directory.close(left())
         await asyncio.to_thread(components.store.close)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sqlite3
 import threading
 import time
 from contextlib import closing
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from collage_monitor import wire
+from collage_monitor.local import read_token
 from tests.server.samples import report
 from tests.server.test_process import prepare, send, serving
 
@@ -65,3 +67,20 @@ def test_a_server_under_load_drains_and_closes_within_its_deadline(tmp_path):
         stored = {entry["stream_id"]: entry["reports"] for entry in streams}
     for worker, count in enumerate(acknowledged):
         assert count <= stored[f"s{worker}"] <= count + 1
+
+
+def test_a_database_that_another_program_locks_does_not_hold_it_up(tmp_path):
+    with serving(tmp_path, shutdown_seconds=2.0) as (process, client, _):
+        client.headers["Authorization"] = f"Bearer {read_token(tmp_path)}"
+        token = {"name": "n", "role": "read", "projects": None}
+        secret = client.post("/api/v1/tokens", json=token).json()["secret"]
+        with closing(sqlite3.connect(tmp_path / "collage.sqlite", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            client.headers["Authorization"] = f"Bearer {secret}"
+            assert client.get("/api/v1/runs").status_code == 200
+            threading.Event().wait(1.6)  # The next request reads the tokens again, and notes the use of this one.
+            assert client.get("/api/v1/runs").status_code == 200
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+            assert time.monotonic() - began < 2.0 + 2.0

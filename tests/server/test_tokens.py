@@ -188,7 +188,7 @@ def test_last_use_is_written_at_most_once_a_minute(guarded):
         guarded.ask("GET", "/api/v1/runs", secret)
         directory._loaded_at -= 2.0
     assert len(written) <= 1
-    guarded.client.portal.call(directory.close)
+    guarded.client.portal.call(directory.close, 5.0)
     assert listed(guarded)[token.token_id].last_used_at == guarded.clock.now
 
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
 from typing import Final
 
 from collage_monitor import wire
@@ -85,7 +86,7 @@ class TokenDirectory:
         self._principals: dict[bytes, Principal] = {}
         self._loaded_at = float("-inf")
         self._refreshing: asyncio.Task[None] | None = None
-        self._noting: asyncio.Future[None] | None = None
+        self._noting: Thread | None = None
         self._changes = 0
         self._uses: dict[str, float] = {}
         self._noted: dict[str, float] = {}
@@ -120,12 +121,14 @@ class TokenDirectory:
         self._loaded_at = float("-inf")
         self._refreshing = None
 
-    async def close(self) -> None:
-        """Write the last uses that are not written yet."""
-        for running in (self._refreshing, self._noting):
-            if running is not None:
-                await running
-        await asyncio.to_thread(self._note, dict(self._uses))
+    async def close(self, deadline_seconds: float) -> None:
+        """Write the last uses that are not written yet, as far as that is done by the deadline."""
+        if self._refreshing is not None:
+            await asyncio.wait([self._refreshing], timeout=deadline_seconds)
+        if self._noting is None or not self._noting.is_alive():
+            self._start_noting(dict(self._uses))
+        if self._noting is not None:
+            await asyncio.to_thread(self._noting.join, deadline_seconds)
 
     def _age(self) -> float:
         return self._monotonic() - self._loaded_at
@@ -158,9 +161,14 @@ class TokenDirectory:
         """Write last uses, each at most once a minute, and never in a request's way."""
         now = self._clock()
         due = {actor: at for actor, at in self._uses.items() if now - self._noted.get(actor, 0.0) >= _NOTE_SECONDS}
-        if due and (self._noting is None or self._noting.done()):
+        if due and (self._noting is None or not self._noting.is_alive()):
             self._noted |= dict.fromkeys(due, now)
-            self._noting = asyncio.ensure_future(asyncio.to_thread(self._note, due))
+            self._start_noting(due)
+
+    def _start_noting(self, uses: dict[str, float]) -> None:
+        # Not on the loop's threads: these are waited for at the end, however long a locked database takes.
+        self._noting = Thread(target=self._note, args=(uses,), name="collage-last-uses", daemon=True)
+        self._noting.start()
 
     def _note(self, uses: dict[str, float]) -> None:
         if not uses:
