@@ -77,6 +77,15 @@ def test_all_of_it_comes_once(two, question):
     assert whole.cursor is None
 
 
+def test_a_range_that_nothing_has_reached_yet_holds_nothing_before_it(two):
+    reader = Follower(two, {"metric": "edq_ratio", "from": 20, "to": 30})
+    for start in range(1, 41, 10):
+        for rank in range(2):
+            send(two, range(start, start + 10), rank)
+        reader.look()
+    assert reader.steps == list(range(20, 31))
+
+
 def test_a_step_is_told_when_every_rank_has_reached_it(two):
     reader = Follower(two, QUESTIONS[0])
     assert reader.look() == 0

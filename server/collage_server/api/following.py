@@ -60,7 +60,9 @@ def follow(curve: Curve, selection: Selection, cursor: str, revision: RunRevisio
     held = curve.read(replace(selection, last_step=min(ends, default=None), points=None, extremes_of=None))
     last = int(held.steps[-1]) if len(held.steps) else -1
     goes_on = known is not None and known.step <= last and _told(held, known.step) == known.told
-    first = known.step + 1 if known is not None and goes_on else selection.first_step
+    first = selection.first_step
+    if known is not None and goes_on:
+        first = max(known.step + 1, first or 0)
     series = curve.answer(replace(selection, first_step=first, last_step=last))
     return msgspec.structs.replace(
         series, cursor=_encoded(_Cursor(last, _told(held, last), now)), continues=goes_on
