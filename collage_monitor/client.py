@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from collage_monitor import wire
-from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
+from collage_monitor.errors import (
+    CollageError,
+    NotAuthorised,
+    NotFound,
+    ServerRefusal,
+    ServerUnreachable,
+    Unavailable,
+)
 
-__all__ = ["Axis", "Client", "refusal"]
+__all__ = ["Axis", "Client", "quoted", "refusal"]
 
 Axis = Literal["step", "tokens", "time"]
 _Answer = TypeVar("_Answer")
@@ -24,6 +32,9 @@ class Client:
 
     Every method raises `ServerUnreachable` when nothing answers and a `ServerRefusal` when the server says no.
     `transport` replaces the network (tests).
+
+    Raises:
+        CollageError: a token that no header can carry. White space around it is left out.
     """
 
     def __init__(
@@ -34,7 +45,7 @@ class Client:
         timeout_seconds: float = 30.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = {"Authorization": f"Bearer {_sendable(token)}"} if token else {}
         self.server_url = server_url.rstrip("/")
         self._http = httpx.Client(
             base_url=self.server_url, headers=headers, timeout=timeout_seconds, transport=transport, trust_env=False
@@ -89,19 +100,19 @@ class Client:
 
     def run(self, run_id: str) -> wire.Run:
         """One run."""
-        return self._get(f"/runs/{run_id}", wire.Run)
+        return self._get(f"/runs/{quoted(run_id)}", wire.Run)
 
     def layers(self, run_id: str) -> wire.LayerList:
         """The run's layers."""
-        return self._get(f"/runs/{run_id}/layers", wire.LayerList)
+        return self._get(f"/runs/{quoted(run_id)}/layers", wire.LayerList)
 
     def streams(self, run_id: str) -> wire.StreamList:
         """The run's streams, with the number of stored reports of each."""
-        return self._get(f"/runs/{run_id}/streams", wire.StreamList)
+        return self._get(f"/runs/{quoted(run_id)}/streams", wire.StreamList)
 
     def latest(self, run_id: str) -> wire.Latest:
         """The newest measured step of a run."""
-        return self._get(f"/runs/{run_id}/latest", wire.Latest)
+        return self._get(f"/runs/{quoted(run_id)}/latest", wire.Latest)
 
     def worst(
         self,
@@ -115,7 +126,7 @@ class Client:
     ) -> list[wire.WorstLayer]:
         """The k layers worst in `metric` at the newest measured step, or at the one at or before `step`."""
         query = {"metric": metric, "k": k, "pattern": pattern, "module_type": module_type, "step": step}
-        return self._get(f"/runs/{run_id}/worst", list[wire.WorstLayer], query)
+        return self._get(f"/runs/{quoted(run_id)}/worst", list[wire.WorstLayer], query)
 
     def series(
         self,
@@ -138,7 +149,7 @@ class Client:
         """
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
         query = {"metric": metric, "points": points, "axis": axis, "cursor": cursor, **chosen}
-        return self._get(f"/runs/{run_id}/series", wire.Series, query)
+        return self._get(f"/runs/{quoted(run_id)}/series", wire.Series, query)
 
     def heatmap(
         self,
@@ -156,7 +167,7 @@ class Client:
         """A metric over layers (of a glob, of one module type, or all) and steps."""
         chosen = _chosen(None, pattern, module_type, None, first_step, last_step)
         query = {"metric": metric, "points": points, "order": order, "axis": axis, **chosen}
-        return self._get(f"/runs/{run_id}/heatmap", wire.Heatmap, query)
+        return self._get(f"/runs/{quoted(run_id)}/heatmap", wire.Heatmap, query)
 
     def histogram(
         self,
@@ -173,7 +184,9 @@ class Client:
     ) -> wire.Histogram:
         """A histogram merged over the run or some of its steps, or at the measured step at or before `step`."""
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
-        return self._get(f"/runs/{run_id}/histogram", wire.Histogram, {"name": name, "step": step, **chosen})
+        return self._get(
+            f"/runs/{quoted(run_id)}/histogram", wire.Histogram, {"name": name, "step": step, **chosen}
+        )
 
     def compare(
         self,
@@ -212,7 +225,7 @@ class Client:
 
     def events(self, run_id: str, *, cursor: int = 0, limit: int = 1000) -> wire.EventPage:
         """What happened to a run, oldest first; the answer's cursor asks for what came later."""
-        return self._get(f"/runs/{run_id}/events", wire.EventPage, {"cursor": cursor, "limit": limit})
+        return self._get(f"/runs/{quoted(run_id)}/events", wire.EventPage, {"cursor": cursor, "limit": limit})
 
     def catalogue(self) -> wire.Catalogue:
         """Metrics, statistics, scalars and strategies that the server knows."""
@@ -221,11 +234,11 @@ class Client:
     def update_run(self, run_id: str, update: wire.RunUpdate) -> wire.Run:
         """Change a run's state, name, group, tags or notes."""
         body = wire.encode_message(update, wire.JSON)
-        return self._send("PATCH", f"/runs/{run_id}", wire.Run, content=body, content_type=wire.JSON)
+        return self._send("PATCH", f"/runs/{quoted(run_id)}", wire.Run, content=body, content_type=wire.JSON)
 
     def delete_run(self, run_id: str) -> wire.Deleted:
         """Delete a run for good."""
-        return self._send("DELETE", f"/runs/{run_id}", wire.Deleted)
+        return self._send("DELETE", f"/runs/{quoted(run_id)}", wire.Deleted)
 
     def create_token(self, create: wire.TokenCreate) -> wire.TokenCreated:
         """Make a token; its secret is in this answer and nowhere else. Needs an administrator's token."""
@@ -238,7 +251,7 @@ class Client:
 
     def revoke_token(self, token_id: str) -> wire.Token:
         """Revoke a token for good. Needs an administrator's token."""
-        return self._send("DELETE", f"/tokens/{token_id}", wire.Token)
+        return self._send("DELETE", f"/tokens/{quoted(token_id)}", wire.Token)
 
     def healthy(self) -> bool:
         """Whether the server answers and says that it is well."""
@@ -271,6 +284,19 @@ class Client:
         if response.is_error:
             raise refusal(response)
         return wire.decode_message(response.content, kind, wire.JSON)
+
+
+def _sendable(token: str) -> str:
+    word = token.strip()
+    if not word.isascii() or not word.isprintable() or " " in word:
+        # The value itself is a secret and stays out of messages.
+        raise CollageError("the token is not the printable ASCII text, without spaces, that the server gave out")
+    return word
+
+
+def quoted(part: str) -> str:
+    """A part of a path, whatever characters it has."""
+    return quote(part, safe="")
 
 
 def _chosen(

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
-from urllib.parse import quote
 
 import httpx
 
 from collage_monitor import wire
-from collage_monitor.client import Client, refusal
+from collage_monitor.client import Client, quoted, refusal
 from collage_monitor.errors import ServerUnreachable, Unavailable
 
 __all__ = ["ExportFormat", "ExportStream", "TransferClient"]
@@ -49,7 +48,7 @@ class TransferClient(Client):
         """
         query = {"format": export_format, "layers": str(layers).lower(), "ranks": str(ranks).lower()}
         try:
-            with self._http.stream("GET", f"/api/v1/runs/{run_id}/export", params=query) as response:
+            with self._http.stream("GET", f"/api/v1/runs/{quoted(run_id)}/export", params=query) as response:
                 if response.is_error:
                     response.read()
                     raise refusal(response)
@@ -62,19 +61,19 @@ class TransferClient(Client):
 
     def create_run(self, project: str, create: wire.RunCreate) -> wire.Run:
         """Create a run, or resume the one of this id."""
-        return self._post(f"/projects/{quote(project, safe='')}/runs", create, wire.Run)
+        return self._post(f"/projects/{quoted(project)}/runs", create, wire.Run)
 
     def create_attempt(self, run_id: str, create: wire.AttemptCreate) -> wire.Attempt:
         """Register a launch."""
-        return self._post(f"/runs/{run_id}/attempts", create, wire.Attempt)
+        return self._post(f"/runs/{quoted(run_id)}/attempts", create, wire.Attempt)
 
     def create_stream(self, run_id: str, create: wire.StreamCreate) -> wire.Stream:
         """Register a stream."""
-        return self._post(f"/runs/{run_id}/streams", create, wire.Stream)
+        return self._post(f"/runs/{quoted(run_id)}/streams", create, wire.Stream)
 
     def send_reports(self, stream_id: str, batch: wire.ReportBatch) -> wire.BatchAnswer:
         """Send reports; durable when this returns."""
-        return self._post(f"/streams/{stream_id}/reports", batch, wire.BatchAnswer, wire.encode_batch)
+        return self._post(f"/streams/{quoted(stream_id)}/reports", batch, wire.BatchAnswer, wire.encode_batch)
 
     def _post(
         self,

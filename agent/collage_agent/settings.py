@@ -110,7 +110,7 @@ def read_settings(
     """
     values = os.environ if environment is None else environment
     return Settings(
-        project=_name("project", project) or _from(values, "PROJECT", _required_name, DEFAULT_PROJECT),
+        project=_project(project) or _from(values, "PROJECT", _required_project, DEFAULT_PROJECT),
         name=_name("name", name) or _from(values, "RUN_NAME", _required_name, None),
         run_id=_identifier("run_id", run_id) if run_id is not None else _from(values, "RUN_ID", _given_id, None),
         resume=_one_of("resume", resume, Resume),
@@ -173,6 +173,17 @@ def _name(what: str, value: object) -> str | None:
     if not isinstance(value, str) or not 1 <= len(value) <= longest:
         raise ValueError(f"{what}={value!r}: pass a text of 1 to {longest} characters")
     return value
+
+
+def _project(value: object) -> str | None:
+    project = _name("project", value)
+    if project is not None and ("/" in project or project in {".", ".."}):
+        raise ValueError(f"project={project!r}: it is one part of the server's addresses, leave slashes out")
+    return project
+
+
+def _required_project(text: str) -> str:
+    return cast(str, _project(text))
 
 
 def _required_name(text: str) -> str:

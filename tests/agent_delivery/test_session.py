@@ -185,6 +185,8 @@ def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):
         ({"run_id": "with space"}, "run_id='with space'"),
         ({"run_id": "x" * 65}, "run_id="),
         ({"project": ""}, "project=''"),
+        ({"project": "team/model"}, "project='team/model': .* leave slashes out"),
+        ({"project": ".."}, "project='..'"),
         ({"name": "x" * 513}, "name="),
         ({"tags": "one"}, "pass a list"),
         ({"tags": ["t"] * 65}, "65 of them"),

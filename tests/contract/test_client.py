@@ -1,13 +1,21 @@
 """The read client against a transport that answers from memory: routes, queries, and the meaning of refusals."""
 
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
+from collage_monitor.errors import (
+    CollageError,
+    NotAuthorised,
+    NotFound,
+    ServerRefusal,
+    ServerUnreachable,
+    Unavailable,
+)
 
 RUN: dict[str, Any] = {
     "run_id": "r",
@@ -30,14 +38,14 @@ RUN: dict[str, Any] = {
 }
 
 
-def client_of(answer):
+def client_of(answer, token="secret"):
     seen = []
 
     def handle(request):
         seen.append(request)
         return answer(request) if callable(answer) else answer
 
-    return Client("http://server/", "secret", transport=httpx.MockTransport(handle)), seen
+    return Client("http://server/", token, transport=httpx.MockTransport(handle)), seen
 
 
 def test_a_run_with_undefined_and_infinite_numbers():
@@ -47,6 +55,27 @@ def test_a_run_with_undefined_and_infinite_numbers():
     assert run.scalars["loss"].value == "NaN"
     assert seen[0].url.path == "/api/v1/runs/r"
     assert seen[0].headers["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("token", ["se\ncret", "two words", "sécret", "sec\0ret"])
+def test_a_token_that_cannot_be_sent_is_not_shown(token):
+    with pytest.raises(CollageError, match="printable ASCII") as raised:
+        Client("http://server", token)
+    assert token not in str(raised.value)
+    assert repr(token)[1:-1] not in str(raised.value)
+
+
+def test_white_space_around_a_token_is_left_out():
+    client, seen = client_of(httpx.Response(200, json=RUN), "secret\r\n")
+    client.run("r")
+    assert seen[0].headers["Authorization"] == "Bearer secret"
+
+
+def test_ids_are_parts_of_the_path_whatever_they_hold():
+    client, seen = client_of(httpx.Response(200, json=RUN))
+    for run_id in ("a?b", "a/../b", "a\nb", "ü"):
+        client.run(run_id)
+        assert unquote(seen[-1].url.raw_path.decode()) == f"/api/v1/runs/{run_id}"
 
 
 def test_queries_leave_out_what_was_not_asked():
