@@ -11,7 +11,7 @@ from typing import Final
 
 from cachetools import LRUCache
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DataError, IntegrityError, OperationalError
+from sqlalchemy.exc import DataError, IntegrityError, InternalError, OperationalError
 
 from collage_monitor import wire
 from collage_server.errors import Busy, StoreUnusable, Unprocessable
@@ -57,7 +57,7 @@ def _translated() -> Iterator[None]:
     """What a database says, in this server's words: gone for a moment, or a value that it cannot hold."""
     try:
         yield
-    except OperationalError as error:
+    except (OperationalError, InternalError) as error:
         raise Busy(f"the database cannot do this now: {error.orig}", retry_after_seconds=5) from error
     except DataError as error:
         raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
@@ -106,6 +106,10 @@ class SqlStore(ABC):
     @abstractmethod
     def _claim(self, run_id: str) -> AbstractContextManager[bool]:
         """Whether this process may seal the run, as long as the context lasts."""
+
+    @abstractmethod
+    def _require_claim(self) -> None:
+        """Raise if the claim that this thread holds has been lost."""
 
     @abstractmethod
     def _lock_project(self, connection: Connection, project: str) -> None:
@@ -172,6 +176,13 @@ class SqlStore(ABC):
     def _writing(self) -> Iterator[Connection]:
         with _translated(), self._begin_writing() as connection:
             yield connection
+
+    @contextmanager
+    def _writing_claimed(self) -> Iterator[Connection]:
+        """The same for whoever claimed a run: not committed once the claim is lost."""
+        with self._writing() as connection:
+            yield connection
+            self._require_claim()
 
     def create_run(
         self, project: str, create: wire.RunCreate, now: float, check: QuotaCheck | None = None
@@ -372,7 +383,7 @@ class SqlStore(ABC):
         return sealing.seal(
             run_id,
             self._reading,
-            self._writing,
+            self._writing_claimed,
             limits,
             self._replicas,
             now=now,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from sqlalchemy import Connection, Engine, create_engine, event, select, text
+from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, make_url, select, text
 from sqlalchemy.dialects.postgresql import dialect, insert
 from sqlalchemy.exc import ArgumentError, OperationalError
 
@@ -14,6 +14,7 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import POOL, SqlStore
+from collage_server.store.engine.driver import reads_only
 from collage_server.store.engine.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
 from collage_server.store.journal.reports import REPORT_COLUMNS, JournalDriver, ReportRow
 from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
@@ -40,6 +41,15 @@ _SEVERAL: Final = f"{_INTO} SELECT {', '.join(f'unnest(${i}::{_TYPES[name]}[])' 
 _NEW_ONLY: Final = " ON CONFLICT DO NOTHING RETURNING stream_id, seq"
 _DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
 _BINARY: Final = 1
+_NETWORK: Final = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""A connection that nobody answers (a firewall forgot it, a machine is gone) is given up in half a minute, not in
+a quarter of an hour, as systems do. The address may say otherwise."""
 _MIGRATION_LOCK: Final = 7_420_001
 _PROJECT_LOCKS: Final = 7_420_002
 
@@ -63,6 +73,7 @@ class PostgresqlStore(SqlStore):
         self._url = url
         self._unsafe = unsafe
         self._lock_timeout_seconds = lock_timeout_seconds
+        self._claimed: Connection | None = None
 
     def migrate(self) -> None:
         """Bring the schema up to date, one process at a time; a lock that is not to be had is an error, no wait.
@@ -83,10 +94,12 @@ class PostgresqlStore(SqlStore):
 
     def _connect(self) -> Engine:
         try:
-            url = self._url.replace("postgresql://", "postgresql+psycopg://", 1)
-            engine = create_engine(url, **POOL, connect_args={"client_encoding": "utf8"})
+            url = make_url(self._url.replace("postgresql://", "postgresql+psycopg://", 1))
+            given = {name: value for name, value in _NETWORK.items() if name not in url.query}
+            engine = create_engine(url, **POOL, connect_args={**given, "client_encoding": "utf8"})
             event.listen(engine, "before_cursor_execute", _ask_for_binary)
             event.listen(engine, "rollback", forget_prepared)
+            event.listen(engine, "handle_error", _give_up_what_only_reads)
         except (ArgumentError, ModuleNotFoundError) as error:
             raise StoreUnusable(f"the database URL cannot be used: {error}") from error
         try:
@@ -138,13 +151,19 @@ class PostgresqlStore(SqlStore):
 
     @contextmanager
     def _claim(self, run_id: str) -> Iterator[bool]:
-        """The run's claim is a row lock: it ends with this process, however that ends."""
+        """The run's claim is a row lock: it ends with this process, however that ends, and with its connection."""
         table = schema.seal_claim
         with self._begin_writing() as connection:
             connection.execute(insert(table).values(run_id=run_id).on_conflict_do_nothing())
         with self._begin_writing() as connection:
+            connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             mine = select(table.c.run_id).where(table.c.run_id == run_id).with_for_update(skip_locked=True)
+            self._claimed = connection
             yield connection.execute(mine).first() is not None
+
+    def _require_claim(self) -> None:
+        if self._claimed is not None:
+            self._claimed.execute(text("SELECT 1"))
 
     def sizes(self) -> Sizes:
         """How much space the database takes; its disk is the cluster's business."""
@@ -194,3 +213,8 @@ def _ask_for_binary(
     """Blocks come as they are, not as hexadecimal text; a statement says that it reads some."""
     if context is not None and context.execution_options.get("blocks"):
         cursor.format = _BINARY
+
+
+def _give_up_what_only_reads(context: ExceptionContext) -> None:
+    """After a failover such a session would stay in the pool for good."""
+    context.is_disconnect = context.is_disconnect or reads_only(context.original_exception)

@@ -103,6 +103,9 @@ class SqliteStore(SqlStore):
         with folder_lock(self.path.parent) as mine:
             yield mine
 
+    def _require_claim(self) -> None:
+        """The folder's lock lasts as long as this process holds it."""
+
     @contextmanager
     def _begin_writing(self) -> Iterator[Connection]:
         """The lock keeps this process's writers from polling for the file's own lock."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
+import time
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from collage_server.errors import Busy, Gone, StoreUnusable, Unprocessable
-from collage_server.store import PostgresqlStore, ReportGroup, Selection
+from collage_server.store import PostgresqlStore, ReportGroup, Selection, schema
 from collage_server.store.migrate import head_revision
 from collage_server.store.schema import metadata
 from sqlalchemy import text
@@ -23,7 +25,7 @@ from tests.server.store.ranks import RanksContract
 from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract
-from tests.server.store.seen import seal_all, seen, unchanged
+from tests.server.store.seen import rows, seal_all, seen, unchanged
 
 ALL = Selection()
 
@@ -236,6 +238,60 @@ def test_only_one_server_seals_a_run_at_a_time(store, database):
     other.close()
 
 
+def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, database, cluster, monkeypatch):
+    """Another server may have begun to seal the same reports."""
+    other = opened(database)
+    StoreContract.append(store, StoreContract.fill(store), *(report(i, i + 1) for i in range(40)))
+    before = seen(store)
+    writing = store._writing
+
+    @contextlib.contextmanager
+    def cut():
+        with writing() as connection:
+            yield connection
+        cluster.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction'"
+        )
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "_writing", cut)
+        with pytest.raises(Busy):
+            store.seal("r1", NOW)
+    assert rows(store, schema.point_chunk) == 0
+    assert seal_all(other) == 1
+    unchanged(before, seen(store))
+    other.close()
+
+
+def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, database, cluster):
+    cluster.execute(f"ALTER DATABASE {store.engine.url.database} SET idle_in_transaction_session_timeout = '50ms'")
+    other = opened(database)
+    StoreContract.fill(other)
+    with other._claim("r1") as mine:
+        assert mine
+        time.sleep(0.2)
+        with store._claim("r1") as theirs:
+            assert not theirs
+        other._require_claim()
+    other.close()
+
+
+def test_a_session_that_only_reads_is_let_go(store, cluster):
+    """Another server has taken over, and this one came back to its address: told to come later, not a failure."""
+    stream = StoreContract.fill(store)
+    database = store.engine.url.database
+    for wrong in (
+        lambda: StoreContract.append(store, stream, report(0, 1)),
+        lambda: store.create_attempt("r1", wire.AttemptCreate(launch_id="l2", first_step=1), NOW),
+    ):
+        cluster.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
+        store.engine.dispose()
+        with pytest.raises(Busy, match="read-only"):
+            wrong()
+        cluster.execute(f"ALTER DATABASE {database} RESET default_transaction_read_only")
+        wrong()
+
+
 def test_a_run_can_be_deleted_while_another_server_seals_it(store, database):
     """The sealer holds its claim and then wants the run; the deletion holds the run: it must not want the claim."""
     other = opened(database)
@@ -286,6 +342,16 @@ def test_a_commit_that_finds_its_connection_lost_gives_up_the_idle_ones_too(stor
     with pytest.raises(Busy, match="terminat"):
         StoreContract.append(store, stream, report(0, 1))
     assert StoreContract.append(store, stream, report(0, 1)).accepted == 1
+
+
+def test_a_connection_that_nobody_answers_is_given_up_soon_unless_the_address_says_otherwise(database):
+    for address, seconds in ((database, 30), (f"{database}&tcp_user_timeout=5000", 5)):
+        store = opened(address)
+        with store.engine.connect() as connection:
+            known = connection.connection.driver_connection.info.get_parameters()
+        assert known["tcp_user_timeout"] == str(1000 * seconds)
+        assert int(known["keepalives_idle"]) + 3 * int(known["keepalives_interval"]) <= 60
+        store.close()
 
 
 def test_what_was_acknowledged_survives_a_killed_cluster():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Connection, Dialect
-from sqlalchemy.exc import DataError, OperationalError
+from sqlalchemy.exc import DataError, InternalError, OperationalError
 from sqlalchemy.sql.expression import ClauseElement
 
-__all__ = ["Statement", "driver_cursor", "told_by_sqlalchemy"]
+__all__ = ["Statement", "driver_cursor", "reads_only", "told_by_sqlalchemy"]
+
+_READS_ONLY: Final = "25006"
 
 
 class Statement:
@@ -26,6 +28,11 @@ class Statement:
         return values if self._order is None else [values[name] for name in self._order]
 
 
+def reads_only(error: BaseException | None) -> bool:
+    """Whether PostgreSQL says that the session only reads: after a failover it is of no use."""
+    return getattr(error, "sqlstate", None) == _READS_ONLY
+
+
 @contextmanager
 def told_by_sqlalchemy(connection: Connection) -> Iterator[None]:
     """What the driver raises is told as SQLAlchemy tells it.
@@ -36,11 +43,13 @@ def told_by_sqlalchemy(connection: Connection) -> Iterator[None]:
     driver: Any = connection.connection
     try:
         yield
-    except errors.OperationalError as error:
-        if connection.dialect.is_disconnect(error, driver.dbapi_connection, None):
+    except (errors.OperationalError, errors.InternalError) as error:
+        lost = connection.dialect.is_disconnect(error, driver.dbapi_connection, None)
+        if lost or reads_only(error):
             connection.invalidate(error)
             connection.engine.dispose()
-        raise OperationalError(None, None, error) from error
+        kind = OperationalError if isinstance(error, errors.OperationalError) else InternalError
+        raise kind(None, None, error) from error
     except errors.DataError as error:
         raise DataError(None, None, error) from error
 
