@@ -42,6 +42,7 @@ from collage_server.store.quota import QuotaCheck, judge
 from collage_server.store.reading import points as reading
 from collage_server.store.reading import scalars
 from collage_server.store.reading.run_view import read_views
+from collage_server.store.reading.waiting import SLAB_BYTES
 from collage_server.store.rows import require_run
 from collage_server.store.runs import events as run_events
 from collage_server.store.runs import latest, runs
@@ -79,6 +80,7 @@ class SqlStore(ABC):
         self._limits = limits
         self._seal_lock = Lock()
         self._append_bytes = 0
+        self._slab_bytes = SLAB_BYTES
         self._engine: Engine | None = None
         self._chunks = ChunkCache(_CACHED_COLUMN_BYTES, _CACHED_CHUNKS)
         self._newest: LRUCache[str, tuple[object, LatestPoint | None]] = LRUCache(_CACHED_RUNS)
@@ -300,14 +302,16 @@ class SqlStore(ABC):
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""
         with self._reading() as connection:
-            return reading.read_model_points(connection, [run_id], keys, selection, self._chunks)[run_id]
+            cache, most = self._chunks, self._slab_bytes
+            return reading.read_model_points(connection, [run_id], keys, selection, cache, most)[run_id]
 
     def layer_points(
         self, run_id: str, keys: Collection[str], selection: Selection, layers: Sequence[str] | None = None
     ) -> Points:
         """Totals by layer, only those of `keys`, only these layers (None: all)."""
         with self._reading() as connection:
-            return reading.read_layer_points(connection, [run_id], keys, selection, self._chunks, layers)[run_id]
+            cache, most = self._chunks, self._slab_bytes
+            return reading.read_layer_points(connection, [run_id], keys, selection, cache, layers, most)[run_id]
 
     def points_of(
         self,
@@ -318,9 +322,10 @@ class SqlStore(ABC):
     ) -> dict[str, Points]:
         """The model's totals of several runs, or those of one layer."""
         with self._reading() as connection:
+            cache, most = self._chunks, self._slab_bytes
             if layer is None:
-                return reading.read_model_points(connection, run_ids, keys, selection, self._chunks)
-            return reading.read_layer_points(connection, run_ids, keys or (), selection, self._chunks, [layer])
+                return reading.read_model_points(connection, run_ids, keys, selection, cache, most)
+            return reading.read_layer_points(connection, run_ids, keys or (), selection, cache, [layer], most)
 
     def scalar_points(
         self, run_id: str, names: Collection[str] | None, selection: Selection
@@ -341,7 +346,8 @@ class SqlStore(ABC):
         with self._reading() as connection:
             records = runs.read_records(connection, run_ids)
             views = read_views(connection, run_ids)
-            points = reading.model_points_of(connection, views, None, Selection(points=1), self._chunks)
+            one, cache = Selection(points=1), self._chunks
+            points = reading.model_points_of(connection, views, None, one, cache, self._slab_bytes)
             logged = scalars.read_newest_scalars(connection, views, newest)
         return {
             run_id: ComparedRecord(record, points[run_id], logged[run_id]) for run_id, record in records.items()
@@ -399,7 +405,8 @@ class SqlStore(ABC):
                 known = self._newest.get(run_id)
             if known is not None and known[0] == state:
                 return known[1]
-            point = reading.read_latest(connection, run_id, self._stale_after_seconds, self._chunks)
+            stale, cache = self._stale_after_seconds, self._chunks
+            point = reading.read_latest(connection, run_id, stale, cache, self._slab_bytes)
         with self._newest_lock:
             self._newest[run_id] = (state, point)
         return point

@@ -18,6 +18,7 @@ from sqlalchemy import text
 
 from collage_monitor import wire
 from tests.server.samples import report
+from tests.server.store.backlog import BacklogContract
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
@@ -63,6 +64,10 @@ class TestPostgresql(StoreContract):
 
 class TestPostgresqlSealing(SealingContract):
     """Sealing on PostgreSQL."""
+
+
+class TestPostgresqlBacklog(BacklogContract):
+    """A long queue on PostgreSQL."""
 
 
 class TestPostgresqlRanks(RanksContract):

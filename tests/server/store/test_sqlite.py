@@ -11,6 +11,7 @@ from collage_server.store import SqliteStore
 from collage_server.store.engine.folder import network_file_system
 
 from tests.server.samples import report
+from tests.server.store.backlog import BacklogContract
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
 from tests.server.store.ranks import RanksContract
@@ -52,6 +53,10 @@ class TestSqlite(StoreContract):
 
 class TestSqliteSealing(SealingContract):
     """Sealing on SQLite."""
+
+
+class TestSqliteBacklog(BacklogContract):
+    """A long queue on SQLite."""
 
 
 class TestSqliteRanks(RanksContract):

@@ -261,5 +261,5 @@ def read_reports(
         statement = statement.where(table.c.step >= selection.first_step)
     if selection.last_step is not None:
         statement = statement.where(table.c.step <= selection.last_step)
-    result = connection.execution_options(yield_per=_SLAB).execute(statement)
-    yield from result.partitions()
+    with connection.execution_options(yield_per=_SLAB).execute(statement) as result:
+        yield from result.partitions()

@@ -81,9 +81,12 @@ class Steps:
 
 
 def group_steps(places: Places) -> Steps:
-    """Group visible rows by step, oldest step first; a point's time is the latest of its rows."""
+    """Group visible rows by step, oldest step first, in a step by stream; a point's time is the latest of its rows.
+
+    Sums then have the same order, whatever the order in which reports came.
+    """
     steps, points = np.unique(places.steps, return_inverse=True)
-    order = np.argsort(points, kind="stable")
+    order = np.lexsort((places.streams, points))
     starts = np.searchsorted(points[order], np.arange(len(steps)))
     slots = np.empty(len(points), dtype=np.int64)
     slots[order] = np.arange(len(points)) - starts[points[order]]
@@ -94,18 +97,20 @@ def group_steps(places: Places) -> Steps:
 
 
 def merge_rows(
-    grouped: Steps, totals: Mapping[str, FloatArray], replicas: FloatArray | None
+    grouped: Steps, totals: Mapping[str, FloatArray], replicas: FloatArray | None, shards: int = 0
 ) -> dict[str, FloatArray]:
     """Totals by point from totals by row [rows, …], rows of one step merged as shards.
 
     `replicas` ([rows, …], NaN: this row does not hold the layer) leaves, of replicated tensors, only the lowest
-    replica that reported; None when every row is a shard of its own.
+    replica that reported; None when every row is a shard of its own. `shards`, where more than a step here has:
+    numpy adds few numbers in another order than many, and a part of the steps is to be merged as all of them are.
     """
     if not grouped.shards:
         return {key: values[:0] for key, values in totals.items()}
-    padded = {key: _pad(grouped, values) for key, values in totals.items()}
+    shards = max(shards, grouped.shards)
+    padded = {key: _pad(grouped, values, shards) for key, values in totals.items()}
     if replicas is not None and grouped.shards > 1:
-        numbers = _pad(grouped, np.where(_reported(totals), replicas, np.nan))
+        numbers = _pad(grouped, np.where(_reported(totals), replicas, np.nan), shards)
         lowest = np.fmin.reduce(numbers, axis=0)
         foreign = ~(numbers == lowest)
         for values in padded.values():
@@ -113,8 +118,8 @@ def merge_rows(
     return reduce_shards(padded, axis=0)
 
 
-def _pad(grouped: Steps, values: FloatArray) -> FloatArray:
-    padded = np.full((grouped.shards, len(grouped.steps), *values.shape[1:]), np.nan)
+def _pad(grouped: Steps, values: FloatArray, shards: int) -> FloatArray:
+    padded = np.full((shards, len(grouped.steps), *values.shape[1:]), np.nan)
     padded[grouped.slots, grouped.points] = values
     return padded
 

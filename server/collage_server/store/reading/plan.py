@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from sqlalchemy import Row
+import numpy as np
 
 from collage_server.store.chunks.blocks import minimum_key
 from collage_server.store.chunks.contributors import Contributors, read_contributors
 from collage_server.store.chunks.directory import LEVELS, ChunkInfo
-from collage_server.store.contract import Selection
+from collage_server.store.contract import IntArray, Selection
 from collage_server.store.reading.run_view import UNBOUNDED, RunView
+from collage_server.store.reading.waiting import Waiting
 
 __all__ = ["ReadPlan", "plan_read"]
 
-Rows = Mapping[int, Sequence[Row[Any]]]
+AllWaiting = Mapping[int, Waiting]
+"""By attempt."""
 _COARSE_FROM: Final = {16: 8, 256: 128}
 """A level is used when more than so many measured points fall on one wanted: at least half of them are left."""
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Chunks by attempt and level, journal rows by attempt, and who stands in the chunks that have late reports.
+    """Chunks by attempt and level, what waits by attempt, and who stands in the chunks that have late reports.
 
     `infos` says of the same chunks what the snapshot knows of them.
     """
 
     chunks: dict[tuple[int, int], list[int]]
-    rows: Rows
+    waiting: AllWaiting
     known: dict[int, Contributors]
     infos: dict[tuple[int, int], tuple[ChunkInfo, ...]]
 
 
-def plan_read(view: RunView, rows: Rows, selection: Selection, infos: Sequence[ChunkInfo]) -> ReadPlan:
+def plan_read(view: RunView, waiting: AllWaiting, selection: Selection, infos: Sequence[ChunkInfo]) -> ReadPlan:
     """Coarse levels where few points are wanted; level 1 at the ends of a range and where reports came late."""
-    rows = _without_frozen(rows, infos)
-    late = {(attempt, chunk) for attempt in rows for chunk in _late_chunks(attempt, rows[attempt], infos)}
+    waiting = _without_frozen(waiting, infos)
+    late = {(attempt, chunk) for attempt, own in waiting.items() for chunk in _late_chunks(attempt, own, infos)}
     inside, cut = _inside(view, infos, selection)
-    level = _level(view, inside, rows, selection)
+    level = _level(view, inside, waiting, selection)
     fine = cut | late
     chosen: dict[tuple[int, int], list[ChunkInfo]] = defaultdict(list)
     for info in inside:
@@ -54,7 +55,7 @@ def plan_read(view: RunView, rows: Rows, selection: Selection, infos: Sequence[C
         )
         for attempt in {attempt for attempt, _ in late}
     }
-    return ReadPlan(chunks, rows, known, {place: tuple(members) for place, members in chosen.items()})
+    return ReadPlan(chunks, waiting, known, {place: tuple(members) for place, members in chosen.items()})
 
 
 def _held_level(info: ChunkInfo, wanted: int) -> int:
@@ -64,30 +65,29 @@ def _held_level(info: ChunkInfo, wanted: int) -> int:
     return max((level for level in info.levels if level <= wanted), default=min(info.levels))
 
 
-def _without_frozen(rows: Rows, infos: Sequence[ChunkInfo]) -> Rows:
+def _without_frozen(waiting: AllWaiting, infos: Sequence[ChunkInfo]) -> AllWaiting:
     """Without reports that came too late: their steps are frozen into coarse points."""
-    frozen: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for info in infos if rows else ():
+    frozen: dict[int, list[ChunkInfo]] = defaultdict(list)
+    for info in infos if waiting else ():
         if info.frozen:
-            frozen[info.attempt].append((info.first_step, info.last_step))
+            frozen[info.attempt].append(info)
     if not frozen:
-        return rows
-    return {
-        attempt: [row for row in members if not any(a <= row.step <= b for a, b in frozen[attempt])]
-        for attempt, members in rows.items()
-    }
+        return waiting
+    return {attempt: own.chosen(_place(own.steps, frozen[attempt]) < 0) for attempt, own in waiting.items()}
 
 
-def _late_chunks(attempt: int, rows: Sequence[Row[Any]], infos: Sequence[ChunkInfo]) -> set[int]:
+def _late_chunks(attempt: int, waiting: Waiting, infos: Sequence[ChunkInfo]) -> set[int]:
     """Chunks in whose steps some reports are not sealed yet."""
     own = [info for info in infos if info.attempt == attempt]
-    ends = [info.last_step for info in own]
-    found = set()
-    for step in {row.step for row in rows}:
-        index = bisect_left(ends, step)
-        if index < len(own) and own[index].first_step <= step:
-            found.add(own[index].chunk)
-    return found
+    return {own[place].chunk for place in np.unique(_place(waiting.steps, own)).tolist() if place >= 0}
+
+
+def _place(steps: IntArray, infos: Sequence[ChunkInfo]) -> IntArray:
+    """For each step, which of these chunks of one attempt (oldest first) it falls into; −1: into none."""
+    first = np.array([info.first_step for info in infos] + [UNBOUNDED], dtype=np.int64)
+    last = np.array([info.last_step for info in infos], dtype=np.int64)
+    place = np.searchsorted(last, steps)
+    return np.where(first[place] <= steps, place, -1)
 
 
 def _inside(
@@ -108,7 +108,7 @@ def _inside(
     return inside, cut
 
 
-def _level(view: RunView, infos: Iterable[ChunkInfo], rows: Rows, selection: Selection) -> int:
+def _level(view: RunView, infos: Iterable[ChunkInfo], waiting: AllWaiting, selection: Selection) -> int:
     """The coarsest level that still leaves at least half of the points wanted."""
     several = selection.rank is not None and any(view.ranks(info.attempt) != {selection.rank} for info in infos)
     metric = selection.extremes_of
@@ -116,6 +116,6 @@ def _level(view: RunView, infos: Iterable[ChunkInfo], rows: Rows, selection: Sel
     if selection.points is None or several or lacking:
         return 1
     measured = sum(info.point_count for info in infos)
-    measured += sum(len({row.step for row in members}) for members in rows.values())
+    measured += sum(len(np.unique(own.steps)) for own in waiting.values())
     bucket = -(-measured // selection.points)
     return max((level for level in LEVELS if level == 1 or bucket > _COARSE_FROM[level]), default=1)

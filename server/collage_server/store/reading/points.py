@@ -23,13 +23,14 @@ from collage_server.store.chunks.blocks import (
     read_point_rows,
 )
 from collage_server.store.chunks.cache import ChunkCache
-from collage_server.store.chunks.contributors import rank_contributed
+from collage_server.store.chunks.contributors import Contributors, rank_contributed
 from collage_server.store.chunks.levels import has_layer_extremes
 from collage_server.store.chunks.pieces import Piece, join, taken
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, chosen_layers, is_known, read_views
+from collage_server.store.reading.waiting import SLAB_BYTES, Slab, read_waiting
 from collage_server.store.runs.latest import newest_measured_step
 
 __all__ = [
@@ -51,10 +52,11 @@ def read_model_points(
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ChunkCache,
+    slab_bytes: int = SLAB_BYTES,
 ) -> dict[str, Points]:
     """The whole model's totals by run, from model vectors alone where replicas allow it."""
     views = read_views(connection, run_ids, _needed(wanted, selection))
-    return model_points_of(connection, views, wanted, selection, cache)
+    return model_points_of(connection, views, wanted, selection, cache, slab_bytes)
 
 
 def model_points_of(
@@ -63,9 +65,11 @@ def model_points_of(
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ChunkCache,
+    slab_bytes: int = SLAB_BYTES,
 ) -> dict[str, Points]:
     """The same for runs that are looked at already."""
-    plans = _plans(connection, views, selection, cache, mixed=[run for run, view in views.items() if view.mixed])
+    mixed = [run for run, view in views.items() if view.mixed]
+    plans = _plans(connection, views, selection, cache, slab_bytes, mixed)
     pieces: Pieces = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
         known = None if level == 1 or selection.rank is not None else cache
@@ -121,6 +125,7 @@ def read_layer_points(
     selection: Selection,
     cache: ChunkCache,
     layers: Sequence[str] | None = None,
+    slab_bytes: int = SLAB_BYTES,
 ) -> dict[str, Points]:
     """Totals by layer: of each block only the asked statistics and layers are kept.
 
@@ -131,7 +136,7 @@ def read_layer_points(
     views = read_views(connection, run_ids, _needed(wanted, selection))
     chosen = chosen_layers(connection, views, layers)
     positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
-    plans = _plans(connection, views, selection, cache, mixed=views)
+    plans = _plans(connection, views, selection, cache, slab_bytes, views)
     if selection.rank is not None:
         _check_one_rank(views, selection.rank)
     pieces: Pieces = {run_id: [] for run_id in views}
@@ -162,18 +167,22 @@ def _needed(wanted: Collection[str] | None, selection: Selection) -> list[str] |
 
 
 def _plans(
-    connection: Connection, views: Views, selection: Selection, cache: ChunkCache, mixed: Collection[str]
+    connection: Connection,
+    views: Views,
+    selection: Selection,
+    cache: ChunkCache,
+    slab_bytes: int,
+    mixed: Collection[str],
 ) -> dict[str, ReadPlan]:
     """What is read of each run; of those in `mixed` the journal's layers, else its model vectors."""
     for view in views.values():
         view.check_rank(selection.rank)
     infos = cache.directories.read(connection, {run_id: view.sealed_ranges for run_id, view in views.items()})
     plain = {run_id: view for run_id, view in views.items() if run_id not in mixed}
-    rows = unsealed.journal_rows(connection, plain, selection, layers=False)
-    rows |= unsealed.journal_rows(
-        connection, {run_id: views[run_id] for run_id in views if run_id in mixed}, selection, layers=True
-    )
-    return {run_id: plan_read(view, rows[run_id], selection, infos[run_id]) for run_id, view in views.items()}
+    others = {run_id: view for run_id, view in views.items() if run_id in mixed}
+    waiting = read_waiting(connection, plain, selection, slab_bytes, layers=False)
+    waiting |= read_waiting(connection, others, selection, slab_bytes, layers=True)
+    return {run_id: plan_read(view, waiting[run_id], selection, infos[run_id]) for run_id, view in views.items()}
 
 
 def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
@@ -189,28 +198,34 @@ def _unsealed_model(views: Views, plans: Mapping[str, ReadPlan], wanted: Collect
     alone = {}
     for run_id, plan in plans.items():
         view = views[run_id]
-        for attempt, rows in plan.rows.items():
+        for attempt, waiting in plan.waiting.items():
             known = plan.known.get(attempt, {})
-            if unsealed.alone(rows, known) and not view.mixed:
-                alone[run_id, attempt] = rows
-            elif not view.mixed:
-                piece = unsealed.model_piece(view, attempt, rows, view.statistics(wanted), known)
-                found[run_id].append(piece)
-            else:
-                positions = np.array(list(view.layers.values()), dtype=np.int64)
-                piece = unsealed.layer_piece(view, attempt, rows, view.statistics(wanted), positions, known)
-                found[run_id].append(unsealed.model_of(piece))
+            if waiting.rows is not None and unsealed.alone(waiting.rows, known) and not view.mixed:
+                alone[run_id, attempt] = waiting.rows
+                continue
+            keys = view.statistics(wanted)
+            for slab in waiting.slabs(view, known):
+                found[run_id].append(_model_piece(view, attempt, slab, keys, known))
     for (run_id, _), piece in unsealed.model_pieces(views, alone, wanted).items():
         found[run_id].append(piece)
     return found
+
+
+def _model_piece(view: RunView, attempt: int, slab: Slab, keys: Sequence[str], known: Contributors) -> Piece:
+    if not view.mixed:
+        return unsealed.model_piece(view, attempt, slab.rows, keys, known, slab.shards)
+    positions = np.array(list(view.layers.values()), dtype=np.int64)
+    return unsealed.model_of(unsealed.layer_piece(view, attempt, slab.rows, keys, positions, known, slab.shards))
 
 
 def _unsealed_layers(
     view: RunView, plan: ReadPlan, wanted: Collection[str], positions: IntArray
 ) -> Iterable[Piece]:
     keys = view.statistics(wanted)
-    for attempt, members in plan.rows.items():
-        yield unsealed.layer_piece(view, attempt, members, keys, positions, plan.known.get(attempt, {}))
+    for attempt, waiting in plan.waiting.items():
+        known = plan.known.get(attempt, {})
+        for slab in waiting.slabs(view, known):
+            yield unsealed.layer_piece(view, attempt, slab.rows, keys, positions, known, slab.shards)
 
 
 def _check_one_rank(views: Views, rank: int) -> None:
@@ -341,18 +356,23 @@ def _pieces(views: Views, level: int, points: PointRows, keys: Sequence[str], va
 
 
 def read_latest(
-    connection: Connection, run_id: str, stale_after_seconds: float, cache: ChunkCache
+    connection: Connection,
+    run_id: str,
+    stale_after_seconds: float,
+    cache: ChunkCache,
+    slab_bytes: int = SLAB_BYTES,
 ) -> LatestPoint | None:
     """The newest measured step that every live rank has reached, with the model's totals."""
     view = RunView(connection, run_id)
     step = newest_measured_step(connection, run_id, view.bounds, stale_after_seconds)
     if step is None:
-        steps = read_model_points(connection, [run_id], ("measured_steps",), Selection(), cache)[run_id].steps
+        found = read_model_points(connection, [run_id], ("measured_steps",), Selection(), cache, slab_bytes)
+        steps = found[run_id].steps
         if not len(steps):
             return None
         step = int(steps[-1])
     at = Selection(first_step=step, last_step=step)
-    points = read_model_points(connection, [run_id], None, at, cache)[run_id]
+    points = read_model_points(connection, [run_id], None, at, cache, slab_bytes)[run_id]
     if not len(points.steps):
         return None
     return LatestPoint(step, float(points.times[0]), {key: values[0] for key, values in points.totals.items()})

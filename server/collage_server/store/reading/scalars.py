@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from collage_server.store import schema
 from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
 from collage_server.store.reading.assemble import Places, group_steps, visible
 from collage_server.store.reading.run_view import RunView, read_views
-from collage_server.store.reading.unsealed import ScalarRow, waiting_rows
+from collage_server.store.reading.waiting import ScalarRow, waiting_rows
 from collage_server.store.rows import scalars_from_json
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
@@ -27,16 +28,18 @@ _KEYS_A_STATEMENT: Final = 1000
 
 @dataclass
 class _Values:
-    """Values of one name on one stream, gathered in the order in which they count: later ones win."""
+    """Values of one name on one stream: of sealed parts, in the order in which they count (later ones win), and
+    of reports that wait: seq, step, time and value of each, one after the other, in no order.
+    """
 
     stream: StreamRecord
     parts: list[FloatArray] = field(default_factory=list)
-    single: list[tuple[int, float, float]] = field(default_factory=list)
+    waiting: array[float] = field(default_factory=lambda: array("d"))
 
     def table(self) -> FloatArray:
         """[3][values]: steps, times, values, one column a step, the last word on it."""
-        tail = np.array(self.single, dtype=np.float64).reshape(-1, 3).T
-        joined = np.concatenate([*self.parts, tail], axis=1)
+        tail = np.frombuffer(self.waiting, dtype=np.float64).reshape(-1, 4)
+        joined = np.concatenate([*self.parts, tail[np.argsort(tail[:, 0]), 1:].T], axis=1)
         if np.all(joined[0][1:] > joined[0][:-1]):
             return joined
         _, last = np.unique(joined[0][::-1], return_index=True)
@@ -78,7 +81,7 @@ def _read(
     points = {}
     for run_id, view in views.items():
         by_name: dict[str, list[_Values]] = defaultdict(list)
-        for (name, _), values in found[run_id].items():
+        for (name, _), values in sorted(found[run_id].items(), key=lambda entry: entry[1].stream.stream):
             by_name[name].append(values)
         merged = {name: _merge(view, members, selection) for name, members in sorted(by_name.items())}
         points[run_id] = {name: entry for name, entry in merged.items() if len(entry.steps)}
@@ -158,15 +161,14 @@ def _read_journal(
     selection: Selection,
     found: dict[str, dict[tuple[str, str], _Values]],
 ) -> None:
-    waiting = waiting_rows(connection, views, ScalarRow, "scalars", selection)
-    for stream, row in sorted(waiting, key=lambda pair: pair[1].seq):
+    for stream, row in waiting_rows(connection, views, ScalarRow, "scalars", selection):
         held = found[stream.run_id]
         for name, value in scalars_from_json(row.scalars).items():
             if names is None or name in names:
                 values = held.get((name, stream.stream_id))
                 if values is None:
                     values = held[name, stream.stream_id] = _Values(stream)
-                values.single.append((row.step, row.time, value))
+                values.waiting.extend((row.seq, row.step, row.time, value))
 
 
 def _of_one_stream(view: RunView, values: _Values, selection: Selection) -> ScalarPoints:

@@ -4,107 +4,36 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, Row
+from sqlalchemy import Row
 
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.chunks.contributors import Contributors
 from collage_server.store.chunks.pieces import Piece, taken
-from collage_server.store.contract import FloatArray, IntArray, Selection, StreamRecord
+from collage_server.store.contract import FloatArray, IntArray
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
-from collage_server.store.journal.reports import read_reports
 from collage_server.store.reading.assemble import Places, group_steps, merge_rows, visible
 from collage_server.store.reading.run_view import RunView
 
 __all__ = [
-    "ScalarRow",
     "alone",
-    "journal_rows",
     "layer_piece",
     "model_of",
     "model_piece",
     "model_pieces",
     "seen_rows",
-    "waiting_rows",
 ]
 
 
-class ModelRow(NamedTuple):
-    """A row of the journal with what `model_piece` needs."""
-
-    run_id: str
-    stream_id: str
-    seq: int
-    step: int
-    time: float
-    statistic_count: int
-    model: bytes
-
-
-class LayerRow(NamedTuple):
-    """A row of the journal with what `layer_piece` needs."""
-
-    run_id: str
-    stream_id: str
-    seq: int
-    step: int
-    time: float
-    statistic_count: int
-    layer_count: int
-    statistics: bytes
-
-
-class ScalarRow(NamedTuple):
-    """A row of the journal with what was logged."""
-
-    run_id: str
-    stream_id: str
-    seq: int
-    step: int
-    time: float
-    scalars: str
-
-
-_Kind = TypeVar("_Kind", ModelRow, LayerRow, ScalarRow)
-
-
-def journal_rows(
-    connection: Connection, views: Mapping[str, RunView], selection: Selection, *, layers: bool
-) -> dict[str, dict[int, list[Any]]]:
-    """Unsealed measured rows by run and attempt, as `layer_piece` or `model_piece` needs them."""
-    found: dict[str, dict[int, list[Any]]] = {run_id: defaultdict(list) for run_id in views}
-    pairs: Iterator[tuple[StreamRecord, Any]] = (
-        waiting_rows(connection, views, LayerRow, "statistics", selection)
-        if layers
-        else waiting_rows(connection, views, ModelRow, "model", selection)
-    )
-    for stream, row in pairs:
-        found[stream.run_id][stream.attempt].append(row)
-    return found
-
-
-def waiting_rows(
-    connection: Connection, views: Mapping[str, RunView], kind: type[_Kind], present: str, selection: Selection
-) -> Iterator[tuple[StreamRecord, _Kind]]:
-    """Rows that stand in no chunk yet, with their streams."""
-    streams = {name: stream for view in views.values() for name, stream in view.streams.items()}
-    for slab in read_reports(connection, list(views), kind._fields, present, selection):
-        for row in map(kind._make, slab):
-            stream = streams.get(row.stream_id)
-            wanted = stream is not None and selection.rank in (None, stream.rank)
-            if stream is not None and wanted and not views[row.run_id].sealed(row.stream_id, row.seq):
-                yield stream, row
-
-
 def model_piece(
-    view: RunView, attempt: int, rows: Sequence[Row[Any]], keys: Sequence[str], known: Contributors
+    view: RunView, attempt: int, rows: Sequence[Row[Any]], keys: Sequence[str], known: Contributors, shards: int = 0
 ) -> Piece:
-    """Rows of one attempt merged to the model's totals by step."""
+    """Rows of one attempt merged to the model's totals by step; `shards` as in `merge_rows`."""
     if alone(rows, known):
         return model_pieces({view.run_id: view}, {(view.run_id, attempt): rows}, keys)[view.run_id, attempt]
 
@@ -112,9 +41,8 @@ def model_piece(
         return np.array(model_replica(view.streams[stream_id]))
 
     rows = seen_rows(view, rows, known)
-    return _piece(
-        view, attempt, rows, dict(zip(keys, decode_model(view.streams, rows, keys), strict=True)), known, replicas
-    )
+    totals = dict(zip(keys, decode_model(view.streams, rows, keys), strict=True))
+    return _piece(view, attempt, rows, totals, known, replicas, shards)
 
 
 def model_pieces(
@@ -147,8 +75,9 @@ def layer_piece(
     keys: Sequence[str],
     positions: IntArray,
     known: Contributors,
+    shards: int = 0,
 ) -> Piece:
-    """Rows of one attempt merged to totals by step and layer."""
+    """Rows of one attempt merged to totals by step and layer; `shards` as in `merge_rows`."""
     if alone(rows, known):
         blocks = decode_layers(view.streams, rows, keys, positions)
         return _piece_of_one(attempt, rows, dict(zip(keys, blocks, strict=True)))
@@ -161,7 +90,7 @@ def layer_piece(
 
     rows = seen_rows(view, rows, known)
     blocks = decode_layers(view.streams, rows, keys, positions)
-    return _piece(view, attempt, rows, dict(zip(keys, blocks, strict=True)), known, replicas)
+    return _piece(view, attempt, rows, dict(zip(keys, blocks, strict=True)), known, replicas, shards)
 
 
 def alone(rows: Sequence[Row[Any]], known: Contributors) -> bool:
@@ -216,13 +145,14 @@ def _piece(
     totals: dict[str, FloatArray],
     known: Contributors,
     replicas_of: Callable[[str], FloatArray],
+    shards: int,
 ) -> Piece:
     grouped = group_steps(_places(view, rows))
     replicas = None
     if view.replicated and rows:
         replicas = np.stack([replicas_of(row.stream_id) for row in rows])
         _leave_out_replicas(view, attempt, rows, totals, known, replicas, replicas_of)
-    merged = merge_rows(grouped, totals, replicas)
+    merged = merge_rows(grouped, totals, replicas, shards)
     return Piece(
         attempt=attempt,
         first_steps=grouped.steps,

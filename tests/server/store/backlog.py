@@ -1,0 +1,154 @@
+"""A long queue is read slab by slab: every answer has the same bits as one read at once. Every backend runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from collage_server.store import ReportGroup, Selection
+from collage_server.store.reading import unsealed
+from collage_server.store.reading.waiting import SLAB_BYTES
+
+from collage_monitor import wire
+from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create
+from tests.server.store.contract import LIMITS, NOW
+
+SLABS = (1, 20_000, 60_000)
+"""A step at once; a few; more than some of the random runs have."""
+KINDS = ("shards", "replicas", "mixed")
+
+
+class BacklogContract:
+    """Subclasses give the fixture `store` (open, empty)."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("seed", range(5))
+    def test_slabs_change_no_bit(self, store, kind, seed):
+        generator = np.random.default_rng([seed, KINDS.index(kind)])
+        store._limits = dataclasses.replace(LIMITS, points=16, part_points=8)
+        ranks = fill(store, generator, kind)
+        expected = bits(store, ranks, SLAB_BYTES)
+        for slab_bytes in SLABS:
+            assert different(expected, bits(store, ranks, slab_bytes)) == []
+        assert len(expected["model all"][0]) > 8, "something to read"
+
+    def test_only_some_steps_are_held_at_once(self, store, monkeypatch):
+        """Forty steps of three ranks, each of 22 × 3 numbers: never more rows than the slab has room for."""
+        streams = register(store, [(1, rank, 0) for rank in range(3)], "shards")
+        for rank, stream in enumerate(streams):
+            send(store, stream, [report(seq, seq + 1, rank=rank) for seq in range(40)])
+        held, decode = [], unsealed.decode_layers
+
+        def counted(names, rows, keys, positions):
+            held.append(len(rows))
+            return decode(names, rows, keys, positions)
+
+        monkeypatch.setattr(unsealed, "decode_layers", counted)
+        store._slab_bytes = 10 * (512 + 8 * len(STATISTICS) * len(LAYERS))
+        assert len(store.layer_points("r1", ["lost"], Selection()).steps) == 40
+        assert sum(held) == 120
+        assert max(held) <= 12
+
+
+def fill(store, generator, kind):
+    """Random ranks, attempts and processes; gaps, rewinds, steps twice; sealed in between, some of it late."""
+    count = int(generator.choice([1, 2, 3, 10]))
+    places = [
+        (attempt, rank, 0) for attempt in range(1, int(generator.integers(1, 4)) + 1) for rank in range(count)
+    ]
+    places += [(1, int(generator.integers(count)), 1) for _ in range(generator.integers(0, 2))]
+    streams = register(store, places, kind)
+    queues = []
+    for (attempt, rank, _), stream in zip(places, streams, strict=True):
+        start = 1 if attempt == 1 else 20 * attempt - 10
+        steps = start + np.cumsum(generator.choice([1, 1, 1, 1, 3], 40 if count < 10 else 20))
+        if generator.random() < 0.3:
+            steps = np.append(steps[:30], steps[10:30])
+        if generator.random() < 0.2:
+            steps = generator.permutation(steps)
+        queues.append((stream, [drawn(generator, seq, int(step), rank) for seq, step in enumerate(steps)]))
+    late = int(generator.integers(len(queues)))
+    for number in range(3):
+        for place in generator.permutation(len(queues)).tolist():
+            stream, reports = queues[place]
+            some = reports[number::3] if generator.random() < 0.5 else reports[10 * number : 10 * number + 10]
+            if number == 2 or place != late:
+                send(store, stream, some)
+        for _ in range(generator.integers(0, 3)):
+            store.seal("r1", NOW)
+    return [None, *range(count)]
+
+
+def register(store, places, kind):
+    store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
+    streams = []
+    for number, (attempt, rank, process) in enumerate(places):
+        launch = wire.AttemptCreate(launch_id=f"launch-{attempt}", first_step=1 if attempt == 1 else 20 * attempt)
+        store.create_attempt("r1", launch, NOW)
+        replicas = {
+            "shards": [0, 0, 0],
+            "replicas": [rank % 2] * 3,
+            "mixed": [0, rank, rank % 2],
+        }[kind]
+        create = stream_create(
+            f"s{number}",
+            launch_id=f"launch-{attempt}",
+            rank=rank,
+            world_size=len({rank for _, rank, _ in places}),
+            process_id=1000 * process + rank,
+            layers=[layer(name, replica) for name, replica in zip(LAYERS, replicas, strict=True)],
+        )
+        store.create_stream("r1", create, NOW)
+        streams.append(store.stream_record(f"s{number}"))
+    return streams
+
+
+def drawn(generator, seq, step, rank):
+    """Numbers whose sums depend on their order, now and then a layer that was not reported, or nothing measured."""
+    values = generator.lognormal(0.0, 3.0, (len(STATISTICS), len(LAYERS)))
+    values[0] = 1.0
+    if generator.random() < 0.1:
+        values[:, generator.integers(len(LAYERS))] = np.nan
+    time = NOW + step + float(generator.random())
+    return report(seq, step, rank=rank, values=values, measured=generator.random() < 0.9, time=time)
+
+
+def send(store, stream, reports):
+    if reports:
+        store.append([ReportGroup(stream, reports)], NOW)
+
+
+def bits(store, ranks, slab_bytes):
+    """By question, every array of the answer as bytes."""
+    store._slab_bytes = slab_bytes
+    found = {}
+    for rank in ranks:
+        whole = store.model_points("r1", None, Selection(rank=rank))
+        found["model all" if rank is None else f"model of rank {rank}"] = packed(whole)
+    shown = Selection(points=5, extremes_of="edq_ratio")
+    for name, chosen in (("middle", Selection(first_step=9, last_step=33)), ("coarse", shown)):
+        found[f"model {name}"] = packed(store.model_points("r1", None, chosen))
+        found[f"layers {name}"] = packed(store.layer_points("r1", STATISTICS, chosen))
+        found[f"layer {name}"] = packed(store.layer_points("r1", ["lost"], chosen, [LAYERS[2]]))
+    found["layers all"] = packed(store.layer_points("r1", STATISTICS, Selection()))
+    store._newest.clear()
+    latest = store.latest("r1")
+    found["latest"] = [] if latest is None else [latest.step, *(repr(value) for value in latest.model.values())]
+    found["scalars"] = [(entry.steps.tobytes(), entry.values.tobytes()) for entry in logged(store)]
+    return found
+
+
+def logged(store):
+    return store.scalar_points("r1", None, Selection()).values()
+
+
+def packed(points):
+    counted = [getattr(points, name) for name in ("steps", "first_steps", "times", "ranks", "counts")]
+    totals = [array for key in sorted(points.totals) for array in (np.ascontiguousarray(points.totals[key]),)]
+    extremes = [array for key in sorted(points.extremes) for array in points.extremes[key]]
+    return [array.tobytes() for array in (*counted, *totals, *extremes)]
+
+
+def different(expected, found):
+    return [name for name in expected if expected[name] != found[name]]
