@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.api import parameters
+from collage_server.queries import worst_order
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create
@@ -172,6 +173,21 @@ def test_a_heatmap_of_some_layers_over_some_steps(server):
     assert (plain.axis, plain.positions) == ("step", [float(step) for step in STEPS])
     empty = server.get("/runs/r1/heatmap?metric=edq_ratio&from=60&axis=time", wire.Heatmap)
     assert (empty.steps, empty.positions) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "worst_first"),
+    [
+        ("edq_ratio", [0.9, 1.2, float("nan"), -1.0], [3, 0, 1, 2]),
+        ("edq_oracle_ratio", [0.9, 1.2, float("nan"), 1.0], [1, 0, 3, 2]),
+        ("lost_update_ratio", [0.0, 0.5, float("nan"), 0.1], [1, 3, 0, 2]),
+        ("half_ulp_margin", [3.0, -2.0, float("nan"), 0.5], [1, 3, 0, 2]),
+        ("edq", [3.0, -2.0, float("nan"), 0.5], [1, 3, 0, 2]),
+        ("half_ulp_lr_factor", [0.5, 4.0, float("nan"), 1.0], [1, 3, 0, 2]),
+    ],
+)
+def test_which_layer_is_worse(metric, values, worst_first):
+    assert worst_order(metric, np.array(values)).tolist() == worst_first
 
 
 def test_worst_of_some_layers_at_an_earlier_step(server):

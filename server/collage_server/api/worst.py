@@ -31,7 +31,7 @@ def get_worst(
     module_type: parameters.ModuleType = None,
     step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
 ) -> Response:
-    """The k layers worst in a metric: lowest where 1 is ideal, |1 − x| against the oracle, else highest.
+    """The k layers worst in a metric: lowest where more is better, |1 − x| against the oracle, else highest.
 
     At the newest measured step, or at the one at or before `step`.
     """

@@ -14,18 +14,20 @@ from collage_server.store.contract import Points
 
 __all__ = ["worst_layers", "worst_order"]
 
+_LOWEST: Final = frozenset({"edq", "half_ulp_margin", "faithful"})
+"""Besides those with the ideal 1: the less, the more is lost, or the closer."""
 _BY_DISTANCE: Final = frozenset({"edq_oracle_ratio", "oracle_step_norm_ratio", "oracle_displacement_ratio"})
 
 
 def worst_order(key: str, values: NDArray[np.float64]) -> NDArray[np.intp]:
     """Indices of the layers, worst first; undefined ones last, equal ones in their order.
 
-    Metrics with the ideal 1 are worst at their lowest, those against the oracle at |1 − x|, all others at
-    their highest.
+    Metrics with the ideal 1, the distance from half a gap and what arrived are worst at their lowest, metrics
+    against the oracle at |1 − x|, all others at their highest.
     """
-    ideal = metric(key).ideal
-    badness = -values if ideal == 1.0 else values
-    if split_key(key)[0] in _BY_DISTANCE:
+    name = split_key(key)[0]
+    badness = -values if metric(key).ideal == 1.0 or name in _LOWEST else values
+    if name in _BY_DISTANCE:
         badness = np.abs(1.0 - values)
     return np.argsort(-np.where(np.isnan(badness), -np.inf, badness), kind="stable")
 
