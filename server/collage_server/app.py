@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 
 from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from collage_monitor import __version__
 from collage_server import health
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
+from collage_server.api.routing import Routes
 from collage_server.auth.bearer import Access
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
@@ -24,7 +26,6 @@ from collage_server.maintenance import Maintenance
 from collage_server.settings import Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
 from collage_server.web.description import add_description
-from collage_server.web.failures import add_error_handlers
 from collage_server.web.middleware import AccessControl, RequestIdentity
 from collage_server.web.read_only import ReadOnlyGate
 
@@ -40,7 +41,7 @@ def create_app(
     what waits is committed first.
     """
     components = _components(settings, store or make_store(settings), clock)
-    app = FastAPI(
+    app = _Application(
         title="Collage Monitor",
         version=__version__,
         description="What low precision does to an optimizer's updates.",
@@ -54,12 +55,17 @@ def create_app(
     # As a flat list: an included router is matched twice for each request, and those around it once more.
     app.router.routes += [*api_routes(), *health.router.routes]
     add_description(app)
-    add_error_handlers(app)
-    access = Access(settings, components.directory, components.store.access)
-    app.add_middleware(ReadOnlyGate, guard=components.guard)
-    app.add_middleware(AccessControl, access=access)
-    app.add_middleware(RequestIdentity)
     return app
+
+
+class _Application(FastAPI):
+    """FastAPI behind our own door alone: the layers that it would put around it handle errors and limits again."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        components: Components = self.state.components
+        access = Access(components.settings, components.directory, components.store.access)
+        gate = ReadOnlyGate(Routes(self.router), components.guard)
+        return RequestIdentity(AccessControl(gate, access))
 
 
 @asynccontextmanager

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager
-from typing import Final, TypeVar
+import types
+from collections.abc import Coroutine, Generator
+from typing import Any, Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.api.encodings import checked_encoding, decompress, decompressed_bound
-from collage_server.components import components_of
+from collage_server.components import Components, components_of
 from collage_server.errors import BadRequest, Busy, TooLarge, Unprocessable, UnsupportedMediaType
 from collage_server.ingest import Held
 
@@ -31,7 +33,7 @@ def content_type_of(request: Request) -> str:
     Raises:
         UnsupportedMediaType: another type.
     """
-    given = request.headers.get("content-type", wire.JSON).partition(";")[0].strip().lower()
+    given = _header(request, b"content-type", wire.JSON).partition(";")[0].strip().lower()
     if given not in {wire.JSON, wire.MSGPACK}:
         raise UnsupportedMediaType(
             f"content type {given!r} is not spoken here; send {wire.MSGPACK} or {wire.JSON}", field="Content-Type"
@@ -46,28 +48,32 @@ def declared_size(request: Request, limit: int) -> int:
         TooLarge: it says more than the limit.
         BadRequest: it says nonsense.
     """
-    text = request.headers.get("content-length")
-    if text is None:
-        return limit
+    text = _header(request, b"content-length", str(limit))
     if not text.isdecimal():
         raise BadRequest(f"Content-Length {text!r} is not a number", field="Content-Length")
-    if int(text) > limit:
+    size = int(text)
+    if size > limit:
         raise _too_large(limit)
-    return int(text)
+    return size
 
 
-def held_body(request: Request) -> AbstractContextManager[Held]:
+def _header(request: Request, name: bytes, default: str) -> str:
+    """A header, from the dictionary that every request brings along."""
+    value: bytes | None = request.scope["state"]["headers"].get(name)
+    return default if value is None else value.decode("latin-1")
+
+
+def held_body(request: Request, components: Components) -> Held:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     Raises:
         TooLarge: the body says that it is larger than `body_bytes`.
         Busy: there is no room (on entering).
     """
-    components = components_of(request)
     return components.in_flight.hold(declared_size(request, components.settings.body_bytes))
 
 
-async def read_body(request: Request, held: Held, content_type: str) -> bytes:
+async def read_body(request: Request, components: Components, held: Held, content_type: str) -> bytes:
     """The whole body, decompressed, refused as soon as it grows beyond its limit.
 
     `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.
@@ -78,10 +84,10 @@ async def read_body(request: Request, held: Held, content_type: str) -> bytes:
         UnsupportedMediaType: an encoding that is not spoken here.
         Busy: the body stopped arriving; decompressed it does not fit beside what is in flight.
     """
-    settings = components_of(request).settings
+    settings = components.settings
     is_json = content_type == wire.JSON
-    encoding = checked_encoding(request.headers.get("content-encoding", "identity"))
-    body = await _read_sent(request, held.size, settings.body_bytes)
+    encoding = checked_encoding(_header(request, b"content-encoding", "identity"))
+    body = await _read_sent(request.receive, held.size, settings.body_bytes)
     if encoding != "identity":
         limit = settings.body_bytes if is_json else settings.decompressed_bytes
         bound = decompressed_bound(body, encoding, limit)
@@ -91,12 +97,18 @@ async def read_body(request: Request, held: Held, content_type: str) -> bytes:
     return body
 
 
-async def _read_sent(request: Request, expected: int, limit: int) -> bytes:
+async def _read_sent(receive: Receive, expected: int, limit: int) -> bytes:
     """The bytes of a body that holds room for `expected`, as long as they keep arriving."""
+    reading = _joined(receive, limit)
+    try:
+        waiting = reading.send(None)
+    except StopIteration as end:
+        # It was here already, as most are: a timer would cost more than reading it.
+        return bytes(end.value)
     seconds = _PATIENCE_SECONDS + expected / _SLOWEST_BYTES_A_SECOND
     try:
         async with asyncio.timeout(seconds):
-            return await _joined(request, limit)
+            return await _resumed(reading, waiting)
     except TimeoutError as error:
         raise Busy(
             f"the body did not arrive within {seconds:.0f} seconds, and others wait for its room; send it again",
@@ -104,15 +116,29 @@ async def _read_sent(request: Request, expected: int, limit: int) -> bytes:
         ) from error
 
 
-async def _joined(request: Request, limit: int) -> bytes:
+@types.coroutine
+def _resumed(reading: Coroutine[Any, Any, bytes], waiting: Any) -> Generator[Any, Any, bytes]:
+    """The rest of a coroutine that waits for `waiting`."""
+    try:
+        yield waiting
+    except BaseException:
+        reading.close()
+        raise
+    return (yield from reading.__await__())
+
+
+async def _joined(receive: Receive, limit: int) -> bytes:
     parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
+    size, more = 0, True
+    while more:
+        arrived = await receive()
+        if arrived["type"] != "http.request":
+            raise ClientDisconnect
+        part, more = arrived.get("body", b""), arrived.get("more_body", False)
         size += len(part)
         if size > limit:
             raise _too_large(limit)
-        if part:  # The last one is empty.
-            parts.append(part)
+        parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -127,9 +153,9 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
         BadRequest: not decodable at all.
         Unprocessable: decodable, but a field is of a wrong type or beyond its bound.
     """
-    content_type = content_type_of(request)
-    with held_body(request) as held:
-        return _decoded(await read_body(request, held, content_type), kind, content_type)
+    components, content_type = components_of(request), content_type_of(request)
+    with held_body(request, components) as held:
+        return _decoded(await read_body(request, components, held, content_type), kind, content_type)
 
 
 def _decoded(data: bytes, kind: type[_Message], content_type: str) -> _Message:

@@ -32,8 +32,8 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
     """Store a batch of reports exactly once; a bad or late one is named in `rejected`, its neighbours are kept."""
     components = components_of(request)
     content_type = content_type_of(request)
-    with held_body(request) as held:
-        body = await read_body(request, held, content_type)
+    with held_body(request, components) as held:
+        body = await read_body(request, components, held, content_type)
         refused: list[wire.RejectedReport] = []
         try:
             batch = wire.decode_batch(body, content_type)
@@ -76,7 +76,8 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
     kept, rejected = check_batch(batch, stream)
     if not fresh and any(entry.code == "undeclared" for entry in rejected):
         kept, rejected = check_batch(batch, await run_in_threadpool(components.registry.load, stream_id))
-    components.counters.count(rejected=len(rejected))
+    if rejected:
+        components.counters.count(rejected=len(rejected))
     if batch.gaps:
         await run_in_threadpool(components.store.note_gaps, stream, batch.gaps, components.clock())
     if not kept:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
 from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 
 from collage_monitor.wire import ROLES
@@ -27,7 +27,7 @@ from collage_server.store import AccessStore
 
 __all__ = ["Access", "principal_of"]
 
-_SCHEME: Final = "bearer "
+_SCHEME: Final = b"bearer "
 _NOBODY: Final = Principal("nobody", "read", frozenset())
 _MOST_RUNS: Final = 1000
 _KEPT_OWNERS: Final = 20_000
@@ -50,8 +50,8 @@ class Access:
         self._store = store
         self._owners: LRUCache[tuple[str, str], str] = LRUCache(_KEPT_OWNERS)
 
-    async def admit(self, method: str, path: str, query: bytes, headers: Headers) -> Principal:
-        """Let the request pass, as the returned principal.
+    async def admit(self, method: str, path: str, query: bytes, headers: Mapping[bytes, bytes]) -> Principal:
+        """Let the request pass, as the returned principal; `headers` by their names in lower case.
 
         Raises:
             Unauthorised: no valid token, and the route needs one.
@@ -76,11 +76,11 @@ class Access:
             await self._check_projects(principal, ids, query)
         return principal
 
-    async def _authenticated(self, headers: Headers) -> Principal:
-        header = headers.get("authorization", "")
+    async def _authenticated(self, headers: Mapping[bytes, bytes]) -> Principal:
+        header = headers.get(b"authorization", b"")
         if header[: len(_SCHEME)].lower() != _SCHEME:
             raise Unauthorised("no token; send the header Authorization: Bearer TOKEN", field="Authorization")
-        principal = await self._directory.principal(header[len(_SCHEME) :].strip().encode())
+        principal = await self._directory.principal(header[len(_SCHEME) :].strip())
         if principal is None:
             raise Unauthorised(
                 "this token is not known here, or was revoked; the local server's stands in the file `token` of "
@@ -125,18 +125,21 @@ def _refusal(principal: Principal, capability: Capability, method: str, path: st
     return f"a token of role {principal.role!r} may not {method} {path}; use one of role {' or '.join(allowed)}"
 
 
-def _check_local(headers: Headers) -> None:
+def _check_local(headers: Mapping[bytes, bytes]) -> None:
     """Against DNS rebinding and foreign pages: the Host, and the Origin where there is one, must be loopback."""
-    host = headers.get("host", "")
-    if _name(f"//{host}") not in LOOPBACK_HOSTS:
-        raise Forbidden(f"host {host!r} may not ask a server without tokens; use http://127.0.0.1", field="Host")
-    origin = headers.get("origin")
+    host = headers.get(b"host", b"")
+    if _name(b"//" + host) not in LOOPBACK_HOSTS:
+        asked = host.decode("latin-1")
+        raise Forbidden(f"host {asked!r} may not ask a server without tokens; use http://127.0.0.1", field="Host")
+    origin = headers.get(b"origin")
     if origin is not None and _name(origin) not in LOOPBACK_HOSTS:
-        raise Forbidden(f"pages of {origin!r} may not ask a server without tokens", field="Origin")
+        page = origin.decode("latin-1")
+        raise Forbidden(f"pages of {page!r} may not ask a server without tokens", field="Origin")
 
 
-def _name(address: str) -> str | None:
+@lru_cache(maxsize=64)
+def _name(address: bytes) -> str | None:
     try:
-        return urlsplit(address).hostname
+        return urlsplit(address.decode("latin-1")).hostname
     except ValueError:
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Final
 
 from collage_server.errors import Busy
@@ -45,29 +45,33 @@ class InFlight:
             self._next_cut = self._clock() + seconds
             self.allowed = min(self.limit, max(_LEAST, int(_CUT * min(self.allowed, self.bytes))))
 
-    @contextmanager
-    def hold(self, size: int) -> Iterator[Held]:
-        """Take `size` bytes from the budget while the context lasts.
+    def hold(self, size: int) -> Held:
+        """Take `size` bytes from the budget while the context that is entered lasts.
 
         A single body always passes when nothing else is in flight, however small the budget.
 
         Raises:
-            Busy: they do not fit.
+            Busy: they do not fit (on entering).
         """
-        held = Held(self)
-        held.resize(size)
-        try:
-            yield held
-        finally:
-            self.bytes -= held.size
+        return Held(self, size)
 
 
 class Held:
     """One request's part of the budget."""
 
-    def __init__(self, budget: InFlight) -> None:
+    def __init__(self, budget: InFlight, asked: int) -> None:
         self.size = 0
         self._budget = budget
+        self._asked = asked
+
+    def __enter__(self) -> Held:
+        self.resize(self._asked)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.bytes -= self.size
 
     def resize(self, size: int) -> None:
         """Hold so many bytes from now on.

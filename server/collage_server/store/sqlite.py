@@ -61,6 +61,7 @@ class SqliteStore(SqlStore):
         self._unsafe = unsafe
         self._busy_timeout_seconds = busy_timeout_seconds
         self._write_lock = Lock()
+        self._writer: Connection | None = None
 
     def _connect(self) -> Engine:
         try:
@@ -108,11 +109,35 @@ class SqliteStore(SqlStore):
 
     @contextmanager
     def _begin_writing(self) -> Iterator[Connection]:
-        """The lock keeps this process's writers from polling for the file's own lock."""
-        with self._write_lock, self.engine.connect() as plain:
-            connection = plain.execution_options(begin="IMMEDIATE")
-            with connection.begin():
-                yield connection
+        """The lock keeps this process's writers from polling for the file's own lock.
+
+        They share a connection, which is kept: to take one and give it back costs as much as to check a report.
+        """
+        with self._write_lock:
+            if self._writer is None:
+                self._writer = self.engine.connect().execution_options(begin="IMMEDIATE")
+                self._writer.detach()
+            try:
+                with self._writer.begin():
+                    yield self._writer
+            except BaseException:
+                self._drop_writer()
+                raise
+
+    def _drop_writer(self) -> None:
+        """Close the writers' connection; what is left of its transaction is rolled back."""
+        connection, self._writer = self._writer, None
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Close every connection; one that still writes is left to the end of the process."""
+        if self._write_lock.acquire(blocking=False):
+            try:
+                self._drop_writer()
+            finally:
+                self._write_lock.release()
+        super().close()
 
     def sizes(self) -> Sizes:
         """How much space there is."""
@@ -159,4 +184,5 @@ def _on_connect(connection: Any, _record: Any) -> None:
 
 
 def _on_begin(connection: Connection) -> None:
-    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('begin', 'DEFERRED')}")
+    with driver_cursor(connection) as cursor:
+        cursor.execute(f"BEGIN {connection.get_execution_options().get('begin', 'DEFERRED')}")

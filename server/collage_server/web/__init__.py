@@ -1,1 +1,1 @@
-"""What stands around every route: middleware, the read-only gate, failures as answers, the description."""
+"""What stands around every route: the connection, middleware, the read-only gate, failures, the description."""

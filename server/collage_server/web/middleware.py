@@ -1,4 +1,4 @@
-"""What stands before every route: a request id, a log record, an answer to bugs, and who may ask."""
+"""What stands before every route: a request id, a log record, an answer to every failure, and who may ask."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import time
 from typing import Final
 from urllib.parse import quote
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collage_server.auth.bearer import Access
 from collage_server.auth.principals import Principal
-from collage_server.errors import Busy, ServerError
+from collage_server.errors import Busy
 from collage_server.logs import REQUEST_ID
-from collage_server.web.failures import bug_of, error_of
+from collage_server.web.failures import answer_to
 
 __all__ = ["AccessControl", "RequestIdentity"]
 
-_HEADER: Final = "x-request-id"
+_HEADER: Final = b"x-request-id"
 _LONGEST_ID: Final = 64
 _LOG: Final = logging.getLogger("collage_server.requests")
 _GOING_DOWN: Final = Busy("the server is going down; send this request again later", retry_after_seconds=1)
 
 
 class RequestIdentity:
-    """Gives each request an id, the client's own where it sends a sane one, answers with it, and logs with it."""
+    """Gives each request an id, the client's own where it sends a sane one, answers with it, and logs with it.
+
+    Whatever is raised behind it becomes an answer. The request's headers stand in its state as a dictionary: of
+    equal names the first.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -36,10 +39,11 @@ class RequestIdentity:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(_HEADER, "")
-        sane = 0 < len(given) <= _LONGEST_ID and given.replace("-", "").isalnum() and given.isascii()
-        request_id = given if sane else secrets.token_hex(8)
-        scope.setdefault("state", {})["request_id"] = request_id
+        headers = dict(reversed(scope["headers"]))
+        given = headers.get(_HEADER)
+        request_id = secrets.token_hex(8) if given is None or not _is_sane(given) else given.decode()
+        state = scope.setdefault("state", {})
+        state["request_id"], state["headers"] = request_id, headers
         REQUEST_ID.set(request_id)
         started, status = time.perf_counter(), 0
 
@@ -47,20 +51,24 @@ class RequestIdentity:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[_HEADER] = request_id
+                message["headers"] = [*message["headers"], (_HEADER, request_id.encode())]
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if not status:
-                await error_of(_GOING_DOWN, request_id)(scope, receive, send_with_id)
+                await answer_to(_GOING_DOWN, scope)(scope, receive, send_with_id)
             raise
         except Exception as error:
             if status:
                 raise
-            await bug_of(error, scope, request_id)(scope, receive, send_with_id)
+            await answer_to(error, scope)(scope, receive, send_with_id)
         _log(scope, status, time.perf_counter() - started)
+
+
+def _is_sane(given: bytes) -> bool:
+    return 0 < len(given) <= _LONGEST_ID and given.replace(b"-", b"").isalnum()
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
@@ -88,11 +96,8 @@ class AccessControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            try:
-                scope["state"]["principal"] = await self.access.admit(
-                    scope["method"], scope["path"], scope["query_string"], Headers(scope=scope)
-                )
-            except ServerError as error:
-                await error_of(error, scope["state"]["request_id"])(scope, receive, send)
-                return
+            state = scope["state"]
+            state["principal"] = await self.access.admit(
+                scope["method"], scope["path"], scope["query_string"], state["headers"]
+            )
         await self.app(scope, receive, send)

@@ -8,7 +8,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from collage_server.disk import DiskGuard
 from collage_server.errors import Busy
-from collage_server.web.failures import error_of
 
 __all__ = ["ReadOnlyGate"]
 
@@ -17,7 +16,7 @@ _WRITES: Final = ("/runs", "/attempts", "/streams", "/reports")
 
 
 class ReadOnlyGate:
-    """While the guard has a reason, answers 503 to all that would store something new; deleting is allowed."""
+    """While the guard has a reason, refuses all that would store something new; deleting is allowed."""
 
     def __init__(self, app: ASGIApp, guard: DiskGuard) -> None:
         self.app = app
@@ -25,11 +24,9 @@ class ReadOnlyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reason = self.guard.reason
-        if reason is None or scope["type"] != "http" or not _stores(scope):
-            await self.app(scope, receive, send)
-            return
-        busy = Busy(f"read-only: {reason}; send this again later", retry_after_seconds=_RETRY_SECONDS)
-        await error_of(busy, scope.get("state", {}).get("request_id"))(scope, receive, send)
+        if reason is not None and scope["type"] == "http" and _stores(scope):
+            raise Busy(f"read-only: {reason}; send this again later", retry_after_seconds=_RETRY_SECONDS)
+        await self.app(scope, receive, send)
 
 
 def _stores(scope: Scope) -> bool:
