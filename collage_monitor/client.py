@@ -75,7 +75,7 @@ class Client:
         cursor: str | None = None,
         limit: int = 100,
     ) -> wire.RunPage:
-        """A page of runs, newest first; `q` searches names and ids."""
+        """A page of runs, newest first; `q` searches names, ids and notes."""
         query = {
             "project": project,
             "strategy": strategy,

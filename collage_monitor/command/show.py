@@ -12,7 +12,7 @@ from collage_monitor.client import Client
 from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, read_token
 from collage_monitor.metrics import METRICS, split_key
 
-__all__ = ["list_runs", "server_options", "show"]
+__all__ = ["list_runs", "printable", "server_options", "show"]
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 _COLUMNS = ("edq_ratio", "state_decrement_ratio/exp_avg_sq", "lost_update_ratio")
@@ -51,7 +51,8 @@ def list_runs(server_url: str, token: str | None, as_json: bool, project: str | 
         values = "".join(_cell(run.latest.get(key), width) for key, width in zip(_COLUMNS, _WIDTHS, strict=True))
         label = (run.watch.strategy or run.watch.observed_strategy) if run.watch else "-"
         step = "-" if run.last_step is None else run.last_step
-        click.echo(f"{run.run_id:<27}{run.name[:22]:<24}{label:<18}{run.state:<10}{step:>8}{values}")
+        name, label = printable(run.name[:22]), printable(label)
+        click.echo(f"{run.run_id:<27}{name:<24}{label:<18}{run.state:<10}{step:>8}{values}")
 
 
 @click.command("show")
@@ -71,9 +72,14 @@ def show(server_url: str, token: str | None, as_json: bool, run_id: str) -> None
         if name in METRICS:
             click.echo(f"  {key:<44}{_cell(value, 14)}  {METRICS[name].unit}")
     for name, logged in latest.scalars.items():
-        click.echo(f"  {name:<44}{_cell(logged.value, 14)}  at step {logged.step}")
+        click.echo(f"  {printable(name):<44}{_cell(logged.value, 14)}  at step {logged.step}")
     for entry in worst:
-        click.echo(f"  worst by {entry.metric}: {entry.layer} {_cell(entry.value, 0)}")
+        click.echo(f"  worst by {entry.metric}: {printable(entry.layer)} {_cell(entry.value, 0)}")
+
+
+def printable(text: str) -> str:
+    """A name for the terminal: whoever may send runs may not steer it, nor start a line of their own."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def _cell(value: wire.Number | None, width: int) -> str:

@@ -50,7 +50,7 @@ class TokenList(Struct, kw_only=True, frozen=True):
 
 
 class Act(Struct, kw_only=True, frozen=True):
-    """What an administrator or operator did. `actor` is a token_id, "server-token", "loopback" or "host"."""
+    """What an administrator or operator did. `actor` is a token_id, "server-token", "loopback" or "host:USER"."""
 
     act_id: str
     time: float

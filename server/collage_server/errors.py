@@ -3,7 +3,7 @@
 ServerError
 ├── BadRequest            400  the body cannot be decoded
 ├── Unauthorised          401  no token, or an unknown one
-├── Forbidden             403  this host or origin may not ask
+├── Forbidden             403  this role, project, host or origin may not
 ├── NotFound              404  no such run, stream, layer or route
 ├── Conflict              409  it exists already, and differs
 ├── Gone                  410  the run was deleted
@@ -74,7 +74,7 @@ class Unauthorised(ServerError):
 
 
 class Forbidden(ServerError):
-    """This host or origin may not ask."""
+    """This role, project, host or origin may not."""
 
     status = 403
     code = "forbidden"

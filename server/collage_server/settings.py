@@ -101,6 +101,11 @@ class Settings:
             raise SettingsError(
                 f"--no-auth serves loopback only, not host {self.host!r}; pass --token-file instead"
             )
+        if self.database is not None and not self.database.startswith(("postgresql://", "postgresql+psycopg://")):
+            # The value may hold a password and stays out of messages.
+            raise SettingsError(
+                f"{_variable('database')} must be postgresql://USER@HOST/NAME; leave it out for SQLite in a file"
+            )
         if not 0 <= self.port < 65_536:
             raise SettingsError(f"{_variable('port')} must be from 0 to 65535, not {self.port}; 0 takes a free one")
         for name in _POSITIVE:

@@ -122,6 +122,8 @@ def test_which_token_is_asked_for(printed, tmp_path):
         ("BUSY_TIMEOUT_SECONDS", "soon", "is not a number; set one, or unset it"),
         ("DISK_RESERVE_BYTES", "-5", "COLLAGE_SERVER_DISK_RESERVE_BYTES must be positive"),
         ("LOG_FORMAT", "xml", "set one of text, json"),
+        ("DATABASE", "sqlite:///x", "COLLAGE_SERVER_DATABASE must be postgresql://USER@HOST/NAME; leave it out"),
+        ("DATABASE", "", "COLLAGE_SERVER_DATABASE must be"),
     ],
 )
 def test_bad_values_are_named(name, value, message):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
 
 import httpx
 import pytest
@@ -67,3 +69,15 @@ def test_unclear_reach_is_refused(call, tmp_path, arguments):
 def test_without_a_server_the_message_names_the_way_on_the_host(call, tmp_path):
     result = call("list", "--server-url", "http://127.0.0.1:1", "--dir", tmp_path, code=1)
     assert "--host" in result.output
+
+
+def test_a_host_without_a_name_for_its_user_and_a_name_that_would_steer_the_terminal(call, tmp_path, monkeypatch):
+    def nobody():
+        raise KeyError("getpwuid(): uid not found: 54321")
+
+    monkeypatch.setattr(getpass, "getuser", nobody)
+    host = ("--host", "--dir", tmp_path)
+    made = call("create", *host, "--name", "n\x1b[2J\nm", "--role", "admin", "--json").stdout
+    assert json.loads(made)["token"]["created_by"] == f"host:{os.getuid()}"
+    [line] = call("list", *host).stdout.splitlines()
+    assert "n\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}m" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
+from collage_monitor.command.show import printable
 from collage_monitor.errors import ServerUnreachable
 from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, read_token
 from collage_server.app import make_store
@@ -58,12 +60,19 @@ class _Tokens:
         return self._client.revoke_token(token_id)
 
 
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # A container's user may have a number only.
+        return str(os.getuid())
+
+
 class _HostTokens:
     """The three acts, in the database: whoever may write its file may do this."""
 
     def __init__(self, store: AccessStore) -> None:
         self._store = store
-        self._actor = f"host:{getpass.getuser()}"[:64]
+        self._actor = f"host:{_user()}"[:64]
 
     def create(self, create: wire.TokenCreate) -> wire.TokenCreated:
         """Make a token."""
@@ -157,7 +166,8 @@ def revoke_token(token_id: str, as_json: bool, **place: Any) -> None:
 def _line(entry: wire.Token) -> str:
     projects = "all projects" if entry.projects is None else ", ".join(entry.projects)
     state = f"revoked {_moment(entry.revoked_at)}" if entry.revoked_at else f"used {_moment(entry.last_used_at)}"
-    return f"{entry.token_id}  {entry.role:<8}{entry.name}  ({projects})  made {_moment(entry.created_at)}, {state}"
+    about = printable(f"{entry.name}  ({projects})")
+    return f"{entry.token_id}  {entry.role:<8}{about}  made {_moment(entry.created_at)}, {state}"
 
 
 def _moment(seconds: float | None) -> str:
