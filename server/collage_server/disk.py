@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final, Protocol
 
+from collage_server.errors import StoreUnusable
 from collage_server.store import Sizes
 
 __all__ = ["DiskGuard", "Measurable"]
@@ -40,9 +41,15 @@ class DiskGuard:
 
     def look(self) -> None:
         """Measure, and decide anew."""
-        known, self._reason = self._reason, self._judge(self._store.sizes())
+        known, self._reason = self._reason, self._measured()
         if (known is None) != (self._reason is None):
             _LOG.warning("read-only: %s", self._reason) if self._reason else _LOG.warning("no longer read-only")
+
+    def _measured(self) -> str | None:
+        try:
+            return self._judge(self._store.sizes())
+        except StoreUnusable as error:
+            return error.message
 
     def _judge(self, sizes: Sizes) -> str | None:
         strict = 1.0 if self._reason is None else _BACK

@@ -27,6 +27,9 @@ class Maintainable(Protocol):
     def life(self) -> Life:
         """Retention and the rows of deleted runs."""
 
+    def fold_log(self) -> None:
+        """Keep the database's log short, whoever reads."""
+
     def return_space(self) -> bool:
         """Give a slice of free space back to the disk; True if there is more."""
 
@@ -35,7 +38,7 @@ class Maintainable(Protocol):
 
 
 class Maintenance(Background):
-    """Looks at the disk every `disk_seconds`, at everything else every `interval_seconds`.
+    """Looks at the disk every `disk_seconds`, however long a round takes, at the rest every `interval_seconds`.
 
     `days` maps a level (measured points a stored point merges) to how long it is kept.
     """
@@ -55,6 +58,8 @@ class Maintenance(Background):
         self._guard = guard
         self._clock = clock
         self._days = days
+        self._disk_seconds = disk_seconds
+        self._disk_due = time.monotonic()
         self._round_seconds = interval_seconds
         self._round_due = time.monotonic()
 
@@ -65,7 +70,7 @@ class Maintenance(Background):
 
     def look(self) -> None:
         """Look at the disk, and go a round if one is due."""
-        self.attempt(self._guard.look)
+        self._watch_disk()
         if time.monotonic() >= self._round_due:
             self.attempt(self.once)
             self._round_due = time.monotonic() + self._round_seconds
@@ -75,6 +80,7 @@ class Maintenance(Background):
         for run_id in self._store.life.sealed_runs() if self._days else ():
             if self.stopping.is_set():
                 return
+            self._watch_disk()
             now = self._clock()
             try:
                 gone = self._store.life.expire(
@@ -96,4 +102,11 @@ class Maintenance(Background):
 
     def _repeat(self, work: Callable[[], bool]) -> None:
         while not self.stopping.is_set() and work():
+            self._watch_disk()
             self.stopping.wait(_PAUSE_SECONDS)
+
+    def _watch_disk(self) -> None:
+        if time.monotonic() >= self._disk_due:
+            self.attempt(self._guard.look)
+            self.attempt(self._store.fold_log)
+            self._disk_due = time.monotonic() + self._disk_seconds

@@ -304,6 +304,9 @@ class Store(Protocol):
     def sizes(self) -> Sizes:
         """How much space there is."""
 
+    def fold_log(self) -> None:
+        """Keep the database's log short, whoever reads."""
+
     def return_space(self) -> bool:
         """Give a slice of free space back to the disk; True if there is more."""
 

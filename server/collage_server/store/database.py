@@ -127,6 +127,10 @@ class SqlStore(ABC):
         """How much space there is."""
 
     @abstractmethod
+    def fold_log(self) -> None:
+        """Keep the database's log short."""
+
+    @abstractmethod
     def return_space(self) -> bool:
         """Give a slice of free space back to the disk; True if there is more."""
 

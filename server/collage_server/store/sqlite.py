@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite import insert
 
@@ -18,8 +18,8 @@ from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import POOL, SqlStore
 from collage_server.store.engine.driver import driver_cursor
-from collage_server.store.engine.folder import folder_lock, network_file_system
-from collage_server.store.engine.space import return_pages, sqlite_sizes
+from collage_server.store.engine.folder import file_identity, folder_lock, network_file_system
+from collage_server.store.engine.space import fold_log, return_pages, sqlite_sizes
 from collage_server.store.journal.reports import JournalDriver, ReportRow
 from collage_server.store.migrate import migrate
 
@@ -62,16 +62,21 @@ class SqliteStore(SqlStore):
         self._busy_timeout_seconds = busy_timeout_seconds
         self._write_lock = Lock()
         self._writer: Connection | None = None
+        self._longest_log = _LOG_BYTES
+        self._identity: tuple[int, int] | None = None
 
     def _connect(self) -> Engine:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._check_disk()
             _prepare(self.path, self._busy_timeout_seconds)
+            self._identity = file_identity(self.path)
         except (sqlite3.Error, OSError) as error:
             raise StoreUnusable(f"{self.path} cannot be opened as a database: {error}") from error
+        # Never made anew: beside the old log an empty file would be taken for what that log goes on from.
+        query = {"mode": "rw", "uri": "true"}
         engine = create_engine(
-            f"sqlite:///{self.path}",
+            URL.create("sqlite", database=self.path.absolute().as_uri(), query=query),
             **POOL,
             connect_args={"timeout": self._busy_timeout_seconds, "check_same_thread": False},
         )
@@ -140,8 +145,28 @@ class SqliteStore(SqlStore):
         super().close()
 
     def sizes(self) -> Sizes:
-        """How much space there is."""
+        """How much space there is.
+
+        Raises:
+            StoreUnusable: the file is no longer where it was: what goes into it would be lost.
+        """
+        if file_identity(self.path) != self._identity:
+            raise StoreUnusable(
+                f"{self.path} is not the file that this server opened: it was moved, deleted or replaced; "
+                "put it back, or start the server anew"
+            )
         return sqlite_sizes(self.path)
+
+    def fold_log(self) -> None:
+        """Empty the write-ahead log where readers have let it grow beyond what it keeps.
+
+        Beside a long reader writers would wait in vain: then it is tried again when the log is twice as long.
+        """
+        log = self.path.with_name(f"{self.path.name}-wal")
+        size = log.stat().st_size if log.exists() else 0
+        if size > self._longest_log:
+            with self._write_lock:
+                self._longest_log = _LOG_BYTES if fold_log(self.path) else 2 * size
 
     def return_space(self) -> bool:
         """Give a slice of free pages back to the disk; True if there are more."""

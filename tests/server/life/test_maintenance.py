@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from collage_server.app import create_app
 from collage_server.disk import DiskGuard
+from collage_server.errors import Busy
 from collage_server.maintenance import Maintenance
 from collage_server.settings import Settings, SettingsError
 from collage_server.store import Selection, Sizes
@@ -150,7 +151,7 @@ class Life:
     """A life of data that fails first."""
 
     def __init__(self):
-        self.purges = [ValueError("broken"), True, True, False]
+        self.purges: list[Any] = [ValueError("broken"), True, True, False]
 
     def sealed_runs(self):
         return []
@@ -175,6 +176,9 @@ class Worn(Disk):
     def return_space(self):
         return False
 
+    def fold_log(self):
+        pass
+
     def note_events(self, run_id, events, now):
         return 0
 
@@ -186,6 +190,41 @@ def test_a_round_that_fails_is_logged_and_the_next_one_works(caplog):
     assert "maintenance failed" in caplog.text
     maintenance.once()
     assert store.life.purges == []
+
+
+class Watched(Worn):
+    """A store that counts the looks at it; its purge takes six slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.life.purges = [True] * 5 + [False]
+        self.looks = 0
+
+    def sizes(self):
+        self.looks += 1
+        return super().sizes()
+
+
+def test_the_disk_is_watched_while_a_round_is_long():
+    store = Watched()
+    Maintenance(store, guard_of(store), clock=Clock(), days={}, disk_seconds=0.0).once()
+    assert store.looks == 5
+
+
+def test_a_database_file_that_is_gone_takes_no_more_reports(tmp_path):
+    """It would be written to until the server ends, and acknowledged."""
+    app = create_app(Settings(folder=tmp_path, no_auth=True), clock=Clock())
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        server = Server(client, Clock(), app)
+        server.filled()
+        (tmp_path / "collage.sqlite").rename(tmp_path / "moved")
+        app.state.components.guard.look()
+        assert "put it back" in server.reports([report(9, 90)], status=503).message
+        with app.state.components.store._reading(), pytest.raises(Busy), app.state.components.store._reading():
+            pytest.fail("a database was made anew")
+        (tmp_path / "moved").rename(tmp_path / "collage.sqlite")
+        app.state.components.guard.look()
+        assert server.reports([report(9, 90)]).accepted == 1
 
 
 class Poisoned(Life):

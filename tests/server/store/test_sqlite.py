@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+import threading
 from contextlib import closing
 
 import pytest
@@ -108,6 +110,36 @@ def test_the_log_gives_back_what_it_took_beside_a_long_reader(store):
     for _ in range(3):
         write(1)
     assert log.stat().st_size <= 64 * 2**20
+
+
+def test_readers_without_a_pause_do_not_make_the_log_grow_for_good(store):
+    """One begins before the other ends: without help the log would never begin anew."""
+    log = store.path.with_name(store.path.name + "-wal")
+    done = threading.Event()
+
+    def read():
+        held = contextlib.ExitStack()
+        while not done.is_set():
+            following = contextlib.ExitStack()
+            following.enter_context(store._reading()).exec_driver_sql("SELECT count(*) FROM run").scalar()
+            held.close()
+            held = following
+            done.wait(0.02)
+        held.close()
+
+    with store._writing() as connection:
+        connection.exec_driver_sql("CREATE TABLE filler (data BLOB)")
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(20):
+            with store._writing() as connection:
+                connection.exec_driver_sql("INSERT INTO filler VALUES (zeroblob(8388608))")
+            store.fold_log()
+        assert log.stat().st_size < 100 * 2**20
+    finally:
+        done.set()
+        reader.join()
 
 
 def test_a_file_that_is_no_database_is_refused_with_a_sentence(tmp_path):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["folder_lock", "network_file_system"]
+__all__ = ["file_identity", "folder_lock", "network_file_system"]
 
 _MOUNTS = Path("/proc/self/mounts")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
@@ -49,6 +49,15 @@ def network_file_system(folder: Path) -> str | None:
             best, kind = depth, fields[2]
     family, _, program = kind.partition(".")
     return kind if kind in _NETWORK or (family == "fuse" and program in _NETWORK_FUSE) else None
+
+
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from any other that gets its name; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextmanager

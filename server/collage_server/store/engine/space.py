@@ -10,9 +10,10 @@ from typing import Final
 
 from collage_server.store.contract import Sizes
 
-__all__ = ["return_pages", "sqlite_sizes"]
+__all__ = ["fold_log", "return_pages", "sqlite_sizes"]
 
 _PAGES_A_SLICE: Final = 256
+_PATIENCE_SECONDS: Final = 0.5
 
 
 def sqlite_sizes(path: Path) -> Sizes:
@@ -23,6 +24,17 @@ def sqlite_sizes(path: Path) -> Sizes:
             for name in ("page_count", "freelist_count", "page_size")
         )
     return Sizes(used_bytes=(total - free) * page, free_bytes=shutil.disk_usage(path.parent).free)
+
+
+def fold_log(path: Path) -> bool:
+    """Fold the write-ahead log into the file and empty it; the caller keeps this process from writing meanwhile.
+
+    Readers that follow on each other without a pause keep it from beginning anew, and it grows. Those of now are
+    waited for, half a second at most, and new ones need no log. False: one of them reads for longer.
+    """
+    with closing(sqlite3.connect(path, timeout=_PATIENCE_SECONDS, isolation_level=None)) as connection:
+        busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    return not busy
 
 
 def return_pages(path: Path, timeout_seconds: float) -> bool:
