@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from collage_server.store import ReportGroup, Selection
 from sqlalchemy import text
 
@@ -147,6 +148,28 @@ class ReplicasContract:
         for key in KEYS:
             assert np.array_equal(before[key], after[key])
         assert after["replica_checksum"][0].tolist() == GOOD
+
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_a_replica_that_comes_after_another_was_sealed_is_not_added(self, store, late):
+        register(store, [0, 1])
+        reports = [told(step, GOOD) for step in range(1, 40)]
+        send(store, 1 - late, *reports)
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        before = self.totals(store)
+        while store.seal("r1", NOW):
+            pass
+        send(store, late, *reports)
+        assert self.totals(store) == before
+        while store.seal("r1", NOW):
+            pass
+        assert self.totals(store) == before
+        assert store.model_points("r1", ["lost"], Selection()).ranks.tolist() == [2] * 39
+
+    @staticmethod
+    def totals(store):
+        layers = store.layer_points("r1", ["lost", *KEYS], Selection()).totals
+        model = store.model_points("r1", ["lost"], Selection()).totals
+        return {key: values.tolist() for key, values in (*layers.items(), ("model", model["lost"]))}
 
     def test_a_deleted_run_takes_its_findings_along(self, store):
         register(store, [0, 1])

@@ -179,7 +179,7 @@ def _leave_out_replicas(
     replicas: FloatArray,
     replicas_of: Callable[[str], FloatArray],
 ) -> None:
-    """Blank, in late rows, what a sealed part has from a lower replica already."""
+    """Blank, in late rows, what a sealed part has from another replica already: what is sealed stays."""
     stream_of = {stream.rank: stream.stream_id for stream in view.streams.values() if stream.attempt == attempt}
     for index, row in enumerate(rows):
         ranks = [rank for rank in known.get(row.step, ()) if rank in stream_of]
@@ -187,4 +187,4 @@ def _leave_out_replicas(
             continue
         lowest = np.fmin.reduce([replicas_of(stream_of[rank]) for rank in ranks], axis=0)
         for values in totals.values():
-            values[index] = np.where(replicas[index] > lowest, np.nan, values[index])
+            values[index] = np.where((replicas[index] != lowest) & ~np.isnan(lowest), np.nan, values[index])
