@@ -9,6 +9,7 @@ import pytest
 from collage_server.errors import Gone
 from collage_server.store import Selection
 from collage_server.store.chunks.directory import read_chunk_infos
+from collage_server.store.sealing import retention
 
 from collage_monitor import wire
 from tests.server.samples import STATISTICS, report, stream_create
@@ -65,6 +66,17 @@ class LifeContract:
         assert store.life.expire("r1", NEVER) == 6
         assert [sorted(info.levels) for info in infos(store)] == [[256]] * 3 + [[1, 16, 256]]
         assert store.model_points("r1", ["lost"], ALL).counts.tolist() == [CHUNK] * 3 + [1] * CHUNK
+        assert store.life.expire("r1", NEVER) == 0
+
+    def test_what_has_gone_is_not_looked_at_again(self, store, monkeypatch):
+        """Every round would read a point of every chunk that a run ever had."""
+        filled(store)
+        assert store.life.expire("r1", NEVER) == 6
+
+        def read(*_):
+            raise AssertionError("a chunk without the level is read")
+
+        monkeypatch.setattr(retention, "_last_point", read)
         assert store.life.expire("r1", NEVER) == 0
 
     def test_scalars_the_newest_step_and_the_count_of_reports_stay(self, store):

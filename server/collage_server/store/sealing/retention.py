@@ -175,13 +175,13 @@ def _expired(connection: Connection, run_id: str, before: Mapping[int, float]) -
             if created.get(attempt, moment) >= moment:
                 continue
             for chunk, levels in sorted(chunks.items()):
-                if chunk == newest or coarser not in levels:
+                there = level in levels
+                if chunk == newest or coarser not in levels or not (there or level in left[attempt][chunk]):
                     continue
                 last_step, last_time = _last_point(connection, run_id, attempt, coarser, chunk)
-                if level in levels and last_time >= moment:
+                if there and last_time >= moment:
                     break
-                if level in levels or level in left[attempt][chunk]:
-                    expired.append(_Expired(attempt, level, chunk, last_step))
+                expired.append(_Expired(attempt, level, chunk, last_step))
     return expired
 
 
