@@ -98,10 +98,12 @@ def test_bad_gaps(two):
     assert streams(two)["s0"].reports == 0
 
 
-def test_more_separate_gaps_than_can_be_kept(two):
+def test_more_separate_gaps_than_can_be_kept_are_missing_and_refuse_no_report(two):
     for start in range(0, 20_000, 10_000):
         send(two, gaps=[(i, i) for i in range(start, start + 10_000, 2)])
     assert streams(two)["s0"].given_up == 10_000
-    assert send(two, gaps=[(30_000, 30_001)], status=422).limit == 10_000
+    assert send(two, [report(30_002, 10)], gaps=[(30_000, 30_001)]).accepted == 1
+    found = streams(two)["s0"]
+    assert (found.given_up, found.missing) == (10_000, 20_002)
     send(two, gaps=[(0, 20_000)])
     assert streams(two)["s0"].given_up == 20_001

@@ -8,7 +8,6 @@ from typing import Final
 from sqlalchemy import Connection, select, update
 
 from collage_monitor import wire
-from collage_server.errors import Unprocessable
 from collage_server.store import schema
 from collage_server.store.contract import NewEvent, StreamRecord
 from collage_server.store.ranges import Ranges, add_ranges, ranges_from_json, ranges_to_json
@@ -22,8 +21,7 @@ _MOST_RANGES: Final = 10_000
 def note_gaps(connection: Connection, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
     """Add these gaps to the stream's and tell of what is new; the same gap again changes nothing.
 
-    Raises:
-        Unprocessable: so many separate gaps that they cannot be kept.
+    Where there would be more separate ones than are kept, these only count as missing: their batch has reports, too.
     """
     table = schema.run_latest
     mine = (table.c.run_id == stream.run_id, table.c.stream_id == stream.stream_id)
@@ -32,14 +30,7 @@ def note_gaps(connection: Connection, stream: StreamRecord, gaps: Sequence[wire.
         return
     before = ranges_from_json(known)
     merged = add_ranges(before, [(gap.first_seq, gap.last_seq) for gap in gaps])
-    if len(merged) > _MOST_RANGES:
-        raise Unprocessable(
-            f"gaps: {len(merged)} separate ones in stream {stream.stream_id!r}, at most {_MOST_RANGES}; "
-            "start a new stream",
-            field="gaps",
-            limit=_MOST_RANGES,
-        )
-    if merged != before:
+    if merged != before and len(merged) <= _MOST_RANGES:
         connection.execute(update(table).where(*mine).values(given_up=ranges_to_json(merged)))
         add_events(connection, stream.run_id, [_event(stream, gaps, before, merged)], now)
 
