@@ -21,7 +21,7 @@ _MOST_RANGES: Final = 10_000
 def note_gaps(connection: Connection, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
     """Add these gaps to the stream's and tell of what is new; the same gap again changes nothing.
 
-    Where there would be more separate ones than are kept, these only count as missing: their batch has reports, too.
+    Where there would be more separate ones than are kept, these only count as missing: no report is refused for it.
     """
     table = schema.run_latest
     mine = (table.c.run_id == stream.run_id, table.c.stream_id == stream.stream_id)
