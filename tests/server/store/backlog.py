@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from collage_server.store import ReportGroup, Selection
+from collage_server.store.journal.decode import decode_layers
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.waiting import SLAB_BYTES
 
@@ -38,11 +39,11 @@ class BacklogContract:
         streams = register(store, [(1, rank, 0) for rank in range(3)], "shards")
         for rank, stream in enumerate(streams):
             send(store, stream, [report(seq, seq + 1, rank=rank) for seq in range(40)])
-        held, decode = [], unsealed.decode_layers
+        held = []
 
         def counted(names, rows, keys, positions):
             held.append(len(rows))
-            return decode(names, rows, keys, positions)
+            return decode_layers(names, rows, keys, positions)
 
         monkeypatch.setattr(unsealed, "decode_layers", counted)
         store._slab_bytes = 10 * (512 + 8 * len(STATISTICS) * len(LAYERS))
