@@ -10,7 +10,8 @@ from collage_server.errors import Unprocessable
 from collage_server.store import ReportGroup, Selection, schema
 
 from collage_monitor import wire
-from tests.server.samples import block, report, stream_create
+from collage_monitor.statistics import finish
+from tests.server.samples import STATISTICS, block, report, stream_create
 from tests.server.store.contract import NOW, StoreContract
 from tests.server.store.seen import ALL, plain, rows, seal_all, seen, unchanged
 
@@ -158,6 +159,28 @@ class RanksContract(Senders):
         after = store.model_points("r1", None, asked)
         assert after.totals["lost"].tolist() == [16 * 180.0] * 2 + [16 * 60.0] * 2
         assert plain(reopen().model_points("r1", None, asked)) == plain(after)
+
+    def test_late_parts_take_no_extremes_from_coarse_points(self, store):
+        """A late part may hold few statistics, and stand in the newest chunk, which has no coarse points yet."""
+        first, second = self.ranks(store, 2)
+        self.send(store, first, range(1, 71), 0)
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        seal_all(store)
+        few = np.arange(len(STATISTICS))[:, None] < 12
+        for step in (3, 5, 6, 20, 66):
+            values = np.where(few, block(step, 1), np.nan)
+            self.append(store, second, report(step, step, rank=1, values=values))
+        seal_all(store)
+        assert rows(store, schema.report) == 0
+        for metric in ("edq_ratio", "grad_norm", "state_decrement_ratio/exp_avg_sq"):
+            single = finish(metric, store.model_points("r1", None, ALL).totals)[:64].reshape(4, 16)
+            points = store.model_points("r1", None, Selection(points=2, extremes_of=metric))
+            assert points.counts.tolist() == [16] * 4 + [1] * 6
+            low, high = points.extremes[metric]
+            assert low[:4].tolist() == single.min(axis=1).tolist(), metric
+            assert high[:4].tolist() == single.max(axis=1).tolist(), metric
+        layers = store.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_ratio"))
+        assert not np.isnan(layers.extremes["edq_ratio"][0][:4]).any()
 
     def test_a_late_replica_is_not_added(self, store):
         self.late_rank(store, replica=lambda rank: rank)

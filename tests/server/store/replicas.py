@@ -171,6 +171,24 @@ class ReplicasContract:
         model = store.model_points("r1", ["lost"], Selection()).totals
         return {key: values.tolist() for key, values in (*layers.items(), ("model", model["lost"]))}
 
+    def test_single_ranks_are_their_own_wherever_their_replicas_stand(self, store):
+        register(store, [0, 1])
+        reports = [told(step, GOOD) for step in range(1, 40)]
+        for first, second in ((0, 1), (1, 0)):
+            send(store, first, *reports[first::2])
+            send(store, second, *reports[first::2])
+        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        while store.seal("r1", NOW):
+            pass
+        late = [told(step, GOOD, seq=100 + step) for step in range(40, 60)]
+        send(store, 1, *late)
+        while store.seal("r1", NOW):
+            pass
+        send(store, 0, *late[:3])
+        for rank, count in ((0, 42), (1, 59)):
+            own = store.model_points("r1", ["lost"], Selection(rank=rank))
+            assert own.totals["lost"].tolist() == [60.0] * count
+
     def test_a_deleted_run_takes_its_findings_along(self, store):
         register(store, [0, 1])
         send(store, 0, told(1, GOOD))

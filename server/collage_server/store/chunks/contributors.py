@@ -41,12 +41,14 @@ def rank_contributed(
 
 
 def read_contributors(
-    connection: Connection, run_id: str, attempt: int, chunks: Collection[int]
+    connection: Connection, run_id: str, attempt: int, chunks: Collection[int], rank: int | None = None
 ) -> dict[int, frozenset[int]]:
-    """Who contributed to each step of these chunks."""
+    """Who contributed to each step of these chunks; of one `rank` alone, where that is given."""
     found: dict[int, frozenset[int]] = {}
     for row in _rows(connection, run_id, attempt, chunks):
         ranks, table = _unpack(row)
+        if rank is not None:
+            ranks, table = ranks[ranks == rank], table[:, ranks == rank]
         steps = int_array(row.points).reshape(5, row.point_count)[1]
         for step, present in zip(steps.tolist(), table, strict=True):
             found[step] = found.get(step, frozenset()) | frozenset(ranks[present].tolist())

@@ -161,6 +161,14 @@ def _merge_equal_steps(points: Points) -> Points:
         table[slots, index] = values
         return table
 
+    twice = np.diff(np.append(starts, len(index))) > 1
+
+    def alone(extreme: FloatArray) -> FloatArray:
+        # Merged are single steps, whose value is its own extreme.
+        kept = extreme[starts]
+        kept[twice] = np.nan
+        return kept
+
     return Points(
         first_steps=np.minimum.reduceat(points.first_steps, starts),
         steps=steps,
@@ -169,5 +177,6 @@ def _merge_equal_steps(points: Points) -> Points:
         counts=np.maximum.reduceat(points.counts, starts),
         world_size=points.world_size,
         totals=reduce_shards({key: padded(values) for key, values in points.totals.items()}, axis=0),
+        extremes={key: (alone(low), alone(high)) for key, (low, high) in points.extremes.items()},
         layers=points.layers,
     )

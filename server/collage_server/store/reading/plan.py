@@ -51,7 +51,11 @@ def plan_read(view: RunView, waiting: AllWaiting, selection: Selection, infos: S
     chunks = {place: [info.chunk for info in members] for place, members in chosen.items()}
     known: dict[int, Contributors] = {
         attempt: read_contributors(
-            view.connection, view.run_id, attempt, [chunk for owner, chunk in late if owner == attempt]
+            view.connection,
+            view.run_id,
+            attempt,
+            [chunk for owner, chunk in late if owner == attempt],
+            selection.rank,
         )
         for attempt in {attempt for attempt, _ in late}
     }

@@ -225,15 +225,14 @@ def _coarse(view: RunView, plan: SealPlan, part: _Level, model: Piece, limits: S
     held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
     views = {view.run_id: view}
     positions = np.array(list(view.layers.values()), dtype=np.int64)
-    statistics = list(part.layers)
     old = sealed_layers(view.connection, views, 1, held, view.statistics(None), {view.run_id: positions})[
         view.run_id
     ]
     layers = _whole([*old, _as_piece(plan, part, part.layers)], list(view.layers))
     levels = {}
     for level in LEVELS[1:]:
-        points, model_stored = coarsen(model, level, limits.points, model_extremes(list(part.model)))
-        _, layer_stored = coarsen(layers, level, limits.points, layer_extremes(statistics))
+        points, model_stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
+        _, layer_stored = coarsen(layers, level, limits.points, layer_extremes(list(layers.totals)))
         levels[level] = _Level(points, model_stored, {}, layer_stored, (b"", b""))
     return levels
 
