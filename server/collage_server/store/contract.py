@@ -240,7 +240,8 @@ class NewEvent:
 class SealLimits:
     """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
 
-    `slice_rows` and `slice_bytes` bound what one write transaction holds, so that acknowledgements do not wait.
+    `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
+    removes from the journal, so that acknowledgements do not wait.
     """
 
     points: int = 256
@@ -251,6 +252,7 @@ class SealLimits:
     slice_rows: int = 6
     slice_bytes: int = 2**19
     delete_rows: int = 64
+    delete_bytes: int = 2**22
 
     def beside(self, commit_bytes: int) -> SealLimits:
         """Beside commits of so many bytes: slices a quarter as large, where that is more.
@@ -263,6 +265,7 @@ class SealLimits:
             slice_rows=factor * self.slice_rows,
             slice_bytes=factor * self.slice_bytes,
             delete_rows=factor * self.delete_rows,
+            delete_bytes=factor * self.delete_bytes,
         )
 
 

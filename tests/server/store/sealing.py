@@ -11,6 +11,7 @@ import pytest
 from collage_server.errors import Gone
 from collage_server.store import ReportGroup, Selection, schema
 from collage_server.store.reading.run_view import is_known
+from sqlalchemy import func, select
 
 from collage_monitor import metrics, wire
 from collage_monitor.statistics import finish, reduce_steps
@@ -268,6 +269,61 @@ class SealingContract(Senders):
         again = self.send(store, store.stream_record("s0"), range(1, 41))
         assert (again.accepted, again.duplicates) == (0, 40)
 
+    def test_no_transaction_writes_more_blocks_than_a_slice_has(self, store):
+        """Coarse levels, too: acknowledgements wait for none of them."""
+        self.send(store, self.fill(store), range(1, 65))
+        writing, written = store._writing, []
+
+        @contextmanager
+        def counted():
+            with writing() as connection:
+                before = blocks(connection)
+                yield connection
+                written.append(blocks(connection) - before)
+
+        store._writing = counted
+        assert seal_all(store) == 2
+        assert max(written) == LIMITS.slice_rows
+        assert sum(written) == rows(store, schema.layer_chunk) + rows(store, schema.model_chunk)
+
+    def test_coarse_levels_made_anew_are_seen_whole_or_not_at_all(self, store):
+        """A late rank changes a chunk; stopped after any transaction, every coarse answer has the same sums."""
+        first, second = self.ranks(store, 2)
+        self.send(store, first, range(1, 65))
+        seal_all(store)
+        self.send(store, second, range(1, 65), 1)
+        writing = store._writing
+        for allowed in range(200):
+            left = [allowed]
+
+            @contextmanager
+            def counted(left=left):
+                if left[0] == 0:
+                    raise InterruptedError("killed")
+                left[0] -= 1
+                with writing() as connection:
+                    yield connection
+
+            store._writing = counted
+            try:
+                finished = not store.seal("r1", NOW)
+            except InterruptedError:
+                finished = False
+            store._writing = writing
+            for points in (2, 4, 64):
+                model = store.model_points("r1", ["lost"], Selection(points=points))
+                assert reduce_steps(model.totals)["lost"] == 64 * 180.0
+                layers = store.layer_points("r1", ["lost"], Selection(points=points))
+                assert reduce_steps(layers.totals)["lost"].tolist() == [64 * 30.0, 64 * 60.0, 64 * 90.0]
+            if finished:
+                break
+        assert store.model_points("r1", ["lost"], Selection(points=2)).counts.tolist() == [16] * 4
+        assert allowed > 20
+        with store.engine.connect() as connection:
+            coarse = select(schema.layer_chunk.c.level, schema.layer_chunk.c.chunk, schema.layer_chunk.c.part)
+            held = connection.execute(coarse.where(schema.layer_chunk.c.level > 1).distinct()).all()
+        assert sorted(map(tuple, held)) == [(level, chunk, 1) for level in (16, 256) for chunk in (0, 1)]
+
     def test_reports_arriving_while_a_part_is_built_are_kept(self, store):
         stream = self.fill(store)
         self.send(store, stream, range(1, 33))
@@ -364,6 +420,11 @@ class SealingContract(Senders):
         groups = [ReportGroup(first, [report(0, 1), report(40, 41)]), ReportGroup(second, [report(39, 40, rank=1)])]
         outcomes = store.append(groups, NOW)
         assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
+
+
+def blocks(connection):
+    tables = (schema.layer_chunk, schema.model_chunk)
+    return sum(connection.execute(select(func.count()).select_from(table)).scalar() for table in tables)
 
 
 def with_one_more(message):

@@ -21,7 +21,7 @@ from collage_server.store.journal.reports import read_reports
 from collage_server.store.reading.assemble import Places, visible
 from collage_server.store.reading.run_view import RunView
 
-__all__ = ["SLAB_BYTES", "ScalarRow", "Slab", "Waiting", "read_waiting", "waiting_rows"]
+__all__ = ["SLAB_BYTES", "ScalarRow", "Slab", "Waiting", "largest_row", "read_waiting", "waiting_rows"]
 
 SLAB_BYTES: Final = 2**24
 """What a reader takes of the journal into memory at once; a step is never divided."""
@@ -118,7 +118,7 @@ class Waiting:
             return
         starts = np.flatnonzero(np.diff(self.steps[order], prepend=-1))
         shards = int(np.diff(starts, append=len(order)).max())
-        size = max(self.slab_bytes // _largest(view, self.layers), 1)
+        size = max(self.slab_bytes // largest_row(view, layers=self.layers), 1)
         cuts = [0, *starts[1:][np.diff(starts // size) > 0].tolist(), len(order)]
         for first, last in pairwise(cuts):
             chosen = order[first:last]
@@ -195,11 +195,12 @@ def _seen_order(view: RunView, streams: IntArray, steps: IntArray, known: Contri
     return order
 
 
-def _largest(view: RunView, layers: bool) -> int:
-    """Bytes that a row takes at most."""
+def largest_row(view: RunView, *, layers: bool) -> int:
+    """Bytes that a row of the run's journal takes at most, with or without its layers."""
     widths = [len(stream.layers) if layers else 1 for stream in view.streams.values()]
     counts = [len(stream.statistics) for stream in view.streams.values()]
-    return _ROW_BYTES + 8 * max(width * count for width, count in zip(widths, counts, strict=True))
+    numbers = (width * count for width, count in zip(widths, counts, strict=True))
+    return _ROW_BYTES + 8 * max(numbers, default=0)
 
 
 def _read(view: RunView, streams: IntArray, seqs: IntArray, layers: bool) -> list[Any]:

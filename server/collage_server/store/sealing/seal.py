@@ -1,7 +1,7 @@
 """Sealing: journal rows become chunks, in slices that do not keep the writer waiting.
 
-A reader's transaction builds, several short write transactions store the blocks, one makes them visible together
-with the ranges that they hold, and short ones delete the journal rows. A sealing that is interrupted leaves either
+A reader's transaction builds, several short write transactions store the blocks of all levels, one makes them visible
+together with the ranges that they hold, and short ones delete the journal rows. A sealing that is interrupted leaves either
 blocks that nobody sees, overwritten by the next one, or journal rows that readers skip and the next one deletes.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +29,7 @@ from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.points import sealed_layers, sealed_model
 from collage_server.store.reading.run_view import UNBOUNDED, RunView
+from collage_server.store.reading.waiting import largest_row
 from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal
 from collage_server.store.sealing.readable import Readable, layer_rows, point_rows, write_layers, write_points
@@ -49,7 +51,7 @@ _COLUMNS: Final = (
     "statistics",
 )
 _FLOAT: Final = np.dtype("<f8")
-_PARTS_A_LOOK: Final = 4
+_PARTS_A_LOOK: Final = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,11 @@ class _Built:
     counts: Mapping[tuple[str, str], int]
     readable: Readable
 
+    @property
+    def levels(self) -> dict[int, _Level]:
+        """All that is made, by level; nothing where only what was logged is sealed."""
+        return {} if self.part is None else {LEVELS[0]: self.part, **self.coarse}
+
 
 def seal(
     run_id: str,
@@ -95,6 +102,8 @@ def seal(
         view = RunView(connection, run_id)
         if view.is_newer:
             return 0
+        largest = largest_row(view, layers=True)
+        limits = replace(limits, delete_rows=max(min(limits.delete_rows, limits.delete_bytes // largest), 1))
         mismatches, looked = replicas.find(view)
         journal = read_journal(connection, view, limits, closed=closed, stale_after_seconds=stale_after_seconds)
     if mismatches:
@@ -278,13 +287,14 @@ def _write(run_id: str, writing: Transaction, built: _Built, limits: SealLimits)
         _require(connection, run_id)
         entries = _entries(connection, run_id, built)
         for table in (schema.model_chunk, schema.layer_chunk):
-            connection.execute(delete(table).where(*_part_of(table, run_id, plan)))
-    if built.part is not None:
-        for blocks in _slices(_blocks(run_id, plan, plan.part, 1, built.part, entries), limits):
-            with writing() as connection:
-                _require(connection, run_id)
-                for table, values in blocks:
-                    connection.execute(insert(table).values(**values))
+            if built.levels:
+                connection.execute(delete(table).where(*_chunk_of(table, run_id, plan), table.c.part == plan.part))
+    every = [_blocks(run_id, plan, level, held, entries) for level, held in built.levels.items()]
+    for blocks in _slices(chain.from_iterable(every), limits):
+        with writing() as connection:
+            _require(connection, run_id)
+            for table, values in blocks:
+                connection.execute(insert(table).values(**values))
     for rows in built.readable.layer_slices():
         with writing() as connection:
             _require(connection, run_id)
@@ -315,14 +325,8 @@ def _require(connection: Connection, run_id: str) -> None:
         raise Gone(f"run {run_id!r} was deleted while it was being sealed", field="run_id")
 
 
-def _part_of(table: Any, run_id: str, plan: SealPlan) -> tuple[Any, ...]:
-    return (
-        table.c.run_id == run_id,
-        table.c.attempt == plan.attempt,
-        table.c.level == 1,
-        table.c.chunk == plan.chunk,
-        table.c.part == plan.part,
-    )
+def _chunk_of(table: Any, run_id: str, plan: SealPlan) -> tuple[Any, ...]:
+    return (table.c.run_id == run_id, table.c.attempt == plan.attempt, table.c.chunk == plan.chunk)
 
 
 def _entries(connection: Connection, run_id: str, built: _Built) -> dict[str, int]:
@@ -330,8 +334,9 @@ def _entries(connection: Connection, run_id: str, built: _Built) -> dict[str, in
     table = schema.entry
     rows = connection.execute(select(table.c.key, table.c.entry).where(table.c.run_id == run_id))
     known = {row.key: row.entry for row in rows}
-    levels = [] if built.part is None else [built.part, *built.coarse.values()]
-    keys = dict.fromkeys(key for level in levels for held in (level.model, level.layers) for key in held)
+    keys = dict.fromkeys(
+        key for level in built.levels.values() for held in (level.model, level.layers) for key in held
+    )
     fresh = [key for key in keys if key not in known]
     for key in fresh:
         known[key] = len(known)
@@ -341,12 +346,10 @@ def _entries(connection: Connection, run_id: str, built: _Built) -> dict[str, in
     return known
 
 
-def _blocks(
-    run_id: str, plan: SealPlan, part: int, level: int, held: _Level, entries: Mapping[str, int]
-) -> Iterator[_Block]:
+def _blocks(run_id: str, plan: SealPlan, level: int, held: _Level, entries: Mapping[str, int]) -> Iterator[_Block]:
     """(table, values) of every block row of a level."""
     count = len(held.points.steps)
-    place = {"run_id": run_id, "attempt": plan.attempt, "level": level, "chunk": plan.chunk, "part": part}
+    place = {"run_id": run_id, "attempt": plan.attempt, "level": level, "chunk": plan.chunk, "part": plan.part}
     for rank, totals in ((ALL_RANKS, held.model), *held.ranks.items()):
         numbers = np.array([entries[key] for key in totals], dtype=np.int64)
         block = np.stack(list(totals.values())) if totals else np.zeros((0, count))
@@ -367,23 +370,16 @@ def _float_bytes(block: FloatArray) -> bytes:
 
 
 def _publish(connection: Connection, run_id: str, built: _Built, entries: Mapping[str, int]) -> None:
-    """Points, coarse levels, scalars, and the ranges that are now sealed: all of it or nothing."""
+    """Points of every level, scalars, and the ranges that are now sealed: all of it or nothing.
+
+    Coarse levels are numbered as the part that made them, and take the place of earlier ones.
+    """
     plan = built.plan
-    if built.part is not None:
-        connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, plan.part, 1, built.part)))
-    for level, held in built.coarse.items():
-        for table in (schema.point_chunk, schema.model_chunk, schema.layer_chunk):
-            connection.execute(
-                delete(table).where(
-                    table.c.run_id == run_id,
-                    table.c.attempt == plan.attempt,
-                    table.c.level == level,
-                    table.c.chunk == plan.chunk,
-                )
-            )
-        connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, 0, level, held)))
-        for table, values in _blocks(run_id, plan, 0, level, held, entries):
-            connection.execute(insert(table).values(**values))
+    for table in (schema.point_chunk, schema.model_chunk, schema.layer_chunk) if built.coarse else ():
+        replaced = (table.c.level.in_(built.coarse), table.c.part != plan.part)
+        connection.execute(delete(table).where(*_chunk_of(table, run_id, plan), *replaced))
+    for level, held in built.levels.items():
+        connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, level, held)))
     _publish_scalars(connection, run_id, built)
     write_points(connection, run_id, plan, built.readable)
     table = schema.run_latest
@@ -394,14 +390,14 @@ def _publish(connection: Connection, run_id: str, built: _Built, entries: Mappin
         connection.execute(update(table).where(*mine).values(sealed=merged))
 
 
-def _point_row(run_id: str, plan: SealPlan, part: int, level: int, held: _Level) -> dict[str, Any]:
+def _point_row(run_id: str, plan: SealPlan, level: int, held: _Level) -> dict[str, Any]:
     points = held.points
     return {
         "run_id": run_id,
         "attempt": plan.attempt,
         "level": level,
         "chunk": plan.chunk,
-        "part": part,
+        "part": plan.part,
         "point_count": len(points.steps),
         "first_step": int(points.first_steps[0]),
         "last_step": int(points.steps[-1]),
