@@ -1,8 +1,9 @@
 """Sealing: journal rows become chunks, in slices that do not keep the writer waiting.
 
-A reader's transaction builds, several short write transactions store the blocks of all levels, one makes them visible
-together with the ranges that they hold, and short ones delete the journal rows. A sealing that is interrupted leaves either
-blocks that nobody sees, overwritten by the next one, or journal rows that readers skip and the next one deletes.
+A reader's transaction builds, several short write transactions store the blocks of every level, one makes them
+visible together with the ranges that they hold, and short ones delete the journal rows. A sealing that is
+interrupted leaves either blocks that nobody sees, overwritten by the next one, or journal rows that readers skip and
+the next one deletes.
 """
 
 from __future__ import annotations
