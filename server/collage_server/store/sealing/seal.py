@@ -2,8 +2,8 @@
 
 A reader's transaction builds, several short write transactions store the blocks of every level, one makes them
 visible together with the ranges that they hold, and short ones delete the journal rows. A sealing that is
-interrupted leaves either blocks that nobody sees, overwritten by the next one, or journal rows that readers skip and
-the next one deletes.
+interrupted leaves either blocks that nobody sees, overwritten by the next one, or journal rows that readers skip
+and the next one deletes.
 """
 
 from __future__ import annotations
