@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, make_url, select, text
 from sqlalchemy.dialects.postgresql import dialect, insert
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
@@ -100,7 +100,7 @@ class PostgresqlStore(SqlStore):
             event.listen(engine, "before_cursor_execute", _ask_for_binary)
             event.listen(engine, "rollback", forget_prepared)
             event.listen(engine, "handle_error", _give_up_what_only_reads)
-        except (ArgumentError, ModuleNotFoundError) as error:
+        except (ArgumentError, ModuleNotFoundError, ValueError) as error:  # ValueError: a port that is no number
             raise StoreUnusable(f"the database URL cannot be used: {error}") from error
         try:
             with engine.connect() as connection:
@@ -108,6 +108,9 @@ class PostgresqlStore(SqlStore):
         except OperationalError as error:
             engine.dispose()
             raise StoreUnusable(f"PostgreSQL does not answer: {error.orig}") from error
+        except ProgrammingError as error:
+            engine.dispose()
+            raise StoreUnusable(f"the database URL cannot be used: {error.orig}") from error
         except StoreUnusable:
             engine.dispose()
             raise
