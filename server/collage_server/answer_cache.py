@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import hashlib
+from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from cachetools import LRUCache
@@ -14,27 +15,44 @@ from collage_monitor import wire
 __all__ = ["AnswerCache"]
 
 
+_ENTRY_BYTES: Final = 400
+"""What an entry takes beside its answer: a digest, and its places in the cache's tables."""
+
+
 class AnswerCache:
-    """Encoded answers, the least recently used dropped beyond a number of bytes. Thread-safe."""
+    """Encoded answers, the least recently used dropped beyond a number of bytes. Thread-safe.
+
+    A key is anything that msgspec encodes. Its digest is kept: a run of many launches has a revision far larger
+    than most answers.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._answers: LRUCache[Hashable, bytes] = LRUCache(limit_bytes, getsizeof=len)
+        self._answers: LRUCache[bytes, bytes] = LRUCache(limit_bytes, getsizeof=_bytes)
         self._lock = Lock()
 
-    def encoded(self, key: Hashable, make: Callable[[], Any]) -> msgspec.Raw:
+    def encoded(self, key: object, make: Callable[[], Any]) -> msgspec.Raw:
         """The answer kept under `key`, else the one that `make` gives."""
         return self.known(key) or self.keep(key, make())
 
-    def known(self, key: Hashable) -> msgspec.Raw | None:
+    def known(self, key: object) -> msgspec.Raw | None:
         """The answer kept under `key`."""
+        digest = _digest(key)
         with self._lock:
-            kept = self._answers.get(key)
+            kept = self._answers.get(digest)
         return None if kept is None else msgspec.Raw(kept)
 
-    def keep(self, key: Hashable, answer: Any) -> msgspec.Raw:
+    def keep(self, key: object, answer: Any) -> msgspec.Raw:
         """Encode an answer and keep it, if it is not larger than all may be together."""
-        made = wire.encode_json(answer)
+        made, digest = wire.encode_json(answer), _digest(key)
         with self._lock:
-            if len(made) <= self._answers.maxsize:
-                self._answers[key] = made
+            if _bytes(made) <= self._answers.maxsize:
+                self._answers[digest] = made
         return msgspec.Raw(made)
+
+
+def _bytes(made: bytes) -> int:
+    return len(made) + _ENTRY_BYTES
+
+
+def _digest(key: object) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(key), digest_size=16).digest()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import msgspec
 import pytest
 from collage_server.answer_cache import AnswerCache
@@ -168,7 +170,7 @@ def test_errors_are_not_kept(server):
 
 
 def test_the_cache_drops_the_least_recently_used_beyond_its_bytes():
-    cache = AnswerCache(20)
+    cache = AnswerCache(2 * (400 + 8) + 4)
     made: list[str] = []
 
     def get(key):
@@ -181,6 +183,18 @@ def test_the_cache_drops_the_least_recently_used_beyond_its_bytes():
     for key in ("a", "b", "a", "c", "a", "b"):
         assert msgspec.json.decode(get(key)) == "x" * 6
     assert made == ["a", "b", "c", "b"]
-    assert bytes(cache.encoded("big", lambda: "y" * 100)) == bytes(cache.encoded("big", lambda: "y" * 100))
+    assert bytes(cache.encoded("big", lambda: "y" * 999)) == bytes(cache.encoded("big", lambda: "y" * 999))
     get("a")
     assert made == ["a", "b", "c", "b"]
+
+
+def test_small_answers_of_a_run_of_many_launches_take_what_is_counted():
+    attempts = tuple((number, 10 * number) for number in range(500))
+    cache = AnswerCache(2**20)
+    tracemalloc.start()
+    try:
+        for number in range(3000):
+            cache.keep(("/series", (number, *attempts)), "x" * 100)
+        assert tracemalloc.get_traced_memory()[0] < 1.2 * 2**20
+    finally:
+        tracemalloc.stop()
