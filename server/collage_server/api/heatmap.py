@@ -50,7 +50,7 @@ def get_heatmap(
             raise Unprocessable(
                 f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
             )
-        selection = Selection(first_step=first_step, last_step=last_step, points=points)
+        selection = Selection(first_step=first_step, last_step=last_step, points=points, buckets=True)
         measured = store.layer_points(run_id, keys, selection, chosen)
         found = queries.heatmap(run_id, metric, measured, points, order)
         times = measured.times[np.searchsorted(measured.steps, found.steps)]

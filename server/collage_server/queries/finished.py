@@ -1,4 +1,4 @@
-"""Finished values as the wire carries them, and steps put into buckets."""
+"""Finished values as the wire carries them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from collage_monitor.statistics import INTERVAL_PAIRS, finish, interval
 from collage_monitor.wire import Number, to_number, undefined_to_none
 
-__all__ = ["bucket_starts", "finished", "finished_interval", "number", "numbers", "values"]
+__all__ = ["finished", "finished_interval", "number", "numbers", "values"]
 
 FloatArray = NDArray[np.float64]
 Totals = Mapping[str, FloatArray]
@@ -29,21 +29,6 @@ def finished_interval(key: str, totals: Totals) -> tuple[FloatArray, FloatArray]
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
         return interval(key, totals)
-
-
-def bucket_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
-    """First indices of at most `points` buckets of equally many measured points each; the last may be shorter.
-
-    `counts` says how many measured points each point merges already; a bucket holds whole points only.
-    """
-    if not len(counts):
-        return np.zeros(0, dtype=np.intp)
-    before = np.cumsum(counts) - counts
-    size = max(-(-int(counts.sum()) // points), 1)
-    # Frozen points are far coarser than asked: each is a bucket, and does not coarsen the others.
-    coarsest = int(counts[counts <= 2 * size].max(initial=1))
-    bucket = before // (-(-size // coarsest) * coarsest)
-    return np.append(0, np.flatnonzero(bucket[1:] != bucket[:-1]) + 1)
 
 
 def values(array: FloatArray | NDArray[np.int64]) -> list[Number | None]:

@@ -8,8 +8,9 @@ import numpy as np
 
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
-from collage_server.queries.finished import bucket_starts, finished, values
+from collage_server.queries.finished import finished, values
 from collage_server.queries.worst import worst_order
+from collage_server.store.buckets import bucket_starts
 from collage_server.store.contract import Points
 
 __all__ = ["heatmap"]

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from collage_monitor.wire import Number
-from collage_server.queries.finished import bucket_starts, finished, finished_interval, values
+from collage_server.queries.finished import finished, finished_interval, values
 from collage_server.queries.side_by_side import SideBySide, alike
+from collage_server.store.buckets import bucket_starts
 from collage_server.store.contract import FloatArray, IntArray, Points, ScalarPoints
 
 __all__ = ["Axis", "Positions", "metric_series", "scalar_series"]

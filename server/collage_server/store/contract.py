@@ -163,6 +163,7 @@ class Selection:
     Both ends are inclusive, None is open. `rank` None merges all ranks. `points` is how many are wanted at most:
     points that are merged already may then stand for several measured ones, never so many that fewer than half of
     those wanted are left. `extremes_of` names a metric whose extremes over the single steps are needed beside it.
+    `buckets`: the points go into `bucket_starts(…, points)`, so those of one bucket may be merged already.
     """
 
     rank: int | None = None
@@ -170,6 +171,7 @@ class Selection:
     last_step: int | None = None
     points: int | None = None
     extremes_of: str | None = None
+    buckets: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,11 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 from collage_server.store import ReportGroup, Selection
+from collage_server.store.buckets import bucket_starts
 from collage_server.store.journal.decode import decode_layers
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.waiting import SLAB_BYTES
 
 from collage_monitor import wire
+from collage_monitor.statistics import reduce_steps
 from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create
 from tests.server.store.contract import LIMITS, NOW
 
@@ -33,6 +35,23 @@ class BacklogContract:
         for slab_bytes in SLABS:
             assert different(expected, bits(store, ranks, slab_bytes)) == []
         assert len(expected["model all"][0]) > 8, "something to read"
+
+    def test_whole_buckets_are_merged_on_the_way(self, store):
+        """A part is sealed, sixteen points of it coarse; behind it 118 steps wait, all but the last are merged."""
+        [stream] = register(store, [(1, 0, 0)], "shards")
+        send(store, stream, [report(seq, seq + 1) for seq in range(32)])
+        while store.seal("r1", NOW):
+            pass
+        send(store, stream, [report(seq, seq + 1) for seq in range(32, 150)])
+        asked = Selection(points=10, buckets=True)
+        single = store.layer_points("r1", STATISTICS, asked)
+        assert single.counts.tolist() == [16, 16] + [1] * 118
+        store._slab_bytes = 1
+        merged = store.layer_points("r1", STATISTICS, asked)
+        assert merged.counts.tolist() == [16] * 9 + [1] * 6
+        assert merged.steps.tolist() == [*range(16, 145, 16), *range(145, 151)]
+        assert bucket_starts(merged.counts, 10).tolist() == list(range(10))
+        assert store.layer_points("r1", STATISTICS, Selection(points=10)).counts.tolist() == [16, 16] + [1] * 118
 
     def test_only_some_steps_are_held_at_once(self, store, monkeypatch):
         """Forty steps of three ranks, each of 22 × 3 numbers: never more rows than the slab has room for."""
@@ -136,8 +155,24 @@ def bits(store, ranks, slab_bytes):
     store._newest.clear()
     latest = store.latest("r1")
     found["latest"] = [] if latest is None else [latest.step, *(repr(value) for value in latest.model.values())]
+    for points in (1, 4, 7, 13):
+        found[f"{points} buckets"] = bucketed(store, points)
     found["scalars"] = [(entry.steps.tobytes(), entry.values.tobytes()) for entry in logged(store)]
     return found
+
+
+def bucketed(store, points):
+    """What a heatmap makes of the points; variances, which it has no use for, have roots of squares taken twice."""
+    chosen = Selection(points=points, buckets=True, first_step=3)
+    found = store.layer_points("r1", [key for key in STATISTICS if "ariance" not in key], chosen)
+    if not len(found.steps):
+        return []
+    starts = bucket_starts(found.counts, points)
+    merged = reduce_steps(found.totals, axis=0, starts=starts)
+    ends = np.append(starts[1:], len(found.steps)) - 1
+    times = found.times[np.searchsorted(found.steps, found.steps[ends])]
+    counted = (found.first_steps[starts], found.steps[ends], times, np.add.reduceat(found.counts, starts))
+    return [array.tobytes() for array in (*counted, *(merged[key] for key in sorted(merged)))]
 
 
 def logged(store):

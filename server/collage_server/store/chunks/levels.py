@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.statistics import finish, metric_keys, reduce_steps
@@ -39,21 +40,25 @@ def coarsen(piece: Piece, level: int, points: int, metrics: Sequence[str]) -> tu
     A late point in between makes the last one larger. Beside it everything to store: totals and extremes by entry.
     """
     starts = np.arange(0, points, level, dtype=np.intp)
-    totals = reduce_steps(piece.totals, axis=0, starts=starts)
-    stored = dict(totals)
+    coarse = merged(piece, starts)
+    stored = dict(coarse.totals)
     with np.errstate(divide="ignore", invalid="ignore"):
         for key in metrics:
             single = finish(key, piece.totals)
             stored[minimum_key(key)] = np.fmin.reduceat(single, starts, axis=0)
             stored[maximum_key(key)] = np.fmax.reduceat(single, starts, axis=0)
+    return coarse, stored
+
+
+def merged(piece: Piece, starts: NDArray[np.intp]) -> Piece:
+    """Points merged over their steps: each from one of `starts` to the next."""
     ends = np.append(starts[1:], len(piece.steps)) - 1
-    coarse = Piece(
+    return Piece(
         attempt=piece.attempt,
         first_steps=piece.first_steps[starts],
         steps=piece.steps[ends],
         times=piece.times[ends],
         ranks=np.minimum.reduceat(piece.ranks, starts),
         counts=np.add.reduceat(piece.counts, starts),
-        totals=totals,
+        totals=reduce_steps(piece.totals, axis=0, starts=starts),
     )
-    return coarse, stored

@@ -15,7 +15,7 @@ from collage_monitor.statistics import reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.contract import FloatArray, IntArray, Points, Selection
 
-__all__ = ["Piece", "join", "taken"]
+__all__ = ["Piece", "chained", "join", "taken"]
 
 _COUNTED = ("first_steps", "steps", "times", "ranks", "counts")
 
@@ -76,6 +76,13 @@ def taken(points: _Points, which: slice | IntArray) -> _Points:
     totals = {key: values[which] for key, values in points.totals.items()}
     extremes = {key: (low[which], high[which]) for key, (low, high) in points.extremes.items()}
     return replace(points, **counted, totals=totals, extremes=extremes)
+
+
+def chained(pieces: Sequence[Piece]) -> Piece:
+    """Pieces of one attempt with the same totals, one after the other."""
+    counted: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in pieces]) for name in _COUNTED}
+    totals = {key: np.concatenate([piece.totals[key] for piece in pieces]) for key in pieces[0].totals}
+    return replace(pieces[0], **counted, totals=totals)
 
 
 def _table(

@@ -28,9 +28,10 @@ from collage_server.store.chunks.levels import has_layer_extremes
 from collage_server.store.chunks.pieces import Piece, join, taken
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.reading import unsealed
+from collage_server.store.reading.merging import merge_buckets
 from collage_server.store.reading.plan import ReadPlan, plan_read
-from collage_server.store.reading.run_view import RunView, chosen_layers, is_known, read_views
-from collage_server.store.reading.waiting import SLAB_BYTES, Slab, read_waiting
+from collage_server.store.reading.run_view import UNBOUNDED, RunView, chosen_layers, is_known, read_views
+from collage_server.store.reading.waiting import SLAB_BYTES, Slab, Waiting, read_waiting
 from collage_server.store.runs.latest import newest_measured_step
 
 __all__ = [
@@ -145,10 +146,33 @@ def read_layer_points(
         found = sealed_layers(connection, held, level, chunks, wanted, positions, selection.extremes_of)
         for run_id, more in found.items():
             pieces[run_id] += more
-    for run_id, plan in plans.items():
-        pieces[run_id] += _unsealed_layers(views[run_id], plan, wanted, positions[run_id])
     names = list(next(iter(chosen.values())))
+    for run_id, plan in plans.items():
+        view = views[run_id]
+        for attempt, waiting in sorted(plan.waiting.items()):
+            known = plan.known.get(attempt, {})
+            slabs = _unsealed_layers(view, attempt, waiting, known, wanted, positions[run_id])
+            if selection.buckets and waiting.rows is None and view.bound(attempt) == UNBOUNDED:
+                slabs = _in_buckets(view, slabs, waiting.steps, pieces[run_id], selection, names)
+            pieces[run_id] += slabs
     return _joined(views, pieces, selection, names)
+
+
+def _in_buckets(
+    view: RunView,
+    pieces: Iterable[Piece],
+    steps: IntArray,
+    others: Sequence[Piece],
+    selection: Selection,
+    names: Sequence[str],
+) -> Iterable[Piece]:
+    """`merge_buckets` beside `others`, which are all that is older."""
+
+    def counts_with(more: Sequence[Piece]) -> IntArray:
+        return _joined({view.run_id: view}, {view.run_id: [*others, *more]}, selection, names)[view.run_id].counts
+
+    after = max((int(piece.steps.max()) for piece in others if len(piece.steps)), default=-1)
+    return list(merge_buckets(pieces, steps, after, counts_with, selection.points or 1))
 
 
 def _joined(
@@ -219,13 +243,11 @@ def _model_piece(view: RunView, attempt: int, slab: Slab, keys: Sequence[str], k
 
 
 def _unsealed_layers(
-    view: RunView, plan: ReadPlan, wanted: Collection[str], positions: IntArray
+    view: RunView, attempt: int, waiting: Waiting, known: Contributors, wanted: Collection[str], positions: IntArray
 ) -> Iterable[Piece]:
     keys = view.statistics(wanted)
-    for attempt, waiting in plan.waiting.items():
-        known = plan.known.get(attempt, {})
-        for slab in waiting.slabs(view, known):
-            yield unsealed.layer_piece(view, attempt, slab.rows, keys, positions, known, slab.shards)
+    for slab in waiting.slabs(view, known):
+        yield unsealed.layer_piece(view, attempt, slab.rows, keys, positions, known, slab.shards)
 
 
 def _check_one_rank(views: Views, rank: int) -> None:
