@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -56,16 +57,26 @@ def read_token(folder: Path) -> str | None:
 def ensure_token(folder: Path) -> str:
     """The token in `folder`, made on first use: 256 random bits in a file of mode 0600."""
     folder.mkdir(parents=True, exist_ok=True)
+    path = token_path(folder)
+    if not path.exists():
+        _make_token(path)
+    known = read_token(folder)
+    if known is None:
+        raise PermissionError(f"{path} is empty or unreadable; remove it to make a new token")
+    return known
+
+
+def _make_token(path: Path) -> None:
+    """The whole file at once: of several that start together, all find that of the first."""
+    descriptor, made = tempfile.mkstemp(prefix=".token-", dir=path.parent)
     try:
-        descriptor = os.open(token_path(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        known = read_token(folder)
-        if known is None:
-            raise PermissionError(
-                f"{token_path(folder)} is empty or unreadable; remove it to make a new token"
-            ) from None
-        return known
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        token = secrets.token_urlsafe(_TOKEN_BYTES)
-        file.write(token + "\n")
-    return token
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
+        try:
+            os.link(made, path)
+        except FileExistsError:
+            pass
+        except OSError:  # A file system without hard links.
+            os.replace(made, path)
+    finally:
+        Path(made).unlink(missing_ok=True)

@@ -1,6 +1,8 @@
 """The data folder and its token."""
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
@@ -21,6 +23,19 @@ def test_a_token_is_made_once_and_private(tmp_path):
     assert len(token) >= 43
     assert ensure_token(folder) == read_token(folder) == token
     assert stat.S_IMODE(token_path(folder).stat().st_mode) == 0o600
+
+
+def test_several_that_start_together_share_one_token(tmp_path):
+    for attempt in range(20):
+        folder, together = tmp_path / str(attempt), Barrier(4)
+
+        def start(_, folder=folder, together=together):
+            together.wait()
+            return ensure_token(folder)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert len(set(pool.map(start, range(4)))) == 1
+        assert [path.name for path in folder.iterdir()] == ["token"]
 
 
 @pytest.mark.parametrize("content", [b"", "tök".encode()])
