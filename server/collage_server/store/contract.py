@@ -243,7 +243,8 @@ class SealLimits:
     """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
 
     `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
-    removes from the journal, so that acknowledgements do not wait.
+    removes from the journal, so that acknowledgements do not wait; `coarse_bytes` what is read at once of a whole
+    chunk to make its coarse levels.
     """
 
     points: int = 256
@@ -255,6 +256,7 @@ class SealLimits:
     slice_bytes: int = 2**19
     delete_rows: int = 64
     delete_bytes: int = 2**22
+    coarse_bytes: int = 2**25
 
     def beside(self, commit_bytes: int) -> SealLimits:
         """Beside commits of so many bytes: slices a quarter as large, where that is more.

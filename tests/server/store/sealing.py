@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone
 from collage_server.store import ReportGroup, Selection, schema
+from collage_server.store.chunks.blocks import read_layer_data
+from collage_server.store.reading import points as reading
 from collage_server.store.reading.run_view import is_known
 from sqlalchemy import func, select
 
@@ -159,6 +161,34 @@ class SealingContract(Senders):
         whole, merged = reduce_steps(fine_layers.totals), reduce_steps(layers.totals)
         for key in STATISTICS:
             assert merged[key] == pytest.approx(whole[key], rel=1e-12), key
+
+    def test_coarse_levels_are_made_of_some_layers_at_a_time(self, store, monkeypatch):
+        """A chunk of 45,000 layers would take gigabytes at once; the last layer came late, and so did a rank."""
+        held = []
+
+        def counted(*arguments, **more):
+            held.append(read_layer_data(*arguments, **more))
+            return held[-1]
+
+        monkeypatch.setattr(reading, "read_layer_data", counted)
+        seen, most = [], []
+        for run_id, coarse_bytes in (("r1", LIMITS.coarse_bytes), ("r2", 1)):
+            store._limits = dataclasses.replace(LIMITS, part_points=8, coarse_bytes=coarse_bytes)
+            stream = self.fill(store, run_id, f"{run_id}-s")
+            self.send(store, stream, range(1, 17))
+            seal_all(store, run_id)
+            store.create_stream(run_id, stream_create(f"{run_id}-s", layers=[*map(layer, [*LAYERS, "head"])]), NOW)
+            wide = [report(i, i + 1, values=block(i + 1, layers=4)) for i in range(16, 32)]
+            held.clear()
+            self.append(store, store.stream_record(f"{run_id}-s"), *wide)
+            seal_all(store, run_id)
+            most.append(max(values.shape[2] for values in held))
+            coarse = Selection(points=1, extremes_of="edq_ratio")
+            found = store.layer_points(run_id, STATISTICS, coarse)
+            seen.append((plain(found), repr(found.extremes), found.layers))
+        assert most == [4, 1]
+        assert seen[0] == seen[1]
+        assert seen[0][0]["counts"] == [16, 16]
 
     def test_a_metric_without_kept_extremes_is_read_fine(self, store):
         self.send(store, self.fill(store), range(1, 65))

@@ -157,10 +157,17 @@ def read_layer_data(
     entries: Mapping[str, Mapping[str, int]],
     keys: Sequence[str],
     positions: Mapping[str, IntArray],
+    *,
+    neighbours: bool = False,
 ) -> FloatArray:
-    """Totals [keys, points, layers] of the layers at these positions by run; few layers are read as slices."""
+    """Totals [keys, points, layers] of the layers at these positions by run.
+
+    Few layers are read as slices, and so are `neighbours`: layers that follow on each other.
+    """
     width = len(next(iter(positions.values()), ()))
     values = np.full((len(keys), len(points.steps), width), np.nan)
+    if not width:
+        return values
     targets = {
         (run, known[key]): target
         for run, known in entries.items()
@@ -170,11 +177,11 @@ def read_layer_data(
     wanted: dict[str, list[int]] = defaultdict(list)
     for run, entry in targets:
         wanted[run].append(entry)
-    sliced = width <= _SLICED_LAYERS
-    for index in range(width) if sliced else [None]:
+    sliced = neighbours or width <= _SLICED_LAYERS
+    slices = [(0, width)] if neighbours or not sliced else [(index, 1) for index in range(width)]
+    for index, size in slices:
         extra = {
-            run: [(entry, -1 if index is None else int(positions[run][index])) for entry in numbers]
-            for run, numbers in wanted.items()
+            run: [(entry, int(positions[run][index]), size) for entry in numbers] for run, numbers in wanted.items()
         }
         for row in _layer_rows(connection, level, chunks, extra, sliced=sliced):
             start = points.where.get(row[:4])
@@ -183,8 +190,8 @@ def read_layer_data(
             run, entry, count, layers = row[0], row[4], row[5], row[6]
             block = np.frombuffer(row[7], dtype=_FLOAT).reshape(-1, count)
             target = values[targets[run, entry], start : start + count]
-            if index is not None:
-                target[:, index] = block[0]
+            if sliced:
+                target[:, index : index + len(block)] = block.T
             else:
                 held = positions[run] < layers
                 target[:, held] = block[positions[run][held]].T
@@ -195,17 +202,17 @@ def _layer_rows(
     connection: Connection,
     level: int,
     chunks: Chunks,
-    extra: Mapping[str, Sequence[tuple[int, int]]],
+    extra: Mapping[str, Sequence[tuple[int, int, int]]],
     *,
     sliced: bool,
 ) -> Iterator[Any]:
-    """Rows (…, entry, point_count, layer_count, data) of spans (entry, layer); `sliced`: that layer alone.
+    """Rows (…, entry, point_count, layer_count, data) of spans (entry, layer, layers); `sliced`: only these layers.
 
     SQLite would fetch a block whole to cut a piece out of it, but reads one in place through its handle.
     """
     in_place = sliced and connection.dialect.name == "sqlite"
-    slice_of = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count)"
-    data = ("t.rowid", "w.layer") if in_place else (slice_of,) if sliced else ("t.data",)
+    slice_of = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count * w.layers)"
+    data = ("t.rowid", "w.layer", "w.layers") if in_place else (slice_of,) if sliced else ("t.data",)
     columns = ("entry", "point_count", "layer_count", *data)
     slabs = _select(
         connection,
@@ -214,7 +221,7 @@ def _layer_rows(
         chunks,
         columns,
         "t.entry = w.entry",
-        spans=("entry", "layer"),
+        spans=("entry", "layer", "layers"),
         extra=extra,
     )
     raw: Any = connection.connection.driver_connection
@@ -224,7 +231,7 @@ def _layer_rows(
         elif row[8] < row[6]:
             with raw.blobopen("layer_chunk", "data", row[7], readonly=True) as block:
                 block.seek(8 * row[5] * row[8])
-                yield (*row[:7], block.read(8 * row[5]))
+                yield (*row[:7], block.read(8 * row[5] * row[9]))
 
 
 def _select(

@@ -324,11 +324,14 @@ def sealed_layers(
     wanted: Collection[str],
     positions: Mapping[str, IntArray],
     metric: str | None = None,
+    *,
+    neighbours: bool = False,
 ) -> Pieces:
-    """Sealed points by layer at a level, by run."""
+    """Sealed points by layer at a level, by run; `neighbours` as in `read_layer_data`."""
     keys = _keys(views, wanted, metric, level)
     points = read_point_rows(connection, level, chunks)
-    values = read_layer_data(connection, level, chunks, points, _entries(views), keys, positions)
+    entries = _entries(views)
+    values = read_layer_data(connection, level, chunks, points, entries, keys, positions, neighbours=neighbours)
     return _pieces(views, level, points, keys, values)
 
 

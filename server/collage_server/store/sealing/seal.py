@@ -232,19 +232,38 @@ def _coarse(view: RunView, plan: SealPlan, part: _Level, model: Piece, limits: S
     """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
     if len(model.steps) < limits.points:
         return {}
-    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
-    views = {view.run_id: view}
-    positions = np.array(list(view.layers.values()), dtype=np.int64)
-    old = sealed_layers(view.connection, views, 1, held, view.statistics(None), {view.run_id: positions})[
-        view.run_id
-    ]
-    layers = _whole([*old, _as_piece(plan, part, part.layers)], list(view.layers))
     levels = {}
+    layers = _coarse_layers(view, plan, part, limits)
     for level in LEVELS[1:]:
-        points, model_stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
-        _, layer_stored = coarsen(layers, level, limits.points, layer_extremes(list(layers.totals)))
-        levels[level] = _Level(points, model_stored, {}, layer_stored, (b"", b""))
+        points, stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
+        levels[level] = _Level(points, stored, {}, layers[level], (b"", b""))
     return levels
+
+
+def _coarse_layers(
+    view: RunView, plan: SealPlan, part: _Level, limits: SealLimits
+) -> dict[int, dict[str, FloatArray]]:
+    """By coarse level, what the layers store; made of some layers at a time, however many there are."""
+    names, keys = list(view.layers), view.statistics(None)
+    held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
+    width = max(limits.coarse_bytes // (8 * limits.points * max(len(keys), 1)), 1)
+    found: dict[int, dict[str, list[FloatArray]]] = {level: defaultdict(list) for level in LEVELS[1:]}
+    for start in range(0, max(len(names), 1), width):
+        some = slice(start, start + width)
+        positions = {view.run_id: np.arange(len(names), dtype=np.int64)[some]}
+        old = sealed_layers(
+            view.connection, {view.run_id: view}, 1, held, keys, positions, neighbours=width < len(names)
+        )
+        own = {key: values[:, some] for key, values in part.layers.items()}
+        layers = _whole([*old[view.run_id], _as_piece(plan, part, own)], names[some])
+        for level, stored in found.items():
+            _, more = coarsen(layers, level, limits.points, layer_extremes(list(layers.totals)))
+            for key, values in more.items():
+                stored[key].append(values)
+    return {
+        level: {key: np.concatenate(parts, axis=1) for key, parts in stored.items()}
+        for level, stored in found.items()
+    }
 
 
 def _as_piece(plan: SealPlan, part: _Level, totals: Mapping[str, FloatArray]) -> Piece:
