@@ -41,33 +41,34 @@ class Connection:
     ) -> None:
         self._socket.close()
 
-    def exchange(self, request: bytes) -> tuple[int, bytes]:
+    def exchange(self, request: bytes) -> tuple[int, bytes | bytearray]:
         """Status and body of the answer."""
         self._socket.sendall(request)
-        received = b""
+        received = self._receive()
         while (end := received.find(b"\r\n\r\n")) < 0:
             received += self._receive()
         status, size = _head_of(received[:end])
         start = received[end + 4 :]
-        return status, start + self._receive_exactly(size - len(start))
+        return status, start if len(start) == size else self._receive_rest(start, size)
 
-    def post(self, path: str, body: bytes) -> bytes:
+    def post(self, path: str, body: bytes) -> bytes | bytearray:
         """The answer to a POST; anything but success is an error."""
         status, answer = self.exchange(request_of(path, body))
         if status >= 300:
             raise RuntimeError(f"{path}: {status} {answer[:300]!r}")
         return answer
 
-    def _receive_exactly(self, size: int) -> bytes:
+    def _receive_rest(self, start: bytes, size: int) -> bytearray:
         """Into one place: parts added one by one would cost the square of their number."""
         body = bytearray(size)
-        left = memoryview(body)
+        body[: len(start)] = start
+        left = memoryview(body)[len(start) :]
         while left:
             count = self._socket.recv_into(left)
             if not count:
                 raise ConnectionError(_CLOSED)
             left = left[count:]
-        return bytes(body)
+        return body
 
     def _receive(self) -> bytes:
         part = self._socket.recv(65536)

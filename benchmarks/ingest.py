@@ -106,7 +106,7 @@ class Target:
                 check(status, answer, self.case.batch)
 
 
-def check(status: int, answer: bytes, reports: int) -> None:
+def check(status: int, answer: bytes | bytearray, reports: int) -> None:
     """An answer that acknowledges them all, or an error."""
     if status != 200 or msgspec.json.decode(answer, type=wire.BatchAnswer).accepted != reports:
         raise RuntimeError(f"{status}: {answer[:300]!r}")

@@ -137,7 +137,7 @@ def run_job(job: Job, folder: Path, postgres: int | None = None, **settings: obj
     return outcome
 
 
-def _ask(port: int, path: str) -> tuple[float, bytes]:
+def _ask(port: int, path: str) -> tuple[float, bytes | bytearray]:
     """(seconds, body) of an answer."""
     with Connection(port) as connection:
         began = time.perf_counter()

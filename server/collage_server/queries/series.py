@@ -81,8 +81,11 @@ def _series_of(
     }
     if bounds is not None:
         columns |= {"low": bounds[0], "high": bounds[1]}
+    whole = {name for name, column in columns.items() if np.isfinite(column).all()}
     for run_id, world_size, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
-        own: dict[str, Any] = {name: values(column[a:b]) for name, column in columns.items()}
+        own: dict[str, Any] = {
+            name: column[a:b].tolist() if name in whole else values(column[a:b]) for name, column in columns.items()
+        }
         axis = positions[run_id].axis
         placed = own["steps"] if axis == "step" else values(positions[run_id].of(steps[a:b], times[a:b]))
         known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": world_size}

@@ -66,7 +66,8 @@ def _translated() -> Iterator[None]:
 
 _PURGED_AT_ONCE: Final = 100
 """Short transactions that a deletion takes at most before it is answered; the rest is left to maintenance."""
-POOL: Final = {"pool_size": 10, "max_overflow": CONNECTIONS - 10}
+POOL: Final = {"pool_size": 10, "max_overflow": CONNECTIONS - 11}
+"""One connection is kept beside the pool."""
 _CACHED_RUNS: Final = 1000
 _CACHED_COLUMN_BYTES: Final = 64 * 2**20
 _CACHED_CHUNKS: Final = 100_000
@@ -100,6 +101,10 @@ class SqlStore(ABC):
     @abstractmethod
     def _begin_writing(self) -> AbstractContextManager[Connection]:
         """A write transaction, committed durably on leaving."""
+
+    def _begin_appending(self) -> AbstractContextManager[Connection]:
+        """The same for a commit of reports."""
+        return self._begin_writing()
 
     @abstractmethod
     def _prepare_schema(self) -> None:
@@ -284,7 +289,7 @@ class SqlStore(ABC):
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Store all groups in one transaction; durable when it returns."""
         self._append_bytes = sum(group.bytes for group in groups)
-        with self._writing() as connection:
+        with _translated(), self._begin_appending() as connection:
             return journal.append(connection, groups, now, self._journal_driver)
 
     def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:

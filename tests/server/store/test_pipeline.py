@@ -47,6 +47,26 @@ def test_values_and_arrays_arrive_as_they_are(engine, kind, values):
             assert cursor.fetchall() == [(value,)]
 
 
+def test_the_transaction_may_end_with_what_was_sent_last(engine):
+    with engine.begin() as connection:
+        with pipeline_cursor(connection) as cursor:
+            cursor.executemany(NOTE, [(1, "a"), (2, "b")])
+            cursor.commit()
+        assert notes(engine) == {1: "a", 2: "b"}
+    with pytest.raises(DataError):
+        _commit(engine, (NOTE, (3, "c")), ("SELECT 1 / $1::int", (0,)))
+    assert notes(engine) == {1: "a", 2: "b"}
+    _commit(engine, (NOTE, (4, "d")))
+    assert notes(engine) == {1: "a", 2: "b", 4: "d"}
+
+
+def _commit(engine, *statements):
+    with engine.begin() as connection, pipeline_cursor(connection) as cursor:
+        for statement, values in statements:
+            cursor.execute(statement, values)
+        cursor.commit()
+
+
 def test_all_is_in_the_transaction_that_the_engine_ends(engine):
     with engine.begin() as connection:
         with pipeline_cursor(connection) as cursor:

@@ -86,6 +86,10 @@ class PipelineCursor:
         for values in many:
             self.execute(text, values)
 
+    def commit(self) -> None:
+        """Send the transaction's end together with what waits; its owner then finds nothing left to commit."""
+        self.execute("COMMIT")
+
     def fetchall(self) -> list[tuple[Any, ...]]:
         """The rows of the last statement; raises what any since the last call has failed with."""
         result = self.wait()[-1]
@@ -153,7 +157,7 @@ def pipeline_cursor(connection: Connection) -> Iterator[PipelineCursor]:
     driver: Any = connection.connection
     prepared: dict[str, bytes] = driver.info.setdefault(_PREPARED, {})
     with told_by_sqlalchemy(connection):
-        cursor = PipelineCursor(driver.driver_connection, prepared)
+        cursor = PipelineCursor(driver.dbapi_connection, prepared)
         try:
             cursor.begin()
             yield cursor

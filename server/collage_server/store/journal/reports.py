@@ -32,11 +32,13 @@ class JournalDriver:
     """How a commit's statements reach one kind of database.
 
     `insert_reports(cursor, rows, fresh)` inserts rows where their key is new and says which were; `fresh`: all are.
+    `commit` may end the transaction with what was sent last, where that saves a round trip.
     """
 
     dialect: Dialect
     cursor: Callable[[Connection], AbstractContextManager[Any]]
     insert_reports: Callable[[Any, Sequence[ReportRow], bool], list[bool]]
+    commit: Callable[[Any], None] = lambda cursor: None
 
 
 _Fate = Literal["journal", "sealed", "late", "crowded", "gone"]
@@ -161,7 +163,7 @@ class _Latest:
 def append(
     connection: Connection, groups: Sequence[ReportGroup], now: float, driver: JournalDriver
 ) -> list[GroupOutcome]:
-    """Insert the groups' reports and bring `run_latest` forward, in the caller's transaction."""
+    """Insert the groups' reports and bring `run_latest` forward; nothing may follow in the caller's transaction."""
     latest: dict[str, _Latest | None] = {group.stream.stream_id: None for group in groups}
     with driver.cursor(connection) as cursor:
         for entry in _lock_latest(cursor, driver.dialect, groups):
@@ -185,6 +187,8 @@ def append(
             cursor.execute(write.text, moved[0])
         elif moved:
             cursor.executemany(write.text, moved)
+        if not any(entry.events for entry in found):
+            driver.commit(cursor)
     for entry in found:
         if entry.events:
             add_events(connection, entry.own["own_run"], entry.events, now)
