@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import msgspec
 import numpy as np
 import pytest
-from collage_server.errors import Gone
+from collage_server.errors import Gone, Unprocessable
 from collage_server.store import ReportGroup, Selection, schema
 from collage_server.store.chunks.blocks import read_layer_data
 from collage_server.store.reading import points as reading
@@ -161,6 +161,24 @@ class SealingContract(Senders):
         whole, merged = reduce_steps(fine_layers.totals), reduce_steps(layers.totals)
         for key in STATISTICS:
             assert merged[key] == pytest.approx(whole[key], rel=1e-12), key
+
+    def test_labels_are_as_long_as_what_is_sealed_under_them_may_be(self, store):
+        self.fill(store)
+        for length, refused in ((448, False), (449, True)):
+            keys = [f"state_decrement_{kind}_sum/".ljust(length, "x") for kind in ("observed", "intended")]
+            create = stream_create(f"s{length}", statistics=[*STATISTICS, *keys])
+            with pytest.raises(Unprocessable, match="448") if refused else nullcontext():
+                store.create_stream("r1", create, NOW)
+        values = np.vstack([block(1), -np.ones((2, 3))])
+        sent = msgspec.structs.replace(
+            report(0, 1),
+            statistic_count=len(values),
+            statistics=wire.block_to_bytes(values),
+            model=wire.block_to_bytes(values.sum(axis=1)),
+        )
+        reports = [msgspec.structs.replace(sent, seq=i, step=i + 1) for i in range(32)]
+        self.append(store, store.stream_record("s448"), *reports)
+        assert seal_all(store) == 1
 
     def test_coarse_levels_are_made_of_some_layers_at_a_time(self, store, monkeypatch):
         """A chunk of 45,000 layers would take gigabytes at once; the last layer came late, and so did a rank."""

@@ -36,6 +36,8 @@ __all__ = [
 _STREAM: Final = schema.stream
 _LAYER: Final = schema.layer
 _MOST_ELEMENTS: Final = 2**53
+_LONGEST_STATISTIC: Final = 448
+"""So that "minimum METRIC", with the same label, is no longer than a name: else its run could not be sealed."""
 
 
 def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
@@ -110,6 +112,12 @@ def _check_names(create: wire.StreamCreate) -> None:
                 limit=_MOST_ELEMENTS,
             )
     for key in create.statistics:
+        if len(key) > _LONGEST_STATISTIC:
+            raise Unprocessable(
+                f"statistics: {key[:80]!r}… has {len(key)} characters, at most {_LONGEST_STATISTIC}",
+                field="statistics",
+                limit=_LONGEST_STATISTIC,
+            )
         try:
             statistic(key)
         except CatalogueError as error:
