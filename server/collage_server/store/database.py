@@ -409,7 +409,7 @@ class SqlStore(ABC):
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step; read again only when `run_latest` has moved since the last call."""
         with self._reading() as connection:
-            state = latest.measured_state(connection, run_id)
+            state = latest.measured_state(connection, run_id, self._stale_after_seconds)
             with self._newest_lock:
                 known = self._newest.get(run_id)
             if known is not None and known[0] == state:

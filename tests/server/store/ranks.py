@@ -91,6 +91,16 @@ class RanksContract(Senders):
         assert (seal_all(store), store.latest("r1").step) == (1, 51)
         assert store.model_points("r1", ["lost"], ALL).ranks.tolist() == [2] * 10 + [1] * 41
 
+    def test_the_newest_step_moves_on_when_a_rank_falls_silent_while_another_only_logs(self, store, reopen):
+        """Every server must say the same, whatever it has asked before."""
+        first, second = self.ranks(store, 2)
+        self.send(store, first, range(1, 21), 0)
+        self.send(store, second, range(1, 11), 1)
+        assert store.latest("r1").step == 10
+        store.append([ReportGroup(first, [report(20, 21, measured=False)])], NOW + 601.0)
+        newest = store.latest("r1").step
+        assert newest == reopen().latest("r1").step == 20
+
     def test_ranks_that_are_left_behind_a_silent_one_wait_for_each_other(self, store):
         streams = self.ranks(store, 3)
         self.send(store, streams[0], range(1, 41), 0)

@@ -128,17 +128,23 @@ def _measured_steps(connection: Connection, run_id: str, stream_id: str, after: 
     return list(connection.execute(statement.order_by(table.c.seq.desc()).limit(4 * _PASSED)).scalars())
 
 
-def measured_state(connection: Connection, run_id: str) -> object:
+def measured_state(connection: Connection, run_id: str, stale_after_seconds: float) -> object:
     """A value that changes whenever the newest measured step of a run may have changed."""
     table, attempt = schema.run_latest, schema.attempt
+    names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at")
     places = connection.execute(
-        select(
-            table.c.stream_id, table.c.measured_seq, table.c.measured_step, table.c.attempt, table.c.last_step
-        ).where(table.c.run_id == run_id, table.c.measured_step.is_not(None))
+        select(*(table.c[name] for name in names)).where(
+            table.c.run_id == run_id, table.c.measured_step.is_not(None)
+        )
     ).all()
     newest = max((row.measured_step for row in places), default=0)
-    # How far a rank has come besides decides only where it lags (`waited_for`).
-    seen = [(*row[:4], row.last_step if row.measured_step < newest else None) for row in places]
+    freshest = max((row.last_report_at for row in places), default=0.0)
+
+    def lagging(row: Row[Any]) -> object:
+        """How far a rank has come besides, and whether it is silent, decides only where it lags (`waited_for`)."""
+        return row.last_step, row.last_report_at >= freshest - stale_after_seconds
+
+    seen = [(*row[:4], lagging(row) if row.measured_step < newest else None) for row in places]
     launches = connection.execute(
         select(attempt.c.attempt, attempt.c.first_step).where(attempt.c.run_id == run_id)
     ).all()
