@@ -63,7 +63,7 @@ def _series_of(
     metric: str, group: SideBySide, count: int, positions: Mapping[str, Positions], layer: str | None
 ) -> Iterator[tuple[str, wire.Series]]:
     points, size = group.points, len(group.points.steps)
-    starts_of = [bucket_starts(counts, count) for counts in group.split(points.counts)]
+    starts_of = _starts_of(group.split(points.counts), count)
     starts = np.concatenate([at + place.start for at, place in zip(starts_of, group.places, strict=True)])
     last = np.cumsum([len(at) for at in starts_of]).tolist()
     low, high = _extremes(metric, points, starts)
@@ -82,14 +82,37 @@ def _series_of(
     if bounds is not None:
         columns |= {"low": bounds[0], "high": bounds[1]}
     whole = {name for name, column in columns.items() if np.isfinite(column).all()}
+    shared: dict[bytes, list[Any]] = {}
     for run_id, world_size, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
         own: dict[str, Any] = {
-            name: column[a:b].tolist() if name in whole else values(column[a:b]) for name, column in columns.items()
+            name: _listed(column[a:b], shared) if name in whole else values(column[a:b])
+            for name, column in columns.items()
         }
         axis = positions[run_id].axis
         placed = own["steps"] if axis == "step" else values(positions[run_id].of(steps[a:b], times[a:b]))
         known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": world_size}
         yield run_id, wire.Series(axis=axis, positions=placed, **known, **own)
+
+
+def _starts_of(counts: list[NDArray[np.int64]], count: int) -> list[NDArray[np.intp]]:
+    """First indices of each run's buckets, found once where runs have the same points."""
+    found: dict[bytes, NDArray[np.intp]] = {}
+    keys = [own.tobytes() for own in counts]
+    for key, own in zip(keys, counts, strict=True):
+        if key not in found:
+            found[key] = bucket_starts(own, count)
+    return [found[key] for key in keys]
+
+
+def _listed(array: NDArray[Any], shared: dict[bytes, list[Any]]) -> list[Any]:
+    """Finite values; those of whole numbers are made once where runs have the same, as those of a sweep have."""
+    key = array.tobytes() if array.dtype.kind == "i" else b""
+    made = shared.get(key)
+    if made is None:
+        made = array.tolist()
+        if key:
+            shared[key] = made
+    return made
 
 
 def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, positions: Positions) -> wire.Series:
