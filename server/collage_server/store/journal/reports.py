@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Final, Literal
 
 import msgspec
-from sqlalchemy import BindParameter, Connection, Dialect, Row, bindparam, select, tuple_, update
+from sqlalchemy import BindParameter, Connection, Dialect, Row, bindparam, exists, select, tuple_, update
 
 from collage_monitor import wire
 from collage_server.store import schema
@@ -244,9 +244,10 @@ def _highest(known: int | None, value: int) -> int:
 
 
 def journal_runs(connection: Connection) -> list[str]:
-    """Runs that have reports in the journal."""
-    run_id = schema.report.c.run_id
-    return list(connection.execute(select(run_id).distinct().order_by(run_id)).scalars())
+    """Runs that have reports in the journal; a long one is not read for that."""
+    run_id = schema.run.c.run_id
+    waiting = exists().where(schema.report.c.run_id == run_id)
+    return list(connection.execute(select(run_id).where(waiting).order_by(run_id)).scalars())
 
 
 def read_reports(
