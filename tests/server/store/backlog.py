@@ -11,10 +11,12 @@ from collage_server.store.buckets import bucket_starts
 from collage_server.store.journal.decode import decode_layers
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.waiting import SLAB_BYTES
+from collage_server.store.sealing import replicas
 
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create
+from tests.server.store import replicas as replica_runs
 from tests.server.store.contract import LIMITS, NOW
 
 SLABS = (1, 20_000, 60_000)
@@ -52,6 +54,22 @@ class BacklogContract:
         assert merged.steps.tolist() == [*range(16, 145, 16), *range(145, 151)]
         assert bucket_starts(merged.counts, 10).tolist() == list(range(10))
         assert store.layer_points("r1", STATISTICS, Selection(points=10)).counts.tolist() == [16, 16] + [1] * 118
+
+    def test_replicas_of_a_long_queue_are_compared(self, store, monkeypatch):
+        """Forty steps in slabs of a few; at every tenth two layers of a replica differ, and are found."""
+        monkeypatch.setattr(replicas, "SLAB_BYTES", 8_000)
+        replica_runs.register(store, [0, 1, 1])
+        good, bad = [5.0, 6.0, 7.0], [5.0, 9.0, 8.0]
+        for rank, shard in ((0, 1.0), (1, 0.25), (2, 0.75)):
+            told = []
+            for step in range(1, 41):
+                held = bad if rank == 0 and step % 10 == 0 else good
+                elements = 128.0 if rank == 0 else 64.0
+                told.append(replica_runs.told(step, np.multiply(shard, held), elements=elements))
+            replica_runs.send(store, rank, *told)
+        store.seal("r1", NOW)
+        expected = [(1, step, layer, "[1]") for step in (10, 20, 30, 40) for layer in (1, 2)]
+        assert replica_runs.mismatches(store) == expected
 
     def test_only_some_steps_are_held_at_once(self, store, monkeypatch):
         """Forty steps of three ranks, each of 22 × 3 numbers: never more rows than the slab has room for."""

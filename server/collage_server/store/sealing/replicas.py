@@ -5,9 +5,12 @@ This is done before the journal is sealed: every report is compared with those o
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
+from operator import attrgetter
 from threading import Lock
 from typing import Any, Final
 
@@ -23,13 +26,14 @@ from collage_server.store.journal.reports import read_reports
 from collage_server.store.ranges import Ranges, add_numbers, contains
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.reading.unsealed import seen_rows
+from collage_server.store.reading.waiting import SLAB_BYTES, Waiting, read_waiting
 from collage_server.store.rows import int_array, to_json
 from collage_server.store.runs.events import MOST_LAYERS, add_events
 
 __all__ = ["Mismatch", "Replicas", "count_mismatches", "keep_mismatches"]
 
 _KEYS: Final = ("replica_checksum", "replica_checksum_elements")
-_PLACE: Final = ("stream_id", "seq", "step", "time", "statistic_count")
+_KEY: Final = ("stream_id", "seq", "step")
 _MOST_ROWS: Final = 10_000
 _MOST_REPLICAS: Final = 16
 _KEPT_RUNS: Final = 1000
@@ -69,19 +73,16 @@ class Replicas:
         stored = _stored(view)
         if stored == looked.stored:
             return [], None
-        fresh = [row for row in _places(view) if not contains(looked.numbers.get(row.stream_id, ()), row.seq)]
-        numbers: dict[str, list[int]] = defaultdict(list)
-        for row in fresh:
-            numbers[row.stream_id].append(row.seq)
+        numbers, steps = _fresh(view, looked)
         known = dict(looked.numbers)
         known.update({name: add_numbers(known.get(name, ()), seqs) for name, seqs in numbers.items()})
-        steps = {row.step for row in fresh}
-        found = [
+        found = (
             mismatch
-            for attempt, rows in (_by_attempt(view, steps) if steps else ())
+            for attempt, rows in (_by_attempt(view, steps) if len(steps) else ())
             for mismatch in _differing(view, attempt, rows)
-        ]
-        return found, Looked(stored, known)
+        )
+        # More are not kept, of those that are known and new together.
+        return list(islice(found, _MOST_ROWS)), Looked(stored, known)
 
     def remember(self, run_id: str, looked: Looked) -> None:
         """Do not look at these reports again: what they told is stored."""
@@ -95,45 +96,37 @@ def _stored(view: RunView) -> int:
     return int(view.connection.execute(total).scalar_one())
 
 
-def _places(view: RunView) -> list[Row[Any]]:
-    table = schema.report
-    columns = (table.c.stream_id, table.c.seq, table.c.step)
-    return list(
-        view.connection.execute(
-            select(*columns).where(table.c.run_id == view.run_id, table.c.statistics.is_not(None))
-        )
-    )
-
-
-def _by_attempt(view: RunView, steps: Collection[int]) -> Iterator[tuple[int, list[Row[Any]]]]:
-    """Rows with model vectors at these steps, one process a rank, without what is sealed."""
-    selection = Selection(first_step=min(steps), last_step=max(steps))
-    found: dict[int, list[Row[Any]]] = defaultdict(list)
-    for slab in read_reports(view.connection, [view.run_id], (*_PLACE, "model"), "statistics", selection):
+def _fresh(view: RunView, looked: Looked) -> tuple[dict[str, array[int]], IntArray]:
+    """Numbers of reports that were not looked at, by stream, and their steps."""
+    numbers: dict[str, array[int]] = defaultdict(lambda: array("q"))
+    steps: array[int] = array("q")
+    for slab in read_reports(view.connection, [view.run_id], _KEY, "statistics", Selection()):
         for row in slab:
-            stream = view.streams.get(row.stream_id)
-            if stream is not None and row.step in steps and not view.sealed(row.stream_id, row.seq):
-                found[stream.attempt].append(row)
-    for attempt, rows in sorted(found.items()):
-        yield attempt, seen_rows(view, rows, {})
+            if not contains(looked.numbers.get(row.stream_id, ()), row.seq):
+                numbers[row.stream_id].append(row.seq)
+                steps.append(row.step)
+    return numbers, np.unique(np.frombuffer(steps, dtype=np.int64))
 
 
-def _differing(view: RunView, attempt: int, rows: Sequence[Row[Any]]) -> Iterator[Mismatch]:
+def _by_attempt(view: RunView, steps: IntArray) -> Iterator[tuple[int, list[Any]]]:
+    """Rows with model vectors at these steps, slab by slab, one process a rank, without what is sealed."""
+    selection = Selection(first_step=int(steps[0]), last_step=int(steps[-1]))
+    waiting = read_waiting(view.connection, {view.run_id: view}, selection, SLAB_BYTES, layers=False)
+    for attempt, own in sorted(waiting[view.run_id].items()):
+        for slab in own.chosen(np.isin(own.steps, steps)).slabs(view, {}):
+            yield attempt, seen_rows(view, slab.rows, {})
+
+
+def _differing(view: RunView, attempt: int, rows: Sequence[Any]) -> Iterator[Mismatch]:
     """Model vectors first: they are small, and where they agree no layer differs."""
     suspicious = set(_suspicious_steps(view, rows))
-    if not suspicious:
-        return
-    selection = Selection(first_step=min(suspicious), last_step=max(suspicious))
-    chosen = {(row.stream_id, row.seq) for row in rows if row.step in suspicious}
-    columns = (*_PLACE, "layer_count", "statistics")
-    blocks = read_reports(view.connection, [view.run_id], columns, "statistics", selection)
-    by_step: dict[int, list[Row[Any]]] = defaultdict(list)
-    for slab in blocks:
-        for row in slab:
-            if (row.stream_id, row.seq) in chosen:
-                by_step[row.step].append(row)
-    for step, members in sorted(by_step.items()):
-        yield from _at_step(view, attempt, step, members)
+    chosen = [row for row in rows if row.step in suspicious]
+    places = [(row.step, view.streams[row.stream_id].stream, row.seq) for row in chosen]
+    steps, streams, seqs = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    for slab in Waiting(steps, None, streams, seqs, layers=True).slabs(view, {}):
+        for step, members in groupby(slab.rows, attrgetter("step")):
+            if blocks := [row for row in members if row.statistics is not None]:
+                yield from _at_step(view, attempt, step, blocks)
 
 
 def _suspicious_steps(view: RunView, rows: Sequence[Row[Any]]) -> Iterable[int]:
