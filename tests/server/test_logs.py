@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import socket
 
 import pytest
 from collage_server.logs import REQUEST_ID, configure
@@ -104,3 +105,20 @@ def test_a_servers_log_names_refused_requests_and_holds_no_token(tmp_path, form)
         entries = [json.loads(line) for line in text.splitlines()]
         refused = [entry for entry in entries if entry.get("status") == 404]
         assert (refused[0]["request_id"], refused[0]["actor"]) == ("find-me", "server-token")
+
+
+def test_who_asks_for_a_web_socket_or_goes_away_is_no_failure(tmp_path):
+    log = tmp_path / "log"
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    with (
+        log.open("wb") as stderr,
+        serving(tmp_path / "data", "--no-auth", stderr=stderr) as (process, client, _),
+    ):
+        assert client.get("/api/v1/runs", headers={**upgrade, "Sec-WebSocket-Key": 16 * "a"}).status_code == 200
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as gone:
+            gone.sendall(b"POST /api/v1/projects/p/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
+        assert client.get("/api/v1/runs").status_code == 200
+        process.terminate()
+        process.wait(20)
+    assert "Traceback" not in log.read_text()
+    assert " 500 " not in log.read_text()

@@ -6,6 +6,7 @@ itself, with SIGKILL, at a point that a clock outside would seldom hit.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import importlib
 import json
@@ -24,8 +25,8 @@ POINTS = {
     "seal": r"^(INSERT INTO|DELETE FROM) (point_chunk|model_chunk|layer_chunk|scalar_chunk|report|entry)",
     "migration": r"",
 }
-"""Where a life kills itself: before the count-th such statement. Two points are none: "commit" lies between the
-reports' last statement and their commit, "answer" between a commit and its answers."""
+"""Where a life kills itself: before the count-th such statement. Two points are none: "commit" lies behind the
+reports' last statement, before their commit is sent; "answer" between a commit and its answers."""
 
 _IMPORTED = (
     "collage_server.app",
@@ -116,10 +117,12 @@ def _arm(point, count):
     if point == "commit":
         append = journal.append
 
-        def append_or_die(*arguments):
-            outcomes = append(*arguments)
-            passed()
-            return outcomes
+        def append_or_die(connection, groups, now, driver):
+            def die_or_commit(cursor):
+                passed()
+                driver.commit(cursor)
+
+            return append(connection, groups, now, dataclasses.replace(driver, commit=die_or_commit))
 
         journal.append = append_or_die
         return

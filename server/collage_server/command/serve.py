@@ -93,6 +93,7 @@ class Server(uvicorn.Server):
             host=settings.host,
             port=settings.port,
             http=OneWriteProtocol,
+            ws="none",
             log_config=None,
             log_level="warning",
             access_log=False,

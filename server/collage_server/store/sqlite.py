@@ -138,7 +138,7 @@ class SqliteStore(SqlStore):
         Raises:
             StoreUnusable: the file is no longer where it was: what goes into it would be lost.
         """
-        if file_identity(self.path) != self._identity:
+        if not self._is_there:
             raise StoreUnusable(
                 f"{self.path} is not the file that this server opened: it was moved, deleted or replaced; "
                 "put it back, or start the server anew"
@@ -152,14 +152,19 @@ class SqliteStore(SqlStore):
         """
         log = self.path.with_name(f"{self.path.name}-wal")
         size = log.stat().st_size if log.exists() else 0
-        if size > self._longest_log:
+        if size > self._longest_log and self._is_there:
             with self._writer.lock:
                 self._longest_log = _LOG_BYTES if fold_log(self.path) else 2 * size
 
     def return_space(self) -> bool:
         """Give a slice of free pages back to the disk; True if there are more."""
         with self._writer.lock:
-            return return_pages(self.path, self._busy_timeout_seconds)
+            return self._is_there and return_pages(self.path, self._busy_timeout_seconds)
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether the file is still the one that was opened: to keep another one beside its log would lose both."""
+        return file_identity(self.path) == self._identity
 
     def _lock_project(self, connection: Connection, project: str) -> None:
         """The file has one writer."""

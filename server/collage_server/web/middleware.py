@@ -9,6 +9,7 @@ import time
 from typing import Final
 from urllib.parse import quote
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collage_server.auth.bearer import Access
@@ -60,6 +61,8 @@ class RequestIdentity:
             if not status:
                 await answer_to(_GOING_DOWN, scope)(scope, receive, send_with_id)
             raise
+        except ClientDisconnect:
+            return  # Nobody is left to answer.
         except Exception as error:
             if status:
                 raise

@@ -222,6 +222,12 @@ def test_a_database_file_that_is_gone_takes_no_more_reports(tmp_path):
         assert "put it back" in server.reports([report(9, 90)], status=503).message
         with app.state.components.store._reading(), pytest.raises(Busy), app.state.components.store._reading():
             pytest.fail("a database was made anew")
+        store = app.state.components.store
+        store._longest_log = 0
+        before = sorted(tmp_path.iterdir())
+        store.fold_log()
+        assert not store.return_space()
+        assert sorted(tmp_path.iterdir()) == before, "upkeep leaves the log to the file that it belongs to"
         (tmp_path / "moved").rename(tmp_path / "collage.sqlite")
         app.state.components.guard.look()
         assert server.reports([report(9, 90)]).accepted == 1

@@ -18,7 +18,7 @@ _PATIENCE_SECONDS: Final = 0.5
 
 def sqlite_sizes(path: Path) -> Sizes:
     """What the data takes, without free pages and the write-ahead log; and what the disk has left."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+    with _opened(path) as connection:
         total, free, page = (
             int(connection.execute(f"PRAGMA {name}").fetchone()[0])
             for name in ("page_count", "freelist_count", "page_size")
@@ -32,7 +32,7 @@ def fold_log(path: Path) -> bool:
     Readers that follow on each other without a pause keep it from beginning anew, and it grows. Those of now are
     waited for, half a second at most, and new ones need no log. False: one of them reads for longer.
     """
-    with closing(sqlite3.connect(path, timeout=_PATIENCE_SECONDS, isolation_level=None)) as connection:
+    with _opened(path, _PATIENCE_SECONDS) as connection:
         busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
     return not busy
 
@@ -42,7 +42,7 @@ def return_pages(path: Path, timeout_seconds: float) -> bool:
 
     `execute` would step the statement once and free one page whatever the number says: `executescript` frees all.
     """
-    with closing(sqlite3.connect(path, timeout=timeout_seconds, isolation_level=None)) as connection:
+    with _opened(path, timeout_seconds) as connection:
         if not connection.execute("PRAGMA freelist_count").fetchone()[0]:
             return False
         connection.executescript(f"PRAGMA incremental_vacuum({_PAGES_A_SLICE})")
@@ -50,3 +50,9 @@ def return_pages(path: Path, timeout_seconds: float) -> bool:
         if not left:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
     return left > 0
+
+
+def _opened(path: Path, timeout_seconds: float = 5.0) -> closing[sqlite3.Connection]:
+    """A connection to a file that is there: an empty one, made anew, would swallow the log of the one that was."""
+    address = f"{path.absolute().as_uri()}?mode=rw"
+    return closing(sqlite3.connect(address, timeout=timeout_seconds, isolation_level=None, uri=True))
