@@ -1,5 +1,7 @@
 """What travels between agent, server and readers: messages, answers, and their two encodings."""
 
+import msgspec
+
 from collage_monitor.wire.access import ROLES, Act, ActPage, Role, Token, TokenCreate, TokenCreated, TokenList
 from collage_monitor.wire.answers import (
     BatchAnswer,
@@ -132,3 +134,9 @@ __all__ = [
     "to_number",
     "undefined_to_none",
 ]
+
+# What msgspec has to know of a type is gathered when it is first decoded, and two threads that are first together
+# end the process. Here there is one.
+for _kind in list(vars().values()):
+    if isinstance(_kind, type) and issubclass(_kind, msgspec.Struct):
+        msgspec.json.Decoder(_kind)

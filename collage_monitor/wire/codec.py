@@ -70,6 +70,10 @@ class _Numbered(msgspec.Struct, frozen=True):
 
 
 _DECODE_JSON_BATCH = msgspec.json.Decoder(_JsonBatch).decode
+_DECODE_REPORT = msgspec.msgpack.Decoder(Report).decode
+_DECODE_RAW_BATCH = msgspec.msgpack.Decoder(_RawBatch).decode
+_DECODE_PLAIN_BATCH = msgspec.json.Decoder(_PlainBatch).decode
+_DECODE_NUMBERED = msgspec.msgpack.Decoder(_Numbered).decode
 
 
 def encode_message(message: Any, content_type: str = MSGPACK) -> bytes:
@@ -159,14 +163,14 @@ def _parts(data: bytes, content_type: str) -> _RawBatch | _PlainBatch:
     The length of a list is known before its elements in msgpack alone, and a `Raw` is larger than most of JSON's.
     """
     if content_type == MSGPACK:
-        return msgspec.msgpack.decode(data, type=_RawBatch)
-    return msgspec.convert(msgspec.json.decode(data), type=_PlainBatch)
+        return _DECODE_RAW_BATCH(data)
+    return _DECODE_PLAIN_BATCH(data)
 
 
 def _one_report(part: Any) -> Report:
     try:
         if isinstance(part, msgspec.Raw):
-            return msgspec.msgpack.decode(part, type=Report)
+            return _DECODE_REPORT(part)
         return _from_json(msgspec.convert(part, type=_JsonReport))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _wire_error(error) from error
@@ -175,7 +179,7 @@ def _one_report(part: Any) -> Report:
 def _number_of(part: Any) -> int | None:
     try:
         if isinstance(part, msgspec.Raw):
-            return msgspec.msgpack.decode(part, type=_Numbered).seq
+            return _DECODE_NUMBERED(part).seq
         return msgspec.convert(part, type=_Numbered).seq
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -176,7 +176,7 @@ class Lives(ABC):
             client.stopping.set()
         for client in self.clients:
             client.join(_PATIENCE_SECONDS)
-            assert not client.is_alive()
+            assert not client.is_alive(), self.stacks()
         self.looks += self.clients[-1].looks  # type: ignore[union-attr]
         verify(self.ledger, self.urls[0], self.run_id, self.store)
         self.findings += self.ledger.findings

@@ -17,6 +17,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 __all__ = ["POINTS", "Zygote", "gone"]
@@ -164,6 +165,7 @@ def _live(order):
     with open(order["log"], "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order["environment"])
@@ -188,6 +190,8 @@ def main():
         if pid == 0:
             try:
                 _live(json.loads(line))
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         sys.stdout.write(f"{pid}\n")

@@ -48,6 +48,9 @@ class _Record(msgspec.Struct, frozen=True):
     body: bytes
 
 
+_DECODE: Final = msgspec.msgpack.Decoder(_Record).decode
+
+
 @dataclass(frozen=True)
 class Envelope:
     """A message and where it belongs. `stream_id` names the sending stream, also for messages about the run."""
@@ -85,7 +88,7 @@ class Envelope:
             WireError: not an envelope, or its message cannot be decoded.
         """
         try:
-            record = msgspec.msgpack.decode(data, type=_Record)
+            record = _DECODE(data)
         except msgspec.MsgspecError as error:
             raise WireError(f"not a spooled message: {error}") from error
         if record.kind == "reports":

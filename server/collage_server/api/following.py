@@ -12,7 +12,7 @@ import binascii
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -30,6 +30,9 @@ class _Cursor(msgspec.Struct, frozen=True, array_like=True):
     step: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
     told: bytes
     revision: bytes
+
+
+_DECODE: Final = msgspec.msgpack.Decoder(_Cursor).decode
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def _encoded(cursor: _Cursor) -> str:
 
 def _decoded(text: str) -> _Cursor:
     try:
-        return msgspec.msgpack.decode(base64.urlsafe_b64decode(text.encode()), type=_Cursor)
+        return _DECODE(base64.urlsafe_b64decode(text.encode()))
     except (msgspec.MsgspecError, binascii.Error, ValueError) as error:
         raise Unprocessable(
             f"cursor {text!r} is not one of this server's; start again with an empty one", field="cursor"
