@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import types
-from collections.abc import Coroutine, Generator
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
@@ -99,32 +97,15 @@ async def read_body(request: Request, components: Components, held: Held, conten
 
 async def _read_sent(receive: Receive, expected: int, limit: int) -> bytes:
     """The bytes of a body that holds room for `expected`, as long as they keep arriving."""
-    reading = _joined(receive, limit)
-    try:
-        waiting = reading.send(None)
-    except StopIteration as end:
-        # It was here already, as most are: a timer would cost more than reading it.
-        return bytes(end.value)
     seconds = _PATIENCE_SECONDS + expected / _SLOWEST_BYTES_A_SECOND
     try:
         async with asyncio.timeout(seconds):
-            return await _resumed(reading, waiting)
+            return await _joined(receive, limit)
     except TimeoutError as error:
         raise Busy(
             f"the body did not arrive within {seconds:.0f} seconds, and others wait for its room; send it again",
             retry_after_seconds=1,
         ) from error
-
-
-@types.coroutine
-def _resumed(reading: Coroutine[Any, Any, bytes], waiting: Any) -> Generator[Any, Any, bytes]:
-    """The rest of a coroutine that waits for `waiting`."""
-    try:
-        yield waiting
-    except BaseException:
-        reading.close()
-        raise
-    return (yield from reading.__await__())
 
 
 async def _joined(receive: Receive, limit: int) -> bytes:

@@ -102,7 +102,12 @@ class PostgresqlStore(SqlStore):
             event.listen(engine, "before_cursor_execute", _ask_for_binary)
             event.listen(engine, "rollback", forget_prepared)
             event.listen(engine, "handle_error", _give_up_what_only_reads)
-        except (ArgumentError, ModuleNotFoundError, ValueError) as error:  # ValueError: a port that is no number
+        except ValueError:
+            # Its own words would repeat what was taken for the port: of a password with an @ or a colon, a part.
+            raise StoreUnusable(
+                "the database URL cannot be used: its port is no number; write : and @ of a password as %3A and %40"
+            ) from None
+        except (ArgumentError, ModuleNotFoundError) as error:
             raise StoreUnusable(f"the database URL cannot be used: {error}") from error
         try:
             with engine.connect() as connection:
@@ -176,7 +181,10 @@ class PostgresqlStore(SqlStore):
             connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             mine = select(table.c.run_id).where(table.c.run_id == run_id).with_for_update(skip_locked=True)
             self._claimed = connection
-            yield connection.execute(mine).first() is not None
+            try:
+                yield connection.execute(mine).first() is not None
+            finally:
+                self._claimed = None
 
     def _require_claim(self) -> None:
         if self._claimed is not None:

@@ -148,7 +148,8 @@ def test_servers_migrating_at_once_do_it_once(empty_database):
 def test_a_wrong_address_is_a_sentence():
     with pytest.raises(StoreUnusable, match="does not answer"):
         opened("postgresql://nobody@/none?host=/nonexistent")
-    for wrong in ("no url at all", "postgresql://u:hush@host:port/db", "postgresql://u:hush@/db?no_option=1"):
+    addresses = ("//u:hush@host:port/db", "//u:pass@part:hush@/db", "//u:hush@/db?no_option=1")
+    for wrong in ("no url at all", *(f"postgresql:{address}" for address in addresses)):
         with pytest.raises(StoreUnusable, match="URL cannot be used") as raised:
             opened(wrong)
         assert "hush" not in str(raised.value)

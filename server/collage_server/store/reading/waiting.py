@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress, pairwise
@@ -132,16 +133,19 @@ def read_waiting(
     kind, present = (LayerRow, "statistics") if layers else (ModelRow, "model")
     rows: dict[str, dict[int, list[Any]]] = {run_id: defaultdict(list) for run_id in views}
     held = 0
-    stream: StreamRecord
-    for stream, row in waiting_rows(connection, views, kind, present, selection):  # type: ignore[type-var]
-        rows[stream.run_id][stream.attempt].append(row)
-        held += _ROW_BYTES + len(getattr(row, present))
-        if held > slab_bytes:
-            return _places(connection, views, selection, slab_bytes, layers=layers)
-    return {
-        run_id: {attempt: _few(members) for attempt, members in by_attempt.items()}
-        for run_id, by_attempt in rows.items()
-    }
+    with closing(waiting_rows(connection, views, kind, present, selection)) as found:  # type: ignore[type-var]
+        for stream, row in found:
+            rows[stream.run_id][stream.attempt].append(row)
+            held += _ROW_BYTES + len(getattr(row, present))
+            if held > slab_bytes:
+                break
+        else:
+            return {
+                run_id: {attempt: _few(members) for attempt, members in by_attempt.items()}
+                for run_id, by_attempt in rows.items()
+            }
+    del rows
+    return _places(connection, views, selection, slab_bytes, layers=layers)
 
 
 def _few(rows: list[Any]) -> Waiting:
@@ -166,7 +170,7 @@ def _places(
 
 def waiting_rows(
     connection: Connection, views: Mapping[str, RunView], kind: type[_Kind], present: str, selection: Selection
-) -> Iterator[tuple[StreamRecord, _Kind]]:
+) -> Generator[tuple[StreamRecord, _Kind], None, None]:
     """Rows that stand in no chunk yet, with their streams."""
     streams = {name: stream for view in views.values() for name, stream in view.streams.items()}
     for slab in read_reports(connection, list(views), kind._fields, present, selection):

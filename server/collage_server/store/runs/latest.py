@@ -138,11 +138,13 @@ def measured_state(connection: Connection, run_id: str, stale_after_seconds: flo
         )
     ).all()
     newest = max((row.measured_step for row in places), default=0)
-    freshest = max((row.last_report_at for row in places), default=0.0)
+    freshest: dict[int, float] = {}
+    for row in places:
+        freshest[row.attempt] = max(row.last_report_at, freshest.get(row.attempt, 0.0))
 
     def lagging(row: Row[Any]) -> object:
         """How far a rank has come besides, and whether it is silent, decides only where it lags (`waited_for`)."""
-        return row.last_step, row.last_report_at >= freshest - stale_after_seconds
+        return row.last_step, row.last_report_at >= freshest[row.attempt] - stale_after_seconds
 
     seen = [(*row[:4], lagging(row) if row.measured_step < newest else None) for row in places]
     launches = connection.execute(
