@@ -34,7 +34,7 @@ print(len(kinds), *sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in g
 
 
 def test_no_type_is_looked_at_for_the_first_time_by_the_thread_that_decodes():
-    """msgspec takes a type for known before it has gathered all its fields: a second thread reads a null pointer."""
+    """msgspec takes a type for known before it has gathered its fields: a second thread reads a null pointer."""
     ended = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, check=True)
     count, *late = ended.stdout.split()
     assert int(count) > 50
