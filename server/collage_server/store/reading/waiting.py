@@ -208,7 +208,7 @@ def largest_row(view: RunView, *, layers: bool) -> int:
 
 
 def _read(view: RunView, streams: IntArray, seqs: IntArray, layers: bool) -> list[Any]:
-    """These rows, by step and stream."""
+    """These rows, by step, stream and number: a stream may tell of a step twice."""
     kind = LayerRow if layers else ModelRow
     names = {stream.stream: name for name, stream in view.streams.items()}
     order = np.lexsort((seqs, streams))
@@ -225,7 +225,7 @@ def _read(view: RunView, streams: IntArray, seqs: IntArray, layers: bool) -> lis
         values = {f"v{i}": value for i, value in enumerate(value for span in named for value in span)}
         found = view.connection.execute(_by_span(kind._fields, count), {**values, "run_id": view.run_id})
         rows += map(kind._make, found)
-    return sorted(rows, key=lambda row: (row.step, view.streams[row.stream_id].stream))
+    return sorted(rows, key=lambda row: (row.step, view.streams[row.stream_id].stream, row.seq))
 
 
 @lru_cache(maxsize=64)
