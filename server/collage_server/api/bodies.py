@@ -6,8 +6,7 @@ import asyncio
 from typing import Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.requests import Request
 
 from collage_monitor import wire
 from collage_monitor.errors import WireError
@@ -85,7 +84,7 @@ async def read_body(request: Request, components: Components, held: Held, conten
     settings = components.settings
     is_json = content_type == wire.JSON
     encoding = checked_encoding(_header(request, b"content-encoding", "identity"))
-    body = await _read_sent(request.receive, held.size, settings.body_bytes)
+    body = await _read_sent(request, held.size, settings.body_bytes)
     if encoding != "identity":
         limit = settings.body_bytes if is_json else settings.decompressed_bytes
         bound = decompressed_bound(body, encoding, limit)
@@ -95,12 +94,12 @@ async def read_body(request: Request, components: Components, held: Held, conten
     return body
 
 
-async def _read_sent(receive: Receive, expected: int, limit: int) -> bytes:
+async def _read_sent(request: Request, expected: int, limit: int) -> bytes:
     """The bytes of a body that holds room for `expected`, as long as they keep arriving."""
     seconds = _PATIENCE_SECONDS + expected / _SLOWEST_BYTES_A_SECOND
     try:
         async with asyncio.timeout(seconds):
-            return await _joined(receive, limit)
+            return await _joined(request, limit)
     except TimeoutError as error:
         raise Busy(
             f"the body did not arrive within {seconds:.0f} seconds, and others wait for its room; send it again",
@@ -108,18 +107,15 @@ async def _read_sent(receive: Receive, expected: int, limit: int) -> bytes:
         ) from error
 
 
-async def _joined(receive: Receive, limit: int) -> bytes:
+async def _joined(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        arrived = await receive()
-        if arrived["type"] != "http.request":
-            raise ClientDisconnect
-        part, more = arrived.get("body", b""), arrived.get("more_body", False)
+    size = 0
+    async for part in request.stream():
         size += len(part)
         if size > limit:
             raise _too_large(limit)
-        parts.append(part)
+        if part:  # The last one is empty.
+            parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -289,27 +289,10 @@ class SealingContract(Senders):
         """Stopped after any of its transactions, readers see what they saw, and the next one completes it."""
         self.send(store, self.fill(store), range(1, 41))
         before = seen(store)
-        writing = store._writing
         for allowed in range(40):
-            left = [allowed]
-
-            @contextmanager
-            def counted(left=left):
-                if left[0] == 0:
-                    raise InterruptedError("killed")
-                left[0] -= 1
-                with writing() as connection:
-                    yield connection
-
-            store._writing = counted
-            try:
-                store.seal("r1", NOW)
-                finished = True
-            except InterruptedError:
-                finished = False
-            store._writing = writing
+            sealed = sealed_until(store, allowed)
             unchanged(before, seen(store))
-            if finished and not store.seal("r1", NOW):
+            if sealed is not None and not store.seal("r1", NOW):
                 break
         assert allowed > 5
         assert rows(store, schema.report) == 8
@@ -340,30 +323,14 @@ class SealingContract(Senders):
         self.send(store, first, range(1, 65))
         seal_all(store)
         self.send(store, second, range(1, 65), 1)
-        writing = store._writing
         for allowed in range(200):
-            left = [allowed]
-
-            @contextmanager
-            def counted(left=left):
-                if left[0] == 0:
-                    raise InterruptedError("killed")
-                left[0] -= 1
-                with writing() as connection:
-                    yield connection
-
-            store._writing = counted
-            try:
-                finished = not store.seal("r1", NOW)
-            except InterruptedError:
-                finished = False
-            store._writing = writing
+            sealed = sealed_until(store, allowed)
             for points in (2, 4, 64):
                 model = store.model_points("r1", ["lost"], Selection(points=points))
                 assert reduce_steps(model.totals)["lost"] == 64 * 180.0
                 layers = store.layer_points("r1", ["lost"], Selection(points=points))
                 assert reduce_steps(layers.totals)["lost"].tolist() == [64 * 30.0, 64 * 60.0, 64 * 90.0]
-            if finished:
+            if sealed == 0:
                 break
         assert store.model_points("r1", ["lost"], Selection(points=2)).counts.tolist() == [16] * 4
         assert allowed > 20
@@ -468,6 +435,27 @@ class SealingContract(Senders):
         groups = [ReportGroup(first, [report(0, 1), report(40, 41)]), ReportGroup(second, [report(39, 40, rank=1)])]
         outcomes = store.append(groups, NOW)
         assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
+
+
+def sealed_until(store, allowed):
+    """How many parts a process seals that is killed after so many transactions; None: it was killed."""
+    writing, left = store._writing, [allowed]
+
+    @contextmanager
+    def counted():
+        if left[0] == 0:
+            raise InterruptedError("killed")
+        left[0] -= 1
+        with writing() as connection:
+            yield connection
+
+    store._writing = counted
+    try:
+        return store.seal("r1", NOW)
+    except InterruptedError:
+        return None
+    finally:
+        store._writing = writing
 
 
 def blocks(connection):
