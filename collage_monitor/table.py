@@ -1,0 +1,86 @@
+"""The one table of totals: float64 [statistic][layer], whose two axes are only ever appended to.
+
+The agent's meter fills one, several optimizers are joined into one, a report carries one, the journal and the
+readers hand on one. Whoever wants a number asks for it by name; nobody counts rows or columns by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar, overload
+
+__all__ = ["Axis", "Table"]
+
+Values = TypeVar("Values")
+"""A numpy array, or a tensor on the training's device: anything that is indexed by a row number."""
+
+
+class Axis(Sequence[str]):
+    """Names in the order in which they were first seen, only ever appended to: a shorter copy is a prefix."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._positions: dict[str, int] = {}
+        self.extend(names)
+
+    def extend(self, names: Iterable[str]) -> None:
+        """Append those of the names that are new."""
+        for name in names:
+            self._positions.setdefault(name, len(self._positions))
+
+    def position(self, name: str) -> int:
+        """Where the name stands.
+
+        Raises:
+            KeyError: it was never added.
+        """
+        return self._positions[name]
+
+    def positions(self, names: Iterable[str]) -> list[int]:
+        """Where each of the names stands, in the order given."""
+        return [self._positions[name] for name in names]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        return tuple(self._positions)[index]
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._positions)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._positions
+
+    def __repr__(self) -> str:
+        return f"Axis({list(self)!r})"
+
+
+class Table(Mapping[str, Values], Generic[Values]):
+    """Totals by statistic: `table[key]` is the row of that statistic, [layers] or [points, layers] or [points].
+
+    `array` has one row for each of `statistics`; its last axis follows `layers`, unless they are None: then the
+    layers are merged to the model. NaN stands for "not reported". As a mapping it is what merging and finishing
+    take.
+    """
+
+    def __init__(self, statistics: Axis, layers: Axis | None, array: Values) -> None:
+        self.statistics = statistics
+        self.layers = layers
+        self.array = array
+
+    def __getitem__(self, key: str) -> Values:
+        row: Values = self.array[self.statistics.position(key)]  # type: ignore[index]
+        return row
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.statistics)
+
+    def __len__(self) -> int:
+        return len(self.statistics)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.statistics
