@@ -1,13 +1,28 @@
-"""The size check: modules and functions stay small enough to read. Prints both figures, ends with 1 on a breach."""
+"""The size check: modules and functions stay small enough to read, and what changes together lives together.
+
+Prints the figures of all and of each package, ends with 1 on a breach.
+"""
 
 import ast
 import statistics
 import sys
 from pathlib import Path
 
+import grimp
+
 FOLDERS = ("collage_monitor", "agent", "server", "dashboard", "studies", "benchmarks", "tools")
+PACKAGES = {
+    "collage_monitor": ".",
+    "collage_agent": "agent",
+    "collage_server": "server",
+    "collage_dashboard": "dashboard",
+    "collage_studies": "studies",
+}
+"""Import name and the folder that it is imported from."""
 MEDIAN_MODULE, LONGEST_MODULE = 200, 500
 USUAL_FUNCTION, LONGEST_FUNCTION, USUAL_SHARE = 40, 100, 0.95
+SINGLE_IMPORTERS = 80
+"""Modules that only one other imports: a few are parts with a purpose of their own, many are slivers."""
 
 
 def functions(path: Path, source: str) -> dict[str, int]:
@@ -19,19 +34,46 @@ def functions(path: Path, source: str) -> dict[str, int]:
     }
 
 
-def main() -> int:
-    """Measure the source folders under the working folder; tests are left out."""
+def single_importers() -> dict[str, list[str]]:
+    """Modules that exactly one other module of the packages imports, by package."""
+    sys.path[:0] = sorted(set(PACKAGES.values()))
+    graph = grimp.build_graph(*PACKAGES)
+    single = [name for name in sorted(graph.modules) if len(graph.find_modules_that_directly_import(name)) == 1]
+    return {package: [name for name in single if name.partition(".")[0] == package] for package in PACKAGES}
+
+
+def package_lines(modules: dict[str, int], single: dict[str, list[str]]) -> list[str]:
+    """A line a package: modules, their median, and those with a single importer."""
+    lines = []
+    for package, folder in PACKAGES.items():
+        prefix = str(Path(folder, package))
+        sizes = [size for name, size in modules.items() if name.startswith(f"{prefix}/")]
+        lines.append(
+            f"{package}: {len(sizes)} modules, median {statistics.median(sizes):g} lines, "
+            f"{len(single[package])} with a single importer"
+        )
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    """Measure the source folders under the working folder; tests are left out. `--list` names single importers."""
     sources = {path: path.read_text() for folder in FOLDERS for path in sorted(Path(folder).rglob("*.py"))}
     modules = {str(path): source.count("\n") for path, source in sources.items() if source.strip()}
     lengths = {where: lines for path, source in sources.items() for where, lines in functions(path, source).items()}
     if not lengths:
         sys.exit("no functions found; run from the root of the repository")
+    single = single_importers()
+    if arguments == ["--list"]:
+        print(*(name for names in single.values() for name in names), sep="\n")
+    print(*package_lines(modules, single), sep="\n")
     median = statistics.median(modules.values())
     share = sum(lines <= USUAL_FUNCTION for lines in lengths.values()) / len(lengths)
     breaches = [f"{name}: {lines} lines" for name, lines in modules.items() if lines > LONGEST_MODULE]
     breaches += [f"{where}: {lines} lines" for where, lines in lengths.items() if lines > LONGEST_FUNCTION]
+    print(f"{len(modules)} modules, median {median:g} lines (below {MEDIAN_MODULE}), ", end="")
     print(
-        f"{len(modules)} modules, median {median:g} lines (below {MEDIAN_MODULE}), longest {max(modules.values())}"
+        f"longest {max(modules.values())}, "
+        f"with a single importer {sum(map(len, single.values()))} (aim: below {SINGLE_IMPORTERS})"
     )
     print(f"{len(lengths)} functions, {share:.1%} within {USUAL_FUNCTION} lines ({USUAL_SHARE:.0%}), ", end="")
     print(f"longest {max(lengths.values())}")
@@ -40,4 +82,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
