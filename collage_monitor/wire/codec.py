@@ -13,7 +13,7 @@ import numpy as np
 
 from collage_monitor.errors import WireError
 from collage_monitor.wire.answers import RejectedReport
-from collage_monitor.wire.messages import LIMITS, Gap, Index, Report, ReportBatch
+from collage_monitor.wire.messages import LIMITS, Gap, Index, Parts, Report, ReportBatch
 from collage_monitor.wire.numbers import Number, block_from_bytes, block_to_bytes, from_number, to_number
 
 __all__ = [
@@ -45,6 +45,7 @@ class _JsonReport(msgspec.Struct, kw_only=True, frozen=True):
     layer_count: Index = 0
     statistics: list[list[Number]] | None = None
     model: list[Number] | None = None
+    parts: Parts = 1
 
 
 class _JsonBatch(msgspec.Struct, kw_only=True, frozen=True):
@@ -198,6 +199,7 @@ def _to_json(report: Report) -> _JsonReport:
         layer_count=report.layer_count,
         statistics=None if block is None else [[to_number(value) for value in row] for row in block.tolist()],
         model=None if model is None else [to_number(value) for value in model.tolist()],
+        parts=report.parts,
     )
 
 
@@ -217,6 +219,7 @@ def _from_json(report: _JsonReport) -> Report:
         layer_count=report.layer_count,
         statistics=statistics,
         model=model,
+        parts=report.parts,
     )
 
 

@@ -48,6 +48,7 @@ Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=65_536)]
 Index = Annotated[int, Meta(ge=0, le=2**53)]
+Parts = Annotated[int, Meta(ge=1, le=100_000)]
 
 
 class RunCreate(Struct, kw_only=True, frozen=True):
@@ -195,7 +196,8 @@ class Report(Struct, kw_only=True, frozen=True):
     [statistic_count][layer_count], `model` float64 [statistic_count] (the rank's layers merged as shards), both
     little-endian, rows in the order that the stream declared; both None when the step was not measured. NaN is
     "not reported". The same step may be reported more than once (scalars and statistics apart, or by several
-    watched optimizers): reports of one step merge.
+    watched optimizers): reports of one step merge. `parts` says that at least so many reports of this stream bring
+    statistics of this step: the step is partial, and no total, until as many have come as the largest of them says.
     """
 
     seq: Index
@@ -206,6 +208,7 @@ class Report(Struct, kw_only=True, frozen=True):
     layer_count: Index = 0
     statistics: bytes | None = None
     model: bytes | None = None
+    parts: Parts = 1
 
 
 class Gap(Struct, kw_only=True, frozen=True):

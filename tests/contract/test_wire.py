@@ -53,6 +53,7 @@ def reports():
             layer_count=layers,
             statistics=wire.block_to_bytes(np.resize(np.array(block), (rows, layers))),
             model=wire.block_to_bytes(np.resize(np.array(block), (rows,))),
+            parts=rows,
         ),
         st.integers(0, 2**53),
         st.integers(0, 2**53),
@@ -199,3 +200,10 @@ def test_reports_apart_cost_no_more_memory_than_together(content_type):
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 16 * len(sent)
+
+
+@BOTH
+def test_a_report_of_an_older_agent_tells_of_its_step_alone(content_type):
+    plain = {"reports": [{"seq": 0, "step": 3, "time": 1.5e9, "scalars": {"loss": 2.0}}]}
+    data = msgspec.json.encode(plain) if content_type == wire.JSON else msgspec.msgpack.encode(plain)
+    assert wire.decode_batch(data, content_type).reports[0].parts == 1
