@@ -31,7 +31,6 @@ STATED_RATIOS = (
     ("plus compiled fast", "torch fp32 master fused", 1.6),
     ("plus compiled bit-identical", "torch fp32 master fused", 2.5),
 )
-STATED_ADDITIONS = {"plus eager": 1.5, "plus compiled fast": 1.6, "plus compiled bit-identical": 1.6}
 
 Step = Callable[[], object]
 
@@ -93,18 +92,6 @@ def own_step(seed: int, strategy: str, **options: str) -> Step:
     return optimizer.step
 
 
-def measured_step(seed: int, strategy: str, **options: str) -> Step:
-    """Our AdamW with whole-tensor statistics from inside every step."""
-    plain = own_step(seed, strategy, **options)
-    optimizer: CollageAdamW = plain.__self__  # type: ignore[attr-defined]
-
-    def step() -> None:
-        optimizer.measure_next_step()
-        plain()
-
-    return step
-
-
 def gated_contenders(seed: int) -> dict[str, Step]:
     """What the stated ratios compare."""
     return {
@@ -113,9 +100,6 @@ def gated_contenders(seed: int) -> dict[str, Step]:
         "plus eager": own_step(seed, "plus"),
         "plus compiled fast": own_step(seed, "plus", compiled="fast"),
         "plus compiled bit-identical": own_step(seed, "plus", compiled="bit-identical"),
-        "plus eager, measured": measured_step(seed, "plus"),
-        "plus compiled fast, measured": measured_step(seed, "plus", compiled="fast"),
-        "plus compiled bit-identical, measured": measured_step(seed, "plus", compiled="bit-identical"),
     }
 
 
@@ -176,11 +160,6 @@ def ratio(times: dict[str, list[float]], name: str, base: str) -> tuple[float, .
     return tuple(own / other for own, other in zip(times[name], times[base], strict=True))
 
 
-def added(times: dict[str, list[float]], name: str) -> tuple[float, ...]:
-    """What statistics add to a step, in steps."""
-    return tuple(value - 1 for value in ratio(times, f"{name}, measured", name))
-
-
 def extra_memory_mib(step: Step) -> float:
     """How far the resident memory rises above parameters and states during a step."""
     for _ in range(2):
@@ -212,8 +191,6 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
     figures = [Figure(name, "CPU ms", tuple(values)) for name, values in times.items()]
     for name, base, limit in STATED_RATIOS:
         figures.append(Figure(f"{name} / {base}", "ratio", ratio(times, name, base), limit))
-    for name, limit in STATED_ADDITIONS.items():
-        figures.append(Figure(f"measuring added / {name}", "ratio", added(times, name), limit))
     for name, mib in memory.items():
         figures.append(Figure(f"extra memory of {name}", "MiB", (mib,), EXTRA_MEMORY_LIMIT_MIB))
     elements = sum(parameter.numel() for parameter in parameters(options.seed))

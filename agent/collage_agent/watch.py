@@ -112,7 +112,6 @@ class Watch:
             names.update((watched.name, None) for watched in attached.meter.watched)
         if not names and all(attached.stepping is attached.optimizer for attached in self._attached):
             raise ValueError(_nothing_to_watch(options, [name for own in self._attached for name in own.left_out]))
-        self._governor.whole = any(attached.whole.possible for attached in self._attached)
         self._joined = Joined([attached.meter for attached in self._attached])
         self._bytes_per_parameter: float | None = None
         self._layout: Layout | None = None
@@ -190,12 +189,9 @@ class Watch:
             self._guard.caught("reporting a step", error)
         for attached in self._attached:
             attached.totals = None
-        whole = self._governor.whole
         if self._governor.judge():
             for attached in self._attached:
                 attached.meter.shrink_sample(int(self._governor.sample))
-        if self._governor.whole != whole:
-            self._layout = None
 
     def _hand_over(self, totals: Tensor) -> None:
         if self._bytes_per_parameter is None:

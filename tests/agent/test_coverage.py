@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.measure import meter
-from collage_agent.measure.whole import WholeTotals
 from collage_agent.optim import CollageAdamW
 
 from collage_monitor.statistics import INTERVAL_PAIRS
@@ -16,9 +15,8 @@ VISIBLE = ("edq_visible_ratio", "lost_visible_ratio")
 
 @pytest.fixture(autouse=True)
 def everything_by_samples(monkeypatch):
-    """The oracle follows the same sample, the whole tensor for the truth; our optimizers hand over no totals."""
+    """The oracle follows the same sample, the whole tensor for the truth."""
     monkeypatch.setattr(meter, "ORACLE_SAMPLE", 10**9)
-    monkeypatch.setattr(WholeTotals, "possible", property(lambda _: False))
 
 
 def plain(draws, sample, measured) -> tuple[Coverage, Coverage]:

@@ -1,18 +1,14 @@
 """The compiled step: the eager step's bits, a self-test that notices folding, and a fall back to eager."""
 
-import dataclasses
 import warnings
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, CollageSGD, compiled, observing
+from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD, compiled
 from collage_agent.optim.advance import advance_in_working
 from collage_agent.optim.arithmetic import Working
-from collage_agent.optim.rules import AdamRule
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
-from tests.optim.observed import check
-from tests.reference.step_totals import step_totals
 
 SHAPES = ((300, 70), (30, 50), (7,), (1,), (10_007,))
 
@@ -56,48 +52,6 @@ def test_bit_identical_form_of_plus():
 )
 def test_bit_identical_form_of_others(optimizer_class, options):
     assert_same_bits(*eager_and_compiled(optimizer_class, "bit-identical", **options))
-
-
-@pytest.mark.parametrize("form", compiled.COMPILED_FORMS)
-def test_totals_of_a_measured_step(form, intentions):
-    """Counts are those of the step's own u, which the eager step shows; sums are within 1e-5 of fp64's."""
-    members, others = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    eager = CollageAdamW(members, strategy="plus")
-    own = CollageAdamW(others, strategy="plus", compiled=form)
-    for step in range(4):
-        give_gradients(members, others, step=step)
-        if step == 3:
-            for member in (members[0], others[0], members[4], others[4]):
-                assert member.grad is not None
-                member.grad.view(-1)[[5, 9000]] = float("inf")
-            eager.measure_next_step()
-            own.measure_next_step()
-        before = [(own.stored_parameter(other), other.detach().double()) for other in others]
-        eager.step()
-        own.step()
-    assert list(own.step_totals()) == others
-    for index, (member, other) in enumerate(zip(members, others, strict=True)):
-        stored, visible = before[index]
-        change = own.stored_parameter(other) - stored, other.detach().double() - visible
-        found, expected = own.step_totals()[other], step_totals(intentions[index], *change, other.grad)
-        if form == "fast" and not compiled._rounds_roots_correctly("cpu"):
-            torch.testing.assert_close(found, eager.step_totals()[member], rtol=1e-4, atol=10)
-            continue
-        check(found, expected)
-        torch.testing.assert_close(own.stored_parameter(other), eager.stored_parameter(member), equal_nan=True)
-    assert [int(own.step_totals()[other][1]) for other in others] == [2, 0, 0, 0, 2]
-
-
-def test_measuring_a_compiled_step_changes_no_bit():
-    members, others = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
-    optimizers = [CollageAdamW(each, strategy="light", compiled="fast") for each in (members, others)]
-    for step in range(6):
-        give_gradients(members, others, step=step)
-        if step % 2:
-            optimizers[1].measure_next_step()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same_bits(*optimizers)
 
 
 @pytest.mark.nightly
@@ -149,24 +103,6 @@ def test_self_test_notices_a_wrong_state(monkeypatch):
     monkeypatch.setattr(compiled, "_compile", wrong)
     with pytest.warns(RuntimeWarning, match="exp_avg_sq is too far from the eager step"):
         eager_and_compiled(CollageAdamW, "fast", strategy="plus", steps=1)
-
-
-@pytest.mark.parametrize("returns", [compiled.RAW_SUMS, compiled.OBSERVATION])
-def test_self_test_notices_wrong_totals(returns, monkeypatch):
-    """As when the compiler believes that what was stored is what was meant: nothing would ever be lost."""
-    real, rule = observing.observe_working_chunk, AdamRule(decoupled=True)
-
-    def folded(*arguments):
-        observed = real(*arguments)
-        return dataclasses.replace(observed, effective=observed.intended)
-
-    monkeypatch.setattr(compiled, "observe_working_chunk", folded)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    group = CollageAdamW(parameters()).param_groups[0]
-    form = (False, "fast", torch.bfloat16, "cpu", tuple(rule.scalars(group, 1)), returns)
-    structure = compiled.Structure(rule, STRATEGIES["light"], rule.moments(group), *form)
-    with pytest.warns(RuntimeWarning, match="totals are not those of the eager step"):
-        assert compiled.compiled_step(structure) is None
 
 
 def test_a_missing_compiler_is_no_reason_to_stop(monkeypatch):

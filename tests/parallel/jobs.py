@@ -13,13 +13,11 @@ from collage_agent.watch import watch
 from torch import distributed, nn
 
 from tests.agent.training import Block
-from tests.parallel.models import MIXED, SPREAD, adamw, injected, ours, replicated
+from tests.parallel.models import MIXED, SPREAD, adamw, injected, replicated
 from tests.parallel.optimizers import stepped_shards as stepped_shards
 
 STEPS = 3
 IDENTITY_STEPS = 50
-TIMES = 20
-"""Rows are so many times as many where tensors are to be larger than the sample."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -72,20 +70,6 @@ def totals(folder):
             seen[name, dtype] = measured(*spread(dtype))
     for name, spread in MIXED.items():
         seen[f"mixed {name}", torch.float32] = measured(*spread(torch.float32))
-    return seen
-
-
-def whole_alone():
-    model = injected(torch.bfloat16, TIMES)
-    return measured(model, ours(model.parameters()), 1024)
-
-
-def whole(folder):
-    """Our own optimizer over larger tensors, of which the agent itself looks at a sample only."""
-    seen = {}
-    for name in ("ddp", "fsdp1 original", "fsdp1 flat", "fsdp2", "zero"):
-        model, optimizer = SPREAD[name](torch.bfloat16, injected(torch.bfloat16, TIMES), ours)
-        seen[name] = measured(model, optimizer, 1024)
     return seen
 
 

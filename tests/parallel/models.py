@@ -25,11 +25,10 @@ SHAPES = ((37, 11), (5,), (1, 3), (9, 7, 2), (2,))
 class Part(nn.Module):
     """Two parameters whose gradients are exactly the numbers that `gradient` gives."""
 
-    def __init__(self, index: int, times: int = 1) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()
-        rows, *rest = SHAPES[index % len(SHAPES)]
         self.index = index
-        self.weight = nn.Parameter(dyadic((times * rows, *rest), 100 + index))
+        self.weight = nn.Parameter(dyadic(SHAPES[index % len(SHAPES)], 100 + index))
         self.bias = nn.Parameter(dyadic((index + 1,), 200 + index))
 
     def forward(self, step):
@@ -43,9 +42,9 @@ class Part(nn.Module):
 class Injected(nn.Module):
     """Parts in a row; the loss is linear in the weights, so that every rank's gradient is the same and exact."""
 
-    def __init__(self, parts: int = 5, times: int = 1) -> None:
+    def __init__(self, parts: int = 5) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Part(index, times) for index in range(parts))
+        self.parts = nn.ModuleList(Part(index) for index in range(parts))
 
     def forward(self, step):
         return sum(part(step) for part in self.parts)
@@ -65,8 +64,8 @@ adamw: Any = functools.partial(torch.optim.AdamW, lr=2**-9, weight_decay=2**-4, 
 ours: Any = functools.partial(CollageAdamW, lr=2**-9, weight_decay=2**-4, strategy="plus")
 
 
-def injected(dtype, times=1):
-    return Injected(times=times).to(dtype)
+def injected(dtype):
+    return Injected().to(dtype)
 
 
 def replicated(dtype, model=None, make=adamw):

@@ -7,9 +7,8 @@ import functools
 from typing import Any
 
 import torch
-from collage_agent.optim import STEP_TOTALS, CollageAdamW, CollageLion, CollageSGD
+from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
 from collage_agent.optim.seeding import shard_number
-from torch import distributed
 
 from tests.parallel.models import fsdp2, injected
 
@@ -36,22 +35,16 @@ def stepped(model, optimizer, steps, first=1):
     for step in range(first, first + steps):
         optimizer.zero_grad()
         model(step).backward()
-        optimizer.measure_next_step()
         optimizer.step()
 
 
 def held(model, optimizer):
-    """Every tensor of every parameter, whole, with the totals of the last step added over the ranks."""
+    """Every tensor of every parameter, whole."""
     found = {}
-    totals = optimizer.step_totals()
     for name, parameter in model.named_parameters():
         found[name, "parameter"] = whole(parameter.detach())
         found[name, "stored"] = whole(optimizer.stored_parameter(parameter))
         found.update({(name, key): whole(value) for key, value in optimizer.state[parameter].items()})
-        added = totals.get(parameter, torch.zeros(len(STEP_TOTALS), dtype=torch.float64)).clone()
-        if hasattr(parameter, "full_tensor"):
-            distributed.all_reduce(added)
-        found[name, "totals"] = added
     return found
 
 

@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from collage_agent.optim import STEP_TOTALS
 
-from tests.parallel.jobs import DTYPES, STEPS, alone, whole_alone
+from tests.parallel.jobs import DTYPES, STEPS, alone
 from tests.parallel.launch import launch
-from tests.parallel.merged import assert_equal_totals, merged_layers
+from tests.parallel.merged import assert_equal_totals
 from tests.parallel.models import MIXED, SHAPES, SPREAD
 
 EVERYWHERE = [name for name in SPREAD if name != "fsdp2 hybrid"]
@@ -71,28 +70,3 @@ def test_uneven_and_empty_shards_are_measured_as_far_as_they_go(name, seen):
         assert told["text"]
         for layer in told["layers"][-1]:
             assert (told["summary"]["layers"][layer.name].get("grad_norm") is None) == (layer.elements == 0)
-
-
-@pytest.fixture(scope="module")
-def whole_alone_and_spread(tmp_path_factory):
-    return whole_alone(), launch("whole", 2, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp1 original", "fsdp2", "zero"])
-def test_our_optimizers_totals_of_whole_tensors_add_up(name, whole_alone_and_spread):
-    expected, ranks = whole_alone_and_spread
-    for index in range(STEPS):
-        found, wanted = merged_layers([rank[name] for rank in ranks], index), merged_layers([expected], index)
-        for layer, values in wanted.items():
-            assert values["sampled"] == values["elements"] == found[layer]["sampled"]
-            for key in STEP_TOTALS[:10]:
-                assert found[layer][key] == values[key], (index, layer, key)
-            for key in STEP_TOTALS[10:]:
-                assert found[layer][key] == pytest.approx(values[key], rel=1e-5), (index, layer, key)
-    assert wanted["parts.0.weight"]["elements"] == 8140
-
-
-def test_tensors_that_share_a_flat_parameter_are_left_to_the_sample(whole_alone_and_spread):
-    _, ranks = whole_alone_and_spread
-    found = merged_layers([rank["fsdp1 flat"] for rank in ranks], 0)["parts.0.weight"]
-    assert 1024 <= found["sampled"] <= 2048 < found["elements"] == 8140

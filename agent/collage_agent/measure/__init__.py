@@ -1,1 +1,1 @@
-"""Measured steps of one optimizer: the meter, whole tensors in rotation or from inside the step, one table."""
+"""Measured steps of one optimizer: the meter, whole tensors in rotation, one table."""

@@ -25,7 +25,6 @@ from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.measure.footprint import kept_bytes
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation
-from collage_agent.measure.whole import WholeTotals
 from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging, local
 from collage_agent.sample.quantised import reading
@@ -176,13 +175,10 @@ class Meter:
         if not closure:
             self._rotation.before(optimizer, self.watched, self._intents, lambda index: self._draw(index, "all"))
 
-    def after(
-        self, optimizer: Optimizer, whole: WholeTotals | None = None, *, counterfactuals: bool = False
-    ) -> Tensor:
+    def after(self, optimizer: Optimizer, *, counterfactuals: bool = False) -> Tensor:
         """Estimated totals of the step, fp64 [statistics][watched], NaN: not reported. Inside `isolated`.
 
-        What `whole` knows of whole tensors stands in place of what the sample says of them. `counterfactuals` asks
-        for what other ways of keeping the weights would have kept.
+        `counterfactuals` asks for what other ways of keeping the weights would have kept.
         """
         scale, skipped = loss_scaling(optimizer)
         found: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
@@ -200,10 +196,6 @@ class Meter:
                 found.append((ORACLE_STATISTICS, oracle_totals(follower, sizes), columns))
         self._left_behind = [follower for planned in self._plan for follower, _, _ in planned.followed]
         found += self._rotation.after(optimizer, scale, skipped)
-        if whole is not None:
-            found += whole.rows(
-                self.watched, [member for planned in self._plan for member in planned.bucket.members]
-            )
         self.rarer = [COUNTERFACTUAL_SUMS] if any(COUNTERFACTUAL_SUMS[0] in keys for keys, _, _ in found) else []
         if self.windows is not None:
             ended = self.windows.after(optimizer)

@@ -5,13 +5,11 @@ from collage_agent.optim.base import CollageOptimizer
 from collage_agent.optim.lion import CollageLion
 from collage_agent.optim.sgd import CollageSGD
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, STRATEGIES
-from collage_agent.optim.totals import STEP_TOTALS
 
 __all__ = [
     "LOW_COMPONENT_SUFFIX",
     "MASTER_PARAMETER",
     "PARAMETER_LOW",
-    "STEP_TOTALS",
     "STRATEGIES",
     "CollageAdam",
     "CollageAdamW",

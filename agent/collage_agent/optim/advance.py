@@ -6,7 +6,6 @@ between.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,20 +17,15 @@ from collage_agent.optim.arithmetic import Scalar, State, Storage, Working, Work
 from collage_agent.optim.rules import Moment, Rule
 from collage_agent.optim.seeding import Seeding
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Kept, Strategy
-from collage_agent.optim.totals import Observation
 
-__all__ = ["Moved", "Step", "advance_in_storage", "advance_in_working"]
+__all__ = ["Step", "advance_in_storage", "advance_in_working"]
 
 _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
 
 
 @dataclass(frozen=True)
 class Step:
-    """All that one tensor's step needs to know beside its tensors.
-
-    record: takes a tensor's position and its totals, where the step is a measured one; `compiled` then returns
-    totals, and `compiled_observation` what was seen, or None where it cannot be used.
-    """
+    """All that one tensor's step needs to know beside its tensors."""
 
     rule: Rule
     strategy: Strategy
@@ -41,17 +35,7 @@ class Step:
     scalars: Mapping[str, Scalar]
     workspace: Workspace
     seeding: Seeding | None = None
-    compiled: Callable[[State, Mapping[str, Scalar]], Tensor | None] | None = None
-    compiled_observation: Callable[[State, Mapping[str, Scalar]], Observation | None] | None = None
-    record: Callable[[int, Tensor], None] | None = None
-
-
-class Moved(NamedTuple):
-    """A chunk's step in wide arithmetic: stored weight before it, displacement, gradient (negated to maximise)."""
-
-    before: Tensor
-    displacement: Tensor
-    gradient: Tensor
+    compiled: Callable[[State, Mapping[str, Scalar]], None] | None = None
 
 
 def advance_in_working(
@@ -60,11 +44,10 @@ def advance_in_working(
     chunk: State,
     scalars: Mapping[str, Scalar] | None = None,
     generator: torch.Generator | None = None,
-) -> Moved:
+) -> None:
     """Wide arithmetic: load all components as fp32, compute, split once on storing.
 
     scalars: in place of the step's own, where they are tensors that a compiler must not take for constants.
-    Returns what went in, in scratch that the next chunk overwrites.
     """
     gradient = arithmetic.load(chunk["gradient"])
     if step.maximize:
@@ -81,7 +64,6 @@ def advance_in_working(
         source = generator if step.strategy.stochastic_moment(moment.second) else None
         low = chunk.get(moment.name + LOW_COMPONENT_SUFFIX)
         _store(arithmetic, moments[moment.name], chunk[moment.name], low, source)
-    return Moved(value, displacement, gradient)
 
 
 def _store_parameter(

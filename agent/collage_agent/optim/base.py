@@ -10,14 +10,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from collage_agent.optim import checkpoints
 from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, Working
-from collage_agent.optim.compiled import (
-    Structure,
-    check_compiled,
-    compiled_observation,
-    compiled_step,
-    compiled_totals,
-    scalar_tensors,
-)
+from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
 from collage_agent.optim.guards import (
     check_moments,
     check_range,
@@ -25,11 +18,10 @@ from collage_agent.optim.guards import (
     log_once,
     range_findings,
 )
-from collage_agent.optim.observing import observe_around
 from collage_agent.optim.rules import Rule
 from collage_agent.optim.runtime import Runtime, shared_workspace
 from collage_agent.optim.seeding import Seeding
-from collage_agent.optim.stepping import Member, component_names, step_tensors, working_dtype
+from collage_agent.optim.stepping import Member, step_tensors, working_dtype
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -39,7 +31,6 @@ from collage_agent.optim.strategies import (
     check_dtype,
     strategy_named,
 )
-from collage_agent.optim.totals import totals_of
 
 __all__ = ["ARITHMETICS", "CollageOptimizer"]
 
@@ -108,7 +99,6 @@ class CollageOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._runtime.begin_step()
         position = 0
         for group in self.param_groups:
             members = self._members(group, position)
@@ -147,7 +137,11 @@ class CollageOptimizer(Optimizer):
         plans: dict[tuple[int, torch.dtype, torch.device], tuple[Step, list[Member]]] = {}
         for member in members:
             parameter, state = member.parameter, member.state
-            if strict and strategy.name == "plain" and self._stepped_by_torch(group, strategy, member):
+            if (
+                strict
+                and strategy.name == "plain"
+                and self.rule.torch_step(group, parameter, member.gradient, state)
+            ):
                 continue
             state["step"] += 1
             key = (int(state["step"].item()), parameter.dtype, parameter.device)
@@ -155,19 +149,6 @@ class CollageOptimizer(Optimizer):
                 plans[key] = (self._step(group, strategy, strict, *key), [])
             plans[key][1].append(member)
         return list(plans.values())
-
-    def _stepped_by_torch(self, group: dict[str, Any], strategy: Strategy, member: Member) -> bool:
-        """Let torch's own for-loop make the step where it has the rule, observed from outside on a measured one."""
-        arguments = (group, member.parameter, member.gradient, member.state)
-        record = self._runtime.record
-        if record is None or not self.rule.in_torch:
-            return self.rule.torch_step(*arguments)
-        number = int(member.state["step"].item()) + 1
-        step = self._step(group, strategy, True, number, member.parameter.dtype, member.parameter.device)
-        components = member.components(["parameter", "gradient", *component_names(strategy, step.moments)])
-        observed = observe_around(step, components, lambda: self.rule.torch_step(*arguments))
-        record(member.position, totals_of(observed))
-        return True
 
     def _step(
         self,
@@ -180,14 +161,10 @@ class CollageOptimizer(Optimizer):
     ) -> Step:
         """Step `number` of this group for tensors of one dtype on one device."""
         moments, scalars = self.rule.moments(group), self.rule.scalars(group, number)
-        compiled = observation = None
+        compiled = None
         if group["compiled"] is not None:
             form = (group["maximize"], group["compiled"], dtype, device.type, tuple(scalars))
-            structure = Structure(self.rule, strategy, moments, *form)
-            if self._runtime.record is None:
-                compiled = compiled_step(structure)
-            else:
-                compiled, observation = compiled_totals(structure), compiled_observation(structure)
+            compiled = compiled_step(Structure(self.rule, strategy, moments, *form))
         return Step(
             rule=self.rule,
             strategy=strategy,
@@ -200,8 +177,6 @@ class CollageOptimizer(Optimizer):
             if strategy.stochastic
             else None,
             compiled=compiled,
-            compiled_observation=None if compiled is None else observation,
-            record=self._runtime.record,
         )
 
     def _initial_state(self, group: dict[str, Any], strategy: Strategy, parameter: Tensor) -> State:
@@ -231,24 +206,6 @@ class CollageOptimizer(Optimizer):
             return state[MASTER_PARAMETER].detach().to(torch.float64, copy=True)
         stored = p.detach().to(torch.float64, copy=True)
         return stored.add_(state[PARAMETER_LOW]) if PARAMETER_LOW in state else stored
-
-    def measure_next_step(self) -> None:
-        """Ask for `step_totals` of the next step, and drop the last ones.
-
-        An eager step then costs about twice as much; it changes the same bits.
-        """
-        self._runtime.measure_next = True
-        self._runtime.totals = {}
-
-    def step_totals(self) -> dict[Tensor, Tensor]:
-        """Totals of the last measured step: parameter to fp64 [len(STEP_TOTALS)], on its device, unsynchronised.
-
-        Whole tensors (of a sharded one: this process's shard), rows named by `STEP_TOTALS`. u is the displacement
-        that the step itself computed in fp32 arithmetic, and in storage arithmetic the unrounded one in fp64.
-        Empty before the first measured step; parameters without gradient are missing.
-        """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {parameters[position]: totals for position, totals in sorted(self._runtime.totals.items())}
 
     def exact_rule(self) -> Callable[..., tuple[Tensor, State]]:
         """The function that makes this optimizer's step in fp64: `exact_displacement`."""

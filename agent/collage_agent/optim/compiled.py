@@ -7,35 +7,23 @@ step.
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from collage_agent.optim.advance import Step, advance_in_working
 from collage_agent.optim.arithmetic import Scalar, State, Working, Workspace
-from collage_agent.optim.observing import observe_working_chunk
 from collage_agent.optim.rules import Moment, Rule
-from collage_agent.optim.stepping import (
-    Member,
-    chunks,
-    component_names,
-    step_tensors,
-    working_dtype,
-)
+from collage_agent.optim.stepping import Member, component_names, step_tensors, working_dtype
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, Kept, Strategy
-from collage_agent.optim.totals import COUNTS, Observation, classified, plain_raw_sums, totals_of
 
 __all__ = [
     "COMPILED_FORMS",
     "Structure",
     "check_compiled",
-    "compiled_observation",
     "compiled_step",
-    "compiled_totals",
     "scalar_tensors",
 ]
 
@@ -44,27 +32,16 @@ COMPILED_FORMS = ("fast", "bit-identical")
 last bit differs, an update moves by at most 2**-22 of itself."""
 
 _TESTED_ELEMENTS = 65_539
-_SUMMED_ELEMENTS = 1 << 21
 Options = dict[str, str | int | bool | Callable[..., object]]
 _OPTIONS: Options = {"emulate_precision_casts": True}
-# All reductions in the loop that computes what they add up, and nothing written out between: ten times faster.
-_FUSING_OPTIONS: Options = {
-    "cpp.max_horizontal_fusion_size": 64,
-    "realize_reads_threshold": 1000,
-    "realize_opcount_threshold": 1000,
-}
 _FAST_TOLERANCE = 2.0**-15
 
-Advance = Callable[[State, Mapping[str, Scalar]], Any]
-NOTHING, RAW_SUMS, OBSERVATION = "nothing", "raw sums", "observation"
+Advance = Callable[[State, Mapping[str, Scalar]], None]
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What decides the compiled code: everything but sizes and hyper-parameters' values.
-
-    returns: nothing, or on a measured step the raw sums of a long vector, or what was seen of a short one.
-    """
+    """What decides the compiled code: everything but sizes and hyper-parameters' values."""
 
     rule: Rule
     strategy: Strategy
@@ -74,7 +51,6 @@ class Structure:
     dtype: torch.dtype
     device_type: str
     scalar_names: tuple[str, ...]
-    returns: str = NOTHING
 
 
 def check_compiled(form: str | None, arithmetic: str, strategy: Strategy) -> None:
@@ -139,48 +115,14 @@ def _compile(structure: Structure, root: torch.dtype) -> Advance:
     wide = working_dtype(structure.dtype)
     step = _step(structure, {})
 
-    def advance(components: State, scalars: Mapping[str, Scalar]) -> object:
-        arithmetic = Working(None, wide, root)
-        if structure.returns == NOTHING:
-            advance_in_working(step, arithmetic, components, scalars)
-            return None
-        observed = observe_working_chunk(step, arithmetic, components, scalars)
-        if structure.returns == RAW_SUMS:
-            return plain_raw_sums(observed)
-        return observed.intended, observed.effective, observed.visible, observed.gradient
+    def advance(components: State, scalars: Mapping[str, Scalar]) -> None:
+        advance_in_working(step, Working(None, wide, root), components, scalars)
 
     # The compiler counts recompilations by code object: each structure gets its own, or the ninth would be refused.
     code = advance.__code__.replace(co_name=f"advance_{structure.strategy.name.replace('-', '_')}")
     own = FunctionType(code, advance.__globals__, code.co_name, advance.__defaults__, advance.__closure__)
-    options = {**_OPTIONS, **(_FUSING_OPTIONS if structure.returns == RAW_SUMS else {})}
-    whole: Advance = torch.compile(own, dynamic=True, fullgraph=True, options=options)
+    whole: Advance = torch.compile(own, dynamic=True, fullgraph=True, options=dict(_OPTIONS))
     return whole
-
-
-def compiled_totals(structure: Structure) -> Advance | None:
-    """The compiled step that returns a tensor's totals, or None where `compiled_step` has none.
-
-    It goes in chunks so short that fp32 counts their elements exactly.
-    """
-    advance = compiled_step(replace(structure, returns=RAW_SUMS))
-    if advance is None:
-        return None
-
-    def totals(components: State, scalars: Mapping[str, Scalar]) -> Tensor:
-        sums = [advance(chunk, scalars) for chunk in chunks(components, _SUMMED_ELEMENTS)]
-        return classified(torch.stack(sums).to(torch.float64).sum(0))
-
-    return totals
-
-
-def compiled_observation(structure: Structure) -> Advance:
-    """The compiled step that returns what was seen, compiled when it is first called; None then if it fails."""
-
-    def observation(components: State, scalars: Mapping[str, Scalar]) -> Observation | None:
-        advance = compiled_step(replace(structure, returns=OBSERVATION))
-        return None if advance is None else Observation(*advance(components, scalars))
-
-    return observation
 
 
 def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:
@@ -216,16 +158,12 @@ def _components(structure: Structure) -> State:
 
 def _difference_from_eager(structure: Structure, advance: Advance) -> str | None:
     """Step the same components both ways; what is wrong with the compiled result, or None."""
-    # Where there are totals, updates are about an ulp: what was stored must differ from what was meant.
-    size = 2.0**-4 if structure.returns == NOTHING else 2.0**-18
-    numbers: dict[str, Scalar] = {name: size * (index + 1) for index, name in enumerate(structure.scalar_names)}
+    numbers: dict[str, Scalar] = {name: 2.0**-4 * (index + 1) for index, name in enumerate(structure.scalar_names)}
     eager = _components(structure)
     compiled = {name: tensor.clone() for name, tensor in eager.items()}
-    expected: dict[int, Tensor] = {}
-    step = replace(_step(structure, numbers), record=None if structure.returns == NOTHING else expected.__setitem__)
     with torch.no_grad():
-        step_tensors(step, [Member(0, eager["parameter"], eager["gradient"], eager)])
-        result = advance(compiled, scalar_tensors(numbers, torch.float32))
+        step_tensors(_step(structure, numbers), [Member(0, eager["parameter"], eager["gradient"], eager)])
+        advance(compiled, scalar_tensors(numbers, torch.float32))
     low = compiled.get(PARAMETER_LOW)
     if low is not None and int((low != 0).sum()) < _TESTED_ELEMENTS // 2:
         return "the compiler folds the low component to zero"
@@ -234,20 +172,7 @@ def _difference_from_eager(structure: Structure, advance: Advance) -> str | None
             return f"{name} differs from the eager step"
         if not torch.allclose(_joined(compiled, name), _joined(eager, name), rtol=_FAST_TOLERANCE, atol=1e-9):
             return f"{name} is too far from the eager step"
-    return _wrong_totals(structure, result, expected)
-
-
-def _wrong_totals(structure: Structure, result: Any, totals: Mapping[int, Tensor]) -> str | None:
-    """What is wrong with a compiled step's totals beside the eager step's, or None."""
-    if structure.returns == NOTHING:
-        return None
-    found = classified(result) if structure.returns == RAW_SUMS else totals_of(Observation(*result))
-    expected = totals[0]
-    allowed = 0 if structure.form == "bit-identical" else _TESTED_ELEMENTS // 1000
-    counts = (found - expected)[:COUNTS].abs().max() <= allowed
-    if counts and torch.allclose(found[COUNTS:], expected[COUNTS:], rtol=1e-4, atol=0):
-        return None
-    return "its totals are not those of the eager step"
+    return None
 
 
 def _joined(components: State, name: str) -> torch.Tensor:

@@ -1,14 +1,12 @@
-"""What optimizers need only while they run: scratch, generators, and the totals of a measured step.
+"""What optimizers need only while they run: scratch and random generators.
 
 None of it is state: a copy or a checkpoint starts without it.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from collage_agent.optim.arithmetic import Workspace
 from collage_agent.optim.stepping import longest_chunk
@@ -37,15 +35,9 @@ def release_scratch() -> None:
 
 @dataclass
 class Runtime:
-    """Made once for each optimizer, filled as devices and formats turn up.
-
-    measure_next: the next step is a measured one. totals: by position, of the last measured step.
-    """
+    """Made once for each optimizer, filled as devices turn up."""
 
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
-    measure_next: bool = False
-    totals: dict[int, Tensor] = field(default_factory=dict)
-    record: Callable[[int, Tensor], None] | None = None
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The source of stochastic rounding on a device, beside the process-wide generators."""
@@ -53,11 +45,3 @@ class Runtime:
         if found is None:
             found = self.generators[device] = torch.Generator(device)
         return found
-
-    def begin_step(self) -> None:
-        """Record totals during the step that begins, if that was asked for."""
-        self.record = None
-        if self.measure_next:
-            self.measure_next = False
-            self.totals = {}
-            self.record = self.totals.__setitem__

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from collage_agent.optim.advance import Step, advance_in_storage, advance_in_working
 from collage_agent.optim.arithmetic import State, Working
-from collage_agent.optim.observing import observe_storage_chunk, observe_working_chunk
 from collage_agent.optim.rules import Moment
 from collage_agent.optim.seeding import shard_number
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, Kept, Strategy
-from collage_agent.optim.totals import STEP_TOTALS, Observation, segmented_totals, totals_of
 
 __all__ = [
     "Member",
@@ -103,7 +101,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
     the same, as elements never mix; random numbers are drawn by tensor, so stochastic strategies go one by one.
     """
     names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
-    small: list[tuple[int, State]] = []
+    small: list[State] = []
     gathered = 0
     for member in members:
         components = member.components(names)
@@ -112,7 +110,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
         if not together or not all(tensor.is_contiguous() for tensor in components.values()):
             step_components(step, components, member.position, shard_number(member.parameter))
             continue
-        small.append((member.position, {name: tensor.view(-1) for name, tensor in components.items()}))
+        small.append({name: tensor.view(-1) for name, tensor in components.items()})
         gathered += elements
         if gathered >= _TOGETHER_ELEMENTS:
             _step_together(step, small)
@@ -131,59 +129,28 @@ def step_components(step: Step, components: State, position: int, shard: int) ->
             tensor.copy_(dense[name])
 
 
-def _step_together(step: Step, members: list[tuple[int, State]]) -> None:
-    """Step several tensors' flat components as one vector, record totals if asked to, and copy the results back."""
-    parts = [components for _, components in members]
+def _step_together(step: Step, parts: list[State]) -> None:
+    """Step several tensors' flat components as one vector, and copy the results back."""
     alone = len(parts) == 1
     joined = parts[0] if alone else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     sizes = [part["parameter"].numel() for part in parts]
-    if step.record is None:
-        _step_flat(step, joined, 0, 0)
-    else:
-        rows = segmented_totals(_observed(step, joined, None), sizes)
-        for (position, _), row in zip(members, rows.unbind(), strict=True):
-            step.record(position, row)
+    _step_flat(step, joined, 0, 0)
     for name, tensor in joined.items():
         if name != "gradient" and not alone:
             torch._foreach_copy_([part[name] for part in parts], list(torch.split(tensor, sizes)))
 
 
 def _step_flat(step: Step, flat: State, position: int, shard: int) -> None:
-    """Step flat vectors of one length, compiled as a whole or chunk by chunk; record their totals if asked to."""
+    """Step flat vectors of one length, compiled as a whole or chunk by chunk."""
     elements = flat["parameter"].numel()
-    totals = []
     if step.compiled is not None and elements:
-        totals.append(step.compiled(flat, step.scalars))
-    else:
-        generator = None if step.seeding is None else step.seeding.at(position, shard)
-        allocating = step.storage_arithmetic or generator is not None
-        for chunk in chunks(flat, chunk_elements(flat["parameter"].device, allocating)):
-            totals.append(_step_chunk(step, chunk, generator))
-    if step.record is not None:
-        found = [total for total in totals if total is not None]
-        empty = torch.zeros(len(STEP_TOTALS), dtype=torch.float64, device=flat["parameter"].device)
-        step.record(position, torch.stack(found).sum(0) if found else empty)
-
-
-def _step_chunk(step: Step, chunk: State, generator: torch.Generator | None) -> Tensor | None:
-    """Advance one chunk; its totals on a measured step, else None."""
-    if step.record is not None:
-        return totals_of(_observed(step, chunk, generator))
-    if step.storage_arithmetic:
-        advance_in_storage(step, chunk, generator)
-        return None
-    step.workspace.restart(chunk["parameter"].numel())
-    advance_in_working(step, Working(step.workspace), chunk, generator=generator)
-    return None
-
-
-def _observed(step: Step, chunk: State, generator: torch.Generator | None) -> Observation:
-    """Advance one chunk, compiled where that is to be had, and return what was seen."""
-    if step.storage_arithmetic:
-        return observe_storage_chunk(step, chunk, generator)
-    if step.compiled_observation is not None:
-        found = step.compiled_observation(chunk, step.scalars)
-        if found is not None:
-            return found
-    step.workspace.restart(chunk["parameter"].numel())
-    return observe_working_chunk(step, Working(step.workspace), chunk, generator=generator)
+        step.compiled(flat, step.scalars)
+        return
+    generator = None if step.seeding is None else step.seeding.at(position, shard)
+    allocating = step.storage_arithmetic or generator is not None
+    for chunk in chunks(flat, chunk_elements(flat["parameter"].device, allocating)):
+        if step.storage_arithmetic:
+            advance_in_storage(step, chunk, generator)
+        else:
+            step.workspace.restart(chunk["parameter"].numel())
+            advance_in_working(step, Working(step.workspace), chunk, generator=generator)

@@ -17,7 +17,6 @@ from collage_agent.guard import Guard
 from collage_agent.intent.choose import Intent, choose_intent
 from collage_agent.intent.clone import isolated
 from collage_agent.measure.meter import Meter
-from collage_agent.measure.whole import WholeTotals
 from collage_agent.options import WatchOptions
 from collage_agent.training.parameters import WatchedParameter, watched_parameters
 from collage_agent.training.scaling import SkippedSteps
@@ -76,7 +75,6 @@ class Attached:
         self.stepping = stepping_optimizer(optimizer)
         self.options = options
         self.totals: Tensor | None = None
-        self.whole = WholeTotals(self.stepping, options)
         self.closure_seen = False
         self._model = model
         self._number = number
@@ -165,11 +163,8 @@ class Attached:
         if self._guard.disabled or self._iterations is None:
             return None
         step = self._entered = self._iterations.entered(self._number)
-        interval = self._governor.interval
-        measured = step % interval == 0
-        # The step before a measured one shows what a step takes that makes no totals.
-        compared = self._governor.whole and (step + 1) % interval == 0
-        if not (measured or compared or self.options.oracle or self._in_window()):
+        measured = step % self._governor.interval == 0
+        if not (measured or self.options.oracle or self._in_window()):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or self.closure_seen:
@@ -220,8 +215,6 @@ class Attached:
         elif not self._depth:
             return
         self._depth = 0
-        if self._governor.whole:
-            self._governor.spent(*self.whole.ended())
         assert self._iterations is not None
         if not self._guard.disabled:
             try:
@@ -250,18 +243,12 @@ class Attached:
                     self._measuring = True
         except Exception as error:
             self._guard.caught("looking at the optimizer before a step", error)
-        if self._governor.whole:
-            self.whole.begins(asked=self._measuring)
 
     def _measure(self) -> None:
         assert self._iterations is not None
         try:
             with self._governor.timing(), isolated(_device_of(self.meter)):
-                self.totals = self.meter.after(
-                    self.stepping,
-                    self.whole if self._governor.whole else None,
-                    counterfactuals=self._governor.rarely(self._entered),
-                )
+                self.totals = self.meter.after(self.stepping, counterfactuals=self._governor.rarely(self._entered))
             self._iterations.measured = True
         except Exception as error:
             self._guard.caught("measuring a step", error)
@@ -292,12 +279,6 @@ class Attached:
             cast = ", ".join(self._mixed_precision)
             notes.append(
                 f"shards are cast to {cast} for the forward pass, after the step: that rounding is not seen"
-            )
-        if self.whole.possible and self._governor.whole:
-            notes.append("updates are counted over whole tensors, inside the step")
-        elif self.whole.possible:
-            notes.append(
-                "updates are counted on the sample: over whole tensors they would cost more than the budget"
             )
         return notes
 

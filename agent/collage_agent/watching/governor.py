@@ -1,4 +1,4 @@
-"""The governor keeps the agent's CPU within its budget: whole tensors go first, then frequency, then the sample."""
+"""The governor keeps the agent's CPU within its budget: it measures less often, then on a smaller sample."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ROOM_TO_SPARE: Final = 0.25
 class Governor:
     """Counts the CPU of the hooks' thread and of the worker against the rest of the process.
 
-    `interval` = every · 2^doublings: steps divisible by it are measured. `whole` says that whole-tensor totals are
-    asked for; once given up they stay so. With budget None nothing is changed. `cycle`: steps after which the cost
-    comes round again, the least to judge it by; doublings stretch it too.
+    `interval` = every · 2^doublings: steps divisible by it are measured. With budget None nothing is
+    changed. `cycle`: steps after which the cost comes round again, the least to judge it by; doublings stretch it
+    too.
     """
 
     def __init__(
@@ -32,11 +32,9 @@ class Governor:
         budget: float | None,
         worker_cpu_seconds: Callable[[], float] | None = None,
         *,
-        whole: bool = False,
         cycle: int = 0,
     ) -> None:
         self.doublings = 0
-        self.whole = whole
         self.sample = sample
         self._every = every
         self._budget = budget
@@ -78,11 +76,6 @@ class Governor:
             self._hook_seconds += time.thread_time() - cpu
             self.wall_seconds += time.perf_counter() - wall
 
-    def spent(self, cpu_seconds: float, wall_seconds: float) -> None:
-        """Count what the agent asked of the training thread and could not time apart."""
-        self._hook_seconds += cpu_seconds
-        self.wall_seconds += wall_seconds
-
     def judge(self) -> bool:
         """Look at the cost after a measured step; True if `sample` has just become smaller."""
         self._measured += 1
@@ -101,9 +94,6 @@ class Governor:
         return False
 
     def _do_less(self) -> bool:
-        if self.whole:
-            self.whole = False
-            return False
         if self.doublings < _MAXIMUM_DOUBLINGS:
             self.doublings += 1
             return False

@@ -26,10 +26,6 @@ class AdamRule:
     decoupled: bool
 
     @property
-    def in_torch(self) -> bool:
-        return True
-
-    @property
     def moves_by_learning_rate(self) -> bool:
         return True
 

@@ -20,10 +20,6 @@ class LionRule:
     """
 
     @property
-    def in_torch(self) -> bool:
-        return False
-
-    @property
     def moves_by_learning_rate(self) -> bool:
         return True
 

@@ -30,14 +30,11 @@ class Rule(Protocol):
     """What an optimizer needs to know of its rule.
 
     moves_by_learning_rate: whether an element's step is about as large as the learning rate, whatever the
-    gradient. in_torch: whether torch.optim has the rule, so that `torch_step` makes the step.
+    gradient.
     """
 
     @property
     def moves_by_learning_rate(self) -> bool: ...
-
-    @property
-    def in_torch(self) -> bool: ...
 
     def moments(self, group: Group) -> tuple[Moment, ...]:
         """The moving averages that the rule keeps under these options."""

@@ -22,10 +22,6 @@ class SGDRule:
     """
 
     @property
-    def in_torch(self) -> bool:
-        return True
-
-    @property
     def moves_by_learning_rate(self) -> bool:
         return False
 
