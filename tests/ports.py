@@ -5,11 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import httpx
 
-__all__ = ["command", "free_port", "interruptible", "running", "until"]
+from tests.waiting import PATIENCE_SECONDS, until
+
+__all__ = ["command", "free_port", "interruptible", "running"]
 
 
 def free_port():
@@ -24,15 +25,6 @@ def command(*arguments):
     return [sys.executable, "-c", "from collage_monitor.command import main; main()", *map(str, arguments)]
 
 
-def until(condition, what, timeout_seconds=60.0, pause_seconds=0.1):
-    """Wait until `condition()` is true, and say what was waited for where it never is."""
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {timeout_seconds:.0f} seconds")
-        time.sleep(pause_seconds)
-
-
 @contextlib.contextmanager
 def running(arguments, health, log):
     """A process that answers at `health`; it is ended at the end, and its output is in `log`."""
@@ -42,17 +34,17 @@ def running(arguments, health, log):
         def answers():
             assert process.poll() is None, log.read_text()
             try:
-                return httpx.get(health, timeout=2.0, trust_env=False).is_success
+                return httpx.get(health, timeout=PATIENCE_SECONDS, trust_env=False).is_success
             except httpx.HTTPError:
                 return False
 
         try:
-            until(answers, health)
+            until(answers, f"an answer at {health}")
             yield process
         finally:
             process.terminate()
             try:
-                process.wait(15)
+                process.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

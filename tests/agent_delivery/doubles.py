@@ -16,6 +16,7 @@ from collage_agent.run import Run
 from collage_agent.settings import DeliveryLimits, read_settings
 
 from collage_monitor.wire import Layer, WatchInfo, decode_batch
+from tests.waiting import PATIENCE_SECONDS
 
 STATISTICS = ("elements", "sampled", "intended_squared_sum")
 QUICK = DeliveryLimits(
@@ -66,13 +67,6 @@ def make_run(folder, transport=None, *, limits=QUICK, **arguments):
     return Run(chosen, make_identity(chosen.run_id, environment=NO_ENVIRONMENT), transport)
 
 
-def eventually(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
 class ServerDouble:
     """A small server over real HTTP that keeps reports once and can be told to misbehave.
 
@@ -84,6 +78,7 @@ class ServerDouble:
         self.script: list[Any] = []
         self.always: Any = None
         self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
+        self.moments: list[float] = []
         self.stored: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self.released = threading.Event()
         double = self
@@ -98,6 +93,7 @@ class ServerDouble:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 if self.headers["content-encoding"] == "gzip":
                     body = gzip.decompress(body)
+                double.moments.append(time.monotonic())
                 double.requests.append((self.command, self.path, dict(self.headers), body))
                 double.answer(self, body)
 
@@ -136,7 +132,7 @@ class ServerDouble:
     def answer(self, handler, body):
         order = self.script.pop(0) if self.script else self.always
         if order == "hang" or self.released.is_set():
-            self.released.wait(30)
+            self.released.wait(PATIENCE_SECONDS)
             handler.close_connection = True
         elif order == "garbage":
             handler.reply(200, b"<html>welcome</html>")

@@ -9,7 +9,8 @@ from collage_agent.transport.replay import Replay
 
 from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachable, Unavailable
 from collage_monitor.wire import AttemptCreate, Gap, ReportBatch, RunCreate, StreamCreate, decode_batch
-from tests.agent_delivery.doubles import QUICK, eventually, make_run, measurement
+from tests.agent_delivery.doubles import QUICK, make_run, measurement
+from tests.waiting import until
 
 HASTY = replace(QUICK, first_pause_seconds=0.001, longest_pause_seconds=0.002, linger_seconds=0.0, batch_reports=3)
 
@@ -106,7 +107,7 @@ def test_a_full_spool_is_counted_and_sent_as_a_numbered_gap(tmp_path):
     run.started(1)
     for step in range(1, 401):
         run.log({"loss": 1.0}, step=step)
-        eventually(lambda step=step: len(run._outlet._queue) == 0)
+        until(lambda step=step: len(run._outlet._queue) == 0)
     run.finish()
     dropped = run.reports_dropped["spool_full"]
     calm = replayed(tmp_path)
@@ -123,10 +124,10 @@ def test_what_the_server_refuses_for_good_is_a_gap(tmp_path, server, status):
     run = make_run(tmp_path, server_url=server.url)
     run.started(1)
     run.log({"loss": 1.0}, step=1)
-    eventually(lambda: run.reports_sent == 1)
+    until(lambda: run.reports_sent == 1)
     server.script = [status]
     run.log({"loss": 1.0}, step=2)
-    eventually(lambda: run.reports_dropped == {f"refused_{status}": 1})
+    until(lambda: run.reports_dropped == {f"refused_{status}": 1})
     run.log({"loss": 1.0}, step=3)
     run.finish()
     batches = [decode_batch(body) for _, path, _, body in server.requests if path.endswith("/reports")]
@@ -140,7 +141,7 @@ def test_a_damaged_spool_arrives_without_what_was_damaged(tmp_path):
     run.started(1)
     for step in range(1, 11):
         run.log({"loss": 1.0}, step=step)
-        eventually(lambda step=step: run.reports_spooled == step)
+        until(lambda step=step: run.reports_spooled == step)
     run.finish()
     (path,) = tmp_path.glob("spool/*/*.spool")
     content = bytearray(path.read_bytes())
@@ -170,11 +171,11 @@ def test_reports_wait_for_an_older_server_to_be_upgraded(tmp_path, capsys):
     run.started(1)
     for step in range(1, 11):
         run.measured(measurement(step))
-    eventually(lambda: run.reports_spooled == 10)
+    until(lambda: run.reports_spooled == 10)
     assert (transport.reports, run.reports_dropped) == ([], {})
     assert capsys.readouterr().err.count("no statistic is called 'new'. Reports are kept in") == 1
     transport.upgraded = True
-    eventually(lambda: run.reports_sent == 10)
+    until(lambda: run.reports_sent == 10)
     run.finish()
     assert [report.step for report in transport.reports] == list(range(1, 11))
     assert run.reports_dropped == {}

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from collage_agent.transport.spool import abandoned_spools
 
 from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
 from tests.ports import free_port
+from tests.waiting import PATIENCE_SECONDS
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -30,9 +31,10 @@ def rank(number, **environment):
     return make_identity(None, environment={**TORCHRUN, "RANK": str(number), **environment})
 
 
-def test_ids_sort_by_time():
+def test_ids_sort_by_time(monkeypatch):
+    moments = iter([1_700_000_000.001, 1_700_000_000.002])
+    monkeypatch.setattr("ulid.time.time_ns", lambda: int(1e9 * next(moments)))
     first = new_id()
-    time.sleep(0.002)
     assert first < new_id()
 
 
@@ -115,7 +117,7 @@ def identities_on_two_machines(when, **environment):
         )
         for number in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     return [output.split()[1:] for output in outputs]
 
@@ -134,19 +136,20 @@ def test_before_the_process_group_there_is_nothing_to_agree_through():
 
 
 def test_a_store_that_does_not_answer_is_left_alone(monkeypatch):
+    released = threading.Event()
+
     class Silent:
         def clone(self):
             return self
 
         def compare_set(self, key, expected, desired):
-            time.sleep(5)
+            released.wait(PATIENCE_SECONDS)
             return b"late"
 
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", Silent)
-    began = time.monotonic()
     assert agree("key", "mine", {}, seconds=0.2) is None
-    assert time.monotonic() - began < 3
+    released.set()
 
 
 def test_a_store_that_fails_is_named(monkeypatch, caplog):
@@ -189,7 +192,9 @@ def test_two_processes_under_torchrun_report_to_one_run(tmp_path):
     ]
     environment = {**os.environ, "COLLAGE_DIR": str(tmp_path / "data"), "OMP_NUM_THREADS": "1"}
     command = [*launcher, "--master-port", str(free_port()), str(script)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert result.returncode == 0, result.stderr
     found = []
     for spool in abandoned_spools(tmp_path / "data", tmp_path):

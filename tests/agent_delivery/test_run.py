@@ -17,7 +17,8 @@ from collage_monitor.wire import (
     StreamCreate,
     block_from_bytes,
 )
-from tests.agent_delivery.doubles import QUICK, eventually, layout, make_run, measurement
+from tests.agent_delivery.doubles import QUICK, layout, make_run, measurement
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 class Handle:
@@ -140,7 +141,7 @@ def test_steps_are_counted_without_a_watch(tmp_path):
     run = make_run(tmp_path, transport)
     for loss in (3.0, 2.0, 1.0):
         run.log({"loss": loss})
-    eventually(lambda: len(transport.reports) == 3)
+    until(lambda: len(transport.reports) == 3)
     run.finish()
     assert [report.step for report in transport.reports] == [1, 2, 3]
     assert next(m for m in transport.messages if isinstance(m, AttemptCreate)).first_step == 1
@@ -167,7 +168,7 @@ def test_a_growing_layout_extends_the_stream(tmp_path):
     transport = MemoryTransport()
     run = make_run(tmp_path, transport)
     run.measured(measurement(1, layout(("a",), STATISTICS_BEFORE)))
-    eventually(lambda: len(transport.reports) == 1)
+    until(lambda: len(transport.reports) == 1)
     run.measured(measurement(2, layout(("a", "b"), (*STATISTICS_BEFORE, "lost"))))
     run.finish()
     streams = [message for message in transport.messages if isinstance(message, StreamCreate)]
@@ -232,7 +233,7 @@ def test_an_overfull_queue_drops_the_oldest_and_says_so(tmp_path):
 
     class Stuck(MemoryTransport):
         def send(self, envelope, wait):
-            release.wait(10)
+            release.wait(PATIENCE_SECONDS)
             return super().send(envelope, wait)
 
     transport = Stuck()
@@ -257,13 +258,13 @@ def test_a_hanging_transport_does_not_hold_up_the_training_thread(tmp_path):
     class Hanging(MemoryTransport):
         def send(self, envelope, wait):
             entered.set()
-            release.wait(30)
+            release.wait(PATIENCE_SECONDS)
             return super().send(envelope, wait)
 
     transport = Hanging()
     run = make_run(tmp_path, transport)
     run.started(1)
-    assert entered.wait(5)
+    assert entered.wait(PATIENCE_SECONDS)
     for step in range(1, 101):
         run.measured(measurement(step))
         run.log({"loss": torch.tensor(1.0)}, step=step)
@@ -360,7 +361,7 @@ def test_a_worker_error_is_counted_and_the_rest_goes_on(tmp_path, caplog):
     transport = MemoryTransport()
     run = make_run(tmp_path, transport)
     run.measured(measurement(1, totals=np.zeros((1, 1))))
-    eventually(lambda: run.reports_dropped == {"worker_error": 1})
+    until(lambda: run.reports_dropped == {"worker_error": 1})
     run.measured(measurement(2))
     run.finish()
     assert [report.step for report in transport.reports if report.statistics] == [2]
@@ -377,7 +378,7 @@ def test_a_transport_that_breaks_in_its_own_way_is_named_once(tmp_path, caplog):
     run.started(1)
     for step in range(1, 4):
         run.log({"loss": 1.0}, step=step)
-        eventually(lambda step=step: run.reports_spooled == step)
+        until(lambda step=step: run.reports_spooled == step)
     run.finish()
     assert run.reports_dropped == {}
     assert caplog.text.count("the transport failed") == 1

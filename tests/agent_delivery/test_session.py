@@ -16,6 +16,7 @@ from torch import nn
 
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, block_from_bytes, decode_batch
+from tests.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,9 @@ def train(model, optimizer, steps, log=lambda loss: None):
 def run_python(code, **environment):
     values = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, env=values, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=values, timeout=PATIENCE_SECONDS, check=False
+    )
 
 
 def reports_of(transport):

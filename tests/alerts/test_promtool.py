@@ -7,6 +7,7 @@ import pytest
 
 from collage_monitor.alerts import ALERTS
 from tests.system import require
+from tests.waiting import PATIENCE_SECONDS
 
 FOLDER = Path(__file__).parents[2] / "server" / "prometheus"
 
@@ -23,7 +24,12 @@ FOLDER = Path(__file__).parents[2] / "server" / "prometheus"
 )
 def test_promtool_is_content(arguments):
     done = subprocess.run(
-        [require("promtool"), *arguments], cwd=FOLDER, capture_output=True, text=True, check=False, timeout=60
+        [require("promtool"), *arguments],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

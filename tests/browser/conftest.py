@@ -1,10 +1,8 @@
 """A real server and a real dashboard, each in a process of its own, and a real Chromium to look at them."""
 
 import os
-import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,9 +11,10 @@ import pytest
 
 from tests.dashboard.generated import GeneratedRun, demo_runs
 from tests.dashboard.posting import post_run
+from tests.ports import free_port
 from tests.system import require
+from tests.waiting import PATIENCE_SECONDS, until
 
-START_SECONDS = 60.0
 CHROMIUM_FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -63,7 +62,7 @@ def server_url(tmp_path_factory, runs):
 def dashboard_url(server_url):
     """The address of a dashboard that reads from the server."""
     address, token_file = server_url
-    port = _free_port()
+    port = free_port()
     arguments = ("--port", str(port), "--server-url", address, "--token-file", str(token_file))
     with _process("dashboard", *arguments) as process:
         _wait(f"http://127.0.0.1:{port}", process)
@@ -87,7 +86,7 @@ def growing(server_url):
 def lonely(tmp_path):
     """A dashboard without a server: its address, and how to start the server that it waits for."""
     require("chromium")
-    server_port, port = _free_port(), _free_port()
+    server_port, port = free_port(), free_port()
     server_url = f"http://127.0.0.1:{server_port}"
     (tmp_path / "token").write_text("a-token-of-the-test-that-is-long-enough")
     arguments = ("--port", str(port), "--server-url", server_url, "--token-file", str(tmp_path / "token"))
@@ -113,7 +112,7 @@ def watched(browser, dashboard_url):
     """A fresh page; at the end nothing may have been complained about and nobody else asked."""
     context = browser.new_context(viewport={"width": 1440, "height": 1000}, color_scheme="light")
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(1e3 * PATIENCE_SECONDS)
     watched = Watched(page, dashboard_url)
     page.on("console", lambda message: watched.complaints.extend([message.text] * (message.type == "error")))
     page.on("pageerror", lambda error: watched.complaints.append(str(error)))
@@ -126,7 +125,7 @@ def watched(browser, dashboard_url):
 
 @contextmanager
 def _served(folder):
-    port = _free_port()
+    port = free_port()
     with _process("serve", "--dir", str(folder), "--port", str(port)) as process:
         _wait(f"http://127.0.0.1:{port}", process)
         yield f"http://127.0.0.1:{port}", folder / "token"
@@ -151,25 +150,18 @@ class _process:  # noqa: N801 - reads as a statement
     def __exit__(self, *_):
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
 
 def _wait(url, process):
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
+    def answers():
         assert process.poll() is None, f"{process.args[-1]} ended with {process.returncode}"
         try:
-            if httpx.get(f"{url}/healthz", trust_env=False).is_success:
-                return
+            return httpx.get(f"{url}/healthz", trust_env=False, timeout=PATIENCE_SECONDS).is_success
         except httpx.HTTPError:
-            time.sleep(0.1)
-    pytest.fail(f"nothing answered at {url} within {START_SECONDS:.0f} seconds")
+            return False
 
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    until(answers, f"an answer at {url}")

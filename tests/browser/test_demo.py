@@ -7,6 +7,7 @@ import pytest
 from tests.browser.test_comparison import compare, legend
 from tests.ports import command, free_port
 from tests.system import require
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.browser
 
@@ -21,7 +22,7 @@ def server_url(tmp_path_factory, served):
     output = tmp_path_factory.mktemp("demo")
     ports = ["--port", free_port(), "--dashboard-port", free_port()]
     demo = command("demo", "--exit", "--output", output, "--steps", STEPS, *ports)
-    subprocess.run(demo, check=True, capture_output=True, cwd=output, timeout=280)
+    subprocess.run(demo, check=True, capture_output=True, cwd=output, timeout=4 * PATIENCE_SECONDS)
     with served(output / "data") as found:
         yield found
 

@@ -4,6 +4,7 @@ import httpx
 import numpy as np
 
 from collage_monitor import wire
+from tests.waiting import PATIENCE_SECONDS
 
 START = 1.7e9
 SECONDS_PER_STEP = 0.5
@@ -15,7 +16,9 @@ def post_run(server_url, run, token=None, steps=None):
     Posting again with more steps extends the run: what is there already counts as a duplicate.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    with httpx.Client(base_url=f"{server_url}/api/v1", headers=headers, trust_env=False, timeout=60) as http:
+    with httpx.Client(
+        base_url=f"{server_url}/api/v1", headers=headers, trust_env=False, timeout=PATIENCE_SECONDS
+    ) as http:
         _post(http, "/projects/demo/runs", wire.RunCreate(run_id=run.run_id, name=run.name, tags=["test"]))
         launch = f"launch-{run.run_id}"[:64]
         _post(http, f"/runs/{run.run_id}/attempts", wire.AttemptCreate(launch_id=launch, first_step=1))

@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 from collage_dashboard import command
 
+from tests.waiting import PATIENCE_SECONDS
+
 
 @pytest.fixture
 def served(monkeypatch):
@@ -69,7 +71,7 @@ def test_a_port_in_use_is_a_sentence():
         port = str(taken.getsockname()[1])
         code = "from collage_monitor.command import main; main()"
         command_line = [sys.executable, "-c", code, "dashboard", "--port", port, "--token", "t"]
-        result = subprocess.run(command_line, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command_line, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "another --port" in result.stderr

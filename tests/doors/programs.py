@@ -8,6 +8,7 @@ from pathlib import Path
 from collage_agent.integrations.launcher import environment_of
 
 from tests.ports import command
+from tests.waiting import PATIENCE_SECONDS
 
 __all__ = ["TRAINING", "bootstrap", "launched", "python", "write"]
 
@@ -50,7 +51,7 @@ def launched(folder, *program, options=(), watched=True, **variables):
         env={**environment, **variables},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=2 * PATIENCE_SECONDS,
         check=False,
         cwd=folder,
     )

@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.doors.programs import TRAINING, bootstrap, launched, python, write
 from tests.ports import command
+from tests.waiting import PATIENCE_SECONDS
 
 
 def digest_of(answer):
@@ -64,7 +65,7 @@ def test_the_status_of_the_program_is_passed_on(tmp_path):
 def test_a_signal_reaches_the_program(tmp_path):
     program = (
         "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('up', flush=True); "
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     process = subprocess.Popen(
         [*command("run", "--"), *python("-c", program)], stdout=subprocess.PIPE, text=True, cwd=tmp_path
@@ -72,7 +73,7 @@ def test_a_signal_reaches_the_program(tmp_path):
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 5
+    assert process.wait(PATIENCE_SECONDS) == 5
     process.stdout.close()
 
 

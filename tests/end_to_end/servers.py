@@ -5,7 +5,8 @@ import subprocess
 
 import httpx
 
-from tests.ports import command, free_port, until
+from tests.ports import command, free_port
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 class KillableServer:
@@ -21,12 +22,12 @@ class KillableServer:
             self.process = subprocess.Popen(
                 command("serve", "--port", self.port, "--dir", self.folder), stdout=output, stderr=output
             )
-        until(self.answers, "the server's first answer", pause_seconds=0.05)
+        until(self.answers, "the server's first answer")
 
     def answers(self):
         assert self.process.poll() is None, self.log.read_text()
         try:
-            return httpx.get(f"{self.url}/readyz", timeout=2.0, trust_env=False).is_success
+            return httpx.get(f"{self.url}/readyz", timeout=PATIENCE_SECONDS, trust_env=False).is_success
         except httpx.HTTPError:
             return False
 

@@ -11,7 +11,7 @@ from collage_monitor.local import read_token
 from collage_monitor.metrics import STATISTICS
 from collage_monitor.wire import from_number
 from tests.agent_delivery.doubles import layout, measurement
-from tests.ports import until
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_wrong_token_keeps_reports_until_the_right_one_comes(server, client):
 def test_a_run_deleted_in_the_middle_ends_its_sending(server, client):
     run = begin(server, run_id="gone")
     train(10)
-    until(lambda: run.reports_sent > 0, "an acknowledged report", pause_seconds=0.01)
+    until(lambda: run.reports_sent > 0, "an acknowledged report")
     client.delete_run("gone")
     train(10)
     collage.finish()

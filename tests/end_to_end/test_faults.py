@@ -10,9 +10,10 @@ import pytest
 
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
-from tests.agent_delivery.doubles import ServerDouble, eventually
+from tests.agent_delivery.doubles import ServerDouble
 from tests.end_to_end.trainings import start_training, train
 from tests.ports import command, free_port
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +116,10 @@ def test_kill_of_the_trainer_and_its_resumption_from_a_checkpoint(server, tmp_pa
     settings = {"server_url": server.url, "dir": server.folder, "run_id": "resumed"}
     checkpoint = tmp_path / "checkpoint.pt"
     with Client(server.url, read_token(server.folder)) as client:
-        killed = start_training("--checkpoint", checkpoint, "--pause", 0.1, **settings)
+        killed = start_training("--checkpoint", checkpoint, "--hold-at", 30, **settings)
         assert killed.stdout is not None
         assert "step 30\n" in iter(killed.stdout.readline, "")
-        eventually(lambda: (client.run("resumed").last_step or 0) >= 25, seconds=30)
+        until(lambda: (client.run("resumed").last_step or 0) >= 25, "step 25 at the server")
         killed.kill()
         killed.communicate()
         assert killed.returncode == -9
@@ -145,7 +146,7 @@ def test_a_queue_that_overflows(double, tmp_path):
     assert process.stdout is not None
     assert "step 40\n" in iter(process.stdout.readline, "")
     double.always = None
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     assert '"queue_full"' in output
     assert replay(double.url, tmp_path).returncode == 0
@@ -178,6 +179,8 @@ def test_nan_and_infinity_everywhere(server):
 RANKS = """
 import os, signal, sys, time, torch, torch.distributed as distributed
 import collage_agent as collage
+from collage_monitor.client import Client
+from collage_monitor.local import read_token
 distributed.init_process_group("gloo")
 rank, world_size = distributed.get_rank(), distributed.get_world_size()
 trouble = sys.argv[1]
@@ -192,7 +195,9 @@ for step in range(1, 21):
     optimizer.step()
     collage.log({"loss": 1.0})
     if trouble == "dead" and step == 15:
-        time.sleep(1.5)
+        with Client(os.environ["COLLAGE_SERVER_URL"], read_token(os.environ["COLLAGE_DIR"])) as client:
+            while (rank, 15) not in {(s.rank, s.last_step) for s in client.streams("ranks").streams}:
+                time.sleep(0.05)
         if rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 run = collage.current_run()
@@ -220,7 +225,7 @@ def test_a_rank_in_trouble_holds_up_no_other(server, double, tmp_path, world_siz
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=2 * PATIENCE_SECONDS,
         check=False,
     )
     healthy = range(world_size - 1)

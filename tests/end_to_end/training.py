@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import json
 import sys
-import time
+import threading
 from pathlib import Path
 
 import collage_agent as collage
@@ -19,7 +19,7 @@ def arguments():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--unwatched", action="store_true")
     parser.add_argument("--poison-from", type=int, default=10**9, help="first step with NaN and infinite numbers")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait after each step")
+    parser.add_argument("--hold-at", type=int, help="step after which it waits to be killed")
     parser.add_argument(
         "--checkpoint", type=Path, help="written at step 20; where it exists training goes on from it"
     )
@@ -53,7 +53,8 @@ def train(options, model, optimizer, first_step):
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, options.checkpoint)
         sys.stdout.write(f"step {step}\n")
         sys.stdout.flush()
-        time.sleep(options.pause)
+        if step == options.hold_at:
+            threading.Event().wait()
     for number in range(options.extra_scalars):
         collage.log({"extra": float(number)}, step=options.steps + 1 + number)
 

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import PATIENCE_SECONDS
+
 __all__ = ["Outcome", "start_training", "train"]
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -37,7 +39,7 @@ def start_training(*arguments, **settings):
 def train(*arguments, **settings):
     """A whole training."""
     process = start_training(*arguments, **settings)
-    output, errors = process.communicate(timeout=240)
+    output, errors = process.communicate(timeout=2 * PATIENCE_SECONDS)
     lines = output.splitlines()
     result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
     return Outcome(process.returncode, result, errors)

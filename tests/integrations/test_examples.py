@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_SECONDS
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -19,7 +21,7 @@ def test_the_example_trains_and_gives_its_verdict(example, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=2 * PATIENCE_SECONDS,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr

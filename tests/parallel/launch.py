@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from tests.ports import free_port
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 240
+SECONDS = 4 * PATIENCE_SECONDS
 
 
 def launch(job, processes, folder, **environment):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -11,13 +12,18 @@ from collage_monitor.local import read_token
 from tests.end_to_end.servers import KillableServer
 from tests.parallel.jobs import FLIPPED, FLIPPED_STEP
 from tests.parallel.launch import launch
-from tests.ports import until
+from tests.waiting import until
 
 LOOK_SECONDS = 0.2
 
 
 def mismatches(client, run_id):
     return [event for event in client.events(run_id).events if event.kind == "replica_mismatch"]
+
+
+def journal_rows(folder):
+    with closing(sqlite3.connect(f"file:{folder / 'collage.sqlite'}?mode=ro", uri=True)) as connection:
+        return connection.execute("SELECT count(*) FROM report").fetchone()[0]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,7 @@ def compared(tmp_path_factory):
         runs, _ = launch("replicas", 2, folder, **where)
         with Client(server.url, read_token(server.folder)) as client:
             until(lambda: mismatches(client, runs["flipped"]), "the flipped bit")
-            time.sleep(5 * LOOK_SECONDS)
+            until(lambda: journal_rows(server.folder) == 0, "the sealing of all runs, which compares them first")
             yield client, runs
     finally:
         server.kill()

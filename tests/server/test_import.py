@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.waiting import PATIENCE_SECONDS
+
 CHECK = """
 import logging, sys, threading
 before = threading.active_count(), len(logging.root.handlers)
@@ -21,7 +23,11 @@ assert not [o for o in gc.get_objects() if isinstance(o, (socket.socket, sqlite3
 
 def test_importing_starts_nothing(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CHECK], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error", "-c", CHECK],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 from collage_monitor import wire
 from tests.server.conftest import Clock, Server
 from tests.server.samples import LAYERS, block, layer, report, stream_create
+from tests.waiting import PATIENCE_SECONDS
 
 
 class GatedStore:
@@ -34,7 +35,7 @@ class GatedStore:
 
     def append(self, groups, _now):
         self.entered.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_SECONDS)
         if self.fails(groups):
             raise OSError("disk full")
         self.commits.append(len(groups))
@@ -168,14 +169,14 @@ def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypa
 
     def slow(groups, now):
         entered.set()
-        assert gate.wait(10)
+        assert gate.wait(PATIENCE_SECONDS)
         return append(groups, now)
 
     with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(1) as pool:
         filled(client)
         monkeypatch.setattr(store, "append", slow)
         first = pool.submit(post, client, report(0, 10))
-        assert entered.wait(10)
+        assert entered.wait(PATIENCE_SECONDS)
         refused = post(client, report(1, 20))
         gate.set()
         assert first.result().status_code == 200
@@ -185,12 +186,16 @@ def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypa
     assert refused.json()["error"]["limit"] == 10
 
 
-async def stalled(app, answered):
-    """A request whose body stops arriving."""
+async def stalled(app, answered, waits):
+    """A request whose body stops arriving; `waits` is set once the rest is waited for."""
     parts = iter([{"type": "http.request", "body": b"x", "more_body": True}])
 
     async def receive():
-        return next(parts, None) or await asyncio.Event().wait()
+        part = next(parts, None)
+        if part is None:
+            waits.set()
+            await asyncio.Event().wait()
+        return part
 
     async def send(message):
         answered.append(message)
@@ -206,8 +211,9 @@ def test_a_request_that_is_cut_off_by_the_shutdown_is_told_to_come_again(tmp_pat
     answered: list[dict[str, Any]] = []
 
     async def cut_off():
-        request = asyncio.create_task(stalled(app, answered))
-        await asyncio.sleep(0.05)
+        waits = asyncio.Event()
+        request = asyncio.create_task(stalled(app, answered, waits))
+        await waits.wait()
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
@@ -229,7 +235,7 @@ def test_a_body_that_stops_arriving_gives_its_room_back(tmp_path, monkeypatch):
     with TestClient(app, base_url="http://127.0.0.1") as client:
         filled(client)
         assert client.portal is not None
-        client.portal.call(asyncio.wait_for, stalled(app, answered), 10.0)
+        client.portal.call(asyncio.wait_for, stalled(app, answered, asyncio.Event()), PATIENCE_SECONDS)
         assert answered[0]["status"] == 503
         assert (b"retry-after", b"1") in answered[0]["headers"]
         assert b"did not arrive within" in answered[1]["body"]

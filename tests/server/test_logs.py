@@ -11,6 +11,7 @@ import pytest
 from collage_server.logs import REQUEST_ID, configure
 
 from tests.server.test_process import serving
+from tests.waiting import PATIENCE_SECONDS
 
 SECRET = "collage_" + "s" * 43
 
@@ -95,7 +96,7 @@ def test_a_servers_log_names_refused_requests_and_holds_no_token(tmp_path, form)
         client.get("/api/v1/runs/a%0Ab", headers={"Authorization": f"Bearer {made}"})
         client.get("/api/v1/runs", params={"q": made}, headers={"Authorization": "Bearer wrong-one"})
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE_SECONDS)
     text = log.read_text()
     for secret in (own, made, "wrong-one"):
         assert secret not in text
@@ -119,6 +120,6 @@ def test_who_asks_for_a_web_socket_or_goes_away_is_no_failure(tmp_path):
             gone.sendall(b"POST /api/v1/projects/p/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{")
         assert client.get("/api/v1/runs").status_code == 200
         process.terminate()
-        process.wait(20)
+        process.wait(PATIENCE_SECONDS)
     assert "Traceback" not in log.read_text()
     assert " 500 " not in log.read_text()

@@ -16,6 +16,7 @@ from collage_server.store import SqliteStore
 
 from collage_monitor import wire
 from tests.server.samples import report, stream_create
+from tests.waiting import PATIENCE_SECONDS, until
 
 SERVE = [sys.executable, "-c", "from collage_monitor.command import main; main()", "serve", "--json"]
 
@@ -31,7 +32,7 @@ def serving(folder, *flags, stderr=None, **settings):
     assert output is not None
     try:
         ready = json.loads(output.readline())
-        with httpx.Client(base_url=ready["server_url"], timeout=30.0, trust_env=False) as client:
+        with httpx.Client(base_url=ready["server_url"], timeout=PATIENCE_SECONDS, trust_env=False) as client:
             yield process, client, ready
     finally:
         process.kill()
@@ -53,7 +54,7 @@ def prepare(client):
 
 def post_until_it_dies(url, worker, acknowledged):
     """Send reports one by one from where the last server died; each is counted only after its answer has come."""
-    with httpx.Client(base_url=url, timeout=30.0, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, trust_env=False) as client:
         for seq in range(acknowledged[worker], 100_000):
             batch = wire.ReportBatch(reports=[report(seq, seq + 1)])
             try:
@@ -76,8 +77,7 @@ def test_nothing_acknowledged_is_lost_when_the_process_is_killed(tmp_path):
             ]
             for sender in senders:
                 sender.start()
-            while sum(acknowledged) < start + enough:
-                threading.Event().wait(0.01)
+            until(lambda wanted=start + enough: sum(acknowledged) >= wanted, "acknowledgements")
             process.send_signal(signal.SIGKILL)
             for sender in senders:
                 sender.join()
@@ -102,13 +102,17 @@ def test_it_ends_cleanly_and_leaves_one_file(tmp_path, number):
         answer = client.get("/api/v1/runs", headers={"Authorization": f"Bearer {token}"})
         assert answer.json() == {"runs": [], "cursor": None}
         process.send_signal(number)
-        process.wait(20)
+        process.wait(PATIENCE_SECONDS)
     assert {path.name for path in tmp_path.iterdir()} == {"collage.sqlite", "token"}
 
 
 def test_print_settings_masks_the_token(tmp_path):
     done = subprocess.run(
-        [*SERVE, "--dir", str(tmp_path), "--print-settings"], capture_output=True, text=True, timeout=60, check=True
+        [*SERVE, "--dir", str(tmp_path), "--print-settings"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
     )
     printed = json.loads(done.stdout)
     assert printed["token"] == "***"
@@ -118,7 +122,7 @@ def test_print_settings_masks_the_token(tmp_path):
 
 def test_a_missing_token_file_is_a_sentence(tmp_path):
     command = [*SERVE, "--dir", str(tmp_path), "--token-file", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode != 0
     assert "cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
@@ -128,7 +132,10 @@ def test_a_missing_token_file_is_a_sentence(tmp_path):
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, flags):
     (tmp_path / "file").write_text("")
     done = subprocess.run(
-        [*SERVE, "--dir", str(tmp_path / "file" / "data"), *flags], capture_output=True, text=True, timeout=60
+        [*SERVE, "--dir", str(tmp_path / "file" / "data"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 1
     assert f"{tmp_path / 'file' / 'data'}" in done.stderr
@@ -142,7 +149,10 @@ def test_a_database_of_a_newer_server_is_refused_with_a_sentence(tmp_path):
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     store.close()
     done = subprocess.run(
-        [*SERVE, "--dir", str(tmp_path), "--no-auth", "--port", "0"], capture_output=True, text=True, timeout=60
+        [*SERVE, "--dir", str(tmp_path), "--no-auth", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 1
     assert "schema revision '9999', which this server does not know: a newer server made it" in done.stderr

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from tests.server.conftest import Clock, Server
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 class Store:
@@ -49,7 +50,7 @@ def test_every_journal_is_sealed_as_far_as_it_is_due(error):
     store.error = error
     sealer = Sealer(store, clock=lambda: 5.0, interval_seconds=0.001)
     sealer.start()
-    assert store.done.wait(10)
+    assert store.done.wait(PATIENCE_SECONDS)
     sealer.stop(5.0)
     assert sorted(store.sealed) == [("a", 5.0), ("a", 5.0), ("b", 5.0)]
     count = threading.active_count()
@@ -70,11 +71,8 @@ def test_a_run_that_cannot_be_sealed_holds_up_no_other(caplog):
     store = WithPoison({"a": 1, "b": 1, "c": 1})
     sealer = Sealer(store, clock=lambda: 5.0, interval_seconds=0.001)
     sealer.start()
-    for _ in range(1000):
-        if len(store.sealed) == 2:
-            break
-        threading.Event().wait(0.002)
-    sealer.stop(5.0)
+    until(lambda: len(store.sealed) == 2, "the sealing of the two others")
+    sealer.stop(PATIENCE_SECONDS)
     assert sorted(run_id for run_id, _ in store.sealed) == ["b", "c"]
     assert "run a cannot be sealed" in caplog.text
 
@@ -87,12 +85,7 @@ def test_a_running_server_seals_a_finished_run(tmp_path):
         before = [server.get(path) for path in paths()]
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
         store = app.state.components.store
-        waiting = threading.Event()
-        for _ in range(1000):
-            if not store.journal_runs():
-                break
-            waiting.wait(0.01)
-        assert store.journal_runs() == []
+        until(lambda: store.journal_runs() == [], "an empty journal")
         assert [server.get(path) for path in paths()] == before
 
 

@@ -14,6 +14,7 @@ from collage_server.store import SqliteStore
 
 from collage_monitor import wire
 from tests.server.guarded import OWN, door
+from tests.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -280,16 +281,17 @@ def test_a_change_here_is_in_force_although_an_older_read_was_under_way(store):
 
     async def scenario():
         loop = asyncio.get_running_loop()
-        go = asyncio.Event()
+        read, go = asyncio.Event(), asyncio.Event()
 
         def slow():
             found = valid()
-            asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10)
+            loop.call_soon_threadsafe(read.set)
+            asyncio.run_coroutine_threadsafe(go.wait(), loop).result(PATIENCE_SECONDS)
             return found
 
         store.valid_tokens = slow
         asking = asyncio.create_task(directory.principal(created.secret.encode()))
-        await asyncio.sleep(0.05)
+        await read.wait()
         revoke_token(store, created.token.token_id, 2.0, "host")
         directory.forget()
         go.set()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import command, free_port, interruptible, until
+from tests.ports import command, free_port, interruptible
 from tests.studies.test_summary import NAMES
+from tests.waiting import PATIENCE_SECONDS, until
 
 STEPS = 20
 
@@ -31,7 +32,7 @@ def finished(tmp_path_factory):
         text=True,
         env=environment,
         cwd=folder,
-        timeout=280,
+        timeout=4 * PATIENCE_SECONDS,
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
@@ -95,5 +96,5 @@ def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
     with process:
         until(lambda: sum("worker" in line for line in processes_about(tmp_path)) == 2, "two trainings run")
         process.send_signal(signal.SIGINT)
-        assert process.wait(180) != 0
+        assert process.wait(PATIENCE_SECONDS) != 0
     until(lambda: not processes_about(tmp_path), "everything has ended")

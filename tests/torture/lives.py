@@ -24,10 +24,9 @@ from tests.torture.disk import SmallDisk
 from tests.torture.ledger import RANKS, Ledger
 from tests.torture.verify import verify
 from tests.torture.zygote import gone
+from tests.waiting import PATIENCE_SECONDS
 
 __all__ = ["Lives", "PostgresqlLives", "SqliteLives"]
-
-_PATIENCE_SECONDS = 60.0
 
 
 class Lives(ABC):
@@ -76,12 +75,12 @@ class Lives(ABC):
         """SIGKILL, if it has not ended itself."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        assert gone(pid, 10)
+        assert gone(pid, PATIENCE_SECONDS)
         self.kills[kind] += 1
 
     def progress(self, count=1):
         """Wait until so many more reports are acknowledged."""
-        wanted, deadline = self.ledger.total + count, time.monotonic() + _PATIENCE_SECONDS
+        wanted, deadline = self.ledger.total + count, time.monotonic() + PATIENCE_SECONDS
         while self.ledger.total < wanted and not self.findings and not self.ledger.findings:
             assert time.monotonic() < deadline, self.stacks()
             time.sleep(0.005)
@@ -175,7 +174,7 @@ class Lives(ABC):
         for client in self.clients:
             client.stopping.set()
         for client in self.clients:
-            client.join(_PATIENCE_SECONDS)
+            client.join(PATIENCE_SECONDS)
             assert not client.is_alive(), self.stacks()
         self.looks += self.clients[-1].looks  # type: ignore[union-attr]
         verify(self.ledger, self.urls[0], self.run_id, self.store)
@@ -223,7 +222,7 @@ class PostgresqlLives(Lives):
 
     def start(self, which=0, die=None):
         """Once the cluster has recovered: a server that finds none ends with a sentence."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
                 self.cluster.execute("SELECT 1")

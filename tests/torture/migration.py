@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import time
 
 import httpx
 
 from tests.server.store.release import CHANGED_SINCE, OLDEST, holds, read_release
 from tests.server.store.test_release import as_released
 from tests.torture.zygote import gone
+from tests.waiting import PATIENCE_SECONDS, until
 
 __all__ = ["end_in_migration"]
 
@@ -33,21 +33,18 @@ def end_in_migration(lives, released):
         if not gone(pid, 5):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            assert gone(pid, 10)
+            assert gone(pid, PATIENCE_SECONDS)
         lives.kills["migration"] += 1
     if by_command:
-        assert gone(lives.zygote.start("migrate", lives.arguments()[-2:]), 60)
+        assert gone(lives.zygote.start("migrate", lives.arguments()[-2:]), PATIENCE_SECONDS)
     pid = lives.start()
     _compare(lives, released)
     lives.kill(pid, "migration")
 
 
 def _compare(lives, released):
-    with httpx.Client(base_url=lives.urls[0], timeout=10.0, trust_env=False) as client:
-        deadline = time.monotonic() + 60.0
-        while not _ready(client):
-            assert time.monotonic() < deadline, f"it does not serve: {lives.zygote.log}"
-            time.sleep(0.02)
+    with httpx.Client(base_url=lives.urls[0], timeout=PATIENCE_SECONDS, trust_env=False) as client:
+        until(lambda: _ready(client), f"serving ({lives.zygote.log})")
         for path, known in read_release(OLDEST)[2].items() if released else ():
             if not path.startswith("/runs/r1/"):
                 continue

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from contextlib import closing
 
 import httpx
@@ -13,6 +11,7 @@ from collage_server.store import Selection, SqliteStore
 from collage_monitor import wire
 from tests.torture.clients import ask
 from tests.torture.ledger import RANKS, report_of
+from tests.waiting import until
 
 __all__ = ["verify"]
 
@@ -23,25 +22,16 @@ def verify(ledger, url, run_id, make_store):
     """Findings go to the ledger. Every sender has ended between two batches, so what was sent is acknowledged."""
     with httpx.Client(timeout=30.0, trust_env=False) as client:
         _resend(ledger, client, url, run_id)
-        _until(lambda: ask(client, url, "PATCH", f"/runs/{run_id}", wire.RunUpdate(state="finished")))
+        until(lambda: ask(client, url, "PATCH", f"/runs/{run_id}", wire.RunUpdate(state="finished")), "an answer")
     with closing(make_store()) as store:
         store.open()
-        deadline = time.monotonic() + 60.0
-        while run_id in store.journal_runs():
-            assert time.monotonic() < deadline, "the journal of a finished run is not sealed"
-            time.sleep(0.05)
+        until(lambda: run_id not in store.journal_runs(), "the sealing of a finished run's journal")
         _compare(ledger, store, run_id)
         if isinstance(store, SqliteStore):
             with store._reading() as connection:
                 answer = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
             if answer != "ok":
                 ledger.find(f"integrity_check: {answer}")
-
-
-def _until(work):
-    while (answer := work()) is None:
-        threading.Event().wait(0.03)
-    return answer
 
 
 def _resend(ledger, client, url, run_id):
@@ -51,7 +41,9 @@ def _resend(ledger, client, url, run_id):
         for first in range(1, last + 1, _BATCH):
             steps = range(first, min(first + _BATCH, last + 1))
             batch = wire.ReportBatch(reports=[report_of(rank, step) for step in steps])
-            answer = _until(lambda path=path, batch=batch: ask(client, url, "POST", path, batch, wire.encode_batch))
+            answer = until(
+                lambda path=path, batch=batch: ask(client, url, "POST", path, batch, wire.encode_batch), "an answer"
+            )
             told = wire.decode_message(answer.content, wire.BatchAnswer, wire.JSON)
             if (told.accepted, told.duplicates) != (0, len(steps)):
                 ledger.find(f"rank {rank}, steps {steps}: sent again, answered {told}")

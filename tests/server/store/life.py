@@ -14,6 +14,7 @@ from collage_server.store.sealing import retention
 from collage_monitor import wire
 from tests.server.samples import STATISTICS, report, stream_create
 from tests.server.store.contract import LIMITS, NOW, StoreContract
+from tests.waiting import PATIENCE_SECONDS
 
 ALL = Selection()
 NEVER = {1: NOW + 1e9, 16: NOW + 1e9}
@@ -195,7 +196,7 @@ class LifeContract:
 
         sender = threading.Thread(target=send)
         sender.start()
-        started.wait(10)
+        started.wait(PATIENCE_SECONDS)
         for horizon in range(1, 4):
             while not store.life.expire("r1", {1: NOW + horizon * CHUNK + 0.5}) and sender.is_alive():
                 pass

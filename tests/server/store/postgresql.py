@@ -7,12 +7,12 @@ import pwd
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.system import lacking
+from tests.waiting import PATIENCE_SECONDS, until
 
 __all__ = ["Cluster", "find_programs", "programs_or_skip"]
 
@@ -71,12 +71,12 @@ class Cluster:
         )
         self.process = process
         ready = [str(self.programs / "pg_isready"), "-h", str(self.folder), "-t", "1", "-q"]
-        for _ in range(600):
-            if subprocess.run(ready).returncode == 0:
-                return
+
+        def answers() -> bool:
             assert process.poll() is None, "postgres ended at once"
-            time.sleep(0.1)
-        raise TimeoutError("postgres did not accept connections")
+            return subprocess.run(ready).returncode == 0
+
+        until(answers, "the first connection to postgres")
 
     def kill(self) -> None:
         """As a power cut would: no shutdown checkpoint. Its children notice and end."""
@@ -91,7 +91,7 @@ class Cluster:
         process, self.process = self.process, None
         if process is not None and process.poll() is None:
             os.kill(int((self.folder / "data" / "postmaster.pid").read_text().split()[0]), number)
-            process.wait(30)
+            process.wait(PATIENCE_SECONDS)
 
     def url(self, database: str) -> str:
         """The SQLAlchemy URL of a database."""

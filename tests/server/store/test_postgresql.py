@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
-import time
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -27,6 +26,7 @@ from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealing import SealingContract
 from tests.server.store.seen import rows, seal_all, seen, unchanged
+from tests.waiting import until
 
 ALL = Selection()
 
@@ -275,9 +275,15 @@ def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, database, 
     cluster.execute(f"ALTER DATABASE {store.engine.url.database} SET idle_in_transaction_session_timeout = '50ms'")
     other = opened(database)
     StoreContract.fill(other)
-    with other._claim("r1") as mine:
+    with other._claim("r1") as mine, other.engine.connect() as later:
         assert mine
-        time.sleep(0.2)
+        later.execute(text("SELECT 1"))
+        process_id = later.connection.driver_connection.info.backend_pid
+        until(
+            lambda: cluster.execute(f"SELECT count(*) FROM pg_stat_activity WHERE pid = {process_id}") == "0",
+            "the end of a transaction that began to idle after the claim",
+        )
+        later.invalidate()
         with store._claim("r1") as theirs:
             assert not theirs
         other._require_claim()

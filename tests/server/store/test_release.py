@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 from alembic.runtime.migration import MigrationContext
@@ -21,6 +20,7 @@ from tests.server.conftest import Clock, Server
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS
 from tests.server.store.release import CHANGED_SINCE, OLDEST, PREVIOUS, holds, insert_rows, read_release
+from tests.waiting import until
 
 REVISION, _, _ = read_release(PREVIOUS)
 
@@ -122,26 +122,24 @@ def test_the_previous_release_serves_while_its_database_is_migrated(empty_databa
     as_released(store)
     engine = create_engine(empty_database.replace("postgresql://", "postgresql+psycopg://"))
     done, errors = threading.Event(), []
-    written: list[float] = []
+    written: list[int] = []
 
     def serve():
         try:
             while not done.is_set():
                 with engine.begin() as connection:
                     old_run(connection, len(written))
-                written.append(time.monotonic())
+                written.append(len(written))
         except Exception as error:
             errors.append(error)
 
     server = threading.Thread(target=serve)
     server.start()
     try:
-        while len(written) < 5 and not errors:
-            time.sleep(0.01)
+        until(lambda: errors or len(written) >= 5, "five runs written before the migration")
         store.migrate()
         after = len(written)
-        while len(written) < after + 5 and not errors:
-            time.sleep(0.01)
+        until(lambda: errors or len(written) >= after + 5, "five more written after it")
     finally:
         done.set()
         server.join()

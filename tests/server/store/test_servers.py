@@ -10,6 +10,7 @@ from collage_server.store import PostgresqlStore
 from collage_monitor import wire
 from tests.server.samples import report
 from tests.server.test_process import prepare, send, serving
+from tests.waiting import until
 
 ASKED = (
     "/runs/r1/latest",
@@ -47,8 +48,7 @@ def test_one_of_two_servers_is_killed(tmp_path, database):
         ]
         for sender in senders:
             sender.start()
-        while len(acknowledged) < 60:
-            threading.Event().wait(0.01)
+        until(lambda: len(acknowledged) >= 60, "sixty acknowledgements")
         victim.kill()
         for sender in senders:
             sender.join()

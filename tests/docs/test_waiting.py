@@ -1,0 +1,53 @@
+"""No test waits for a time or judges one: a busy machine would fail it. Conditions are waited for."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+CLOCKS = {"sleep", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"}
+EXEMPT = {
+    "waiting.py": "the one place that waits",
+    "agent_delivery/doubles.py": "notes when a request came, of which a test asks that enough time lies between",
+    "torture": "servers are killed at random moments, and its log says how long a lane took",
+}
+
+
+def clocks_in(source):
+    """Lines that read a clock of `time` or sleep; a module of that name alone is no clock of `asyncio`."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in CLOCKS
+            and ast.unparse(node.value) in {"time", "asyncio"}
+        )
+        or (isinstance(node, ast.ImportFrom) and node.module == "time")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import time\ntime.sleep(1)", [2]),
+        ("await asyncio.sleep(0.05)", [1]),
+        ("from time import sleep", [1]),
+        ("began = time.monotonic()", [1]),
+        ("now = time.time()", []),
+        ("monkeypatch.setattr('time.sleep', sleep)", []),
+    ],
+)
+def test_a_clock_is_seen(source, found):
+    assert clocks_in(source) == found
+
+
+def test_tests_wait_for_conditions():
+    exempt = {TESTS / name for name in EXEMPT}
+    found = {
+        str(path.relative_to(TESTS)): lines
+        for path in TESTS.rglob("*.py")
+        if exempt.isdisjoint({path, *path.parents}) and (lines := clocks_in(path.read_text()))
+    }
+    assert found == {}

@@ -1,0 +1,22 @@
+"""Waiting in tests: for a condition, never for a time.
+
+A busy machine may take a hundred times as long as a quiet one, so nothing here or elsewhere says how fast something
+is: a deadline only keeps what will never happen from waiting for ever.
+"""
+
+import time
+
+__all__ = ["PATIENCE_SECONDS", "until"]
+
+PATIENCE_SECONDS = 120.0
+"""How long a test waits for what should happen at once: far longer than any loaded machine takes."""
+
+
+def until(condition, what="it", pause_seconds=0.01):
+    """Wait until `condition()` is true and return its answer; say what was waited for where it never is."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (answer := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not happen within {PATIENCE_SECONDS:.0f} seconds")
+        time.sleep(pause_seconds)
+    return answer
