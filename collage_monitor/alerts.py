@@ -1,16 +1,18 @@
 """The alert catalogue: from it come the Prometheus rules, the runbook and the server's own answers.
 
 Conditions are PromQL over the gauges of `/metrics`, with `$window` for the window and `$warm_up` for the number of
-steps in which a run is left alone.
+steps in which a run is left alone. Other packages add alerts: entry-point group `collage_monitor.alerts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from collage_monitor.errors import CatalogueError
+from collage_monitor.extensions import extensions
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["ALERTS", "Alert", "alert", "duration"]
@@ -115,7 +117,25 @@ _ALERTS = (
         ),
     ),
 )
-ALERTS: Final = {entry.name: entry for entry in _ALERTS}
+
+
+def catalogue_of(own: Sequence[Alert], added: Mapping[str, Any]) -> dict[str, Alert]:
+    """Alerts by name, those that other packages add (entry-point group `collage_monitor.alerts`) last.
+
+    Raises:
+        CatalogueError: what was added is no `Alert`, or its name is taken.
+    """
+    found = {entry.name: entry for entry in own}
+    for name, entry in added.items():
+        if not isinstance(entry, Alert):
+            raise CatalogueError(f"collage_monitor.alerts {name!r} must be an Alert, not {type(entry).__name__}")
+        if entry.name in found:
+            raise CatalogueError(f"collage_monitor.alerts {name!r} adds {entry.name!r}, which is taken")
+        found[entry.name] = entry
+    return found
+
+
+ALERTS: Final = catalogue_of(_ALERTS, extensions("collage_monitor.alerts"))
 
 
 def duration(seconds: float) -> str:

@@ -1,8 +1,13 @@
-"""Merging totals and finishing them into ratios, norms and intervals: the one set of functions all rooms share."""
+"""One definition a diagnostic, and what is done with all of them: merging totals, finishing them into metrics."""
 
-from collage_monitor.statistics.finish import finish, finish_all, metric_keys
-from collage_monitor.statistics.histogram import histogram_counts, histogram_quantile
-from collage_monitor.statistics.intervals import INTERVAL_PAIRS, interval
+from collage_monitor.statistics.finish import (
+    finish,
+    finish_all,
+    has_interval,
+    interval,
+    metric_keys,
+    statistics_for,
+)
 from collage_monitor.statistics.merge import (
     Totals,
     merge,
@@ -11,12 +16,13 @@ from collage_monitor.statistics.merge import (
     reduce_shards,
     reduce_steps,
 )
+from collage_monitor.statistics.updates import histogram_counts, histogram_quantile
 
 __all__ = [
-    "INTERVAL_PAIRS",
     "Totals",
     "finish",
     "finish_all",
+    "has_interval",
     "histogram_counts",
     "histogram_quantile",
     "interval",
@@ -26,4 +32,5 @@ __all__ = [
     "metric_keys",
     "reduce_shards",
     "reduce_steps",
+    "statistics_for",
 ]

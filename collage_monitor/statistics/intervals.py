@@ -12,49 +12,67 @@ from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-__all__ = ["INTERVAL_PAIRS", "MINIMUM_BLOCKS", "denominator", "interval"]
+from collage_monitor.definitions import Array, Definition, Interval, Statistic, sums
 
-Array = NDArray[np.float64]
+__all__ = ["ACTIVE", "DEFINITION", "MINIMUM_BLOCKS", "bounds", "needed_for"]
+
 Totals = Mapping[str, Array]
 
-INTERVAL_PAIRS: Final = {
-    "edq_ratio": ("intended_effective_sum", "intended_squared_sum"),
-    "edq_visible_ratio": ("intended_visible_sum", "intended_squared_sum"),
-    "lost_update_ratio": ("lost", "active"),
-    "lost_visible_ratio": ("lost_visible", "active"),
-    "edq_oracle_ratio": ("oracle_effective_sum", "oracle_squared_sum"),
-}
-"""Metric → (numerator A, denominator B) whose block variances travel. "active" = elements − nonfinite − idle."""
+ACTIVE: Final = ("elements", "nonfinite", "idle")
+"""What the denominator "active" is made of: elements − nonfinite − idle."""
 MINIMUM_BLOCKS: Final = 20
 _NORMAL_QUANTILE = 1.959963984540054
 _FEWEST_DEGREES = 4.0
-_SHARES = ("lost_update_ratio", "lost_visible_ratio")
 
 
-def denominator(totals: Totals, name: str) -> Array:
-    """The total called `name`, where "active" stands for elements − nonfinite − idle."""
+def _variance(name: str, text: str) -> Statistic:
+    return Statistic(name, "sum", "root_sum", "metric's²", text, "metric", ("intended",))
+
+
+DEFINITION = Definition(
+    statistics=(
+        _variance("variance_numerator", "Variance of a ratio's estimated numerator."),
+        _variance("variance_denominator", "Variance of its estimated denominator."),
+        *sums(
+            "metric's²",
+            needs=("intended",),
+            label="metric",
+            covariance="Covariance of the two.",
+            variance_product_root="√(V_AA·V_BB) of each step, made after shards merged.",
+        ),
+    )
+)
+
+
+def needed_for(name: str, pair: Interval) -> list[str]:
+    """Keys of the totals that `bounds` reads of the metric `name`."""
+    variances = [f"{entry.name}/{name}" for entry in DEFINITION.statistics]
+    under = ACTIVE if pair.denominator == "active" else (pair.denominator,)
+    return [pair.numerator, *under, *variances, *pair.sample, *(("measured_steps",) if pair.share else ())]
+
+
+def _denominator(totals: Totals, name: str) -> Array:
     if name == "active":
-        return totals["elements"] - totals["nonfinite"] - totals["idle"]
+        elements, nonfinite, idle = (totals[part] for part in ACTIVE)
+        return elements - nonfinite - idle
     return totals[name]
 
 
-def interval(name: str, totals: Totals) -> tuple[Array, Array]:
-    """(low, high) of the 95 % interval of metric `name`; NaN where it is undefined.
+def bounds(name: str, pair: Interval, totals: Totals) -> tuple[Array, Array]:
+    """(low, high) of the 95 % interval of the metric `name`, the ratio `pair`; NaN where it is undefined.
 
     Undefined: a zero denominator, variances not reported, or fewer than MINIMUM_BLOCKS sampled blocks with
     u ≠ 0 unless every element was measured, where the width is zero.
     """
-    numerator_name, denominator_name = INTERVAL_PAIRS[name]
-    a, b = totals[numerator_name], denominator(totals, denominator_name)
+    a, b = totals[pair.numerator], _denominator(totals, pair.denominator)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.where(b == 0, np.nan, a / b)
         variance = _ratio_variance(name, totals, ratio, b)
-        sampled, elements, blocks = _sample(name, totals)
+        sampled, elements, blocks = (totals[part] for part in pair.sample)
         whole = sampled == elements
         quantile = _quantile(_degrees_of_freedom(name, totals, b, sampled / elements, blocks))
-        if name in _SHARES:
+        if pair.share:
             # Steps look at the same elements again and again: n_eff is bounded by those of one step.
             active = sampled * b / elements / totals.get("measured_steps", np.float64(1.0))
             low, high = _wilson(ratio, variance, sampled / elements, active, blocks, quantile)
@@ -66,11 +84,6 @@ def interval(name: str, totals: Totals) -> tuple[Array, Array]:
         np.where(known, np.where(whole, ratio, low), np.nan),
         np.where(known, np.where(whole, ratio, high), np.nan),
     )
-
-
-def _sample(name: str, totals: Totals) -> tuple[Array, Array, Array]:
-    prefix = "oracle_" if name == "edq_oracle_ratio" else ""
-    return totals[f"{prefix}sampled"], totals[f"{prefix}elements"], totals[f"{prefix}active_blocks"]
 
 
 def _ratio_variance(name: str, totals: Totals, ratio: Array, b: Array) -> Array:

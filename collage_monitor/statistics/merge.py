@@ -12,7 +12,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from collage_monitor.metrics import split_key, statistic
+from collage_monitor.statistics.catalogue import split_key, statistic
 
 __all__ = ["Totals", "merge", "merge_shards", "merge_steps", "reduce_shards", "reduce_steps"]
 

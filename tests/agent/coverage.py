@@ -15,10 +15,12 @@ from collage_studies.corpus import batch, standard_library
 from collage_studies.model import ByteGPT, loss_of
 from torch import nn
 
-from collage_monitor.statistics import INTERVAL_PAIRS, finish_all, merge_steps
+from collage_monitor.metrics import METRICS
+from collage_monitor.statistics import finish_all, merge_steps
 
 Rows = dict[str, Any]
 _VOCABULARY = 50_000
+INTERVALS = [name for name, entry in METRICS.items() if entry.interval is not None]
 
 
 @dataclass
@@ -120,7 +122,7 @@ def _counted(truth: Rows, found: list[Rows]) -> Coverage:
     true = finish_all(truth)
     for rows in found:
         values = finish_all(rows)
-        for metric in INTERVAL_PAIRS:
+        for metric in INTERVALS:
             prefix = "oracle_" if metric == "edq_oracle_ratio" else ""
             sampled = (rows[f"{prefix}sampled"] < rows[f"{prefix}elements"]) & ~np.isnan(true[metric])
             low, high = values[f"{metric}_low"], values[f"{metric}_high"]

@@ -7,8 +7,7 @@ import torch
 from collage_agent.measure import meter
 from collage_agent.optim import CollageAdamW
 
-from collage_monitor.statistics import INTERVAL_PAIRS
-from tests.agent.coverage import Coverage, byte_gpt, rare_rows, study
+from tests.agent.coverage import INTERVALS, Coverage, byte_gpt, rare_rows, study
 
 VISIBLE = ("edq_visible_ratio", "lost_visible_ratio")
 
@@ -33,7 +32,7 @@ def embedding(draws, sample, measured) -> tuple[Coverage, Coverage]:
 
 def check(single: Coverage, merged: Coverage, rare: tuple[Coverage, Coverage], at_least: int) -> None:
     single, merged = single + rare[0], merged + rare[1]
-    for metric in INTERVAL_PAIRS:
+    for metric in INTERVALS:
         seen = f"{metric}: {single} merged {merged} embedding {rare}"
         assert single.given[metric] >= at_least
         assert 0.93 <= single.share(metric) <= 0.97, seen

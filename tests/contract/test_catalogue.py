@@ -1,21 +1,26 @@
-"""The catalogues: keys, labels, merge rules, and that every metric is made from statistics that exist."""
+"""The catalogues: keys, labels, merge rules, and that every metric is made from the statistics that it declares."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
+from collage_monitor.alerts import ALERTS
+from collage_monitor.alerts import catalogue_of as alerts_of
+from collage_monitor.definitions import Definition, Interval, Metric, Statistic, ratio
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, SCALARS, STATISTICS, metric, split_key, statistic
-from collage_monitor.statistics import INTERVAL_PAIRS, finish, metric_keys
-from collage_monitor.statistics.finish import _FINISHERS, _NEEDS
+from collage_monitor.statistics import finish, interval, metric_keys, statistics_for
+from collage_monitor.statistics.catalogue import DEFINITIONS, catalogue_of
 from collage_monitor.strategies import STRATEGIES, strategy
 
 UNITS = {"ratio", "elements", "weight", "gradient", "octaves", "factor", "steps"}
+LABELS = {"octave": "-3", "state": "exp_avg_sq", "metric": "edq_ratio", "steps": "64", "method/dtype": "light/bf16"}
 
 
 def all_statistic_keys():
-    labels = {"octave": "-3", "state": "exp_avg_sq", "metric": "edq_ratio", "steps": "64"}
-    labels["method/dtype"] = "light/bf16"
     for name, entry in STATISTICS.items():
-        yield f"{name}/{labels[entry.label]}" if entry.label else name
+        yield f"{name}/{LABELS[entry.label]}" if entry.label else name
 
 
 def test_no_name_means_two_things():
@@ -31,15 +36,103 @@ def test_every_metric_says_what_it_is(entry):
     assert entry.formula
     assert entry.help.endswith(".")
     assert entry.unit in UNITS
-    assert entry.interval == (entry.name in INTERVAL_PAIRS)
+    assert entry.described()["interval"] is (entry.interval is not None)
 
 
-def test_every_metric_has_a_finishing_function_over_statistics_that_exist():
-    assert set(_FINISHERS) == set(METRICS)
-    assert set(_NEEDS) <= set(METRICS)
-    needed = {need for names in _NEEDS.values() for need in names}
-    needed |= set(METRICS) - set(_NEEDS)
-    assert needed <= set(STATISTICS)
+class Recording(dict):
+    """Totals that claim to hold every statistic and note which are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = set()
+
+    def __contains__(self, key):
+        return True
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return np.full(1, 2.0 + len(self.read))
+
+    def get(self, key, default=None):
+        return self[key]
+
+
+@pytest.mark.parametrize("entry", METRICS.values(), ids=lambda entry: entry.name)
+def test_the_statistics_that_a_metric_declares_are_those_that_finishing_reads(entry):
+    key = f"{entry.name}/{LABELS[entry.label]}" if entry.label else entry.name
+    totals = Recording()
+    assert finish(key, totals).shape == (1,)
+    assert set(statistics_for(key, intervals=False)) == totals.read
+    if entry.interval is not None:
+        interval(key, totals)
+        assert set(statistics_for(key)) == totals.read
+
+
+@pytest.mark.parametrize("entry", METRICS.values(), ids=lambda entry: entry.name)
+def test_each_declared_statistic_changes_the_metric(entry):
+    shape = (34, 1)
+    amounts = [
+        np.linspace(1.0, 3.0, 34).reshape(shape) if STATISTICS[need].label == "octave" else np.array([float(10**i)])
+        for i, need in enumerate(entry.needs, start=1)
+    ]
+    whole = entry.finish(*amounts)
+    for index in range(len(amounts)):
+        changed = [
+            values * np.arange(1, len(values) + 1)[:, None] if values.ndim == 2 else values for values in amounts
+        ]
+        changed[index] = changed[index] * 1.5 if amounts[index].ndim == 1 else changed[index]
+        assert entry.finish(*changed) != whole, entry.needs[index]
+
+
+def added(name="kurtosis", statistics=(), metrics=()):
+    return {name: Definition(tuple(statistics), tuple(metrics))}
+
+
+FOURTH = Statistic("intended_fourth_sum", "sum", "sum", "weight⁴", "Σ u⁴", needs=("intended",))
+KURTOSIS = Metric("kurtosis", "Kurtosis", "ratio", "Σ u⁴", "Tails.", ("intended_fourth_sum", "elements"), ratio)
+
+
+def test_another_package_adds_a_definition_behind_our_own():
+    statistics, metrics = catalogue_of(DEFINITIONS, added(statistics=[FOURTH], metrics=[KURTOSIS]))
+    assert list(statistics)[:-1] == list(STATISTICS)
+    assert list(statistics)[-1] == "intended_fourth_sum"
+    assert list(metrics)[-1] == "kurtosis"
+
+
+@pytest.mark.parametrize(
+    ("extension", "words"),
+    [
+        ({"kurtosis": object()}, "must be a Definition"),
+        (added("edq"), "under a name of its own"),
+        (added(statistics=[STATISTICS["lost"]]), "'kurtosis' adds 'lost'"),
+        (added(metrics=[METRICS["edq_ratio"]]), "fixed"),
+        (added(metrics=[METRICS["edq"]]), "'kurtosis' adds 'edq'"),
+        (added(metrics=[KURTOSIS]), "'intended_fourth_sum', which no definition sends"),
+        (added(statistics=[dataclasses.replace(FOURTH, name="a/b")]), "slash"),
+    ],
+)
+def test_a_definition_that_does_not_fit_is_named(extension, words):
+    with pytest.raises(CatalogueError, match=words):
+        catalogue_of(DEFINITIONS, extension)
+
+
+def test_an_interval_names_totals_that_exist():
+    pairs = [entry.interval for entry in METRICS.values() if entry.interval is not None]
+    assert len(pairs) == 5
+    for pair in pairs:
+        assert isinstance(pair, Interval)
+        assert {pair.numerator, *pair.sample} <= set(STATISTICS)
+        assert pair.denominator == "active" or pair.denominator in STATISTICS
+
+
+def test_another_package_adds_an_alert_under_a_name_of_its_own():
+    lost = ALERTS["CollageUpdatesLost"]
+    entry = dataclasses.replace(lost, name="OurOwn")
+    assert list(alerts_of(list(ALERTS.values()), {"mine": entry}))[-1] == "OurOwn"
+    with pytest.raises(CatalogueError, match="'CollageUpdatesLost', which is taken"):
+        alerts_of(list(ALERTS.values()), {"mine": lost})
+    with pytest.raises(CatalogueError, match="must be an Alert, not str"):
+        alerts_of(list(ALERTS.values()), {"mine": "alert"})
 
 
 def test_all_statistics_together_make_all_metrics():

@@ -25,7 +25,7 @@ def metrics_catalogue() -> Response:
     """Metrics, statistics with their merge rules, reserved scalars, strategies."""
     return answer(
         wire.Catalogue(
-            metrics=_plain(METRICS),
+            metrics=[entry.described() for entry in METRICS.values()],
             statistics=_plain(STATISTICS),
             scalars=_plain(SCALARS),
             strategies=_plain(STRATEGIES),

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from collage_monitor.statistics import INTERVAL_PAIRS, finish_all, metric_keys
+from collage_monitor.statistics import finish_all, has_interval, metric_keys
 from collage_server.export.slabs import ExportPlan, Slab, read_ranks, read_slabs
 from collage_server.store import Store
 
@@ -61,7 +61,7 @@ def _computed(plan: ExportPlan) -> list[str]:
     names = []
     for key in metric_keys(plan.statistics):
         names.append(key)
-        if key in INTERVAL_PAIRS and f"variance_numerator/{key}" in plan.statistics:
+        if has_interval(key, plan.statistics):
             names += [f"{key}_low", f"{key}_high"]
     return list(dict.fromkeys([*names, *plan.statistics]))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from collage_monitor.statistics import INTERVAL_PAIRS, finish, interval
+from collage_monitor.statistics import finish, has_interval, interval
 from collage_monitor.wire import Number, to_number, undefined_to_none
 
 __all__ = ["finished", "finished_interval", "number", "numbers", "values"]
@@ -25,7 +25,7 @@ def finished(key: str, totals: Totals, shape: tuple[int, ...]) -> FloatArray:
 
 def finished_interval(key: str, totals: Totals) -> tuple[FloatArray, FloatArray] | None:
     """(low, high) of a metric that has an interval and whose variances were reported, else None."""
-    if key not in INTERVAL_PAIRS or f"variance_numerator/{key}" not in totals:
+    if not has_interval(key, totals):
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
         return interval(key, totals)

@@ -84,10 +84,9 @@ class SealingContract(Senders):
 
     def test_a_run_of_a_newer_server_is_answered_and_left_to_it(self, store, monkeypatch):
         """While a cluster is upgraded: statistics that this catalogue lacks, in the journal and in chunks."""
-        newer = {**metrics.STATISTICS, "future_sum": metrics.STATISTICS["parameter_squared_sum"]}
         reports = [with_one_more(report(i, 10 * (i + 1))) for i in range(80)]
         with monkeypatch.context() as upgraded:
-            upgraded.setattr(metrics, "STATISTICS", newer)
+            upgraded.setitem(metrics.STATISTICS, "future_sum", metrics.STATISTICS["parameter_squared_sum"])
             is_known.cache_clear()
             self.fill(store)
             store.create_stream("r1", stream_create(statistics=[*STATISTICS, "future_sum"]), NOW)

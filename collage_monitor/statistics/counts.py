@@ -1,0 +1,66 @@
+"""What is shown as it was counted: the sample's sizes, values that are not finite, and the classes."""
+
+from __future__ import annotations
+
+from collage_monitor.definitions import Definition, Metric, Statistic, as_is, sums
+from collage_monitor.statistics import classes
+
+__all__ = ["DEFINITION"]
+
+_SIZES = sums(
+    "elements",
+    elements="Elements of the tensor shard.",
+    sampled="Elements really looked at: raw, never scaled up.",
+)
+_SHOWN = ("nonfinite", "idle", "stray", "lost", "distorted", "reversed", "faithful")
+
+
+def _count(entry: Statistic) -> Metric:
+    return Metric(
+        entry.name, entry.name, "elements", f"Σ {entry.name}", entry.help, needs=(entry.name,), finish=as_is
+    )
+
+
+DEFINITION = Definition(
+    statistics=(
+        Statistic("measured_steps", "max", "sum", "steps", "Measured steps merged into the totals."),
+        *_SIZES,
+        Statistic(
+            "active_blocks",
+            "sum",
+            "max",
+            "blocks",
+            "Sampled blocks with some u ≠ 0: raw, never scaled up.",
+            needs=("intended",),
+        ),
+        *sums("elements", needs=("gradient",), nonfinite_gradients="Elements whose gradient is not finite."),
+        Statistic("nonfinite_parameters", "sum", "max", "elements", "Elements whose weight is not finite."),
+    ),
+    metrics=(
+        Metric(
+            "nonfinite_grads",
+            "Non-finite gradients",
+            "elements",
+            "Σ nonfinite_gradients",
+            "Gradient elements that are NaN or infinite.",
+            needs=("nonfinite_gradients",),
+            finish=as_is,
+            ideal=0.0,
+        ),
+        Metric(
+            "nonfinite_params",
+            "Non-finite weights",
+            "elements",
+            "max nonfinite_parameters",
+            "Weights that are NaN or infinite.",
+            needs=("nonfinite_parameters",),
+            finish=as_is,
+            ideal=0.0,
+        ),
+        *(
+            _count(entry)
+            for entry in (*_SIZES, *classes.DEFINITION.statistics)
+            if entry in _SIZES or entry.name in _SHOWN
+        ),
+    ),
+)
