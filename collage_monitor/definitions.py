@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "Definition",
     "HISTOGRAM_LABELS",
     "HISTOGRAM_OCTAVES",
-    "Definition",
     "Interval",
     "Metric",
     "Need",

@@ -24,7 +24,15 @@ from collage_monitor.statistics import (
     windows,
 )
 
-__all__ = ["DEFINITIONS", "METRICS", "STATISTICS", "catalogue_of", "metric", "split_key", "statistic"]
+__all__ = [
+    "DEFINITIONS",
+    "METRICS",
+    "STATISTICS",
+    "catalogue_of",
+    "metric",
+    "split_key",
+    "statistic",
+]
 
 _Entry = TypeVar("_Entry", Statistic, Metric)
 
