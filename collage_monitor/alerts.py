@@ -1,7 +1,7 @@
-"""The alert catalogue: from it come the Prometheus rules, the runbook and the server's own answers.
+"""The alert catalogue: Prometheus rules, the runbook and the server's answers are made from it.
 
-Conditions are PromQL over the gauges of `/metrics`, with `$window` for the window and `$warm_up` for the number of
-steps in which a run is left alone. Other packages add alerts: entry-point group `collage_monitor.alerts`.
+Conditions are PromQL over the gauges of `/metrics`. `$window` stands for the window, `$warm_up` for the number of
+first steps at which a run is not judged. Other packages add alerts: entry-point group `collage_monitor.alerts`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["ALERTS", "Alert", "alert", "duration"]
 
 @dataclass(frozen=True)
 class Alert:
-    """One condition on a run, and what to do about it.
+    """A condition on a run, and what to do about it.
 
     `expression` must hold for `for_seconds` without a break. `other_causes` are harmless or foreign explanations to
-    rule out; `first_step` is what to look at or do before anything else.
+    rule out; `first_step` says what to look at or do first.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Alert:
     first_step: str
 
     def condition(self, time_scale: float = 1.0) -> str:
-        """The PromQL expression; `time_scale` shortens its window (a test or a rehearsal in seconds)."""
+        """The PromQL expression. `time_scale` shortens its window, for a test or a rehearsal in seconds."""
         window = duration(self.window_seconds * time_scale)
         return Template(self.expression).substitute(window=window, warm_up=self.warm_up_steps)
 
@@ -59,18 +59,18 @@ _ALERTS = (
         severity="warning",
         summary="the effective descent quality fell by more than a tenth within the hour",
         meaning=(
-            "Less of the intended update reaches the weights than a short while ago: what the optimizer wants to "
-            "do has become smaller than what the weights' format can hold, or a residual that carried it is gone."
+            "Less of the intended update reaches the weights than a short while ago. Either updates have become "
+            "smaller than what the weights' format can hold, or a residual that carried them is gone."
         ),
         other_causes=(
             "the learning rate was lowered by its schedule: updates shrink, the gaps between weights do not",
-            "a resume from a checkpoint that did not keep the residuals",
-            "weights that grew past a power of two, where the gap doubles",
+            "the run resumed from a checkpoint that did not keep the residuals",
+            "weights grew past a power of two, where the gap doubles",
         ),
         first_step=(
-            "Open the run's layer × step heatmap of edq_ratio, sorted by worst: all layers at once points to the "
-            "schedule or a resume, single layers to their weights' size. Then compare half_ulp_margin before and "
-            "after."
+            "Open the run's layer × step heatmap of edq_ratio, sorted by worst. If all layers fell at once, "
+            "suspect the schedule or a resume; if single layers did, the size of their weights. Then compare "
+            "half_ulp_margin before and after."
         ),
     ),
     Alert(
@@ -82,16 +82,17 @@ _ALERTS = (
         severity="warning",
         summary="less than nine tenths of the intended descent reaches the weights",
         meaning=(
-            "Rounding takes more than a tenth of every update. The run trains as if with a smaller learning rate, "
-            "and not evenly: small updates are lost, large ones arrive."
+            "Rounding takes more than a tenth of the descent. The run trains as if with a smaller learning rate, "
+            "but not evenly: small updates are lost, large ones arrive."
         ),
         other_causes=(
             "a learning-rate warm-up longer than the alert's: early updates are small by intent",
-            "few sampled elements: look whether the 95 % interval of edq_ratio reaches above 0.9",
+            "few sampled elements: check whether the 95 % interval of edq_ratio reaches above 0.9",
         ),
         first_step=(
-            "Look at lost_update_ratio and half_ulp_margin of the worst layers. If the updates stand below half a "
-            "gap, keep the weights in a wider form (light, plus or master-weights) from the next checkpoint on."
+            "Look at lost_update_ratio and half_ulp_margin of the worst layers. If their updates are below half a "
+            "gap, switch to a strategy that keeps more of the weights (light, plus or master-weights) at the next "
+            "checkpoint."
         ),
     ),
     Alert(
@@ -103,17 +104,17 @@ _ALERTS = (
         severity="warning",
         summary="more than half of the intended updates are rounded away",
         meaning=(
-            "For more than half of the weights that should have moved, the stored value did not change in this "
-            "step. Stochastic strategies are left out: their updates arrive in the mean, so one step's share "
-            "misjudges them. Look at their lost_window_ratio over the longest window that is watched."
+            "More than half of the weights that should have moved in this step did not. Stochastic strategies "
+            "are left out: their updates arrive on average, so the share of one step misjudges them. For those, "
+            "look at lost_window_ratio over the longest window that is watched."
         ),
         other_causes=(
-            'an optimizer that rounds stochastically without saying so: pass strategy="stochastic" to watch',
-            "most updates tiny while the few large ones carry the descent: edq_ratio then stays near 1",
+            'the optimizer rounds stochastically without saying so: pass strategy="stochastic" to watch',
+            "most updates are tiny and a few large ones carry the descent: edq_ratio then stays near 1",
         ),
         first_step=(
-            "Read edq_ratio beside it. Low as well: the descent itself is lost, change the strategy. Near 1: watch "
-            "state_decrement_ratio and the oracle before deciding."
+            "Compare edq_ratio. If it is low too, the descent itself is lost: change the strategy. If it is near "
+            "1, watch state_decrement_ratio and the oracle before you decide."
         ),
     ),
 )
@@ -139,7 +140,7 @@ ALERTS: Final = catalogue_of(_ALERTS, extensions("collage_monitor.alerts"))
 
 
 def duration(seconds: float) -> str:
-    """Seconds as PromQL writes them, in the largest unit that leaves a whole number: "1h", "90s", "1500ms"."""
+    """Seconds as PromQL writes them, in the largest unit that gives a whole number: "1h", "90s", "1500ms"."""
     milliseconds = round(seconds * 1000)
     for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
         if milliseconds % size == 0 and milliseconds:

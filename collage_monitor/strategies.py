@@ -1,4 +1,4 @@
-"""Storage strategies: how an optimizer keeps weights and states between steps, by the field's names."""
+"""Storage strategies: how an optimizer keeps weights and states between steps, under their usual names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["STRATEGIES", "Strategy", "strategy"]
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way of keeping weights and states.
+    """A way to keep weights and states.
 
-    `bytes_per_parameter`: weights, AdamW's states and the gradient, for 16-bit storage; None where it depends.
-    `stochastic`: updates arrive in the mean only, so one step's lost share misjudges it.
+    `bytes_per_parameter` counts weights, AdamW's states and the gradient, for 16-bit storage; None if it depends.
+    `stochastic` means that updates arrive only on average, so the lost share of one step misjudges it.
     """
 
     name: str

@@ -135,8 +135,8 @@ __all__ = [
     "undefined_to_none",
 ]
 
-# What msgspec has to know of a type is gathered when it is first decoded, and two threads that are first together
-# end the process. Here there is one.
+# msgspec learns a type when it first decodes it; two threads that do so at the same time crash the process. At
+# import there is only one thread.
 for _kind in list(vars().values()):
     if isinstance(_kind, type) and issubclass(_kind, msgspec.Struct):
         msgspec.json.Decoder(_kind)

@@ -11,12 +11,12 @@ from collage_monitor.wire.messages import Name
 __all__ = ["Act", "ActPage", "ROLES", "Role", "Token", "TokenCreate", "TokenCreated", "TokenList"]
 
 Role = Literal["ingest", "read", "operate", "admin"]
-"""What a token is for: sending, reading, both with deleting, everything with tokens."""
+"""What a token allows: sending; reading; both, and deleting; everything, tokens included."""
 ROLES: Final[tuple[Role, ...]] = ("ingest", "read", "operate", "admin")
 
 
 class TokenCreate(Struct, kw_only=True, frozen=True):
-    """Make a token. `projects` None is every project, now and later; an admin token always is for every project."""
+    """Make a token. `projects` None means every project, present and future; an admin token is always for all."""
 
     name: Name
     role: Role
@@ -37,20 +37,20 @@ class Token(Struct, kw_only=True, frozen=True):
 
 
 class TokenCreated(Struct, kw_only=True, frozen=True):
-    """A new token with its secret, which is said once and stored nowhere."""
+    """A new token with its secret, which is shown only here and stored nowhere."""
 
     token: Token
     secret: str
 
 
 class TokenList(Struct, kw_only=True, frozen=True):
-    """Every token, newest first, revoked ones too."""
+    """Every token, newest first, revoked ones included."""
 
     tokens: list[Token]
 
 
 class Act(Struct, kw_only=True, frozen=True):
-    """What an administrator or operator did. `actor` is a token_id, "server-token", "loopback" or "host:USER"."""
+    """An entry of the audit log. `actor` is a token_id, "server-token", "loopback" or "host:USER"."""
 
     act_id: str
     time: float
@@ -63,7 +63,7 @@ class Act(Struct, kw_only=True, frozen=True):
 
 
 class ActPage(Struct, kw_only=True, frozen=True):
-    """A page of acts, newest first, and the cursor of the next page."""
+    """A page of the audit log, newest first, and the cursor of the next page."""
 
     acts: list[Act]
     cursor: str | None = None

@@ -36,7 +36,7 @@ Values = list[Number | None]
 
 
 class ErrorBody(Struct, kw_only=True, frozen=True):
-    """Why a request was refused: `field` names the offending field, `limit` the bound that it broke."""
+    """Why a request was refused: `field` names the offending field, `limit` the bound it exceeds."""
 
     code: str
     message: str
@@ -46,13 +46,13 @@ class ErrorBody(Struct, kw_only=True, frozen=True):
 
 
 class ErrorAnswer(Struct, kw_only=True, frozen=True):
-    """The one shape of every error."""
+    """The shape of every error answer."""
 
     error: ErrorBody
 
 
 class RejectedReport(Struct, kw_only=True, frozen=True):
-    """One report of a batch that was refused; its neighbours were kept."""
+    """A refused report of a batch; the others were kept. `index` is its place in the batch."""
 
     index: int
     seq: int | None
@@ -63,7 +63,7 @@ class RejectedReport(Struct, kw_only=True, frozen=True):
 
 
 class BatchAnswer(Struct, kw_only=True, frozen=True):
-    """What became of a batch; sent after the commit. accepted + duplicates + rejected = reports sent."""
+    """What became of a batch, sent after the commit: accepted + duplicates + rejected = reports sent."""
 
     accepted: int
     duplicates: int
@@ -78,7 +78,7 @@ class LoggedScalar(Struct, kw_only=True, frozen=True):
 
 
 class WorstLayer(Struct, kw_only=True, frozen=True):
-    """A layer that stands out in a metric."""
+    """A layer among the worst in a metric."""
 
     layer: str
     metric: str
@@ -86,7 +86,7 @@ class WorstLayer(Struct, kw_only=True, frozen=True):
 
 
 class Run(Struct, kw_only=True, frozen=True):
-    """A run with its newest numbers. `state` "stale": no report for ten minutes and not finished."""
+    """A run with its newest numbers. `state` is "stale" if it has not ended and no report came for ten minutes."""
 
     run_id: str
     project: str
@@ -108,14 +108,14 @@ class Run(Struct, kw_only=True, frozen=True):
 
 
 class RunPage(Struct, kw_only=True, frozen=True):
-    """A page of runs, newest first; `cursor` asks for the next page, null when there is none."""
+    """A page of runs, newest first; `cursor` gets the next page, null if there is none."""
 
     runs: list[Run]
     cursor: str | None
 
 
 class LayerList(Struct, kw_only=True, frozen=True):
-    """The run's layers in the order in which they were first seen."""
+    """The run's layers, in the order first seen."""
 
     run_id: str
     layers: list[Layer]
@@ -131,12 +131,12 @@ class StreamList(Struct, kw_only=True, frozen=True):
 class Series(Struct, kw_only=True, frozen=True):
     """One metric or scalar over the run; all lists have equal length.
 
-    A point merges the measured steps first_steps[i] … steps[i]; `positions` is its place on the asked axis
+    Point i merges the measured steps first_steps[i] … steps[i]. `positions` is its place on the requested axis
     (step, tokens, or seconds since the run's first report). `minimum` and `maximum` are those of the single steps
-    inside the point, `low` and `high` the 95 % interval of the merged value where the metric has one.
-    `ranks` counts the ranks that reported the point, of `world_size`: fewer is a partial point.
-    `cursor`, where one was asked for, asks for what comes later; the points of an answer that `continues` follow
-    those of the answer that gave it, those of any other stand in their place.
+    inside the point; `low` and `high` the 95 % interval of the merged value, if the metric has one.
+    `ranks` counts the ranks that reported the point; fewer than `world_size` is a partial point.
+    `cursor`, if requested, gets what comes later. If the next answer `continues`, append its points to those of
+    this one; otherwise its points replace them.
     """
 
     run_id: str
@@ -158,7 +158,7 @@ class Series(Struct, kw_only=True, frozen=True):
 
 
 class Heatmap(Struct, kw_only=True, frozen=True):
-    """A metric over layers and steps: values[layer][point]; `positions` are the points' places on the axis."""
+    """A metric over layers and steps: values[layer][point]; `positions` places the points on the axis."""
 
     run_id: str
     metric: str
@@ -183,9 +183,9 @@ class Histogram(Struct, kw_only=True, frozen=True):
 
 
 class RunSummary(Struct, kw_only=True, frozen=True):
-    """One run of a comparison, without its curve: its metrics merged over all measured steps, its last scalars.
+    """A compared run without its curve: its metrics merged over all measured steps, and its last scalars.
 
-    `mean_scalars` are means over the last 20 logged values. `reports` counts what is stored.
+    `mean_scalars` are means over the last 20 logged values. `reports` counts the stored reports.
     """
 
     run_id: str
@@ -201,13 +201,13 @@ class RunSummary(Struct, kw_only=True, frozen=True):
 
 
 class ComparedRun(RunSummary, kw_only=True, frozen=True):
-    """One run of a comparison with its curve."""
+    """A compared run with its curve."""
 
     series: Series
 
 
 class Comparison(Struct, kw_only=True, frozen=True):
-    """Several runs side by side on one metric and axis."""
+    """Several runs, compared on one metric and axis."""
 
     metric: str
     axis: Literal["step", "tokens", "time"]
@@ -226,7 +226,7 @@ class Latest(Struct, kw_only=True, frozen=True):
 
 
 class Catalogue(Struct, kw_only=True, frozen=True):
-    """Everything that has a name: metrics, statistics, reserved scalars, strategies, as plain objects."""
+    """All metrics, statistics, reserved scalars and strategies, as plain objects."""
 
     metrics: list[dict[str, Any]]
     statistics: list[dict[str, Any]]
@@ -235,13 +235,13 @@ class Catalogue(Struct, kw_only=True, frozen=True):
 
 
 class Deleted(Struct, kw_only=True, frozen=True):
-    """A run that is gone: its id answers 410 from now on."""
+    """A deleted run: its id answers 410 from now on."""
 
     run_id: str
 
 
 class Health(Struct, kw_only=True, frozen=True):
-    """The server's state: `status` "ok" or what is wrong."""
+    """The server's state: `status` is "ok", or says what is wrong."""
 
     status: str
     version: str

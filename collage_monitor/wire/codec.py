@@ -1,6 +1,6 @@
-"""Encoding and decoding messages: msgpack for machines, JSON for people; every failure is a WireError.
+"""Encode and decode messages: msgpack for machines, JSON for people. Every failure is a WireError.
 
-In JSON a report's blocks are nested lists (`statistics` [statistic][layer], `model` [statistic]) and non-finite
+In JSON a report's totals are nested lists (`statistics` [statistic][layer], `model` [statistic]), and non-finite
 numbers are strings.
 """
 
@@ -83,12 +83,12 @@ def encode_message(message: Any, content_type: str = MSGPACK) -> bytes:
 
 
 def encode_json(answer: Any) -> bytes:
-    """An answer as JSON; its number fields are `Number` already (`to_number`, `undefined_to_none`)."""
+    """An answer as JSON. Its number fields must be `Number`s already (`to_number`, `undefined_to_none`)."""
     return _ENCODE_JSON(answer)
 
 
 def decode_message(data: bytes, kind: type[_Message], content_type: str = MSGPACK) -> _Message:
-    """The message of type `kind` behind msgpack or JSON.
+    """Decode a message of type `kind` from msgpack or JSON.
 
     Raises:
         WireError: not decodable, or a field of a wrong type or beyond its bound; `field` names it.
@@ -109,7 +109,7 @@ def encode_batch(batch: ReportBatch, content_type: str = MSGPACK) -> bytes:
 
 
 def decode_batch(data: bytes, content_type: str = MSGPACK) -> ReportBatch:
-    """The batch behind msgpack or JSON.
+    """Decode a batch from msgpack or JSON.
 
     Raises:
         WireError: not decodable, or a field of a wrong type or beyond its bound; `field` names it.
@@ -124,9 +124,9 @@ def decode_batch(data: bytes, content_type: str = MSGPACK) -> ReportBatch:
 
 
 def decode_batch_apart(data: bytes, content_type: str = MSGPACK) -> tuple[ReportBatch, list[RejectedReport]]:
-    """The same of a batch that `decode_batch` refuses: the reports that can be decoded, and what the others lack.
+    """Decode what can be decoded of a batch that `decode_batch` refuses; say what is wrong with each other report.
 
-    `index` of the others is their place in the batch as it was sent.
+    `index` is a refused report's place in the batch as it was sent.
 
     Raises:
         WireError: the batch itself is not decodable, or none of its reports is.
@@ -159,9 +159,9 @@ def decode_batch_apart(data: bytes, content_type: str = MSGPACK) -> tuple[Report
 
 
 def _parts(data: bytes, content_type: str) -> _RawBatch | _PlainBatch:
-    """The reports, each by itself, in no more memory than they take when they are decoded together.
+    """The reports one by one, in no more memory than decoding them together takes.
 
-    The length of a list is known before its elements in msgpack alone, and a `Raw` is larger than most of JSON's.
+    Only msgpack gives the length of a list before its elements, and in JSON a `Raw` is larger than most elements.
     """
     if content_type == MSGPACK:
         return _DECODE_RAW_BATCH(data)

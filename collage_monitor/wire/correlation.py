@@ -1,4 +1,4 @@
-"""The answer about two numbers over several runs."""
+"""Answers about how two numbers go together over several runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CorrelatedRun", "Correlation", "MissingValue"]
 
 
 class CorrelatedRun(Struct, kw_only=True, frozen=True):
-    """One run's place: `x` and `y` over the last `window` of what it reported of each; null where there is none."""
+    """A run's `x` and `y`, each over the last `window` of what it reported; null if it reported none."""
 
     run_id: str
     name: str
@@ -22,7 +22,7 @@ class CorrelatedRun(Struct, kw_only=True, frozen=True):
 
 
 class MissingValue(Struct, kw_only=True, frozen=True):
-    """A run that is left out of the coefficients: which of the two it lacks, and why."""
+    """A run left out of the coefficients: which of the two numbers it lacks, and why."""
 
     run_id: str
     key: str
@@ -33,7 +33,7 @@ class Correlation(Struct, kw_only=True, frozen=True):
     """Two metrics or logged scalars over runs. `n` runs have both as finite numbers.
 
     `pearson` judges a straight line, `spearman` (Pearson's coefficient of the mean ranks) any monotone relation.
-    Both are null below three runs and where x or y is the same in all of them.
+    Both are null below three runs, and if x or y is the same in all of them.
     """
 
     x: str

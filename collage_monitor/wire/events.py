@@ -1,4 +1,4 @@
-"""What happened to a run beside its numbers, and Alertmanager's webhook, which adds to it."""
+"""Events of a run, and Alertmanager's webhook, which adds events."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Value = Annotated[str, Meta(max_length=4096)]
 
 
 class Event(Struct, kw_only=True, frozen=True):
-    """One thing that happened to a run. `event` counts from 1 within the run, in the order of the server's clock.
+    """Something that happened to a run. `event` counts from 1 within the run, in the order of the server's clock.
 
-    `attempt`: the job was launched. `rank_twice`: a second process came to a rank of the same launch; only the
-    first is shown. `gap`: reports were given up for good. `reports_dropped`, `skipped_steps`: a rank's count
+    `attempt`: the job was launched. `rank_twice`: a second process reported for a rank of the same launch; only
+    the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
     reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `retention`: fine
-    points expired. `alert`, `alert_resolved`: what Alertmanager said. `step` is null where none is known;
-    `layers` names those concerned, the first eight.
+    points expired. `alert`, `alert_resolved`: sent by Alertmanager. `step` is null if unknown; `layers` names
+    the layers concerned, eight at most.
     """
 
     event: int
@@ -43,7 +43,7 @@ class Event(Struct, kw_only=True, frozen=True):
 
 
 class EventPage(Struct, kw_only=True, frozen=True):
-    """A run's events, oldest first. `cursor` asks for what came after them, also when nothing has come yet."""
+    """A run's events, oldest first. `cursor` gets what comes after them, even if there are none yet."""
 
     run_id: str
     events: list[Event]
@@ -51,7 +51,7 @@ class EventPage(Struct, kw_only=True, frozen=True):
 
 
 class AlertmanagerAlert(Struct, frozen=True, rename="camel"):
-    """One alert of a notification. Its label `run_id` says which run it is about; `/metrics` sets it."""
+    """One alert of a notification. Its label `run_id`, set by `/metrics`, names the run."""
 
     status: Literal["firing", "resolved"]
     labels: dict[Label, Value]
@@ -61,13 +61,13 @@ class AlertmanagerAlert(Struct, frozen=True, rename="camel"):
 
 
 class AlertmanagerMessage(Struct, frozen=True, rename="camel"):
-    """Alertmanager's webhook, version 4; fields that are not needed here are passed over."""
+    """Alertmanager's webhook, version 4; fields not needed here are ignored."""
 
     alerts: Annotated[list[AlertmanagerAlert], Meta(max_length=1000)]
 
 
 class AlertmanagerAnswer(Struct, kw_only=True, frozen=True):
-    """What became of a notification: `stored` as events, `known` already, `ignored`: no run of this token's."""
+    """What became of the alerts: `stored` as events, already `known`, or `ignored` (about no run of this token)."""
 
     stored: int
     known: int

@@ -1,7 +1,7 @@
-"""Messages from the agent to the server. A field's name is its name in msgpack, in JSON and in the tables.
+"""Messages from the agent to the server. A field has the same name in msgpack, in JSON and in the database.
 
-Every message can be sent twice without harm: run, launch and stream carry ids made by the client, a report its
-number within the stream.
+Every message may be sent twice: run, launch and stream carry ids made by the client, a report its number in the
+stream.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIMITS: Final[Mapping[str, int]] = MappingProxyType(
         "config_bytes": 2**20,
     }
 )
-"""What one message may hold; the server answers a breach with 413 or 422 and names the limit."""
+"""What one message may hold. The server answers more with 413 or 422 and names the limit."""
 
 Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*$")]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -52,7 +52,7 @@ Parts = Annotated[int, Meta(ge=1, le=100_000)]
 
 
 class RunCreate(Struct, kw_only=True, frozen=True):
-    """Create a run, or resume it by `run_id`. The project stands in the route."""
+    """Create a run, or resume it by `run_id`. The route names the project."""
 
     run_id: Identifier
     name: Name | None = None
@@ -65,7 +65,7 @@ class RunCreate(Struct, kw_only=True, frozen=True):
 
 
 class RunUpdate(Struct, kw_only=True, frozen=True):
-    """Change a run; None leaves a field as it is."""
+    """Change a run; a field that is None stays as it is."""
 
     state: Literal["running", "finished", "failed"] | None = None
     name: Name | None = None
@@ -75,14 +75,14 @@ class RunUpdate(Struct, kw_only=True, frozen=True):
 
 
 class AttemptCreate(Struct, kw_only=True, frozen=True):
-    """Register one launch of the job when its first step is taken; the same `launch_id` is the same attempt."""
+    """Register a launch of the job, at its first step. The same `launch_id` is the same attempt."""
 
     launch_id: Identifier
     first_step: Index
 
 
 class Attempt(Struct, kw_only=True, frozen=True):
-    """An attempt as the server ordered it: `attempt` counts from 1 within the run."""
+    """An attempt in the server's order: `attempt` counts from 1 within the run."""
 
     run_id: str
     attempt: int
@@ -92,7 +92,7 @@ class Attempt(Struct, kw_only=True, frozen=True):
 
 
 class Layer(Struct, kw_only=True, frozen=True):
-    """One parameter tensor's shard on one rank. `elements` counts the shard, `shape` is the whole tensor's."""
+    """A parameter tensor's shard on one rank: `elements` of the shard, `shape` of the whole tensor."""
 
     name: Name
     shape: list[Index]
@@ -105,10 +105,11 @@ class Layer(Struct, kw_only=True, frozen=True):
 class Fingerprint(Struct, kw_only=True, frozen=True):
     """How weights, gradients and states are really kept, as the agent sees it.
 
-    parameters, gradients: dtype to number of elements; states: key to dtype, or how it is quantised. master:
-    the state that is the stored weight; residual: the state that completes it, added with `residual_sign`.
-    stochastic_rounding: of weights, seen at attach; None: not known. implementation: "fused", "foreach",
-    "for-loop" or "unknown". findings: what does not agree with what was declared, a sentence each.
+    `parameters` and `gradients` map dtype to number of elements; `states` maps key to dtype, or to how it is
+    quantised. `master` is the state that holds the stored weight; `residual` the state that completes the weight,
+    added with `residual_sign`. `stochastic_rounding` is that of weights, seen at attach; None if unknown.
+    `implementation` is "fused", "foreach", "for-loop" or "unknown". `findings` says, a sentence each, what
+    disagrees with what was declared.
     """
 
     parameters: dict[Name, Index] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
 
 
 class WatchInfo(Struct, kw_only=True, frozen=True):
-    """What the agent watches and how: shown with the run, never needed to read its numbers.
+    """What the agent watches, and how: shown with the run, not needed to read its numbers.
 
     `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
@@ -148,7 +149,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
 class StreamCreate(Struct, kw_only=True, frozen=True):
     """Register a stream, one (attempt, rank, process), or extend it: sent again with more layers or statistics.
 
-    Layers and statistics may only be appended; a report says how long a prefix of each it fills.
+    Layers and statistics may only be appended; each report says how many of them it fills.
     """
 
     stream_id: Identifier
@@ -162,12 +163,12 @@ class StreamCreate(Struct, kw_only=True, frozen=True):
 
 
 class Stream(Struct, kw_only=True, frozen=True):
-    """A stream as the server knows it. `reports` counts the stored ones, exactly once each.
+    """A stream as the server knows it. `reports` counts the stored ones, each once.
 
-    Its health: `given_up` numbers the agent said will never come; `missing` more, below those and `last_seq`, have
-    not come (yet), at least; `lag_steps` it stands behind the furthest stream of the attempt. `last_report_at` is
-    the server's clock. `clock_skew_seconds` is how far the agent's clock was ahead of the server's at most, so at
-    the report that took least time to arrive: negative is a late clock, or reports that were long under way.
+    `given_up` counts reports that the agent dropped; `missing` those below `last_seq` that have not come yet, at
+    least. `lag_steps` is how far it is behind the furthest stream of the attempt. `last_report_at` is by the
+    server's clock. `clock_skew_seconds` is how far at most the agent's clock was ahead of the server's, taken from
+    the report that arrived fastest; negative means a late clock, or slow delivery.
     """
 
     run_id: str
@@ -190,7 +191,7 @@ class Stream(Struct, kw_only=True, frozen=True):
 
 
 class Report(Struct, kw_only=True, frozen=True):
-    """What one rank has to say about one step.
+    """What one rank measured and logged at one step.
 
     `seq` counts from 0 within the stream. `time` is Unix time in seconds. `statistics` holds float64
     [statistic_count][layer_count], `model` float64 [statistic_count] (the rank's layers merged as shards), both
@@ -212,7 +213,7 @@ class Report(Struct, kw_only=True, frozen=True):
 
 
 class Gap(Struct, kw_only=True, frozen=True):
-    """Reports that will never come: seq `first_seq` to `last_seq`, both included, were given up for `reason`."""
+    """Reports that will never come: `first_seq` to `last_seq`, both included, were dropped for `reason`."""
 
     first_seq: Index
     last_seq: Index
@@ -220,7 +221,7 @@ class Gap(Struct, kw_only=True, frozen=True):
 
 
 class ReportBatch(Struct, kw_only=True, frozen=True):
-    """Reports of one stream, in any order, and the numbers of those that were given up since the last batch."""
+    """Reports of one stream, in any order, and the gaps since the last batch."""
 
     reports: list[Report]
     gaps: list[Gap] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Numbers on the wire: blocks of little-endian float64, and non-finite values in JSON.
+"""Numbers on the wire: arrays of little-endian float64, and non-finite values in JSON.
 
 JSON has no NaN: a non-finite number is the string "NaN", "Infinity" or "-Infinity", and *undefined* is null.
 Msgpack carries float64 as it is.
@@ -43,7 +43,7 @@ def from_number(value: Number) -> float:
 
 
 def undefined_to_none(values: NDArray[np.float64] | NDArray[np.int64]) -> list[Number | None]:
-    """A one-dimensional array of finished metrics for JSON: NaN is undefined, so null; infinities are strings."""
+    """A one-dimensional array of metrics for JSON: NaN means undefined, so null; infinities become strings."""
     numbers: list[Number | None] = values.tolist()
     finite = np.isfinite(values)
     for index in () if finite.all() else np.flatnonzero(~finite).tolist():
@@ -60,7 +60,7 @@ def block_from_bytes(data: bytes, shape: tuple[int, ...], field: str = "statisti
     """The float64 array [*shape] behind little-endian bytes; read-only, shares memory on little-endian machines.
 
     Raises:
-        WireError: the byte count does not fit the shape.
+        WireError: the number of bytes does not fit the shape.
     """
     expected = 8 * math.prod(shape)
     if len(data) != expected:

@@ -1,4 +1,4 @@
-"""Alerting papers made from the alert catalogue: the Prometheus rules and the runbook.
+"""Make the Prometheus rules and the runbook from the alert catalogue.
 
 `python -m collage_server.alerting rules` (or `runbook`) prints one; the committed files are these outputs.
 """
@@ -21,7 +21,7 @@ _RUNBOOK = "docs/alerts.md"
 def rules(time_scale: float = 1.0) -> str:
     """The Prometheus rule file as YAML. `time_scale` < 1 shortens every window and waiting time alike."""
     lines = [
-        "# Made from the alert catalogue: `python -m collage_server.alerting rules`. Change the catalogue instead.",
+        "# Generated from the alert catalogue (`python -m collage_server.alerting rules`): change that.",
         "groups:",
         "  - name: collage",
         "    rules:",
@@ -36,12 +36,11 @@ def runbook() -> str:
     head = [
         "# Alerts",
         "",
-        "Made from the alert catalogue: `python -m collage_server.alerting runbook`. Change the catalogue instead.",
+        "Generated from the alert catalogue (`python -m collage_server.alerting runbook`): change that.",
         "The rules for Prometheus are in `server/prometheus/collage.rules.yml`.",
         "",
-        "No alert means no more than that none of these conditions holds: `edq_ratio` is blind to errors that",
-        "already sit in the optimizer's state. Read it beside `state_decrement_ratio` or the oracle",
-        "([metrics](metrics.md)).",
+        "Silence does not prove health: `edq_ratio` cannot see errors that already sit in the optimizer's state.",
+        "Read it beside `state_decrement_ratio` or the oracle ([metrics](metrics.md)).",
     ]
     for entry in ALERTS.values():
         head += _section(entry)
@@ -67,7 +66,7 @@ def _section(entry: Alert) -> Iterator[str]:
     yield f"**{entry.summary[0].upper()}{entry.summary[1:]}** (severity {entry.severity})"
     yield from ("", entry.meaning, "")
     yield f"- Condition, for {entry.for_seconds / 60:g} minutes: `{entry.condition()}`"
-    yield f"- A run is left alone in its first {entry.warm_up_steps} steps."
+    yield f"- A run is not judged in its first {entry.warm_up_steps} steps."
     yield from ("", "What else it may be:", "")
     yield from (f"- {cause}" for cause in entry.other_causes)
     yield from ("", f"What to do first: {entry.first_step}")
