@@ -17,6 +17,7 @@ from collage_server.app import make_store
 from collage_server.command.serve import Server
 from collage_server.settings import Settings
 from collage_server.store import GroupOutcome, ReportGroup, SqliteStore, Store
+from collage_server.store.journal.reports import SqlJournal
 
 __all__ = ["KINDS", "NullStore", "serve"]
 
@@ -25,19 +26,27 @@ KINDS: Final = ("sqlite", "null", "single", "postgresql")
 _NEVER: Final = 1e6
 
 
-class NullStore(SqliteStore):
-    """Keeps runs and streams as SQLite does, and acknowledges reports without writing them."""
+class _NullJournal(SqlJournal):
+    """Acknowledges reports without writing them."""
 
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Accept everything."""
         return [GroupOutcome(len(group.reports), 0) for group in groups]
 
 
+class NullStore(SqliteStore):
+    """Keeps runs and streams as SQLite does, and acknowledges reports without writing them."""
+
+    def __init__(self, path: Path, *, stale_after_seconds: float) -> None:
+        super().__init__(path, stale_after_seconds=stale_after_seconds)
+        self.journal = _NullJournal(self, self.journal.driver)
+
+
 def _seal_when_told(store: Store) -> None:
     for _ in sys.stdin:
         started = time.thread_time()
-        for run_id in store.journal_runs():
-            while store.seal(run_id, time.time()):
+        for run_id in store.journal.runs():
+            while store.sealing.seal(run_id, time.time()):
                 pass
         print(time.thread_time() - started, flush=True)
 

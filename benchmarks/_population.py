@@ -82,17 +82,17 @@ def _seal(store: Store, run_id: str, points: int, layers: int, seed: int) -> Non
     blocks[:, STATISTICS.index("elements")] = 4096.0
     blocks[:, STATISTICS.index("sampled")] = 1024.0
     blocks[:, STATISTICS.index("active_blocks")] = 128.0
-    store.create_run("p", wire.RunCreate(run_id=run_id), _NOW)
-    store.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=0), _NOW)
+    store.runs.create("p", wire.RunCreate(run_id=run_id), _NOW)
+    store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=0), _NOW)
     create = wire.StreamCreate(
         stream_id=run_id, launch_id="l", layers=names, statistics=list(STATISTICS), watch=None
     )
-    store.create_stream(run_id, create, _NOW)
-    stream = store.stream_record(run_id)
+    store.streams.create(run_id, create, _NOW)
+    stream = store.streams.record(run_id)
     for start in range(0, points, _POINTS_A_BATCH):
         seqs = range(start, min(start + _POINTS_A_BATCH, points))
-        store.append([ReportGroup(stream, [_report(seq, blocks[seq % 64], layers) for seq in seqs])], _NOW)
-        while store.seal(run_id, _NOW):
+        store.journal.append([ReportGroup(stream, [_report(seq, blocks[seq % 64], layers) for seq in seqs])], _NOW)
+        while store.sealing.seal(run_id, _NOW):
             pass
 
 

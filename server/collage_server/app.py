@@ -97,11 +97,13 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
     return Components(
         settings=settings,
         store=store,
-        writer=Writer(store, counters, clock=clock, commit_bytes=settings.commit_bytes),
-        sealer=Sealer(store, clock=clock, interval_seconds=settings.seal_interval_seconds),
+        writer=Writer(store.journal, counters, clock=clock, commit_bytes=settings.commit_bytes),
+        sealer=Sealer(
+            store.journal.runs, store.sealing.seal, clock=clock, interval_seconds=settings.seal_interval_seconds
+        ),
         maintenance=Maintenance(store, guard, clock=clock, days=settings.retention_days),
         guard=guard,
-        registry=StreamRegistry(store.stream_record),
+        registry=StreamRegistry(store.streams.record),
         counters=counters,
         in_flight=InFlight(settings.in_flight_bytes),
         directory=TokenDirectory(store.access, settings.token, clock=clock),

@@ -72,7 +72,7 @@ class _Runs(Collector):
         while True:
             query = RunQuery(projects=self._projects, state="running", cursor=cursor, limit=_PAGE)
             stale_after = self._components.settings.stale_after_seconds
-            page = self._components.store.runs(query, self._components.clock(), stale_after)
+            page = self._components.store.runs.page(query, self._components.clock(), stale_after)
             yield from page.runs
             cursor = page.cursor
             if cursor is None:
@@ -107,7 +107,7 @@ class _Families:
     def add(self, record: RunRecord, components: Components) -> None:
         """One run's series."""
         labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
-        point = components.store.latest(record.run_id)
+        point = components.store.points.latest(record.run_id)
         worst = worst_of(components.store, record.run_id, point, "edq_ratio", WORST_LAYERS)
         latest = latest_answer(record, point, worst)
         for name in MODEL_GAUGES:
@@ -167,7 +167,7 @@ class _Server(Collector):
             "collage_server_replica_mismatches",
             "Layers and steps at which ranks that should hold the same weights did not, over all runs.",
         )
-        mismatches.add_metric([], self._store.replica_mismatches())
+        mismatches.add_metric([], self._store.sealing.replica_mismatches())
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
         return [reports, commits, mismatches, build]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from collage_server.background import Background
 from collage_server.disk import DiskGuard
 from collage_server.errors import Gone, NotFound
-from collage_server.store import Life, NewEvent
+from collage_server.store import EventStore, NewEvent, Retention
 
 __all__ = ["Maintainable", "Maintenance"]
 
@@ -24,17 +24,18 @@ class Maintainable(Protocol):
     """What maintenance needs of a store."""
 
     @property
-    def life(self) -> Life:
-        """Retention and the rows of deleted runs."""
+    def retention(self) -> Retention:
+        """Old points and deleted runs."""
+
+    @property
+    def events(self) -> EventStore:
+        """What happened to runs."""
 
     def fold_log(self) -> None:
         """Keep the database's log short, whoever reads."""
 
     def return_space(self) -> bool:
         """Give a slice of free space back to the disk; True if there is more."""
-
-    def note_events(self, run_id: str, events: Sequence[NewEvent], now: float) -> int:
-        """Add to what happened to a run."""
 
 
 class Maintenance(Background):
@@ -77,13 +78,13 @@ class Maintenance(Background):
 
     def once(self) -> None:
         """One round: expire, purge, give space back. A pause after each slice lets others write."""
-        for run_id in self._store.life.sealed_runs() if self._days else ():
+        for run_id in self._store.retention.sealed_runs() if self._days else ():
             if self.stopping.is_set():
                 return
             self._watch_disk()
             now = self._clock()
             try:
-                gone = self._store.life.expire(
+                gone = self._store.retention.expire(
                     run_id, {level: now - days * _DAY_SECONDS for level, days in self._days.items()}
                 )
                 if gone:
@@ -93,12 +94,12 @@ class Maintenance(Background):
                 continue
             except Exception:
                 _LOG.exception("retention of run %s failed; the next round tries again, the others go on", run_id)
-        self._repeat(lambda: self._store.life.purge(_SLICES))
+        self._repeat(lambda: self._store.retention.purge(_SLICES))
         self._repeat(self._store.return_space)
 
     def _tell(self, run_id: str, gone: int, now: float) -> None:
         text = f"retention took fine points of {gone} stretch{'es' if gone > 1 else ''} of steps; coarser ones stay"
-        self._store.note_events(run_id, [NewEvent(origin=f"retention/{now}", kind="retention", text=text)], now)
+        self._store.events.add(run_id, [NewEvent(origin=f"retention/{now}", kind="retention", text=text)], now)
 
     def _repeat(self, work: Callable[[], bool]) -> None:
         while not self.stopping.is_set() and work():

@@ -49,7 +49,7 @@ def test_an_answer_changes_with_its_run_and_not_before(server, path, monkeypatch
             "scalars_of",
             "latest",
         ):
-            patch.setattr(store, name, lambda *_: 1 / 0)
+            patch.setattr(store.points, name, lambda *_: 1 / 0)
         again = fetch(server, path)
         assert (again.status_code, again.content) == (200, first.content), "kept: the store is not asked"
     values = block(70)
@@ -69,13 +69,13 @@ def test_in_a_comparison_only_the_run_that_changed_is_read_again(server, monkeyp
     server.reports([report(9, 70)], "s1")
     store = server.app.state.components.store
     read: list[str] = []
-    compared = store.compared
+    compared = store.points.compared
 
     def counted(run_ids, *more):
         read.extend(run_ids)
         return compared(run_ids, *more)
 
-    monkeypatch.setattr(store, "compared", counted)
+    monkeypatch.setattr(store.points, "compared", counted)
     answer = wire.decode_message(fetch(server, path).content, wire.Comparison, wire.JSON)
     assert read == ["r1"]
     assert [run.reports for run in answer.runs] == [6, 5]
@@ -89,7 +89,7 @@ def test_another_curve_of_the_same_runs_reads_only_the_curve(server, monkeypatch
         alone = wire.decode_message(fetch(server, paths[1]).content, wire.Comparison, wire.JSON)
         server.reports([report(9, 70)], "s1")
         first = wire.decode_message(fetch(server, paths[0]).content, wire.Comparison, wire.JSON)
-        patch.setattr(server.app.state.components.store, "compared", lambda *_: 1 / 0)
+        patch.setattr(server.app.state.components.store.points, "compared", lambda *_: 1 / 0)
         second = wire.decode_message(fetch(server, paths[1]).content, wire.Comparison, wire.JSON)
     assert [run.reports for run in second.runs] == [6, 5]
     assert [run.merged for run in second.runs] == [run.merged for run in first.runs]
@@ -132,7 +132,7 @@ def test_an_answer_holds_the_runs_in_the_order_asked_for(server):
 
 
 def test_so_do_layers_a_strategy_and_retention(server, clock):
-    server.app.state.components.store._limits = LIMITS
+    server.app.state.components.store.sealing.limits = LIMITS
     server.filled("r1", "s1", steps=range(1, 81))
     path = "/runs/r1/heatmap?metric=edq_ratio&points=100"
     answers = [fetch(server, path)]
@@ -141,10 +141,10 @@ def test_so_do_layers_a_strategy_and_retention(server, clock):
     server.stream("r1", stream_id="s1", watch=watch("kahan"))
     answers.append(fetch(server, path))
     store = server.app.state.components.store
-    while store.seal("r1", clock.now):
+    while store.sealing.seal("r1", clock.now):
         pass
     answers.append(fetch(server, path))
-    assert store.life.expire("r1", {1: clock.now + 1e9})
+    assert store.retention.expire("r1", {1: clock.now + 1e9})
     answers.append(fetch(server, path))
     etags = [answer.headers["etag"] for answer in answers]
     assert etags[2] == etags[3], "sealing changes nothing that readers see"

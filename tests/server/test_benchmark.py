@@ -42,13 +42,13 @@ def test_its_reports_have_the_sizes_stated():
 def test_the_null_store_acknowledges_without_writing(tmp_path):
     store = NullStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
-    store.create_run("p", wire.RunCreate(run_id="r1"), 0.0)
-    store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), 0.0)
-    store.create_stream("r1", declared(SMALL), 0.0)
+    store.runs.create("p", wire.RunCreate(run_id="r1"), 0.0)
+    store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), 0.0)
+    store.streams.create("r1", declared(SMALL), 0.0)
     [batch] = batches(SMALL, 0, 5, 5, seed=0)
-    [outcome] = store.append([ReportGroup(store.stream_record("s0"), batch.reports)], 0.0)
+    [outcome] = store.journal.append([ReportGroup(store.streams.record("s0"), batch.reports)], 0.0)
     assert outcome.accepted == 5
-    assert len(store.model_points("r1", None, Selection()).steps) == 0
+    assert len(store.points.model_points("r1", None, Selection()).steps) == 0
     store.close()
 
 
@@ -66,8 +66,8 @@ def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_pat
     store = _population.FillingStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
     assert _population.populate(store, 0) == 20 * (600 * 201 + 20)
-    found = store.points_of(["layers-0", "layers-1"], ("lost",), Selection(), "layer.100")
+    found = store.points.points_of(["layers-0", "layers-1"], ("lost",), Selection(), "layer.100")
     assert len(found["layers-0"].steps) == 300
     assert found["layers-0"].totals["lost"].tolist() == found["layers-1"].totals["lost"].tolist()
-    assert store.streams("layers-1")[0].stream_id == "layers-1"
+    assert store.streams.of_run("layers-1")[0].stream_id == "layers-1"
     store.close()

@@ -58,25 +58,27 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
     store = server.app.state.components.store
-    read = store.latest
+    read = store.points.latest
 
     def deleted_first(run_id):
         if run_id == "r1":
             with contextlib.suppress(Gone):
-                store.delete_run("r1", clock())
+                store.runs.delete("r1", clock())
         return read(run_id)
 
-    monkeypatch.setattr(store, "latest", deleted_first)
+    monkeypatch.setattr(store.points, "latest", deleted_first)
     page = server.get("/metrics")
     assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
     monkeypatch.undo()
     server.filled("r3", "r3-s")
-    monkeypatch.setattr(store, "runs", lambda *asked, real=store.runs: delete_after(store, real(*asked), clock))
+    monkeypatch.setattr(
+        store.runs, "page", lambda *asked, real=store.runs.page: delete_after(store, real(*asked), clock)
+    )
     assert [run.run_id for run in server.get("/runs", wire.RunPage).runs] == ["r2"]
 
 
 def delete_after(store, page, clock):
-    store.delete_run("r3", clock())
+    store.runs.delete("r3", clock())
     return page
 
 

@@ -165,7 +165,7 @@ def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypa
     app = create_app(Settings(folder=tmp_path, no_auth=True, in_flight_bytes=10))
     store = app.state.components.store
     entered, gate = threading.Event(), threading.Event()
-    append = store.append
+    append = store.journal.append
 
     def slow(groups, now):
         entered.set()
@@ -174,7 +174,7 @@ def test_beyond_the_budget_the_answer_is_503_with_retry_after(tmp_path, monkeypa
 
     with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(1) as pool:
         filled(client)
-        monkeypatch.setattr(store, "append", slow)
+        monkeypatch.setattr(store.journal, "append", slow)
         first = pool.submit(post, client, report(0, 10))
         assert entered.wait(PATIENCE_SECONDS)
         refused = post(client, report(1, 20))
@@ -279,7 +279,7 @@ def test_a_stream_extended_elsewhere_is_read_again(server):
     """Another process may have extended the stream: a report beyond the known size asks the store once more."""
     server.filled()
     more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")])
-    server.app.state.components.store.create_stream("r1", more, 0.0)
+    server.app.state.components.store.streams.create("r1", more, 0.0)
     answer = server.reports([report(5, 60, values=block(60, layers=4))])
     assert (answer.accepted, answer.rejected) == (1, [])
 
@@ -298,7 +298,7 @@ def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
     """Whatever this process knew: the horizon stands in the database, another process may have moved it."""
     server.filled()
     store = server.app.state.components.store
-    with store._writing() as connection:
+    with store.writing() as connection:
         connection.exec_driver_sql("UPDATE run_latest SET frozen_step = 30")
     bad = report(6, 60, time=float("nan"))
     scalars = report(9, 10, measured=False)

@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, flags):
 def test_a_database_of_a_newer_server_is_refused_with_a_sentence(tmp_path):
     store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
-    with store._writing() as connection:
+    with store.writing() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     store.close()
     done = subprocess.run(

@@ -25,7 +25,7 @@ class Store:
         self.done = threading.Event()
         self.error = None
 
-    def journal_runs(self):
+    def waiting(self):
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -48,7 +48,7 @@ class Store:
 def test_every_journal_is_sealed_as_far_as_it_is_due(error):
     store = Store({"a": 2, "deleted": 1, "b": 1})
     store.error = error
-    sealer = Sealer(store, clock=lambda: 5.0, interval_seconds=0.001)
+    sealer = Sealer(store.waiting, store.seal, clock=lambda: 5.0, interval_seconds=0.001)
     sealer.start()
     assert store.done.wait(PATIENCE_SECONDS)
     sealer.stop(5.0)
@@ -69,7 +69,7 @@ class WithPoison(Store):
 
 def test_a_run_that_cannot_be_sealed_holds_up_no_other(caplog):
     store = WithPoison({"a": 1, "b": 1, "c": 1})
-    sealer = Sealer(store, clock=lambda: 5.0, interval_seconds=0.001)
+    sealer = Sealer(store.waiting, store.seal, clock=lambda: 5.0, interval_seconds=0.001)
     sealer.start()
     until(lambda: len(store.sealed) == 2, "the sealing of the two others")
     sealer.stop(PATIENCE_SECONDS)
@@ -85,7 +85,7 @@ def test_a_running_server_seals_a_finished_run(tmp_path):
         before = [server.get(path) for path in paths()]
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
         store = app.state.components.store
-        until(lambda: store.journal_runs() == [], "an empty journal")
+        until(lambda: store.journal.runs() == [], "an empty journal")
         assert [server.get(path) for path in paths()] == before
 
 

@@ -341,9 +341,9 @@ def test_nan_is_not_reported(server):
 def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     """Long runs answer from coarse levels: a layer's extremes are those over its single steps."""
     store = server.app.state.components.store
-    store._limits = LIMITS
+    store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
-    while store.seal("r1", server.clock.now):
+    while store.sealing.seal("r1", server.clock.now):
         pass
     lost = server.series("lost_update_ratio", layer=LAYERS[1], points=4)
     assert lost.minimum == lost.maximum == pytest.approx(lost.values)
@@ -358,11 +358,11 @@ def test_layers_together_keep_extremes_and_interval_when_they_are_sealed(
     server, monkeypatch, together, more, metric
 ):
     monkeypatch.setattr(parameters, "_STEPS_AT_ONCE", together)
-    server.app.state.components.store._limits = LIMITS
+    server.app.state.components.store.sealing.limits = LIMITS
     server.filled(steps=range(1, 4 * LIMITS.points + 1))
     ranges: list[dict[str, int]] = [{}, {"from": 9, "to": 120}]
     before = [server.series(metric, points=4, **more, **some) for some in ranges]
-    while server.app.state.components.store.seal("r1", server.clock.now):
+    while server.app.state.components.store.sealing.seal("r1", server.clock.now):
         pass
     server.reports([report(4 * LIMITS.points, 4 * LIMITS.points, measured=False)])
     for held, some in zip(before, ranges, strict=True):

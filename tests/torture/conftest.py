@@ -23,11 +23,11 @@ def store(tmp_path):
         made = SqliteStore(tmp_path / f"{next(numbers)}.sqlite", stale_after_seconds=600.0)
         made.open()
         opened.append(made)
-        made.create_run("p", wire.RunCreate(run_id="r1"), NOW)
-        made.create_attempt("r1", wire.AttemptCreate(launch_id="l", first_step=1), NOW)
+        made.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
+        made.streams.create_attempt("r1", wire.AttemptCreate(launch_id="l", first_step=1), NOW)
         for rank in range(RANKS):
-            made.create_stream("r1", stream_create(f"s{rank}", "l", rank=rank, world_size=RANKS), NOW)
-            made.append([ReportGroup(made.stream_record(f"s{rank}"), reports_of(rank))], NOW)
+            made.streams.create("r1", stream_create(f"s{rank}", "l", rank=rank, world_size=RANKS), NOW)
+            made.journal.append([ReportGroup(made.streams.record(f"s{rank}"), reports_of(rank))], NOW)
         return made
 
     yield make

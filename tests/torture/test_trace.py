@@ -106,9 +106,9 @@ def test_a_log_that_lost_what_was_never_synchronised_loses_nothing_acknowledged(
     (tmp_path / "collage.sqlite-shm").unlink()
     with closing(SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)) as store:
         store.open()
-        stream = store.stream_record("s0")
-        assert store.streams("r1")[0].reports == COUNT
-        again = store.append([ReportGroup(stream, [report(i, i + 1) for i in range(COUNT + 1)])], 1.7e9)[0]
+        stream = store.streams.record("s0")
+        assert store.streams.of_run("r1")[0].reports == COUNT
+        again = store.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(COUNT + 1)])], 1.7e9)[0]
         assert (again.accepted, again.duplicates) == (1, COUNT)
 
 
@@ -126,7 +126,7 @@ def test_a_log_cut_shorter_than_what_was_synchronised_does_lose(tmp_path):
     (tmp_path / "collage.sqlite-shm").unlink()
     with closing(SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)) as store:
         store.open()
-        assert store.streams("r1")[0].reports == COUNT - 1
+        assert store.streams.of_run("r1")[0].reports == COUNT - 1
 
 
 RECORDED = """\

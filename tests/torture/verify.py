@@ -25,10 +25,10 @@ def verify(ledger, url, run_id, make_store):
         until(lambda: ask(client, url, "PATCH", f"/runs/{run_id}", wire.RunUpdate(state="finished")), "an answer")
     with closing(make_store()) as store:
         store.open()
-        until(lambda: run_id not in store.journal_runs(), "the sealing of a finished run's journal")
+        until(lambda: run_id not in store.journal.runs(), "the sealing of a finished run's journal")
         _compare(ledger, store, run_id)
         if isinstance(store, SqliteStore):
-            with store._reading() as connection:
+            with store.reading() as connection:
                 answer = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
             if answer != "ok":
                 ledger.find(f"integrity_check: {answer}")
@@ -55,9 +55,9 @@ def _compare(ledger, store, run_id):
     steps = np.arange(1, last + 1)
     there = np.array([[step <= end for step in steps] for end in ledger.acknowledged])
     weights = (there * (1 + np.arange(RANKS))[:, None]).sum(axis=0)
-    model = store.model_points(run_id, ["lost", "measured_steps"], Selection())
-    layers = store.layer_points(run_id, ["lost"], Selection())
-    loss = store.scalar_points(run_id, ["loss"], Selection())["loss"]
+    model = store.points.model_points(run_id, ["lost", "measured_steps"], Selection())
+    layers = store.points.layer_points(run_id, ["lost"], Selection())
+    loss = store.points.scalar_points(run_id, ["loss"], Selection())["loss"]
     for what, found, expected in (
         ("steps", model.steps, steps),
         ("ranks", model.ranks, there.sum(axis=0)),
@@ -68,6 +68,6 @@ def _compare(ledger, store, run_id):
     ):
         if np.shape(found) != np.shape(expected) or not np.allclose(found, expected, rtol=1e-12):
             ledger.find(f"{what}: {len(found)} values are not the {len(expected)} that were acknowledged")
-    counts = {stream.rank: stream.reports for stream in store.streams(run_id)}
+    counts = {stream.rank: stream.reports for stream in store.streams.of_run(run_id)}
     if counts != dict(enumerate(ledger.acknowledged)):
         ledger.find(f"streams count {counts}, acknowledged were {ledger.acknowledged}")

@@ -47,7 +47,7 @@ def _keep(
             by_run[run_id].append(alert_event(alert))
     for run_id, events in by_run.items():
         try:
-            fresh = components.store.note_events(run_id, events, components.clock())
+            fresh = components.store.events.add(run_id, events, components.clock())
         except (Gone, NotFound):
             ignored += len(events)
         else:

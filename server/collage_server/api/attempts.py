@@ -23,4 +23,6 @@ async def create_attempt(request: Request, run_id: RunId) -> Response:
     """Register a launch when its first step is taken; the same launch_id is the same attempt."""
     components = components_of(request)
     create = await message(request, wire.AttemptCreate)
-    return answer(await run_in_threadpool(components.store.create_attempt, run_id, create, components.clock()))
+    return answer(
+        await run_in_threadpool(components.store.streams.create_attempt, run_id, create, components.clock())
+    )

@@ -34,7 +34,7 @@ def revisions_of(request: Request, run_ids: Sequence[str]) -> Revisions:
     now, stale_after = components.clock(), components.settings.stale_after_seconds
     return {
         run_id: (revision, state_at(revision.state, revision.updated_at, now, stale_after))
-        for run_id, revision in components.store.revisions(run_ids).items()
+        for run_id, revision in components.store.runs.revisions(run_ids).items()
     }
 
 

@@ -80,7 +80,7 @@ def _check(components: Components, run_ids: Sequence[str], asked: _Asked) -> Non
     if any(asked.layers):
         raise Unprocessable(f"{asked.metric!r} is a logged scalar: it has no layers", field="layer")
     if asked.metric not in SCALARS:
-        parameters.known_scalars(asked.metric, list(components.store.records(run_ids).values()))
+        parameters.known_scalars(asked.metric, list(components.store.runs.records(run_ids).values()))
 
 
 def _summaries(components: Components, revisions: Revisions) -> dict[str, wire.RunSummary]:
@@ -94,7 +94,7 @@ def _summaries(components: Components, revisions: Revisions) -> dict[str, wire.R
     }
     if not (missing := [run_id for run_id in keys if run_id not in found]):
         return found
-    runs = components.store.compared(missing, queries.MEAN_OF_LAST)
+    runs = components.store.points.compared(missing, queries.MEAN_OF_LAST)
     merged = queries.merged_metrics({run_id: held.points for run_id, held in runs.items()})
     for run_id, held in runs.items():
         _, state = revisions[run_id]

@@ -45,7 +45,7 @@ def correlation(
     layers: parameters.Layers = (layer, pattern, module_type)
 
     def make() -> wire.Correlation:
-        records = [components.store.run(run_id) for run_id in dict.fromkeys(run)]
+        records = [components.store.runs.get(run_id) for run_id in dict.fromkeys(run)]
         for key in (x, y):
             if parameters.is_metric(key):
                 parameters.checked_metric(key)

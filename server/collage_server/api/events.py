@@ -27,6 +27,6 @@ def list_events(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Response:
     """Launches, gaps, dropped reports, skipped steps, replicas that differ, retention, alerts; oldest first."""
-    found = components_of(request).store.events(run_id, cursor, limit)
+    found = components_of(request).store.events.read(run_id, cursor, limit)
     newest = found[-1].event if found else cursor
     return answer(wire.EventPage(run_id=run_id, events=found, cursor=newest))

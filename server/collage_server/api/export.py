@@ -60,6 +60,6 @@ def _content(components: Components, plan: ExportPlan, export_format: str) -> It
         return csv_bytes(store, plan)
     if export_format == "parquet":
         return parquet_bytes(store, plan)
-    point = store.latest(plan.run.run_id)
+    point = store.points.latest(plan.run.run_id)
     run = run_answer(plan.run, point, components.clock(), components.settings.stale_after_seconds)
     return jsonl_bytes(store, plan, run)

@@ -45,13 +45,13 @@ def get_heatmap(
 
     def make() -> wire.Heatmap:
         chosen = parameters.chosen_layers(store, run_id, pattern, module_type)
-        most = _MOST_CELLS // max(len(chosen or store.layers(run_id)), 1)
+        most = _MOST_CELLS // max(len(chosen or store.streams.layers(run_id)), 1)
         if points > most:
             raise Unprocessable(
                 f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
             )
         selection = Selection(first_step=first_step, last_step=last_step, points=points, buckets=True)
-        measured = store.layer_points(run_id, keys, selection, chosen)
+        measured = store.points.layer_points(run_id, keys, selection, chosen)
         found = queries.heatmap(run_id, metric, measured, points, order)
         times = measured.times[np.searchsorted(measured.steps, found.steps)]
         places = parameters.positions_of(components, [run_id], axis)[run_id].of(np.array(found.steps), times)

@@ -24,8 +24,8 @@ def get_latest(request: Request, run_id: RunId) -> Response:
     store = components_of(request).store
 
     def make() -> wire.Latest:
-        point = store.latest(run_id)
+        point = store.points.latest(run_id)
         worst = worst_of(store, run_id, point, "edq_ratio", WORST_LAYERS)
-        return latest_answer(store.run(run_id), point, worst)
+        return latest_answer(store.runs.get(run_id), point, worst)
 
     return respond(request, [run_id], make)

@@ -19,4 +19,4 @@ router = resource("reading")
 @router.get("/runs/{run_id}/layers", **describes(wire.LayerList))
 def list_layers(request: Request, run_id: RunId) -> Response:
     """The run's layers in the order in which they were first seen; `elements` counts the whole tensor."""
-    return answer(wire.LayerList(run_id=run_id, layers=components_of(request).store.layers(run_id)))
+    return answer(wire.LayerList(run_id=run_id, layers=components_of(request).store.streams.layers(run_id)))

@@ -97,12 +97,12 @@ def checked_metric(key: str) -> str:
 def scalars_of(store: Store, run_ids: Sequence[str], name: str, selection: Selection) -> dict[str, ScalarPoints]:
     """The logged scalar `name` of each run; a clip ratio that nobody logged is made from what it stands for."""
     names = (name, UNCLIPPED) if name == CLIP_RATIO else (name,)
-    logged = store.scalars_of(run_ids, names, selection)
+    logged = store.points.scalars_of(run_ids, names, selection)
     found = {run_id: held.get(name, _NOTHING) for run_id, held in logged.items()}
     lacking = [run_id for run_id, held in logged.items() if name not in held and UNCLIPPED in held]
     if name == CLIP_RATIO and lacking:
         single = dataclasses.replace(selection, points=None, extremes_of=None)
-        measured = store.points_of(lacking, statistics_for("grad_norm"), single)
+        measured = store.points.points_of(lacking, statistics_for("grad_norm"), single)
         found |= {run_id: clip_ratio(measured[run_id], logged[run_id][UNCLIPPED]) for run_id in lacking}
     return found
 
@@ -120,10 +120,10 @@ def known_scalars(key: str, records: list[RunRecord]) -> None:
 def positions_of(components: Components, run_ids: Sequence[str], axis: AxisName) -> dict[str, Positions]:
     """Where each run's steps stand on an axis."""
     if axis == "tokens":
-        tokens = components.store.scalars_of(run_ids, ("tokens",), Selection())
+        tokens = components.store.points.scalars_of(run_ids, ("tokens",), Selection())
         return {run_id: Positions(axis, tokens=held.get("tokens")) for run_id, held in tokens.items()}
     if axis == "time":
-        records = components.store.records(run_ids)
+        records = components.store.runs.records(run_ids)
         return {run_id: Positions(axis, record.first_time or 0.0) for run_id, record in records.items()}
     return {run_id: Positions(axis) for run_id in run_ids}
 
@@ -139,7 +139,7 @@ def points_of(
     layer, pattern, module_type = layers
     if pattern is not None or module_type is not None:
         return {run_id: _layer_points(store, run_id, keys, selection, *layers) for run_id in run_ids}
-    points = store.points_of(run_ids, keys, selection, layer)
+    points = store.points.points_of(run_ids, keys, selection, layer)
     return points if layer is None else {run_id: _one_layer(held) for run_id, held in points.items()}
 
 
@@ -158,7 +158,7 @@ def _layer_points(
         raise Unprocessable(f"give layer or {field}, not both", field=field)
     names = [layer] if layer is not None else chosen_layers(store, run_id, pattern, module_type)
     if selection.extremes_of is None or (names is not None and len(names) == 1):
-        return _one_layer(store.layer_points(run_id, keys, selection, names))
+        return _one_layer(store.points.layer_points(run_id, keys, selection, names))
     return _merged_step_by_step(store, run_id, keys, selection, names)
 
 
@@ -167,12 +167,12 @@ def _merged_step_by_step(
 ) -> Points:
     """Layers merged at every single step: coarse points of each tell neither extremes nor interval of their sum."""
     single = dataclasses.replace(selection, points=None, extremes_of=None)
-    steps = store.model_points(run_id, ("measured_steps",), single).steps
+    steps = store.points.model_points(run_id, ("measured_steps",), single).steps
     parts = []
     for start in range(0, max(len(steps), 1), _STEPS_AT_ONCE):
         some = steps[start : start + _STEPS_AT_ONCE].tolist()
         at = dataclasses.replace(single, first_step=some[0], last_step=some[-1]) if some else single
-        parts.append(_one_layer(store.layer_points(run_id, keys, at, names)))
+        parts.append(_one_layer(store.points.layer_points(run_id, keys, at, names)))
     return concatenated(parts)
 
 
@@ -191,7 +191,7 @@ def measured_at(store: Store, run_id: str, step: int, rank: int | None = None) -
     Raises:
         NotFound: there is none.
     """
-    steps = store.model_points(run_id, ("measured_steps",), Selection(rank=rank, last_step=step)).steps
+    steps = store.points.model_points(run_id, ("measured_steps",), Selection(rank=rank, last_step=step)).steps
     if not len(steps):
         raise NotFound(f"run {run_id!r} has no measured step at or before {step}; leave step out", field="step")
     return Selection(rank=rank, first_step=int(steps[-1]), last_step=int(steps[-1]))
@@ -204,7 +204,7 @@ def worst_of(
     if point is None:
         return []
     at = Selection(first_step=point.step, last_step=point.step)
-    return worst_layers(key, store.layer_points(run_id, statistics_for(key, intervals=False), at, layers), k)
+    return worst_layers(key, store.points.layer_points(run_id, statistics_for(key, intervals=False), at, layers), k)
 
 
 def chosen_layers(
@@ -217,7 +217,7 @@ def chosen_layers(
     """
     if pattern is None and module_type is None:
         return None
-    entries = store.layers(run_id)
+    entries = store.streams.layers(run_id)
     if module_type is not None:
         entries = _of_type(run_id, entries, module_type)
     chosen = [entry.name for entry in entries if fnmatch.fnmatchcase(entry.name, pattern or "*")]

@@ -79,7 +79,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
     if rejected:
         components.counters.count(rejected=len(rejected))
     if batch.gaps:
-        await run_in_threadpool(components.store.note_gaps, stream, batch.gaps, components.clock())
+        await run_in_threadpool(components.store.journal.note_gaps, stream, batch.gaps, components.clock())
     if not kept:
         return wire.BatchAnswer(accepted=0, duplicates=0, rejected=rejected)
     outcome = await components.writer.submit(ReportGroup(stream, kept, size))

@@ -35,7 +35,7 @@ def _answer(components: Components, record: RunRecord, reader: Principal) -> wir
     if not reader.may("read"):
         record = dataclasses.replace(record, config={}, notes="", tags=[], watch=None, scalars={})
         return run_answer(record, None, components.clock(), components.settings.stale_after_seconds)
-    point = components.store.latest(record.run_id)
+    point = components.store.points.latest(record.run_id)
     return run_answer(record, point, components.clock(), components.settings.stale_after_seconds)
 
 
@@ -59,7 +59,7 @@ async def create_run(request: Request, project: Annotated[str, Path(min_length=1
     def work() -> tuple[wire.Run, bool]:
         components.quotas.check_layers(project, create)
         now = components.clock()
-        record, is_new = components.store.create_run(project, create, now, components.quotas.check)
+        record, is_new = components.store.runs.create(project, create, now, components.quotas.check)
         return _answer(components, record, principal_of(request)), is_new
 
     run, is_new = await run_in_threadpool(work)
@@ -91,7 +91,7 @@ def list_runs(
         cursor=cursor,
         limit=limit,
     )
-    page = components.store.runs(query, components.clock(), components.settings.stale_after_seconds)
+    page = components.store.runs.page(query, components.clock(), components.settings.stale_after_seconds)
     runs = []
     for record in page.runs:
         with suppress(Gone, NotFound):  # It was deleted since.
@@ -103,7 +103,7 @@ def list_runs(
 def get_run(request: Request, run_id: RunId) -> Response:
     """One run."""
     components = components_of(request)
-    return answer(_answer(components, components.store.run(run_id), principal_of(request)))
+    return answer(_answer(components, components.store.runs.get(run_id), principal_of(request)))
 
 
 @router.patch("/runs/{run_id}", **describes(wire.Run, wire.RunUpdate))
@@ -113,7 +113,7 @@ async def update_run(request: Request, run_id: RunId) -> Response:
     change = await message(request, wire.RunUpdate)
 
     def work() -> wire.Run:
-        record = components.store.update_run(run_id, change, components.clock(), components.quotas.check)
+        record = components.store.runs.update(run_id, change, components.clock(), components.quotas.check)
         return _answer(components, record, principal_of(request))
 
     return answer(await run_in_threadpool(work))
@@ -123,7 +123,7 @@ async def update_run(request: Request, run_id: RunId) -> Response:
 def delete_run(request: Request, run_id: RunId) -> Response:
     """Delete a run for good; its id answers 410 from now on."""
     components = components_of(request)
-    project, now = components.store.run(run_id).project, components.clock()
+    project, now = components.store.runs.get(run_id).project, components.clock()
     act = new_act(
         now,
         principal_of(request).actor,
@@ -132,6 +132,6 @@ def delete_run(request: Request, run_id: RunId) -> Response:
         project=project,
         request_id=request.state.request_id,
     )
-    components.store.delete_run(run_id, now, [act])
+    components.store.runs.delete(run_id, now, [act])
     components.registry.forget_run(run_id)
     return answer(wire.Deleted(run_id=run_id))

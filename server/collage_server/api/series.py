@@ -76,7 +76,7 @@ def _metric(
         return series
 
     def complete() -> int:
-        point = components.store.latest(run_id)
+        point = components.store.points.latest(run_id)
         return -1 if point is None else point.step
 
     return Curve(read, answer, complete)
@@ -89,7 +89,7 @@ def _scalar(components: Components, run_id: str, name: str, axis: parameters.Axi
     def answer(selection: Selection) -> wire.Series:
         logged = read(selection)
         if not len(logged.steps):
-            parameters.known_scalars(name, [components.store.run(run_id)])
+            parameters.known_scalars(name, [components.store.runs.get(run_id)])
         positions = parameters.positions_of(components, [run_id], axis)[run_id]
         return scalar_series(run_id, name, logged, selection.points or 1, positions)
 

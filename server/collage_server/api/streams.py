@@ -24,7 +24,7 @@ async def create_stream(request: Request, run_id: RunId) -> Response:
     """Register a stream; sent again with more layers or statistics it is extended."""
     components = components_of(request)
     create = await message(request, wire.StreamCreate)
-    stream = await run_in_threadpool(components.store.create_stream, run_id, create, components.clock())
+    stream = await run_in_threadpool(components.store.streams.create, run_id, create, components.clock())
     components.registry.forget(create.stream_id)
     return answer(stream)
 
@@ -32,5 +32,5 @@ async def create_stream(request: Request, run_id: RunId) -> Response:
 @router.get("/runs/{run_id}/streams", **describes(wire.StreamList))
 def list_streams(request: Request, run_id: RunId) -> Response:
     """The run's streams, by attempt and rank: what is stored, what is missing, who lags, whose clock is off."""
-    streams = with_health(components_of(request).store.streams(run_id))
+    streams = with_health(components_of(request).store.streams.of_run(run_id))
     return answer(wire.StreamList(run_id=run_id, streams=streams))

@@ -41,9 +41,9 @@ def get_worst(
     def make() -> list[wire.WorstLayer]:
         chosen = parameters.chosen_layers(store, run_id, pattern, module_type)
         if step is None:
-            return parameters.worst_of(store, run_id, store.latest(run_id), key, k, chosen)
+            return parameters.worst_of(store, run_id, store.points.latest(run_id), key, k, chosen)
         at = parameters.measured_at(store, run_id, step)
         keys = queries.statistics_for(key, intervals=False)
-        return queries.worst_layers(key, store.layer_points(run_id, keys, at, chosen), k)
+        return queries.worst_layers(key, store.points.layer_points(run_id, keys, at, chosen), k)
 
     return respond(request, [run_id], make)

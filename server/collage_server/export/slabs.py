@@ -65,11 +65,11 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
     Raises:
         NotFound, Gone: no such run.
     """
-    record = store.run(run_id)
-    measured = store.model_points(run_id, ("measured_steps",), Selection()).steps
-    scalars = store.scalar_points(run_id, None, Selection())
-    known = store.layers(run_id) if layers else []
-    streams = store.streams(run_id)
+    record = store.runs.get(run_id)
+    measured = store.points.model_points(run_id, ("measured_steps",), Selection()).steps
+    scalars = store.points.scalar_points(run_id, None, Selection())
+    known = store.streams.layers(run_id) if layers else []
+    streams = store.streams.of_run(run_id)
     statistics = list(dict.fromkeys(key for stream in streams for key in stream.statistics))
     numbers = max(len(known) * len(statistics), 1)
     return ExportPlan(
@@ -80,7 +80,7 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
         scalars=scalars,
         slab_points=min(max(_NUMBERS // numbers, 1), _POINTS),
         measured=measured,
-        events=store.events(run_id, 0, wire.LIMITS["events_per_run"]),
+        events=store.events.read(run_id, 0, wire.LIMITS["events_per_run"]),
         ranks=sorted({stream.rank for stream in streams}) if ranks else [],
     )
 
@@ -99,7 +99,7 @@ def read_slabs(store: Store, plan: ExportPlan) -> Iterator[Slab]:
 def read_ranks(store: Store, plan: ExportPlan, slab: Slab) -> Iterator[tuple[int, Points]]:
     """The totals of each rank's whole model over the slab's steps, one rank at a time; who has none is left out."""
     for rank in plan.ranks:
-        points = store.model_points(plan.run.run_id, None, replace(slab.selection, rank=rank))
+        points = store.points.model_points(plan.run.run_id, None, replace(slab.selection, rank=rank))
         if len(points.steps):
             yield rank, points
 
@@ -114,7 +114,7 @@ def _ends(plan: ExportPlan) -> list[int]:
 
 def _read(store: Store, plan: ExportPlan, selection: Selection) -> Slab:
     run_id = plan.run.run_id
-    points = store.model_points(run_id, None, selection)
+    points = store.points.model_points(run_id, None, selection)
     first, last = selection.first_step or 0, selection.last_step or 0
     logged = {name: _between(entry, first, last) for name, entry in plan.scalars.items()}
     logged = {name: entry for name, entry in logged.items() if len(entry.steps)}
@@ -146,7 +146,7 @@ def _layers(store: Store, plan: ExportPlan, selection: Selection, points: Points
     group = max(_NUMBERS // (_POINTS * len(names)), 1)
     found: dict[str, FloatArray] = {}
     for start in range(0, len(keys), group):
-        part = store.layer_points(plan.run.run_id, keys[start : start + group], selection, names)
+        part = store.points.layer_points(plan.run.run_id, keys[start : start + group], selection, names)
         # Between two reads a late report may have added a step: only those of the model's points are kept.
         there, place = np.isin(part.steps, points.steps), np.searchsorted(points.steps, part.steps)
         for key, values in part.totals.items():

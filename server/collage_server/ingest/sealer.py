@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from collage_server.background import Background
 from collage_server.errors import Gone, NotFound
 
-__all__ = ["Sealable", "Sealer"]
+__all__ = ["Sealer"]
 
 _LOG: Final = logging.getLogger(__name__)
 
 
-class Sealable(Protocol):
-    """What the sealer needs of a store."""
-
-    def journal_runs(self) -> list[str]:
-        """Runs that have reports in the journal."""
-
-    def seal(self, run_id: str, now: float) -> int:
-        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
-
-
 class Sealer(Background):
-    """Looks at every journal once an interval."""
+    """Once an interval `seal`s what is due of every run that is `waiting`."""
 
-    def __init__(self, store: Sealable, *, clock: Callable[[], float], interval_seconds: float) -> None:
+    def __init__(
+        self,
+        waiting: Callable[[], list[str]],
+        seal: Callable[[str, float], int],
+        *,
+        clock: Callable[[], float],
+        interval_seconds: float,
+    ) -> None:
         super().__init__("sealer", interval_seconds=interval_seconds)
-        self._store = store
+        self._waiting = waiting
+        self._seal = seal
         self._clock = clock
 
     def look(self) -> None:
         """Seal what is due of every run; one that cannot be sealed does not keep the others."""
-        for run_id in self._store.journal_runs():
+        for run_id in self._waiting():
             try:
-                while not self.stopping.is_set() and self._store.seal(run_id, self._clock()):
+                while not self.stopping.is_set() and self._seal(run_id, self._clock()):
                     pass
             except (Gone, NotFound):
                 continue

@@ -16,7 +16,7 @@ from typing import Final
 
 from collage_server.errors import Busy, ServerError
 from collage_server.ingest.counters import IngestCounters
-from collage_server.store.contract import GroupOutcome, ReportGroup, Store
+from collage_server.store.contract import GroupOutcome, ReportGroup, ReportJournal
 
 __all__ = ["Writer"]
 
@@ -34,9 +34,9 @@ class Writer:
     """Owns the only thread that appends reports. `submit` belongs to the event loop."""
 
     def __init__(
-        self, store: Store, counters: IngestCounters, *, clock: Callable[[], float], commit_bytes: int
+        self, journal: ReportJournal, counters: IngestCounters, *, clock: Callable[[], float], commit_bytes: int
     ) -> None:
-        self._store = store
+        self._journal = journal
         self._counters = counters
         self._clock = clock
         self._commit_bytes = commit_bytes
@@ -123,7 +123,7 @@ class Writer:
         self._deliver(batch, outcomes)
 
     def _append(self, batch: list[_Pending]) -> list[GroupOutcome]:
-        return self._store.append([entry.group for entry in batch], self._clock())
+        return self._journal.append([entry.group for entry in batch], self._clock())
 
     def _alone(self, entry: _Pending) -> GroupOutcome | BaseException:
         """A bad group must not fail its neighbours."""

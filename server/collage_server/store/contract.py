@@ -16,23 +16,29 @@ from collage_server.store.quota import QuotaCheck
 __all__ = [
     "CONNECTIONS",
     "ComparedRecord",
+    "EventStore",
     "GroupOutcome",
     "LatestPoint",
-    "Life",
     "NewEvent",
+    "PointStore",
     "Points",
     "READERS",
     "ReportGroup",
+    "ReportJournal",
+    "Retention",
     "RunPageRecord",
     "RunQuery",
     "RunRecord",
     "RunRevision",
+    "RunStore",
     "ScalarPoints",
     "SealLimits",
+    "Sealing",
     "Selection",
     "Sizes",
     "Store",
     "StreamRecord",
+    "StreamStore",
 ]
 
 CONNECTIONS: Final = 40
@@ -281,60 +287,18 @@ class Sizes:
     free_bytes: int | None
 
 
-class Life(Protocol):
-    """How data leaves the store. Every call takes short transactions, and may be cut off anywhere without harm."""
+class RunStore(Protocol):
+    """Runs: created, listed, changed, deleted."""
 
-    def sealed_runs(self) -> list[str]:
-        """Runs that have chunks."""
-
-    def expire(self, run_id: str, before: Mapping[int, float]) -> int:
-        """Drop levels of chunks that ended before a moment (level → Unix seconds); how many went."""
-
-    def purge(self, slices: int) -> bool:
-        """Remove rows of deleted runs, `slices` transactions at most; True if there may be more."""
-
-
-class Store(Protocol):
-    """Keeps runs and reports. Every method may be called from any thread; `append` from one at a time.
-
-    Unknown ids raise NotFound, deleted runs Gone, contradictions Conflict. Times are Unix seconds.
-    """
-
-    @property
-    def access(self) -> AccessStore:
-        """Tokens, the audit log, and whose a run is."""
-
-    @property
-    def life(self) -> Life:
-        """Retention and the rows of deleted runs."""
-
-    def sizes(self) -> Sizes:
-        """How much space there is."""
-
-    def fold_log(self) -> None:
-        """Keep the database's log short, whoever reads."""
-
-    def return_space(self) -> bool:
-        """Give a slice of free space back to the disk; True if there is more."""
-
-    def open(self) -> None:
-        """Open the database and bring its schema up to date."""
-
-    def close(self) -> None:
-        """Give everything back; nothing acknowledged is pending by then."""
-
-    def check(self) -> None:
-        """Raise if the database does not answer."""
-
-    def create_run(
+    def create(
         self, project: str, create: wire.RunCreate, now: float, check: QuotaCheck | None = None
     ) -> tuple[RunRecord, bool]:
         """Create a run or resume it; says if it is new. `check` may refuse what the project would then hold."""
 
-    def runs(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
+    def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
         """A page of runs, newest first."""
 
-    def run(self, run_id: str) -> RunRecord:
+    def get(self, run_id: str) -> RunRecord:
         """One run."""
 
     def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
@@ -343,49 +307,57 @@ class Store(Protocol):
     def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
         """The revision of each of these runs, in the order given."""
 
-    def update_run(
-        self, run_id: str, update: wire.RunUpdate, now: float, check: QuotaCheck | None = None
-    ) -> RunRecord:
+    def update(self, run_id: str, update: wire.RunUpdate, now: float, check: QuotaCheck | None = None) -> RunRecord:
         """Change a run. `check` may refuse what its project would then hold."""
 
-    def delete_run(self, run_id: str, now: float, acts: Sequence[wire.Act] = ()) -> None:
+    def delete(self, run_id: str, now: float, acts: Sequence[wire.Act] = ()) -> None:
         """Delete a run and leave a tombstone, and these acts in the audit log."""
+
+
+class StreamStore(Protocol):
+    """Attempts, streams, and the layers that they have declared."""
 
     def create_attempt(self, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
         """Register a launch; the same launch_id is the same attempt."""
 
-    def create_stream(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
+    def create(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
         """Register a stream, or extend it."""
 
-    def streams(self, run_id: str) -> list[wire.Stream]:
+    def of_run(self, run_id: str) -> list[wire.Stream]:
         """The run's streams, by attempt and rank."""
 
-    def stream_record(self, stream_id: str) -> StreamRecord:
+    def record(self, stream_id: str) -> StreamRecord:
         """What ingest has to know of a stream."""
 
     def layers(self, run_id: str) -> list[wire.Layer]:
         """The run's layers in the order in which they were first seen; `elements` counts the whole tensor."""
 
+
+class ReportJournal(Protocol):
+    """Reports as they come in, each one once, until they are sealed. `append`: from one thread at a time."""
+
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Store all groups in one transaction; durable when it returns."""
-
-    def seal(self, run_id: str, now: float) -> int:
-        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
-
-    def replica_mismatches(self) -> int:
-        """At how many layers and steps replicas differed, over all runs."""
-
-    def journal_runs(self) -> list[str]:
-        """Runs that have reports in the journal."""
 
     def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
         """Keep which reports of a stream will never come; the same gap twice is one."""
 
-    def note_events(self, run_id: str, events: Sequence[NewEvent], now: float) -> int:
+    def runs(self) -> list[str]:
+        """Runs that have reports in the journal."""
+
+
+class EventStore(Protocol):
+    """What happened to runs."""
+
+    def add(self, run_id: str, events: Sequence[NewEvent], now: float) -> int:
         """Add to what happened to a run; how many of these were new."""
 
-    def events(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
+    def read(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
         """What happened to a run, oldest first: events numbered above `after`."""
+
+
+class PointStore(Protocol):
+    """Points, logged values and comparisons; each question is answered from one snapshot."""
 
     def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
         """The whole model's totals, only those of `keys` (None: all)."""
@@ -419,3 +391,84 @@ class Store(Protocol):
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step, None before the first."""
+
+
+class Sealing(Protocol):
+    """From the journal to chunks."""
+
+    def seal(self, run_id: str, now: float) -> int:
+        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
+
+    def replica_mismatches(self) -> int:
+        """At how many layers and steps replicas differed, over all runs."""
+
+
+class Retention(Protocol):
+    """How data leaves the store. Every call takes short transactions, and may be cut off anywhere without harm."""
+
+    def sealed_runs(self) -> list[str]:
+        """Runs that have chunks."""
+
+    def expire(self, run_id: str, before: Mapping[int, float]) -> int:
+        """Drop levels of chunks that ended before a moment (level → Unix seconds); how many went."""
+
+    def purge(self, slices: int) -> bool:
+        """Remove rows of deleted runs, `slices` transactions at most; True if there may be more."""
+
+
+class Store(Protocol):
+    """Keeps runs and reports, in one object for each thing that changes together.
+
+    Every method of theirs may be called from any thread. Unknown ids raise NotFound, deleted runs Gone,
+    contradictions Conflict. Times are Unix seconds.
+    """
+
+    @property
+    def access(self) -> AccessStore:
+        """Tokens, the audit log, and whose a run is."""
+
+    @property
+    def runs(self) -> RunStore:
+        """Runs."""
+
+    @property
+    def streams(self) -> StreamStore:
+        """Attempts, streams and layers."""
+
+    @property
+    def journal(self) -> ReportJournal:
+        """The way in for reports."""
+
+    @property
+    def events(self) -> EventStore:
+        """What happened to runs."""
+
+    @property
+    def points(self) -> PointStore:
+        """The way out for numbers."""
+
+    @property
+    def sealing(self) -> Sealing:
+        """From the journal to chunks."""
+
+    @property
+    def retention(self) -> Retention:
+        """Old points and deleted runs."""
+
+    def sizes(self) -> Sizes:
+        """How much space there is."""
+
+    def fold_log(self) -> None:
+        """Keep the database's log short, whoever reads."""
+
+    def return_space(self) -> bool:
+        """Give a slice of free space back to the disk; True if there is more."""
+
+    def open(self) -> None:
+        """Open the database and bring its schema up to date."""
+
+    def close(self) -> None:
+        """Give everything back; nothing acknowledged is pending by then."""
+
+    def check(self) -> None:
+        """Raise if the database does not answer."""

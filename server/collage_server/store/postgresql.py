@@ -13,7 +13,8 @@ from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
-from collage_server.store.database import POOL, SqlStore
+from collage_server.store.database import SqlStore
+from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import reads_only
 from collage_server.store.engine.kept import KeptConnection
 from collage_server.store.engine.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
@@ -70,7 +71,7 @@ class PostgresqlStore(SqlStore):
         unsafe: bool = False,
         lock_timeout_seconds: float = 5.0,
     ) -> None:
-        super().__init__(stale_after_seconds, limits or SealLimits())
+        super().__init__(stale_after_seconds, limits or SealLimits(), _JOURNAL_DRIVER)
         self._url = url
         self._unsafe = unsafe
         self._lock_timeout_seconds = lock_timeout_seconds
@@ -192,7 +193,7 @@ class PostgresqlStore(SqlStore):
 
     def sizes(self) -> Sizes:
         """How much space the database takes; its disk is the cluster's business."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             used = connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one()
         return Sizes(used_bytes=int(used), free_bytes=None)
 
@@ -203,13 +204,10 @@ class PostgresqlStore(SqlStore):
         """Autovacuum does this."""
         return False
 
-    def _lock_project(self, connection: Connection, project: str) -> None:
+    def lock_project(self, connection: Connection, project: str) -> None:
+        """Keep others from adding runs or tags to the project in this transaction."""
         lock = text("SELECT pg_advisory_xact_lock(:space, hashtext(:project))")
         connection.execute(lock, {"space": _PROJECT_LOCKS, "project": project})
-
-    @property
-    def _journal_driver(self) -> JournalDriver:
-        return _JOURNAL_DRIVER
 
 
 def _insert_reports(cursor: PipelineCursor, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:

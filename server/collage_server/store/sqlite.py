@@ -15,7 +15,8 @@ from sqlalchemy.dialects.sqlite import insert
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
-from collage_server.store.database import POOL, SqlStore
+from collage_server.store.database import SqlStore
+from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import driver_cursor, told_by_sqlalchemy
 from collage_server.store.engine.folder import file_identity, folder_lock, network_file_system
 from collage_server.store.engine.kept import KeptConnection
@@ -56,7 +57,7 @@ class SqliteStore(SqlStore):
         limits: SealLimits | None = None,
         unsafe: bool = False,
     ) -> None:
-        super().__init__(stale_after_seconds, limits or SealLimits())
+        super().__init__(stale_after_seconds, limits or SealLimits(), _JOURNAL_DRIVER)
         self.path = path
         self._unsafe = unsafe
         self._busy_timeout_seconds = busy_timeout_seconds
@@ -94,7 +95,7 @@ class SqliteStore(SqlStore):
             )
 
     def _prepare_schema(self) -> None:
-        with self._writing() as connection:
+        with self.writing() as connection:
             migrate(connection)
 
     @contextmanager
@@ -166,12 +167,8 @@ class SqliteStore(SqlStore):
         """Whether the file is still the one that was opened: to keep another one beside its log would lose both."""
         return file_identity(self.path) == self._identity
 
-    def _lock_project(self, connection: Connection, project: str) -> None:
+    def lock_project(self, connection: Connection, project: str) -> None:
         """The file has one writer."""
-
-    @property
-    def _journal_driver(self) -> JournalDriver:
-        return _JOURNAL_DRIVER
 
 
 def _insert_reports(cursor: Any, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:

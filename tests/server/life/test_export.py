@@ -76,9 +76,9 @@ def test_sealed_and_unsealed_steps_stand_in_one_export(server, clock):
     before = lines_of(server)[1]
     store = server.app.state.components.store
     server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
-    while store.seal("r1", clock()):
+    while store.sealing.seal("r1", clock()):
         pass
-    assert not store.journal_runs()
+    assert not store.journal.runs()
     after = lines_of(server)[1]
     assert after[1:] == before[1:]
     assert len(after) == 1 + len(LAYERS) + 300 + 1 + 1
@@ -140,7 +140,7 @@ def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, seale
         server.reports([report(i, step, rank=rank) for i, step in enumerate(steps)], f"s{rank}")
     if sealed:
         server.client.patch("/api/v1/runs/r1", json={"state": "finished"})
-        while server.app.state.components.store.seal("r1", clock()):
+        while server.app.state.components.store.sealing.seal("r1", clock()):
             pass
     expected = {(step, rank): model_of(block(step, rank)).tolist() for step in (10, 20, 30) for rank in (0, 3)}
     del expected[20, 3]
@@ -200,7 +200,7 @@ def test_a_slab_is_bounded_by_measured_points_and_by_steps(server):
     read = list(slabs.read_slabs(server.app.state.components.store, narrow))
     assert [len(slab.points.steps) for slab in read] == [7, 7, 7, 7, 7, 4]
     assert np.concatenate([slab.steps for slab in read]).tolist() == list(range(1, 40))
-    whole = server.app.state.components.store.model_points("r1", ("lost",), Selection()).totals["lost"]
+    whole = server.app.state.components.store.points.model_points("r1", ("lost",), Selection()).totals["lost"]
     assert np.concatenate([slab.points.totals["lost"] for slab in read]).tolist() == whole.tolist()
 
 

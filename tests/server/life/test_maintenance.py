@@ -115,11 +115,11 @@ def test_retention_by_settings(tmp_path):
         server = Server(client, clock, app)
         server.filled(steps=range(1, 601))
         components = app.state.components
-        while components.store.seal("r1", clock()):
+        while components.store.sealing.seal("r1", clock()):
             pass
 
         def counts():
-            return components.store.model_points("r1", ["lost"], Selection()).counts.tolist()
+            return components.store.points.model_points("r1", ["lost"], Selection()).counts.tolist()
 
         for days, expected in ((29, [1] * 600), (31, [16] * 32 + [1] * 88), (366, [256] * 2 + [1] * 88)):
             clock.now = NOW + days * DAY
@@ -166,21 +166,29 @@ class Life:
         return outcome
 
 
+class NoEvents:
+    """Events that nobody reads."""
+
+    def add(self, run_id, events, now):
+        return 0
+
+    def read(self, run_id, after, limit):
+        return []
+
+
 class Worn(Disk):
     """A store with such a life."""
 
     def __init__(self):
         super().__init__()
-        self.life = Life()
+        self.retention = Life()
+        self.events = NoEvents()
 
     def return_space(self):
         return False
 
     def fold_log(self):
         pass
-
-    def note_events(self, run_id, events, now):
-        return 0
 
 
 def test_a_round_that_fails_is_logged_and_the_next_one_works(caplog):
@@ -189,7 +197,7 @@ def test_a_round_that_fails_is_logged_and_the_next_one_works(caplog):
     maintenance.attempt(maintenance.once)
     assert "maintenance failed" in caplog.text
     maintenance.once()
-    assert store.life.purges == []
+    assert store.retention.purges == []
 
 
 class Watched(Worn):
@@ -197,7 +205,7 @@ class Watched(Worn):
 
     def __init__(self):
         super().__init__()
-        self.life.purges = [True] * 5 + [False]
+        self.retention.purges = [True] * 5 + [False]
         self.looks = 0
 
     def sizes(self):
@@ -220,7 +228,7 @@ def test_a_database_file_that_is_gone_takes_no_more_reports(tmp_path):
         (tmp_path / "collage.sqlite").rename(tmp_path / "moved")
         app.state.components.guard.look()
         assert "put it back" in server.reports([report(9, 90)], status=503).message
-        with app.state.components.store._reading(), pytest.raises(Busy), app.state.components.store._reading():
+        with app.state.components.store.reading(), pytest.raises(Busy), app.state.components.store.reading():
             pytest.fail("a database was made anew")
         store = app.state.components.store
         store._longest_log = 0
@@ -253,7 +261,7 @@ class Poisoned(Life):
 
 def test_a_run_whose_retention_fails_holds_up_no_other_and_no_purge(caplog):
     store = Worn()
-    store.life = life = Poisoned()
+    store.retention = life = Poisoned()
     Maintenance(store, guard_of(store), clock=Clock(), days={1: 1.0}).once()
     assert (life.expired, life.purges) == (["b"], [])
     assert "retention of run a failed" in caplog.text

@@ -22,9 +22,9 @@ def make(store, role="read", projects=None, now=NOW):
 
 
 def fill(store, project, run_id, tags=()):
-    store.create_run(project, wire.RunCreate(run_id=run_id, tags=list(tags)), NOW)
-    store.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=1), NOW)
-    store.create_stream(run_id, stream_create(f"{run_id}-s", "l"), NOW)
+    store.runs.create(project, wire.RunCreate(run_id=run_id, tags=list(tags)), NOW)
+    store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=1), NOW)
+    store.streams.create(run_id, stream_create(f"{run_id}-s", "l"), NOW)
 
 
 class AccessContract:
@@ -79,9 +79,9 @@ class AccessContract:
         act = new_act(NOW, "host", "run.delete", "r1")
         store.access.record(act)
         with pytest.raises(IntegrityError):
-            store.delete_run("r1", NOW, [act])
-        assert store.run("r1").project == "p"
-        store.delete_run("r1", NOW, [new_act(NOW, "host", "run.delete", "r1")])
+            store.runs.delete("r1", NOW, [act])
+        assert store.runs.get("r1").project == "p"
+        store.runs.delete("r1", NOW, [new_act(NOW, "host", "run.delete", "r1")])
         assert [entry.subject for entry in store.access.acts(None, 9).acts] == ["r1"] * 2
 
     def test_whose_a_run_and_a_stream_are_outlives_deletion(self, store):
@@ -90,7 +90,7 @@ class AccessContract:
             assert store.access.project_of("r1") == "p"
             assert store.access.project_of_stream("r1-s") == "p"
             if store.access.usage("p").runs:
-                store.delete_run("r1", NOW)
+                store.runs.delete("r1", NOW)
         assert store.access.project_of("none") is None
         assert store.access.project_of_stream("none") is None
 
@@ -104,11 +104,13 @@ class AccessContract:
 
     def test_gaps_and_the_clock_of_a_stream(self, store):
         fill(store, "p", "r1")
-        record = store.stream_record("r1-s")
-        store.append([ReportGroup(record, [report(0, 10, time=NOW + 2.0), report(4, 20, time=NOW - 9.0)])], NOW)
-        store.note_gaps(record, [wire.Gap(first_seq=1, last_seq=2, reason="full")], NOW)
-        store.note_gaps(record, [wire.Gap(first_seq=2, last_seq=2, reason="full")], NOW)
-        [stream] = store.streams("r1")
+        record = store.streams.record("r1-s")
+        store.journal.append(
+            [ReportGroup(record, [report(0, 10, time=NOW + 2.0), report(4, 20, time=NOW - 9.0)])], NOW
+        )
+        store.journal.note_gaps(record, [wire.Gap(first_seq=1, last_seq=2, reason="full")], NOW)
+        store.journal.note_gaps(record, [wire.Gap(first_seq=2, last_seq=2, reason="full")], NOW)
+        [stream] = store.streams.of_run("r1")
         assert (stream.given_up, stream.missing, stream.clock_skew_seconds) == (2, 1, 2.0)
 
     def test_runs_created_at_once_do_not_overshoot_a_quota(self, store):
@@ -121,7 +123,7 @@ class AccessContract:
 
         def create(number):
             try:
-                store.create_run("p", wire.RunCreate(run_id=f"q{number}"), NOW, check)
+                store.runs.create("p", wire.RunCreate(run_id=f"q{number}"), NOW, check)
             except Unprocessable:
                 refused.append(number)
 
@@ -129,20 +131,20 @@ class AccessContract:
             list(pool.map(create, range(10)))
         assert store.access.usage("p").runs == 3
         assert len(refused) == 7
-        assert store.create_run("q", wire.RunCreate(run_id="other"), NOW, check)[1]
+        assert store.runs.create("q", wire.RunCreate(run_id="other"), NOW, check)[1]
 
     def test_tags_beyond_a_quota_are_undone(self, store):
         def check(_project, what, count):
             if what == "tags" and count > 2:
                 raise Unprocessable(f"{count} {what}")
 
-        store.create_run("p", wire.RunCreate(run_id="a", tags=["x", "y"]), NOW, check)
+        store.runs.create("p", wire.RunCreate(run_id="a", tags=["x", "y"]), NOW, check)
         for refused in (
-            lambda: store.create_run("p", wire.RunCreate(run_id="b", tags=["z"]), NOW, check),
-            lambda: store.update_run("a", wire.RunUpdate(tags=["x", "y", "z"]), NOW, check),
+            lambda: store.runs.create("p", wire.RunCreate(run_id="b", tags=["z"]), NOW, check),
+            lambda: store.runs.update("a", wire.RunUpdate(tags=["x", "y", "z"]), NOW, check),
         ):
             with pytest.raises(Unprocessable):
                 refused()
-        assert store.run("a").tags == ["x", "y"]
+        assert store.runs.get("a").tags == ["x", "y"]
         assert store.access.usage("p").runs == 1
-        assert store.update_run("a", wire.RunUpdate(tags=["x", "z"]), NOW, check).tags == ["x", "z"]
+        assert store.runs.update("a", wire.RunUpdate(tags=["x", "z"]), NOW, check).tags == ["x", "z"]

@@ -31,7 +31,7 @@ class BacklogContract:
     @pytest.mark.parametrize("seed", range(5))
     def test_slabs_change_no_bit(self, store, kind, seed):
         generator = np.random.default_rng([seed, KINDS.index(kind)])
-        store._limits = dataclasses.replace(LIMITS, points=16, part_points=8)
+        store.sealing.limits = dataclasses.replace(LIMITS, points=16, part_points=8)
         ranks = fill(store, generator, kind)
         expected = bits(store, ranks, SLAB_BYTES)
         for slab_bytes in SLABS:
@@ -42,18 +42,21 @@ class BacklogContract:
         """A part is sealed, sixteen points of it coarse; behind it 118 steps wait, all but the last are merged."""
         [stream] = register(store, [(1, 0, 0)], "shards")
         send(store, stream, [report(seq, seq + 1) for seq in range(32)])
-        while store.seal("r1", NOW):
+        while store.sealing.seal("r1", NOW):
             pass
         send(store, stream, [report(seq, seq + 1) for seq in range(32, 150)])
         asked = Selection(points=10, buckets=True)
-        single = store.layer_points("r1", STATISTICS, asked)
+        single = store.points.layer_points("r1", STATISTICS, asked)
         assert single.counts.tolist() == [16, 16] + [1] * 118
-        store._slab_bytes = 1
-        merged = store.layer_points("r1", STATISTICS, asked)
+        store.points._slab_bytes = 1
+        merged = store.points.layer_points("r1", STATISTICS, asked)
         assert merged.counts.tolist() == [16] * 9 + [1] * 6
         assert merged.steps.tolist() == [*range(16, 145, 16), *range(145, 151)]
         assert bucket_starts(merged.counts, 10).tolist() == list(range(10))
-        assert store.layer_points("r1", STATISTICS, Selection(points=10)).counts.tolist() == [16, 16] + [1] * 118
+        assert (
+            store.points.layer_points("r1", STATISTICS, Selection(points=10)).counts.tolist()
+            == [16, 16] + [1] * 118
+        )
 
     def test_replicas_of_a_long_queue_are_compared(self, store, monkeypatch):
         """Forty steps in slabs of a few; at every tenth two layers of a replica differ, and are found."""
@@ -67,7 +70,7 @@ class BacklogContract:
                 elements = 128.0 if rank == 0 else 64.0
                 told.append(replica_runs.told(step, np.multiply(shard, held), elements=elements))
             replica_runs.send(store, rank, *told)
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
         expected = [(1, step, layer, "[1]") for step in (10, 20, 30, 40) for layer in (1, 2)]
         assert replica_runs.mismatches(store) == expected
 
@@ -83,8 +86,8 @@ class BacklogContract:
             return decode_layers(names, rows, keys, positions)
 
         monkeypatch.setattr(unsealed, "decode_layers", counted)
-        store._slab_bytes = 10 * (512 + 8 * len(STATISTICS) * len(LAYERS))
-        assert len(store.layer_points("r1", ["lost"], Selection()).steps) == 40
+        store.points._slab_bytes = 10 * (512 + 8 * len(STATISTICS) * len(LAYERS))
+        assert len(store.points.layer_points("r1", ["lost"], Selection()).steps) == 40
         assert sum(held) == 120
         assert max(held) <= 12
 
@@ -114,16 +117,16 @@ def fill(store, generator, kind):
             if number == 2 or place != late:
                 send(store, stream, some)
         for _ in range(generator.integers(0, 3)):
-            store.seal("r1", NOW)
+            store.sealing.seal("r1", NOW)
     return [None, *range(count)]
 
 
 def register(store, places, kind):
-    store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
+    store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
     streams = []
     for number, (attempt, rank, process) in enumerate(places):
         launch = wire.AttemptCreate(launch_id=f"launch-{attempt}", first_step=1 if attempt == 1 else 20 * attempt)
-        store.create_attempt("r1", launch, NOW)
+        store.streams.create_attempt("r1", launch, NOW)
         replicas = {
             "shards": [0, 0, 0],
             "replicas": [rank % 2] * 3,
@@ -137,8 +140,8 @@ def register(store, places, kind):
             process_id=1000 * process + rank,
             layers=[layer(name, replica) for name, replica in zip(LAYERS, replicas, strict=True)],
         )
-        store.create_stream("r1", create, NOW)
-        streams.append(store.stream_record(f"s{number}"))
+        store.streams.create("r1", create, NOW)
+        streams.append(store.streams.record(f"s{number}"))
     return streams
 
 
@@ -154,24 +157,24 @@ def drawn(generator, seq, step, rank):
 
 def send(store, stream, reports):
     if reports:
-        store.append([ReportGroup(stream, reports)], NOW)
+        store.journal.append([ReportGroup(stream, reports)], NOW)
 
 
 def bits(store, ranks, slab_bytes):
     """By question, every array of the answer as bytes."""
-    store._slab_bytes = slab_bytes
+    store.points._slab_bytes = slab_bytes
     found = {}
     for rank in ranks:
-        whole = store.model_points("r1", None, Selection(rank=rank))
+        whole = store.points.model_points("r1", None, Selection(rank=rank))
         found["model all" if rank is None else f"model of rank {rank}"] = packed(whole)
     shown = Selection(points=5, extremes_of="edq_ratio")
     for name, chosen in (("middle", Selection(first_step=9, last_step=33)), ("coarse", shown)):
-        found[f"model {name}"] = packed(store.model_points("r1", None, chosen))
-        found[f"layers {name}"] = packed(store.layer_points("r1", STATISTICS, chosen))
-        found[f"layer {name}"] = packed(store.layer_points("r1", ["lost"], chosen, [LAYERS[2]]))
-    found["layers all"] = packed(store.layer_points("r1", STATISTICS, Selection()))
-    store._newest.clear()
-    latest = store.latest("r1")
+        found[f"model {name}"] = packed(store.points.model_points("r1", None, chosen))
+        found[f"layers {name}"] = packed(store.points.layer_points("r1", STATISTICS, chosen))
+        found[f"layer {name}"] = packed(store.points.layer_points("r1", ["lost"], chosen, [LAYERS[2]]))
+    found["layers all"] = packed(store.points.layer_points("r1", STATISTICS, Selection()))
+    store.points._newest.clear()
+    latest = store.points.latest("r1")
     found["latest"] = [] if latest is None else [latest.step, *(repr(value) for value in latest.model.values())]
     for points in (1, 4, 7, 13):
         found[f"{points} buckets"] = bucketed(store, points)
@@ -182,7 +185,7 @@ def bits(store, ranks, slab_bytes):
 def bucketed(store, points):
     """What a heatmap makes of the points; variances, which it has no use for, have roots of squares taken twice."""
     chosen = Selection(points=points, buckets=True, first_step=3)
-    found = store.layer_points("r1", [key for key in STATISTICS if "ariance" not in key], chosen)
+    found = store.points.layer_points("r1", [key for key in STATISTICS if "ariance" not in key], chosen)
     if not len(found.steps):
         return []
     starts = bucket_starts(found.counts, points)
@@ -194,7 +197,7 @@ def bucketed(store, points):
 
 
 def logged(store):
-    return store.scalar_points("r1", None, Selection()).values()
+    return store.points.scalar_points("r1", None, Selection()).values()
 
 
 def packed(points):

@@ -29,18 +29,18 @@ class StoreContract:
 
     @staticmethod
     def fill(store, run_id="r1", stream_id="s0", project="p"):
-        store.create_run(project, wire.RunCreate(run_id=run_id), NOW)
-        store.create_attempt(run_id, wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
-        store.create_stream(run_id, stream_create(stream_id), NOW)
-        return store.stream_record(stream_id)
+        store.runs.create(project, wire.RunCreate(run_id=run_id), NOW)
+        store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+        store.streams.create(run_id, stream_create(stream_id), NOW)
+        return store.streams.record(stream_id)
 
     @staticmethod
     def append(store, stream, *reports, now=NOW):
-        return store.append([ReportGroup(stream, list(reports))], now)[0]
+        return store.journal.append([ReportGroup(stream, list(reports))], now)[0]
 
     def test_a_fresh_store_is_empty(self, store):
         store.check()
-        page = store.runs(RunQuery(), NOW, 600.0)
+        page = store.runs.page(RunQuery(), NOW, 600.0)
         assert (page.runs, page.cursor) == ([], None)
 
     def test_a_report_is_stored_once(self, store):
@@ -49,146 +49,152 @@ class StoreContract:
         again = self.append(store, stream, report(1, 20), report(2, 30))
         assert (first.accepted, first.duplicates) == (2, 0)
         assert (again.accepted, again.duplicates) == (1, 1)
-        assert store.streams("r1")[0].reports == 3
-        assert store.model_points("r1", None, ALL).steps.tolist() == [10, 20, 30]
+        assert store.streams.of_run("r1")[0].reports == 3
+        assert store.points.model_points("r1", None, ALL).steps.tolist() == [10, 20, 30]
 
     def test_duplicates_within_one_commit_are_counted(self, store):
         stream = self.fill(store)
         groups = [ReportGroup(stream, [report(0, 10), report(0, 10)]), ReportGroup(stream, [report(0, 10)])]
-        outcomes = store.append(groups, NOW)
+        outcomes = store.journal.append(groups, NOW)
         assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
 
     def test_the_first_of_two_different_reports_with_one_seq_stays(self, store):
         stream = self.fill(store)
         self.append(store, stream, report(0, 10, scalars={"loss": 1.0}))
         self.append(store, stream, report(0, 10, scalars={"loss": 2.0}))
-        assert store.scalar_points("r1", None, ALL)["loss"].values.tolist() == [1.0]
-        assert store.run("r1").scalars["loss"].value == 1.0
+        assert store.points.scalar_points("r1", None, ALL)["loss"].values.tolist() == [1.0]
+        assert store.runs.get("r1").scalars["loss"].value == 1.0
 
     def test_reports_out_of_order_are_kept_and_the_newest_stays_newest(self, store):
         stream = self.fill(store)
         for seq in (3, 0, 2, 1):
             self.append(store, stream, report(seq, 10 * (seq + 1)))
-        [known] = store.streams("r1")
+        [known] = store.streams.of_run("r1")
         assert (known.reports, known.last_seq, known.last_step) == (4, 3, 40)
-        assert store.latest("r1").step == 40
-        assert store.run("r1").scalars["loss"].step == 40
-        assert (store.run("r1").first_step, store.run("r1").first_time) == (10, NOW + 10)
+        assert store.points.latest("r1").step == 40
+        assert store.runs.get("r1").scalars["loss"].step == 40
+        assert (store.runs.get("r1").first_step, store.runs.get("r1").first_time) == (10, NOW + 10)
 
     def test_the_same_seq_on_two_streams_are_two_reports(self, store):
         first, second = self.fill(store), self.fill(store, "r2", "s1")
-        outcomes = store.append([ReportGroup(first, [report(0, 10)]), ReportGroup(second, [report(0, 10)])], NOW)
+        outcomes = store.journal.append(
+            [ReportGroup(first, [report(0, 10)]), ReportGroup(second, [report(0, 10)])], NOW
+        )
         assert [outcome.accepted for outcome in outcomes] == [1, 1]
 
     def test_what_was_acknowledged_is_there_after_reopening(self, store, reopen):
         stream = self.fill(store)
         self.append(store, stream, report(0, 10))
         again = reopen()
-        assert again.streams("r1")[0].reports == 1
+        assert again.streams.of_run("r1")[0].reports == 1
         assert self.append(again, stream, report(0, 10)).duplicates == 1
 
     def test_as_many_readers_as_may_be_keep_no_report_waiting(self, store):
         stream = self.fill(store)
         with contextlib.ExitStack() as readers, ThreadPoolExecutor(1) as writer:
             for _ in range(READERS):
-                readers.enter_context(store._reading())
+                readers.enter_context(store.reading())
             stored = writer.submit(self.append, store, stream, report(0, 10))
             with contextlib.ExitStack() as others:
                 for _ in range(CONNECTIONS - READERS - 1):
-                    others.enter_context(store._reading())
+                    others.enter_context(store.reading())
                 assert stored.result(10).accepted == 1
 
     def test_a_late_scalar_does_not_replace_a_newer_one(self, store):
         stream = self.fill(store)
         self.append(store, stream, report(1, 20, scalars={"loss": 2.0}), report(0, 10, scalars={"loss": 1.0}))
-        assert store.run("r1").scalars["loss"] == wire.LoggedScalar(step=20, value=2.0)
+        assert store.runs.get("r1").scalars["loss"] == wire.LoggedScalar(step=20, value=2.0)
 
     def test_selection_by_step(self, store):
         stream = self.fill(store)
         self.append(store, stream, *(report(i, 10 * i) for i in range(1, 6)))
         chosen = Selection(first_step=20, last_step=40)
-        assert store.model_points("r1", ("lost",), chosen).steps.tolist() == [20, 30, 40]
-        assert list(store.model_points("r1", ("lost",), chosen).totals) == ["lost"]
-        assert store.layer_points("r1", ("lost",), chosen, [LAYERS[1]]).totals["lost"].tolist() == [[20.0]] * 3
-        assert store.scalar_points("r1", ("loss",), chosen)["loss"].steps.tolist() == [20, 30, 40]
+        assert store.points.model_points("r1", ("lost",), chosen).steps.tolist() == [20, 30, 40]
+        assert list(store.points.model_points("r1", ("lost",), chosen).totals) == ["lost"]
+        assert (
+            store.points.layer_points("r1", ("lost",), chosen, [LAYERS[1]]).totals["lost"].tolist() == [[20.0]] * 3
+        )
+        assert store.points.scalar_points("r1", ("loss",), chosen)["loss"].steps.tolist() == [20, 30, 40]
 
     def test_unknown_ids(self, store):
         self.fill(store)
         for call in (
-            lambda: store.run("zz"),
-            lambda: store.streams("zz"),
-            lambda: store.layers("zz"),
-            lambda: store.stream_record("zz"),
-            lambda: store.model_points("zz", None, ALL),
-            lambda: store.scalar_points("zz", None, ALL),
-            lambda: store.latest("zz"),
-            lambda: store.delete_run("zz", NOW),
-            lambda: store.update_run("zz", wire.RunUpdate(), NOW),
-            lambda: store.create_attempt("zz", wire.AttemptCreate(launch_id="l", first_step=0), NOW),
-            lambda: store.create_stream("zz", stream_create(), NOW),
-            lambda: store.layer_points("r1", ("lost",), ALL, ["zz"]),
-            lambda: store.model_points("r1", None, Selection(rank=7)),
+            lambda: store.runs.get("zz"),
+            lambda: store.streams.of_run("zz"),
+            lambda: store.streams.layers("zz"),
+            lambda: store.streams.record("zz"),
+            lambda: store.points.model_points("zz", None, ALL),
+            lambda: store.points.scalar_points("zz", None, ALL),
+            lambda: store.points.latest("zz"),
+            lambda: store.runs.delete("zz", NOW),
+            lambda: store.runs.update("zz", wire.RunUpdate(), NOW),
+            lambda: store.streams.create_attempt("zz", wire.AttemptCreate(launch_id="l", first_step=0), NOW),
+            lambda: store.streams.create("zz", stream_create(), NOW),
+            lambda: store.points.layer_points("r1", ("lost",), ALL, ["zz"]),
+            lambda: store.points.model_points("r1", None, Selection(rank=7)),
         ):
             with pytest.raises(NotFound):
                 call()
 
     def test_a_run_is_resumed(self, store):
-        first, is_new = store.create_run("p", wire.RunCreate(run_id="r1", name="a", tags=["x"], seed=7), NOW)
+        first, is_new = store.runs.create("p", wire.RunCreate(run_id="r1", name="a", tags=["x"], seed=7), NOW)
         assert is_new
         assert (first.name, first.tags, first.seed, first.state) == ("a", ["x"], 7, "running")
-        store.update_run("r1", wire.RunUpdate(state="failed"), NOW)
-        again, is_new = store.create_run("p", wire.RunCreate(run_id="r1", config={"lr": 0.1}), NOW + 5)
+        store.runs.update("r1", wire.RunUpdate(state="failed"), NOW)
+        again, is_new = store.runs.create("p", wire.RunCreate(run_id="r1", config={"lr": 0.1}), NOW + 5)
         assert not is_new
         assert (again.name, again.tags, again.seed, again.state) == ("a", ["x"], 7, "running")
         assert (again.config, again.created_at, again.updated_at) == ({"lr": 0.1}, NOW, NOW + 5)
 
     def test_resume_must_and_never(self, store):
         with pytest.raises(NotFound):
-            store.create_run("p", wire.RunCreate(run_id="r1", resume="must"), NOW)
-        store.create_run("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
-        _, is_new = store.create_run("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
+            store.runs.create("p", wire.RunCreate(run_id="r1", resume="must"), NOW)
+        store.runs.create("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
+        _, is_new = store.runs.create("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
         assert not is_new, "the same message sent twice, before any launch, is no harm"
-        store.create_attempt("r1", wire.AttemptCreate(launch_id="l", first_step=0), NOW)
+        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="l", first_step=0), NOW)
         with pytest.raises(Conflict):
-            store.create_run("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
+            store.runs.create("p", wire.RunCreate(run_id="r1", resume="never"), NOW)
 
     def test_a_run_belongs_to_one_project(self, store):
-        store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
+        store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
         with pytest.raises(Conflict):
-            store.create_run("q", wire.RunCreate(run_id="r1"), NOW)
+            store.runs.create("q", wire.RunCreate(run_id="r1"), NOW)
 
     def test_a_deleted_run_is_gone_for_good(self, store):
         stream = self.fill(store)
         self.fill(store, "r2", "s1")
         self.append(store, stream, report(0, 10))
-        assert store.latest("r1").step == 10
-        store.delete_run("r1", NOW)
+        assert store.points.latest("r1").step == 10
+        store.runs.delete("r1", NOW)
         for call in (
-            lambda: store.run("r1"),
-            lambda: store.latest("r1"),
-            lambda: store.model_points("r1", None, ALL),
-            lambda: store.stream_record("s0"),
-            lambda: store.delete_run("r1", NOW),
-            lambda: store.create_run("p", wire.RunCreate(run_id="r1"), NOW),
+            lambda: store.runs.get("r1"),
+            lambda: store.points.latest("r1"),
+            lambda: store.points.model_points("r1", None, ALL),
+            lambda: store.streams.record("s0"),
+            lambda: store.runs.delete("r1", NOW),
+            lambda: store.runs.create("p", wire.RunCreate(run_id="r1"), NOW),
         ):
             with pytest.raises(Gone):
                 call()
         outcome = self.append(store, stream, report(1, 20))
         assert (outcome.gone, outcome.accepted, outcome.duplicates) == (True, 0, 0)
-        assert [run.run_id for run in store.runs(RunQuery(), NOW, 600.0).runs] == ["r2"]
+        assert [run.run_id for run in store.runs.page(RunQuery(), NOW, 600.0).runs] == ["r2"]
 
     def test_a_gone_group_does_not_fail_its_neighbours(self, store):
         gone, kept = self.fill(store), self.fill(store, "r2", "s1")
-        store.delete_run("r1", NOW)
-        outcomes = store.append([ReportGroup(gone, [report(0, 10)]), ReportGroup(kept, [report(0, 10)])], NOW)
+        store.runs.delete("r1", NOW)
+        outcomes = store.journal.append(
+            [ReportGroup(gone, [report(0, 10)]), ReportGroup(kept, [report(0, 10)])], NOW
+        )
         assert [(outcome.gone, outcome.accepted) for outcome in outcomes] == [(True, 0), (False, 1)]
 
     def test_pages_skip_nothing_and_repeat_nothing(self, store):
         for i in range(7):
-            store.create_run("p", wire.RunCreate(run_id=f"r{i}"), NOW + i // 2)
+            store.runs.create("p", wire.RunCreate(run_id=f"r{i}"), NOW + i // 2)
         seen, cursor = [], None
         while True:
-            page = store.runs(RunQuery(cursor=cursor, limit=2), NOW, 600.0)
+            page = store.runs.page(RunQuery(cursor=cursor, limit=2), NOW, 600.0)
             seen += [run.run_id for run in page.runs]
             cursor = page.cursor
             if cursor is None:
@@ -198,13 +204,13 @@ class StoreContract:
     def test_a_foreign_cursor_is_refused(self, store):
         for cursor in ("zz", "!!", "AAAA", "ÿ"):
             with pytest.raises(Unprocessable):
-                store.runs(RunQuery(cursor=cursor), NOW, 600.0)
+                store.runs.page(RunQuery(cursor=cursor), NOW, 600.0)
 
     def test_filters(self, store):
         self.fill(store, "r1", "s1")
-        store.update_run("r1", wire.RunUpdate(name="100% Alpha", group="g", tags=["t", "u"]), NOW)
+        store.runs.update("r1", wire.RunUpdate(name="100% Alpha", group="g", tags=["t", "u"]), NOW)
         self.fill(store, "r2", "s2", project="q")
-        store.update_run("r2", wire.RunUpdate(state="finished"), NOW)
+        store.runs.update("r2", wire.RunUpdate(state="finished"), NOW)
         for query, expected in (
             (RunQuery(project="p"), ["r1"]),
             (RunQuery(group="g"), ["r1"]),
@@ -218,42 +224,42 @@ class StoreContract:
             (RunQuery(state="running"), ["r1"]),
             (RunQuery(state="stale"), []),
         ):
-            assert [run.run_id for run in store.runs(query, NOW, 600.0).runs] == expected, query
+            assert [run.run_id for run in store.runs.page(query, NOW, 600.0).runs] == expected, query
 
     def test_stale_is_running_without_a_sign_of_life(self, store):
         stream = self.fill(store)
         later = NOW + 601
-        assert [run.run_id for run in store.runs(RunQuery(state="stale"), later, 600.0).runs] == ["r1"]
+        assert [run.run_id for run in store.runs.page(RunQuery(state="stale"), later, 600.0).runs] == ["r1"]
         self.append(store, stream, report(0, 10), now=later)
-        assert store.runs(RunQuery(state="stale"), later, 600.0).runs == []
-        assert store.run("r1").updated_at == later
+        assert store.runs.page(RunQuery(state="stale"), later, 600.0).runs == []
+        assert store.runs.get("r1").updated_at == later
 
     def test_streams_grow_at_the_end_only(self, store):
         self.fill(store)
         more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")], statistics=[*STATISTICS, "stray"])
-        assert (store.create_stream("r1", more, NOW).layers, store.stream_record("s0").statistics[-1]) == (
+        assert (store.streams.create("r1", more, NOW).layers, store.streams.record("s0").statistics[-1]) == (
             4,
             "stray",
         )
-        assert store.create_stream("r1", stream_create(), NOW).layers == 4, "a late repetition changes nothing"
+        assert store.streams.create("r1", stream_create(), NOW).layers == 4, "a late repetition changes nothing"
         with pytest.raises(Conflict):
-            store.create_stream("r1", stream_create(statistics=STATISTICS[::-1]), NOW)
+            store.streams.create("r1", stream_create(statistics=STATISTICS[::-1]), NOW)
         with pytest.raises(Conflict):
-            store.create_stream("r1", stream_create(layers=[layer(LAYERS[1])]), NOW)
+            store.streams.create("r1", stream_create(layers=[layer(LAYERS[1])]), NOW)
         with pytest.raises(Conflict):
-            store.create_stream("r1", stream_create(rank=1), NOW)
-        assert [entry.name for entry in store.layers("r1")] == [*LAYERS, "head.weight"]
+            store.streams.create("r1", stream_create(rank=1), NOW)
+        assert [entry.name for entry in store.streams.layers("r1")] == [*LAYERS, "head.weight"]
 
     def test_a_refused_stream_leaves_nothing_behind(self, store):
         self.fill(store)
         with pytest.raises(Conflict):
-            store.create_stream("r1", stream_create(layers=[layer("new.weight")]), NOW)
-        assert [entry.name for entry in store.layers("r1")] == LAYERS
+            store.streams.create("r1", stream_create(layers=[layer("new.weight")]), NOW)
+        assert [entry.name for entry in store.streams.layers("r1")] == LAYERS
 
     def test_ranks_register_without_reading_each_other(self, store, monkeypatch):
         self.fill(store)
         for rank in range(1, 5):
-            store.create_stream("r1", stream_create(stream_id=f"s{rank}", rank=rank), NOW)
+            store.streams.create("r1", stream_create(stream_id=f"s{rank}", rank=rank), NOW)
         read = []
         record = streams.stream_record
 
@@ -262,15 +268,15 @@ class StoreContract:
             return record(row)
 
         monkeypatch.setattr(streams, "stream_record", noted)
-        answered = store.create_stream("r1", stream_create(stream_id="s5", rank=5), NOW)
+        answered = store.streams.create("r1", stream_create(stream_id="s5", rank=5), NOW)
         assert read == ["s5"]
-        assert answered == next(stream for stream in store.streams("r1") if stream.stream_id == "s5")
+        assert answered == next(stream for stream in store.streams.of_run("r1") if stream.stream_id == "s5")
 
     def test_streams_say_what_they_lack(self, store):
-        store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
+        store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
         with pytest.raises(NotFound, match="launch_id"):
-            store.create_stream("r1", stream_create(), NOW)
-        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), NOW)
+            store.streams.create("r1", stream_create(), NOW)
+        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), NOW)
         for wrong, field in (
             ({"statistics": ["lost", "lost"]}, "statistics"),
             ({"statistics": ["nonsense"]}, "statistics"),
@@ -278,16 +284,16 @@ class StoreContract:
             ({"layers": [layer("a"), layer("a")]}, "layers"),
         ):
             with pytest.raises(Unprocessable) as caught:
-                store.create_stream("r1", stream_create(**wrong), NOW)
+                store.streams.create("r1", stream_create(**wrong), NOW)
             assert caught.value.field == field
 
     def test_a_layer_added_during_the_run(self, store):
         stream = self.fill(store)
         self.append(store, stream, report(0, 10))
-        store.create_stream("r1", stream_create(layers=[*map(layer, LAYERS), layer("head.weight")]), NOW)
-        stream = store.stream_record("s0")
+        store.streams.create("r1", stream_create(layers=[*map(layer, LAYERS), layer("head.weight")]), NOW)
+        stream = store.streams.record("s0")
         self.append(store, stream, report(1, 20, values=block(20, layers=4)))
-        points = store.layer_points("r1", ("lost",), ALL)
+        points = store.points.layer_points("r1", ("lost",), ALL)
         assert points.layers == [*LAYERS, "head.weight"]
         assert points.totals["lost"][1].tolist() == [10.0, 20.0, 30.0, 40.0]
         assert str(points.totals["lost"][0].tolist()) == "[10.0, 20.0, 30.0, nan]"
@@ -298,7 +304,7 @@ class StoreContract:
 
         def read():
             while not done.is_set():
-                points = store.model_points("r1", ("lost",), ALL)
+                points = store.points.model_points("r1", ("lost",), ALL)
                 if len(points.steps) % 5:
                     torn.append(len(points.steps))
 
@@ -309,13 +315,13 @@ class StoreContract:
         done.set()
         reader.join()
         assert torn == []
-        assert store.streams("r1")[0].reports == 100
+        assert store.streams.of_run("r1")[0].reports == 100
 
     def test_a_statistic_that_is_new_in_the_catalogue_needs_no_migration(self, store, reopen, monkeypatch):
         entry = dataclasses.replace(metrics.STATISTICS["stray"], name="brand_new_sum")
         monkeypatch.setitem(metrics.STATISTICS, "brand_new_sum", entry)
         self.fill(store)
-        store.create_stream("r1", stream_create(statistics=[*STATISTICS, "brand_new_sum"]), NOW)
+        store.streams.create("r1", stream_create(statistics=[*STATISTICS, "brand_new_sum"]), NOW)
         values = np.vstack([block(1), np.full((1, 3), 7.0)])
         one = msgspec.structs.replace(
             report(0, 1),
@@ -324,9 +330,11 @@ class StoreContract:
             model=wire.block_to_bytes(values.sum(axis=1)),
         )
         reports = [msgspec.structs.replace(one, seq=i, step=i + 1) for i in range(40)]
-        self.append(store, store.stream_record("s0"), *reports)
-        assert store.seal("r1", NOW)
+        self.append(store, store.streams.record("s0"), *reports)
+        assert store.sealing.seal("r1", NOW)
         again = reopen()
-        assert again.model_points("r1", ["brand_new_sum"], ALL).totals["brand_new_sum"].tolist() == [21.0] * 40
-        coarse = again.layer_points("r1", ["brand_new_sum"], Selection(points=1)).totals["brand_new_sum"]
+        assert (
+            again.points.model_points("r1", ["brand_new_sum"], ALL).totals["brand_new_sum"].tolist() == [21.0] * 40
+        )
+        coarse = again.points.layer_points("r1", ["brand_new_sum"], Selection(points=1)).totals["brand_new_sum"]
         assert coarse.sum(axis=0).tolist() == [40 * 7.0] * 3

@@ -14,7 +14,7 @@ from tests.server.store.contract import NOW, StoreContract
 
 
 def told(store, run_id="r1", after=0):
-    return [(event.event, event.kind, event.step) for event in store.events(run_id, after, 1000)]
+    return [(event.event, event.kind, event.step) for event in store.events.read(run_id, after, 1000)]
 
 
 def counts(seq, step, **scalars):
@@ -27,28 +27,28 @@ class EventsContract:
     def test_launches_are_told_once_and_keep_their_lowest_step(self, store):
         StoreContract.fill(store)
         for launch, step in (("launch-2", 60), ("launch-1", 1), ("launch-2", 50), ("launch-2", 70)):
-            store.create_attempt("r1", wire.AttemptCreate(launch_id=launch, first_step=step), NOW + 5)
+            store.streams.create_attempt("r1", wire.AttemptCreate(launch_id=launch, first_step=step), NOW + 5)
         assert told(store) == [(1, "attempt", 1), (2, "attempt", 50)]
-        first, second = store.events("r1", 0, 10)
+        first, second = store.events.read("r1", 0, 10)
         assert (first.time, second.time, second.attempt) == (NOW, NOW + 5, 2)
         assert second.text == "attempt 2 began at step 50: older attempts' points from there on are hidden"
 
     def test_a_second_process_on_a_rank_is_told(self, store):
         StoreContract.fill(store)
-        store.create_stream("r1", stream_create("s0"), NOW)
-        store.create_stream("r1", stream_create("other", rank=1), NOW)
+        store.streams.create("r1", stream_create("s0"), NOW)
+        store.streams.create("r1", stream_create("other", rank=1), NOW)
         assert len(told(store)) == 1
-        store.create_stream("r1", stream_create("s9", process_id=77), NOW)
+        store.streams.create("r1", stream_create("s9", process_id=77), NOW)
         assert told(store)[1:] == [(2, "rank_twice", None)]
-        assert "process 77 " in store.events("r1", 1, 10)[0].text
+        assert "process 77 " in store.events.read("r1", 1, 10)[0].text
 
     def test_gaps_are_told_when_they_are_new(self, store):
         stream = StoreContract.fill(store)
         full = [wire.Gap(first_seq=1, last_seq=2, reason="spool full")]
-        store.note_gaps(stream, full, NOW)
-        store.note_gaps(stream, full, NOW)
-        store.note_gaps(stream, [wire.Gap(first_seq=2, last_seq=5, reason="spool full")], NOW + 1)
-        texts = [event.text for event in store.events("r1", 1, 10)]
+        store.journal.note_gaps(stream, full, NOW)
+        store.journal.note_gaps(stream, full, NOW)
+        store.journal.note_gaps(stream, [wire.Gap(first_seq=2, last_seq=5, reason="spool full")], NOW + 1)
+        texts = [event.text for event in store.events.read("r1", 1, 10)]
         assert texts == [
             "2 reports of rank 0 will never come (spool full)",
             "3 reports of rank 0 will never come (spool full)",
@@ -58,43 +58,43 @@ class EventsContract:
         stream = StoreContract.fill(store)
         values = [0.0, 1.0, 1.0, 2.0, 3.0, 9.0, float("nan"), 10.0, 20.0]
         for i, value in enumerate(values):
-            store.append([ReportGroup(stream, [counts(i, 10 * i, skipped_steps=value, loss=3.0)])], NOW)
-        store.append([ReportGroup(stream, [counts(99, 5, skipped_steps=1e6)])], NOW)
-        found = [(event.step, event.text.split(" has ")[1]) for event in store.events("r1", 1, 10)]
+            store.journal.append([ReportGroup(stream, [counts(i, 10 * i, skipped_steps=value, loss=3.0)])], NOW)
+        store.journal.append([ReportGroup(stream, [counts(99, 5, skipped_steps=1e6)])], NOW)
+        found = [(event.step, event.text.split(" has ")[1]) for event in store.events.read("r1", 1, 10)]
         assert found == [
             (10, "skipped 1 step since attach"),
             (30, "skipped 2 steps since attach"),
             (50, "skipped 9 steps since attach"),
             (80, "skipped 20 steps since attach"),
         ]
-        store.append([ReportGroup(stream, [counts(100, 1000, reports_dropped=3.0)])], NOW)
+        store.journal.append([ReportGroup(stream, [counts(100, 1000, reports_dropped=3.0)])], NOW)
         assert told(store)[-1] == (6, "reports_dropped", 1000)
 
     def test_the_same_origin_is_told_once_and_the_cursor_goes_on(self, store):
         StoreContract.fill(store)
         events = [NewEvent(origin=f"alert/{i}", kind="alert", text="t", layers=["a"] * 20) for i in (1, 2, 1)]
-        assert store.note_events("r1", events, NOW) == 2
-        assert store.note_events("r1", events, NOW) == 0
-        assert [event.event for event in store.events("r1", 1, 1)] == [2]
-        assert [event.event for event in store.events("r1", 2, 10)] == [3]
-        assert len(store.events("r1", 2, 10)[0].layers) == 8
+        assert store.events.add("r1", events, NOW) == 2
+        assert store.events.add("r1", events, NOW) == 0
+        assert [event.event for event in store.events.read("r1", 1, 1)] == [2]
+        assert [event.event for event in store.events.read("r1", 2, 10)] == [3]
+        assert len(store.events.read("r1", 2, 10)[0].layers) == 8
 
     def test_events_go_with_their_run(self, store):
         StoreContract.fill(store)
         with pytest.raises(NotFound):
-            store.note_events("zz", [], NOW)
-        store.delete_run("r1", NOW)
+            store.events.add("zz", [], NOW)
+        store.runs.delete("r1", NOW)
         with pytest.raises(Gone):
-            store.events("r1", 0, 10)
+            store.events.read("r1", 0, 10)
         with pytest.raises(Gone):
-            store.note_events("r1", [NewEvent(origin="o", kind="alert", text="t")], NOW)
+            store.events.add("r1", [NewEvent(origin="o", kind="alert", text="t")], NOW)
 
     def test_many_at_once_are_all_told_in_one_order(self, store):
         StoreContract.fill(store)
 
         def tell(number):
             for i in range(10):
-                store.note_events("r1", [NewEvent(origin=f"{number}/{i}", kind="alert", text="t")], NOW)
+                store.events.add("r1", [NewEvent(origin=f"{number}/{i}", kind="alert", text="t")], NOW)
 
         threads = [threading.Thread(target=tell, args=(number,)) for number in range(4)]
         for thread in threads:

@@ -26,13 +26,13 @@ def filled(store, steps=4 * CHUNK, run_id="r1"):
     """A sealed run of so many measured steps, one report each; its chunks are whole but for the last."""
     stream = StoreContract.fill(store, run_id, f"{run_id}-s")
     StoreContract.append(store, stream, *(report(i, i + 1) for i in range(steps)))
-    while store.seal(run_id, NOW):
+    while store.sealing.seal(run_id, NOW):
         pass
     return stream
 
 
 def infos(store, run_id="r1"):
-    with store._reading() as connection:
+    with store.reading() as connection:
         return read_chunk_infos(connection, [run_id])[run_id]
 
 
@@ -47,141 +47,141 @@ class LifeContract:
 
     def test_raw_points_go_and_their_sums_stay(self, store):
         filled(store)
-        raw = store.model_points("r1", STATISTICS, ALL)
-        layers = store.layer_points("r1", ["lost"], ALL)
-        assert store.life.expire("r1", {1: NOW + 1e9}) == 3
+        raw = store.points.model_points("r1", STATISTICS, ALL)
+        layers = store.points.layer_points("r1", ["lost"], ALL)
+        assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
         assert [sorted(info.levels) for info in infos(store)] == [[16, 256]] * 3 + [[1, 16, 256]]
-        points = store.model_points("r1", STATISTICS, ALL)
+        points = store.points.model_points("r1", STATISTICS, ALL)
         assert points.counts.tolist() == [16] * 6 + [1] * CHUNK
         assert points.steps.tolist() == [*range(16, 97, 16), *range(97, 129)]
         for key in ("lost", "intended_squared_sum", "measured_steps"):
             expected = [*coarse(raw.totals[key][:96], 16), *raw.totals[key][96:]]
             np.testing.assert_allclose(points.totals[key], expected, rtol=1e-12)
-        by_layer = store.layer_points("r1", ["lost"], ALL)
+        by_layer = store.points.layer_points("r1", ["lost"], ALL)
         for layer in range(3):
             expected = [*coarse(layers.totals["lost"][:96, layer], 16), *layers.totals["lost"][96:, layer]]
             np.testing.assert_allclose(by_layer.totals["lost"][:, layer], expected, rtol=1e-12)
 
     def test_then_the_next_level_and_never_the_last(self, store):
         filled(store)
-        assert store.life.expire("r1", NEVER) == 6
+        assert store.retention.expire("r1", NEVER) == 6
         assert [sorted(info.levels) for info in infos(store)] == [[256]] * 3 + [[1, 16, 256]]
-        assert store.model_points("r1", ["lost"], ALL).counts.tolist() == [CHUNK] * 3 + [1] * CHUNK
-        assert store.life.expire("r1", NEVER) == 0
+        assert store.points.model_points("r1", ["lost"], ALL).counts.tolist() == [CHUNK] * 3 + [1] * CHUNK
+        assert store.retention.expire("r1", NEVER) == 0
 
     def test_what_has_gone_is_not_looked_at_again(self, store, monkeypatch):
         """Every round would read a point of every chunk that a run ever had."""
         filled(store)
-        assert store.life.expire("r1", NEVER) == 6
+        assert store.retention.expire("r1", NEVER) == 6
 
         def read(*_):
             raise AssertionError("a chunk without the level is read")
 
         monkeypatch.setattr(retention, "_last_point", read)
-        assert store.life.expire("r1", NEVER) == 0
+        assert store.retention.expire("r1", NEVER) == 0
 
     def test_scalars_the_newest_step_and_the_count_of_reports_stay(self, store):
         filled(store)
-        before = store.scalar_points("r1", None, ALL)["loss"].values.tolist()
-        latest = store.latest("r1")
-        store.life.expire("r1", NEVER)
-        assert store.scalar_points("r1", None, ALL)["loss"].values.tolist() == before
-        assert store.latest("r1").step == latest.step
-        assert store.latest("r1").model["lost"] == latest.model["lost"]
-        assert store.streams("r1")[0].reports == 4 * CHUNK
+        before = store.points.scalar_points("r1", None, ALL)["loss"].values.tolist()
+        latest = store.points.latest("r1")
+        store.retention.expire("r1", NEVER)
+        assert store.points.scalar_points("r1", None, ALL)["loss"].values.tolist() == before
+        assert store.points.latest("r1").step == latest.step
+        assert store.points.latest("r1").model["lost"] == latest.model["lost"]
+        assert store.streams.of_run("r1")[0].reports == 4 * CHUNK
 
     def test_what_is_young_stays(self, store):
         filled(store)
         # Reports carry the time 1_700_000_000 + step; the attempt was created at NOW, which is 1_700_000_000.
-        assert store.life.expire("r1", {1: NOW}) == 0
-        assert store.life.expire("r1", {1: NOW + 2 * CHUNK + 0.5}) == 2
+        assert store.retention.expire("r1", {1: NOW}) == 0
+        assert store.retention.expire("r1", {1: NOW + 2 * CHUNK + 0.5}) == 2
         assert [sorted(info.levels) for info in infos(store)] == [[16, 256]] * 2 + [[1, 16, 256]] * 2
 
     def test_a_chunk_that_is_not_whole_stays(self, store):
         filled(store, steps=CHUNK + 5)
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
-        while store.seal("r1", NOW):
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+        while store.sealing.seal("r1", NOW):
             pass
-        assert store.life.expire("r1", NEVER) == 2
+        assert store.retention.expire("r1", NEVER) == 2
         assert [sorted(info.levels) for info in infos(store)] == [[256], [1]]
 
     def test_asking_for_part_of_a_frozen_chunk_or_for_a_coarse_picture(self, store):
         filled(store)
-        store.life.expire("r1", {1: NOW + 1e9})
-        part = store.model_points("r1", ["lost"], Selection(first_step=20, last_step=60))
+        store.retention.expire("r1", {1: NOW + 1e9})
+        part = store.points.model_points("r1", ["lost"], Selection(first_step=20, last_step=60))
         assert part.steps.tolist() == [32, 48]
-        few = store.model_points("r1", ["lost"], Selection(points=2, extremes_of="edq_ratio"))
+        few = store.points.model_points("r1", ["lost"], Selection(points=2, extremes_of="edq_ratio"))
         assert few.counts.sum() == 4 * CHUNK
         assert not np.isnan(few.extremes["edq_ratio"][0][:3]).any()
 
     def test_totals_that_come_after_the_freeze_are_refused_and_change_nothing(self, store, reopen):
         stream = filled(store)
-        store.life.expire("r1", {1: NOW + 1e9})
-        before = store.model_points("r1", STATISTICS, ALL)
+        store.retention.expire("r1", {1: NOW + 1e9})
+        before = store.points.model_points("r1", STATISTICS, ALL)
         for _ in range(2):
             outcome = StoreContract.append(store, stream, report(1000, 200), report(1001, 5), report(3, 4))
             assert (outcome.late, outcome.frozen_step) == ((1,), 3 * CHUNK)
             assert outcome.accepted + outcome.duplicates == 2
             store = reopen()
-        assert store.streams("r1")[0].reports == 4 * CHUNK + 1
-        after = store.model_points("r1", STATISTICS, ALL)
+        assert store.streams.of_run("r1")[0].reports == 4 * CHUNK + 1
+        after = store.points.model_points("r1", STATISTICS, ALL)
         assert after.steps.tolist() == [*before.steps.tolist(), 200]
         for key, values in before.totals.items():
             np.testing.assert_array_equal(after.totals[key][:-1], values)
 
     def test_scalars_that_come_after_the_freeze_are_kept(self, store):
         stream = filled(store)
-        store.life.expire("r1", {1: NOW + 1e9})
+        store.retention.expire("r1", {1: NOW + 1e9})
         late = report(1000, 5, scalars={"loss": 77.0}, measured=False)
         assert StoreContract.append(store, stream, late).accepted == 1
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
-        while store.seal("r1", NOW):
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+        while store.sealing.seal("r1", NOW):
             pass
-        assert not store.journal_runs()
-        assert store.scalar_points("r1", ["loss"], ALL)["loss"].values[4] == 77.0
+        assert not store.journal.runs()
+        assert store.points.scalar_points("r1", ["loss"], ALL)["loss"].values[4] == 77.0
 
     def test_a_stream_that_joins_later_knows_the_horizon(self, store):
         filled(store)
-        store.life.expire("r1", {1: NOW + 1e9})
-        store.create_stream("r1", stream_create("joined", rank=1), NOW)
-        stream = store.stream_record("joined")
+        store.retention.expire("r1", {1: NOW + 1e9})
+        store.streams.create("r1", stream_create("joined", rank=1), NOW)
+        stream = store.streams.record("joined")
         outcome = StoreContract.append(
             store, stream, report(0, 3 * CHUNK, rank=1), report(1, 3 * CHUNK + 1, rank=1)
         )
         assert (outcome.accepted, outcome.late) == (1, (0,))
-        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=1), NOW)
-        store.create_stream("r1", stream_create("s-2", "launch-2"), NOW)
-        assert StoreContract.append(store, store.stream_record("s-2"), report(0, 5)).accepted == 1
+        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=1), NOW)
+        store.streams.create("r1", stream_create("s-2", "launch-2"), NOW)
+        assert StoreContract.append(store, store.streams.record("s-2"), report(0, 5)).accepted == 1
 
     def test_late_totals_acknowledged_before_the_freeze_are_sealed_first(self, store):
         filled(store)
-        store.create_stream("r1", stream_create("slow", rank=1), NOW)
-        stream = store.stream_record("slow")
+        store.streams.create("r1", stream_create("slow", rank=1), NOW)
+        stream = store.streams.record("slow")
         assert StoreContract.append(store, stream, report(0, 5, rank=1)).accepted == 1
-        whole = store.model_points("r1", ["lost"], ALL).totals["lost"]
-        assert store.life.expire("r1", {1: NOW + 1e9}) == 3
-        points = store.model_points("r1", ["lost"], ALL)
+        whole = store.points.model_points("r1", ["lost"], ALL).totals["lost"]
+        assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
+        points = store.points.model_points("r1", ["lost"], ALL)
         assert points.totals["lost"][0] == whole[:16].sum()
         assert points.counts[0] == 16
 
     def test_totals_that_arrive_between_look_and_freeze_put_it_off(self, store, monkeypatch):
         stream = filled(store)
-        settle = store.life._settle
+        settle = store.retention._settle
 
         def settle_then_another_arrives(run_id):
             settle(run_id)
-            monkeypatch.setattr(store.life, "_settle", settle)
+            monkeypatch.setattr(store.retention, "_settle", settle)
             assert StoreContract.append(store, stream, report(1000, 5)).accepted == 1
 
-        monkeypatch.setattr(store.life, "_settle", settle_then_another_arrives)
-        assert store.life.expire("r1", {1: NOW + 1e9}) == 0
-        assert store.life.expire("r1", {1: NOW + 1e9}) == 3
+        monkeypatch.setattr(store.retention, "_settle", settle_then_another_arrives)
+        assert store.retention.expire("r1", {1: NOW + 1e9}) == 0
+        assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
 
     def test_whatever_the_race_nothing_acknowledged_is_dropped(self, store):
         """One rank late while retention freezes chunk after chunk: what was acknowledged is in the sums."""
         filled(store)
-        store.create_stream("r1", stream_create("slow", rank=1, world_size=2), NOW)
-        stream = store.stream_record("slow")
+        store.streams.create("r1", stream_create("slow", rank=1, world_size=2), NOW)
+        stream = store.streams.record("slow")
         acknowledged, failures = set(), []
         started = threading.Event()
 
@@ -198,12 +198,12 @@ class LifeContract:
         sender.start()
         started.wait(PATIENCE_SECONDS)
         for horizon in range(1, 4):
-            while not store.life.expire("r1", {1: NOW + horizon * CHUNK + 0.5}) and sender.is_alive():
+            while not store.retention.expire("r1", {1: NOW + horizon * CHUNK + 0.5}) and sender.is_alive():
                 pass
         sender.join()
-        store.life.expire("r1", {1: NOW + 1e9})
+        store.retention.expire("r1", {1: NOW + 1e9})
         assert not failures
-        lost = store.model_points("r1", ["lost"], Selection(last_step=3 * CHUNK))
+        lost = store.points.model_points("r1", ["lost"], Selection(last_step=3 * CHUNK))
         expected = sum(10.0 * 6 * (1 + 2 * (step in acknowledged)) for step in range(1, 3 * CHUNK + 1))
         assert lost.totals["lost"].sum() == expected
 
@@ -216,41 +216,41 @@ class LifeContract:
         with monkeypatch.context() as broken:
             broken.setattr("collage_server.store.sealing.retention._delete_some", interrupted)
             with pytest.raises(RuntimeError, match="killed"):
-                store.life.expire("r1", {1: NOW + 1e9})
-        assert store.model_points("r1", ["lost"], ALL).counts.sum() == 4 * CHUNK
+                store.retention.expire("r1", {1: NOW + 1e9})
+        assert store.points.model_points("r1", ["lost"], ALL).counts.sum() == 4 * CHUNK
         assert rows(store, "layer_chunk WHERE level = 1 AND chunk = 0")
-        store.life.expire("r1", {1: NOW + 1e9})
+        store.retention.expire("r1", {1: NOW + 1e9})
         for table in ("layer_chunk", "model_chunk", "point_chunk"):
             assert rows(store, f"{table} WHERE level = 1 AND chunk < 3") == 0
 
     def test_a_deleted_run_is_invisible_at_once_and_its_rows_go_in_slices(self, store, reopen, monkeypatch):
-        monkeypatch.setattr("collage_server.store.database._PURGED_AT_ONCE", 0)
+        monkeypatch.setattr("collage_server.store.sealing.retention._PURGED_AT_ONCE", 0)
         filled(store)
         filled(store, CHUNK, "r2")
-        store.delete_run("r1", NOW)
+        store.runs.delete("r1", NOW)
         with pytest.raises(Gone):
-            store.run("r1")
+            store.runs.get("r1")
         with pytest.raises(Gone):
-            store.model_points("r1", None, ALL)
+            store.points.model_points("r1", None, ALL)
         assert rows(store, "layer_chunk WHERE run_id = 'r1'")
-        assert store.life.purge(1)
+        assert store.retention.purge(1)
         store = reopen()
-        while store.life.purge(1):
+        while store.retention.purge(1):
             pass
         for table in ("report", "layer_chunk", "model_chunk", "point_chunk", "scalar_chunk"):
             assert rows(store, f"{table} WHERE run_id = 'r1'") == 0, table
         assert rows(store, "layer_chunk WHERE run_id = 'r2'")
-        assert len(store.model_points("r2", None, ALL).steps) == CHUNK
+        assert len(store.points.model_points("r2", None, ALL).steps) == CHUNK
 
     def test_rows_of_a_run_that_a_server_deleted_before_it_ended_go_too(self, store, monkeypatch):
         monkeypatch.setattr("collage_server.store.sealing.retention._LOOK_SECONDS", 0.0)
-        monkeypatch.setattr("collage_server.store.database._PURGED_AT_ONCE", 0)
+        monkeypatch.setattr("collage_server.store.sealing.retention._PURGED_AT_ONCE", 0)
         filled(store)
-        assert not store.life.purge(1)
+        assert not store.retention.purge(1)
         with monkeypatch.context() as other:
-            other.setattr(store.life, "doom", lambda _: None)
-            store.delete_run("r1", NOW)
-        while store.life.purge(1):
+            other.setattr(store.runs, "_clear", lambda _: None)
+            store.runs.delete("r1", NOW)
+        while store.retention.purge(1):
             pass
         assert rows(store, "layer_chunk WHERE run_id = 'r1'") == 0
 
@@ -263,5 +263,5 @@ class LifeContract:
 
 def rows(store, table_where):
     """How many rows there are."""
-    with store._reading() as connection:
+    with store.reading() as connection:
         return connection.exec_driver_sql(f"SELECT count(*) FROM {table_where}").scalar()

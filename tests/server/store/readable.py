@@ -27,7 +27,7 @@ def rows(store, query):
 
 
 def send(store, stream_id, reports):
-    store.append([ReportGroup(store.stream_record(stream_id), list(reports))], NOW)
+    store.journal.append([ReportGroup(store.streams.record(stream_id), list(reports))], NOW)
 
 
 def filled(store, steps=range(1, 81)):
@@ -37,7 +37,7 @@ def filled(store, steps=range(1, 81)):
 
 
 def of_points(store, key):
-    points = store.model_points("r1", None, Selection())
+    points = store.points.model_points("r1", None, Selection())
     return dict(
         zip(points.steps.tolist(), np.broadcast_to(finish(key, points.totals), len(points.steps)), strict=True)
     )
@@ -61,7 +61,7 @@ class ReadableContract:
 
     def test_the_end_of_a_run_is_there(self, store):
         filled(store)
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         seal_all(store)
         assert len(rows(store, "SELECT step FROM run_point")) == 80
 
@@ -71,8 +71,8 @@ class ReadableContract:
         assert [(row["layer"], row["first_step"], row["step"], row["measured_steps"]) for row in found] == [
             (name, first, first + 31, 32) for first in (1, 33) for name in LAYERS
         ]
-        points = store.layer_points(
-            "r1", store.stream_record("s0").statistics, Selection(first_step=33, last_step=64)
+        points = store.points.layer_points(
+            "r1", store.streams.record("s0").statistics, Selection(first_step=33, last_step=64)
         )
         merged = finish("edq_ratio", reduce_steps(points.totals, axis=0))
         single = finish("edq_ratio", points.totals)
@@ -86,7 +86,7 @@ class ReadableContract:
         send(store, "s0", (report(i, step) for i, step in enumerate(range(1, 41))))
         seal_all(store)
         before = rows(store, "SELECT * FROM run_point WHERE step = 5")[0]
-        store.create_stream("r1", stream_create("s1", rank=1, world_size=2), NOW)
+        store.streams.create("r1", stream_create("s1", rank=1, world_size=2), NOW)
         send(store, "s1", (report(i, step, rank=1, scalars={"x": 1.0}) for i, step in enumerate(range(1, 41))))
         seal_all(store)
         after = rows(store, "SELECT * FROM run_point WHERE step = 5")[0]
@@ -96,20 +96,20 @@ class ReadableContract:
 
     def test_what_a_newer_attempt_hides_is_left_out(self, store):
         filled(store)
-        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=41), NOW)
+        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=41), NOW)
         assert [row["step"] for row in rows(store, "SELECT step FROM run_point ORDER BY step")] == list(
             range(1, 41)
         )
         assert {row["step"] for row in rows(store, "SELECT step FROM run_layer")} == {32}
-        store.delete_run("r1", NOW)
+        store.runs.delete("r1", NOW)
         assert rows(store, "SELECT step FROM run_point") == rows(store, "SELECT step FROM run_layer") == []
-        while store.life.purge(100):
+        while store.retention.purge(100):
             pass
         assert rows(store, "SELECT step FROM measured_point") == rows(store, "SELECT step FROM layer_point") == []
 
     def test_retention_takes_single_points_only(self, store):
         filled(store)
-        assert store.life.expire("r1", {1: NOW + 1e9})
+        assert store.retention.expire("r1", {1: NOW + 1e9})
         assert [row["step"] for row in rows(store, "SELECT step FROM run_point ORDER BY step")] == list(
             range(33, 65)
         )

@@ -71,15 +71,15 @@ PATHS = (
 def fill(server):
     """Sealed, frozen and unsealed points of two ranks, two attempts, gaps, tags; a finished and a deleted run."""
     store = server.app.state.components.store
-    store._limits = LIMITS
+    store.sealing.limits = LIMITS
     server.run("r1", tags=["a", "b"], notes="kept", config={"lr": 0.1})
     server.attempt("r1")
     for rank in range(2):
         server.stream("r1", stream_id=f"s{rank}", rank=rank, world_size=2)
         server.reports([report(i, i + 1, rank=rank) for i in range(72 if rank else 80)], f"s{rank}")
-    while store.seal("r1", server.clock.now):
+    while store.sealing.seal("r1", server.clock.now):
         pass
-    store.life.expire("r1", {1: server.clock.now + 32.5})
+    store.retention.expire("r1", {1: server.clock.now + 32.5})
     server.attempt("r1", "launch-2", 75)
     server.stream("r1", stream_id="s2", launch_id="launch-2")
     gap = wire.Gap(first_seq=5, last_seq=7, reason="spool_full")
@@ -88,7 +88,7 @@ def fill(server):
     for run_id in ("r2", "r3"):
         server.filled(run_id, f"{run_id}-s")
     server.send("PATCH", "/runs/r2", wire.RunUpdate(state="finished"), wire.Run)
-    while store.seal("r2", server.clock.now):
+    while store.sealing.seal("r2", server.clock.now):
         pass
     server.send("DELETE", "/runs/r3", kind=wire.Deleted)
 

@@ -16,8 +16,8 @@ KEYS = ["replica_checksum", "replica_checksum_elements"]
 
 def register(store, replicas, elements=None):
     """A run with a rank for each replica number given."""
-    store.create_run("p", wire.RunCreate(run_id="r1"), NOW)
-    store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+    store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
+    store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
     for rank, replica in enumerate(replicas):
         create = stream_create(
             f"s{rank}",
@@ -26,7 +26,7 @@ def register(store, replicas, elements=None):
             layers=[layer(name, replica) for name in LAYERS],
             statistics=[*STATISTICS, *KEYS],
         )
-        store.create_stream("r1", create, NOW)
+        store.streams.create("r1", create, NOW)
 
 
 def told(step, checksums, elements=64.0, seq=None):
@@ -44,7 +44,7 @@ def told(step, checksums, elements=64.0, seq=None):
 
 
 def send(store, rank, *reports):
-    store.append([ReportGroup(store.stream_record(f"s{rank}"), list(reports))], NOW)
+    store.journal.append([ReportGroup(store.streams.record(f"s{rank}"), list(reports))], NOW)
 
 
 def mismatches(store):
@@ -56,7 +56,7 @@ def mismatches(store):
 
 
 def events(store):
-    return [event for event in store.events("r1", 0, 1000) if event.kind == "replica_mismatch"]
+    return [event for event in store.events.read("r1", 0, 1000) if event.kind == "replica_mismatch"]
 
 
 GOOD = [5.0, 6.0, 7.0]
@@ -69,24 +69,24 @@ class ReplicasContract:
         register(store, [0, 1])
         for rank in range(2):
             send(store, rank, *(told(step, GOOD) for step in range(1, 5)))
-        store.seal("r1", NOW)
-        assert (mismatches(store), events(store), store.replica_mismatches()) == ([], [], 0)
+        store.sealing.seal("r1", NOW)
+        assert (mismatches(store), events(store), store.sealing.replica_mismatches()) == ([], [], 0)
 
     def test_a_replica_that_differs_is_found_before_anything_is_sealed(self, store):
         register(store, [0, 1, 2])
         for rank in range(3):
             send(store, rank, told(1, GOOD))
-        assert not store.seal("r1", NOW + 5), "too little to be sealed"
+        assert not store.sealing.seal("r1", NOW + 5), "too little to be sealed"
         for rank in range(3):
             send(store, rank, told(2, [5.0, 9.0, 7.0] if rank == 1 else GOOD))
-        store.seal("r1", NOW + 6)
+        store.sealing.seal("r1", NOW + 6)
         assert mismatches(store) == [(1, 2, 1, "[1]")]
         (event,) = events(store)
         assert (event.time, event.step, event.attempt, event.layers) == (NOW + 6, 2, 1, [LAYERS[1]])
         assert (
             event.text == "replica 1 of attempt 1 held other weights than the rest after step 2 in blocks.0.weight"
         )
-        assert store.replica_mismatches() == 1
+        assert store.sealing.replica_mismatches() == 1
 
     def test_the_same_layer_is_told_once_and_another_again(self, store):
         register(store, [0, 1])
@@ -94,8 +94,8 @@ class ReplicasContract:
         for step, checksums in ((1, bad), (2, bad), (3, [5.0, 9.0, 8.0])):
             send(store, 0, told(step, GOOD))
             send(store, 1, told(step, checksums))
-            store.seal("r1", NOW)
-            store.seal("r1", NOW)
+            store.sealing.seal("r1", NOW)
+            store.sealing.seal("r1", NOW)
         assert [(step, layer) for _, step, layer, _ in mismatches(store)] == [(1, 1), (2, 1), (3, 1), (3, 2)]
         assert [(event.step, event.layers) for event in events(store)] == [(1, [LAYERS[1]]), (3, [LAYERS[2]])]
 
@@ -103,14 +103,14 @@ class ReplicasContract:
         register(store, [0, 1])
         send(store, 0, told(1, GOOD))
         send(store, 1, told(1, [6.0, 6.0, 7.5]))
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
         assert events(store)[0].layers == [LAYERS[0], LAYERS[2]]
 
     def test_another_sample_says_nothing(self, store):
         register(store, [0, 1])
         send(store, 0, told(1, GOOD))
         send(store, 1, told(1, [1.0, 2.0, 3.0], elements=32.0))
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
         assert mismatches(store) == []
 
     def test_shards_of_a_replica_add_up_and_incomplete_ones_are_left_alone(self, store):
@@ -121,30 +121,30 @@ class ReplicasContract:
             send(store, 1, told(step, [4.0, 4.0, 4.0]))
             send(store, 2, told(step, [4.0, 4.0, 4.0]))
         send(store, 3, told(1, [1.0, 2.0, 3.0]))
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
         assert mismatches(store) == []
         send(store, 3, told(2, [1.0, 2.0, 2.0]))
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
         assert mismatches(store) == [(1, 2, 2, "[1]")]
 
     def test_a_rank_that_comes_later_is_compared_with_what_waits(self, store):
         register(store, [0, 1])
         send(store, 0, told(1, GOOD), told(2, GOOD))
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
         send(store, 1, told(1, GOOD))
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
         send(store, 1, told(2, [5.0, 6.0, 8.0]))
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
         assert mismatches(store) == [(1, 2, 2, "[1]")]
 
     def test_totals_are_those_of_one_replica_and_survive_sealing(self, store):
         register(store, [0, 1])
         for rank in range(2):
             send(store, rank, *(told(step, GOOD) for step in range(1, 40)))
-        before = store.layer_points("r1", KEYS, Selection()).totals
-        while store.seal("r1", NOW):
+        before = store.points.layer_points("r1", KEYS, Selection()).totals
+        while store.sealing.seal("r1", NOW):
             pass
-        after = store.layer_points("r1", KEYS, Selection()).totals
+        after = store.points.layer_points("r1", KEYS, Selection()).totals
         for key in KEYS:
             assert np.array_equal(before[key], after[key])
         assert after["replica_checksum"][0].tolist() == GOOD
@@ -154,21 +154,21 @@ class ReplicasContract:
         register(store, [0, 1])
         reports = [told(step, GOOD) for step in range(1, 40)]
         send(store, 1 - late, *reports)
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         before = self.totals(store)
-        while store.seal("r1", NOW):
+        while store.sealing.seal("r1", NOW):
             pass
         send(store, late, *reports)
         assert self.totals(store) == before
-        while store.seal("r1", NOW):
+        while store.sealing.seal("r1", NOW):
             pass
         assert self.totals(store) == before
-        assert store.model_points("r1", ["lost"], Selection()).ranks.tolist() == [2] * 39
+        assert store.points.model_points("r1", ["lost"], Selection()).ranks.tolist() == [2] * 39
 
     @staticmethod
     def totals(store):
-        layers = store.layer_points("r1", ["lost", *KEYS], Selection()).totals
-        model = store.model_points("r1", ["lost"], Selection()).totals
+        layers = store.points.layer_points("r1", ["lost", *KEYS], Selection()).totals
+        model = store.points.model_points("r1", ["lost"], Selection()).totals
         return {key: values.tolist() for key, values in (*layers.items(), ("model", model["lost"]))}
 
     def test_single_ranks_are_their_own_wherever_their_replicas_stand(self, store):
@@ -177,23 +177,23 @@ class ReplicasContract:
         for first, second in ((0, 1), (1, 0)):
             send(store, first, *reports[first::2])
             send(store, second, *reports[first::2])
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
-        while store.seal("r1", NOW):
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+        while store.sealing.seal("r1", NOW):
             pass
         late = [told(step, GOOD, seq=100 + step) for step in range(40, 60)]
         send(store, 1, *late)
-        while store.seal("r1", NOW):
+        while store.sealing.seal("r1", NOW):
             pass
         send(store, 0, *late[:3])
         for rank, count in ((0, 42), (1, 59)):
-            own = store.model_points("r1", ["lost"], Selection(rank=rank))
+            own = store.points.model_points("r1", ["lost"], Selection(rank=rank))
             assert own.totals["lost"].tolist() == [60.0] * count
 
     def test_a_deleted_run_takes_its_findings_along(self, store):
         register(store, [0, 1])
         send(store, 0, told(1, GOOD))
         send(store, 1, told(1, [1.0, 2.0, 3.0]))
-        store.seal("r1", NOW)
-        assert store.replica_mismatches() == 3
-        store.delete_run("r1", NOW)
-        assert store.replica_mismatches() == 0
+        store.sealing.seal("r1", NOW)
+        assert store.sealing.replica_mismatches() == 3
+        store.runs.delete("r1", NOW)
+        assert store.sealing.replica_mismatches() == 0

@@ -42,7 +42,7 @@ class SealingContract(Senders):
 
     def test_a_queue_longer_than_one_look(self, store):
         """Ranks at different places, one with much that was not measured: nothing comes late, nothing is left."""
-        store._limits = dataclasses.replace(LIMITS, rows=20)
+        store.sealing.limits = dataclasses.replace(LIMITS, rows=20)
         streams = self.ranks(store, 3)
         for rank, stream in enumerate(streams[:2]):
             self.send(store, stream, range(1, 201 - 50 * rank), rank)
@@ -51,7 +51,7 @@ class SealingContract(Senders):
         seal_all(store)
         unchanged(before, seen(store, ranks=(None, 0, 1, 2)))
         parts = rows(store, schema.point_chunk)
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         seal_all(store)
         assert rows(store, schema.report) == 0
         unchanged(before, seen(store, ranks=(None, 0, 1, 2)))
@@ -60,7 +60,7 @@ class SealingContract(Senders):
     def test_a_finished_run_is_sealed_whole(self, store):
         self.send(store, self.fill(store), range(1, 41))
         before = seen(store)
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         seal_all(store)
         assert rows(store, schema.report) == 0
         unchanged(before, seen(store))
@@ -80,7 +80,7 @@ class SealingContract(Senders):
         store = reopen()
         again = self.send(store, stream, range(1, 45))
         assert (again.accepted, again.duplicates) == (0, 44)
-        assert store.streams("r1")[0].reports == 44
+        assert store.streams.of_run("r1")[0].reports == 44
 
     def test_a_run_of_a_newer_server_is_answered_and_left_to_it(self, store, monkeypatch):
         """While a cluster is upgraded: statistics that this catalogue lacks, in the journal and in chunks."""
@@ -89,20 +89,20 @@ class SealingContract(Senders):
             upgraded.setitem(metrics.STATISTICS, "future_sum", metrics.STATISTICS["parameter_squared_sum"])
             is_known.cache_clear()
             self.fill(store)
-            store.create_stream("r1", stream_create(statistics=[*STATISTICS, "future_sum"]), NOW)
-            stream = store.stream_record("s0")
+            store.streams.create("r1", stream_create(statistics=[*STATISTICS, "future_sum"]), NOW)
+            stream = store.streams.record("s0")
             self.append(store, stream, *reports[:40])
             assert seal_all(store) == 1
             self.append(store, stream, *reports[40:])
-            whole = plain(store.model_points("r1", None, ALL))
-            layers = plain(store.layer_points("r1", STATISTICS, ALL))
+            whole = plain(store.points.model_points("r1", None, ALL))
+            layers = plain(store.points.layer_points("r1", STATISTICS, ALL))
         is_known.cache_clear()
         assert "future_sum" in whole
-        assert plain(store.model_points("r1", None, ALL)) == {
+        assert plain(store.points.model_points("r1", None, ALL)) == {
             key: held for key, held in whole.items() if key != "future_sum"
         }
-        assert plain(store.layer_points("r1", STATISTICS, ALL)) == layers
-        assert "future_sum" not in store.latest("r1").model
+        assert plain(store.points.layer_points("r1", STATISTICS, ALL)) == layers
+        assert "future_sum" not in store.points.latest("r1").model
         assert seal_all(store) == 0
         assert rows(store, schema.report) == 48
 
@@ -115,7 +115,7 @@ class SealingContract(Senders):
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        newest = store.compared(["r1"], 20)["r1"].newest
+        newest = store.points.compared(["r1"], 20)["r1"].newest
         assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
         assert newest["note"].tolist() == [1.0]
 
@@ -125,9 +125,9 @@ class SealingContract(Senders):
         self.send(store, stream, range(1, 41))
         seal_all(store)
         self.append(store, stream, report(40, 32, measured=False, scalars={"loss": 9.0, "validation_loss": 1.0}))
-        assert store.scalar_points("r1", ("loss",), ALL)["loss"].values[31] == 9.0
+        assert store.points.scalar_points("r1", ("loss",), ALL)["loss"].values[31] == 9.0
         before = seen(store)
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         seal_all(store)
         assert rows(store, schema.report) == 0
         unchanged(before, seen(store))
@@ -136,17 +136,17 @@ class SealingContract(Senders):
         stream = self.fill(store)
         self.append(store, stream, *(report(i, i + 1, measured=False) for i in range(20)))
         before = seen(store)
-        store.update_run("r1", wire.RunUpdate(state="finished"), NOW)
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         assert seal_all(store) == 1
         assert rows(store, schema.report) == 0
         unchanged(before, seen(store))
 
     def test_coarse_levels_are_the_same_merge(self, store):
         self.send(store, self.fill(store), range(1, 81))
-        fine = store.model_points("r1", None, ALL)
-        fine_layers = store.layer_points("r1", STATISTICS, ALL)
+        fine = store.points.model_points("r1", None, ALL)
+        fine_layers = store.points.layer_points("r1", STATISTICS, ALL)
         seal_all(store)
-        coarse = store.model_points("r1", None, Selection(points=5, extremes_of="edq_ratio"))
+        coarse = store.points.model_points("r1", None, Selection(points=5, extremes_of="edq_ratio"))
         assert coarse.counts.tolist() == [16] * 4 + [1] * 16
         assert (coarse.first_steps[0], coarse.steps[0]) == (1, 16)
         whole, merged = reduce_steps(fine.totals), reduce_steps(coarse.totals)
@@ -155,7 +155,7 @@ class SealingContract(Senders):
         single = finish("edq_ratio", fine.totals)[:16]
         low, high = coarse.extremes["edq_ratio"]
         assert (low[0], high[0]) == (single.min(), single.max())
-        layers = store.layer_points("r1", STATISTICS, Selection(points=1, extremes_of="edq_ratio"))
+        layers = store.points.layer_points("r1", STATISTICS, Selection(points=1, extremes_of="edq_ratio"))
         assert layers.counts.tolist() == [32, 32] + [1] * 16 or layers.counts.tolist() == [16] * 4 + [1] * 16
         whole, merged = reduce_steps(fine_layers.totals), reduce_steps(layers.totals)
         for key in STATISTICS:
@@ -167,7 +167,7 @@ class SealingContract(Senders):
             keys = [f"state_decrement_{kind}_sum/".ljust(length, "x") for kind in ("observed", "intended")]
             create = stream_create(f"s{length}", statistics=[*STATISTICS, *keys])
             with pytest.raises(Unprocessable, match="448") if refused else nullcontext():
-                store.create_stream("r1", create, NOW)
+                store.streams.create("r1", create, NOW)
         values = np.vstack([block(1), -np.ones((2, 3))])
         sent = msgspec.structs.replace(
             report(0, 1),
@@ -176,7 +176,7 @@ class SealingContract(Senders):
             model=wire.block_to_bytes(values.sum(axis=1)),
         )
         reports = [msgspec.structs.replace(sent, seq=i, step=i + 1) for i in range(32)]
-        self.append(store, store.stream_record("s448"), *reports)
+        self.append(store, store.streams.record("s448"), *reports)
         assert seal_all(store) == 1
 
     def test_coarse_levels_are_made_of_some_layers_at_a_time(self, store, monkeypatch):
@@ -190,18 +190,18 @@ class SealingContract(Senders):
         monkeypatch.setattr(reading, "read_layer_data", counted)
         seen, most = [], []
         for run_id, coarse_bytes in (("r1", LIMITS.coarse_bytes), ("r2", 1)):
-            store._limits = dataclasses.replace(LIMITS, part_points=8, coarse_bytes=coarse_bytes)
+            store.sealing.limits = dataclasses.replace(LIMITS, part_points=8, coarse_bytes=coarse_bytes)
             stream = self.fill(store, run_id, f"{run_id}-s")
             self.send(store, stream, range(1, 17))
             seal_all(store, run_id)
-            store.create_stream(run_id, stream_create(f"{run_id}-s", layers=[*map(layer, [*LAYERS, "head"])]), NOW)
+            store.streams.create(run_id, stream_create(f"{run_id}-s", layers=[*map(layer, [*LAYERS, "head"])]), NOW)
             wide = [report(i, i + 1, values=block(i + 1, layers=4)) for i in range(16, 32)]
             held.clear()
-            self.append(store, store.stream_record(f"{run_id}-s"), *wide)
+            self.append(store, store.streams.record(f"{run_id}-s"), *wide)
             seal_all(store, run_id)
             most.append(max(values.shape[2] for values in held))
             coarse = Selection(points=1, extremes_of="edq_ratio")
-            found = store.layer_points(run_id, STATISTICS, coarse)
+            found = store.points.layer_points(run_id, STATISTICS, coarse)
             seen.append((plain(found), repr(found.extremes), found.layers))
         assert most == [4, 1]
         assert seen[0] == seen[1]
@@ -210,28 +210,28 @@ class SealingContract(Senders):
     def test_a_metric_without_kept_extremes_is_read_fine(self, store):
         self.send(store, self.fill(store), range(1, 65))
         seal_all(store)
-        points = store.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_cosine"))
+        points = store.points.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_cosine"))
         assert points.counts.tolist() == [1] * 64, "the model keeps its extremes, layers do not"
-        points = store.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_ratio"))
+        points = store.points.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_ratio"))
         assert points.counts.tolist() == [16] * 4
 
     def test_a_newer_attempt_hides_part_of_a_chunk(self, store):
         self.send(store, self.fill(store), range(1, 65))
         seal_all(store)
-        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=41), NOW)
-        store.create_stream("r1", stream_create("s1", launch_id="launch-2"), NOW)
-        self.send(store, store.stream_record("s1"), range(41, 43), 3)
+        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=41), NOW)
+        store.streams.create("r1", stream_create("s1", launch_id="launch-2"), NOW)
+        self.send(store, store.streams.record("s1"), range(41, 43), 3)
         for chosen in (ALL, Selection(points=2)):
-            points = store.model_points("r1", ["lost"], chosen)
+            points = store.points.model_points("r1", ["lost"], chosen)
             assert int(points.counts.sum()) == 42
             assert reduce_steps(points.totals)["lost"] == 40 * 60.0 + 2 * 240.0
-        assert store.scalar_points("r1", ("loss",), ALL)["loss"].steps.tolist() == list(range(1, 43))
+        assert store.points.scalar_points("r1", ("loss",), ALL)["loss"].steps.tolist() == list(range(1, 43))
 
     def test_an_older_attempt_is_sealed_to_its_end(self, store):
         self.send(store, self.fill(store), range(1, 6))
-        store.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=6), NOW)
-        store.create_stream("r1", stream_create("s1", launch_id="launch-2"), NOW)
-        self.send(store, store.stream_record("s1"), range(6, 10))
+        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=6), NOW)
+        store.streams.create("r1", stream_create("s1", launch_id="launch-2"), NOW)
+        self.send(store, store.streams.record("s1"), range(6, 10))
         before = seen(store)
         assert seal_all(store) == 1
         assert rows(store, schema.report) == 4
@@ -242,8 +242,8 @@ class SealingContract(Senders):
         self.send(store, stream, range(1, 41))
         seal_all(store)
         more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")], statistics=[*STATISTICS, "stray"])
-        store.create_stream("r1", more, NOW)
-        stream = store.stream_record("s0")
+        store.streams.create("r1", more, NOW)
+        stream = store.streams.record("s0")
         wide = np.vstack([block(1, layers=4), np.full((1, 4), 7.0)])
         later = [
             msgspec.structs.replace(
@@ -259,12 +259,12 @@ class SealingContract(Senders):
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        stray = store.layer_points("r1", ["stray"], ALL).totals["stray"]
+        stray = store.points.layer_points("r1", ["stray"], ALL).totals["stray"]
         assert np.isnan(stray[:39]).all()
         assert stray[-1].tolist() == [7.0] * 4
 
     def test_a_chunk_grows_by_parts(self, store):
-        store._limits = dataclasses.replace(store._limits, part_points=8)
+        store.sealing.limits = dataclasses.replace(store.sealing.limits, part_points=8)
         stream = self.fill(store)
         for start in range(0, 70, 7):
             self.send(store, stream, range(start + 1, start + 8), first_seq=start)
@@ -272,16 +272,16 @@ class SealingContract(Senders):
             seal_all(store)
             unchanged(before, seen(store))
         assert rows(store, schema.report) == 70 % 8
-        coarse = store.model_points("r1", ["lost"], Selection(points=2))
+        coarse = store.points.model_points("r1", ["lost"], Selection(points=2))
         assert coarse.counts.tolist() == [16] * 4 + [1] * 6
 
     def test_by_bytes_a_chunk_has_several_parts(self, store):
-        store._limits = dataclasses.replace(store._limits, bytes=5000)
+        store.sealing.limits = dataclasses.replace(store.sealing.limits, bytes=5000)
         self.send(store, self.fill(store), range(1, 41))
         before = seen(store)
         assert seal_all(store) > 2
         unchanged(before, seen(store))
-        coarse = store.model_points("r1", ["lost"], Selection(points=2))
+        coarse = store.points.model_points("r1", ["lost"], Selection(points=2))
         assert coarse.counts.tolist()[:2] == [16, 16]
 
     def test_an_interrupted_sealing_harms_nobody(self, store):
@@ -291,18 +291,18 @@ class SealingContract(Senders):
         for allowed in range(40):
             sealed = sealed_until(store, allowed)
             unchanged(before, seen(store))
-            if sealed is not None and not store.seal("r1", NOW):
+            if sealed is not None and not store.sealing.seal("r1", NOW):
                 break
         assert allowed > 5
         assert rows(store, schema.report) == 8
         unchanged(before, seen(store))
-        again = self.send(store, store.stream_record("s0"), range(1, 41))
+        again = self.send(store, store.streams.record("s0"), range(1, 41))
         assert (again.accepted, again.duplicates) == (0, 40)
 
     def test_no_transaction_writes_more_blocks_than_a_slice_has(self, store):
         """Coarse levels, too: acknowledgements wait for none of them."""
         self.send(store, self.fill(store), range(1, 65))
-        writing, written = store._writing, []
+        writing, written = store.writing, []
 
         @contextmanager
         def counted():
@@ -311,7 +311,7 @@ class SealingContract(Senders):
                 yield connection
                 written.append(blocks(connection) - before)
 
-        store._writing = counted
+        store.writing = counted
         assert seal_all(store) == 2
         assert max(written) == LIMITS.slice_rows
         assert sum(written) == rows(store, schema.layer_chunk) + rows(store, schema.model_chunk)
@@ -325,13 +325,13 @@ class SealingContract(Senders):
         for allowed in range(200):
             sealed = sealed_until(store, allowed)
             for points in (2, 4, 64):
-                model = store.model_points("r1", ["lost"], Selection(points=points))
+                model = store.points.model_points("r1", ["lost"], Selection(points=points))
                 assert reduce_steps(model.totals)["lost"] == 64 * 180.0
-                layers = store.layer_points("r1", ["lost"], Selection(points=points))
+                layers = store.points.layer_points("r1", ["lost"], Selection(points=points))
                 assert reduce_steps(layers.totals)["lost"].tolist() == [64 * 30.0, 64 * 60.0, 64 * 90.0]
             if sealed == 0:
                 break
-        assert store.model_points("r1", ["lost"], Selection(points=2)).counts.tolist() == [16] * 4
+        assert store.points.model_points("r1", ["lost"], Selection(points=2)).counts.tolist() == [16] * 4
         assert allowed > 20
         with store.engine.connect() as connection:
             coarse = select(schema.layer_chunk.c.level, schema.layer_chunk.c.chunk, schema.layer_chunk.c.part)
@@ -341,7 +341,7 @@ class SealingContract(Senders):
     def test_reports_arriving_while_a_part_is_built_are_kept(self, store):
         stream = self.fill(store)
         self.send(store, stream, range(1, 33))
-        writing = store._writing
+        writing = store.writing
         sent: list[bool] = []
 
         @contextmanager
@@ -352,50 +352,50 @@ class SealingContract(Senders):
             with writing() as connection:
                 yield connection
 
-        store._writing = interleaved
+        store.writing = interleaved
         try:
-            assert store.seal("r1", NOW)
+            assert store.sealing.seal("r1", NOW)
         finally:
-            store._writing = writing
-        assert store.streams("r1")[0].reports == 34
-        assert store.model_points("r1", ["lost"], ALL).steps.tolist() == list(range(1, 34))
-        assert store.scalar_points("r1", ("extra",), ALL)["extra"].steps.tolist() == [20]
+            store.writing = writing
+        assert store.streams.of_run("r1")[0].reports == 34
+        assert store.points.model_points("r1", ["lost"], ALL).steps.tolist() == list(range(1, 34))
+        assert store.points.scalar_points("r1", ("extra",), ALL)["extra"].steps.tolist() == [20]
         assert rows(store, schema.report) == 2
 
     def test_a_deleted_run_leaves_no_chunks(self, store):
         self.send(store, self.fill(store), range(1, 81))
         seal_all(store)
         assert all(rows(store, table) for table in CHUNKS)
-        store.delete_run("r1", NOW)
+        store.runs.delete("r1", NOW)
         assert not any(rows(store, table) for table in CHUNKS)
         with pytest.raises(Gone):
-            store.seal("r1", NOW)
+            store.sealing.seal("r1", NOW)
 
     def test_a_run_deleted_while_it_is_sealed_leaves_no_chunks(self, store):
         stream = self.fill(store)
         self.send(store, stream, range(1, 41))
-        writing, calls = store._writing, []
+        writing, calls = store.writing, []
 
         @contextmanager
         def deleting():
             calls.append(True)
             if len(calls) == 3:
-                store._writing = writing
-                store.delete_run("r1", NOW)
+                store.writing = writing
+                store.runs.delete("r1", NOW)
             with writing() as connection:
                 yield connection
 
-        store._writing = deleting
+        store.writing = deleting
         with pytest.raises(Gone):
-            store.seal("r1", NOW)
-        store._writing = writing
+            store.sealing.seal("r1", NOW)
+        store.writing = writing
         assert not any(rows(store, table) for table in CHUNKS)
 
     def test_runs_with_a_journal_are_found(self, store):
         self.fill(store)
-        assert store.journal_runs() == []
+        assert store.journal.runs() == []
         self.send(store, self.fill(store, "r2", "s2"), range(1, 3))
-        assert store.journal_runs() == ["r2"]
+        assert store.journal.runs() == ["r2"]
 
     def test_two_runs_are_sealed_apart(self, store):
         for name, stream in (("r1", "s1"), ("r2", "s2")):
@@ -415,7 +415,7 @@ class SealingContract(Senders):
 
         def read():
             while not done.is_set():
-                steps = store.model_points("r1", ["lost"], ALL).steps.tolist()
+                steps = store.points.model_points("r1", ["lost"], ALL).steps.tolist()
                 if steps != list(range(1, 65)):
                     wrong.append(steps)
 
@@ -432,13 +432,13 @@ class SealingContract(Senders):
             self.send(store, stream, range(1, 41), rank)
         seal_all(store)
         groups = [ReportGroup(first, [report(0, 1), report(40, 41)]), ReportGroup(second, [report(39, 40, rank=1)])]
-        outcomes = store.append(groups, NOW)
+        outcomes = store.journal.append(groups, NOW)
         assert [(outcome.accepted, outcome.duplicates) for outcome in outcomes] == [(1, 1), (0, 1)]
 
 
 def sealed_until(store, allowed):
     """How many parts a process seals that is killed after so many transactions; None: it was killed."""
-    writing, left = store._writing, [allowed]
+    writing, left = store.writing, [allowed]
 
     @contextmanager
     def counted():
@@ -448,13 +448,13 @@ def sealed_until(store, allowed):
         with writing() as connection:
             yield connection
 
-    store._writing = counted
+    store.writing = counted
     try:
-        return store.seal("r1", NOW)
+        return store.sealing.seal("r1", NOW)
     except InterruptedError:
         return None
     finally:
-        store._writing = writing
+        store.writing = writing
 
 
 def blocks(connection):

@@ -23,16 +23,16 @@ def seen(store, run_id="r1", ranks=(None,)):
             ("middle", Selection(rank=rank, first_step=7, last_step=50)),
             ("one", Selection(rank=rank, first_step=20, last_step=20)),
         ):
-            found[f"model {name} {rank}"] = plain(store.model_points(run_id, None, chosen))
-            scalars = store.scalar_points(run_id, None, chosen)
+            found[f"model {name} {rank}"] = plain(store.points.model_points(run_id, None, chosen))
+            scalars = store.points.scalar_points(run_id, None, chosen)
             found[f"scalars {name} {rank}"] = {key: arrays(entry) for key, entry in scalars.items()}
     for name, chosen in (("all", ALL), ("middle", Selection(first_step=7, last_step=50))):
-        found[f"layers {name}"] = plain(store.layer_points(run_id, STATISTICS, chosen))
-        found[f"layer {name}"] = plain(store.layer_points(run_id, STATISTICS, chosen, [LAYERS[1]]))
-    latest = store.latest(run_id)
+        found[f"layers {name}"] = plain(store.points.layer_points(run_id, STATISTICS, chosen))
+        found[f"layer {name}"] = plain(store.points.layer_points(run_id, STATISTICS, chosen, [LAYERS[1]]))
+    latest = store.points.latest(run_id)
     found["latest"] = None if latest is None else (latest.step, latest.time, arrays_of(latest.model))
-    found["streams"] = store.streams(run_id)
-    record = store.run(run_id)
+    found["streams"] = store.streams.of_run(run_id)
+    record = store.runs.get(run_id)
     found["run"] = (record.reports, record.first_step, record.last_step, record.scalars)
     return found
 
@@ -72,7 +72,7 @@ def rows(store, table):
 
 def seal_all(store, run_id="r1", now=NOW):
     parts = 0
-    while made := store.seal(run_id, now):
+    while made := store.sealing.seal(run_id, now):
         parts += made
         assert parts < 1000
     return parts

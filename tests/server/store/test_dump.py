@@ -23,23 +23,23 @@ def test_a_dump_taken_while_a_server_serves_is_restored_into_an_empty_database(
 ):
     served = opened(database)
     stream = StoreContract.fill(served)
-    served.append([ReportGroup(stream, [report(i, i + 1) for i in range(80)])], NOW)
+    served.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(80)])], NOW)
     assert seal_all(served) == 2
     before = seen(served)
     dump = [cluster.programs / "pg_dump", "--format=custom", f"--file={tmp_path / 'dump'}", database]
     subprocess.run(dump, check=True, capture_output=True)
-    served.append([ReportGroup(stream, [report(80, 81)])], NOW)
-    served.create_run("p", wire.RunCreate(run_id="later"), NOW)
+    served.journal.append([ReportGroup(stream, [report(80, 81)])], NOW)
+    served.runs.create("p", wire.RunCreate(run_id="later"), NOW)
     served.close()
     restore = [cluster.programs / "pg_restore", f"--dbname={empty_database}", tmp_path / "dump"]
     subprocess.run(restore, check=True, capture_output=True)
     again = opened(empty_database)
     try:
         unchanged(before, seen(again))
-        assert list(again.records(["r1"])) == ["r1"]
+        assert list(again.runs.records(["r1"])) == ["r1"]
         # The loss window: what came after the dump began. Its sender repeats it, and it is stored once.
-        outcome = again.append([ReportGroup(stream, [report(i, i + 1) for i in range(70, 81)])], NOW)[0]
+        outcome = again.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(70, 81)])], NOW)[0]
         assert (outcome.accepted, outcome.duplicates) == (1, 10)
-        assert again.run("r1").last_step == 81
+        assert again.runs.get("r1").last_step == 81
     finally:
         again.close()

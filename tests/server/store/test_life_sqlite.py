@@ -16,7 +16,7 @@ class TestSqliteLife(LifeContract):
 
 
 def file_bytes(store):
-    with store._writing():
+    with store.writing():
         pass
     store.check()
     return store.path.stat().st_size
@@ -39,7 +39,7 @@ def test_deletion_gives_the_space_back_to_the_disk(tmp_path):
     store.open()
     full, used = file_bytes(store), store.sizes().used_bytes
     for number in range(3):
-        store.delete_run(f"r{number}", NOW)
+        store.runs.delete(f"r{number}", NOW)
     left = store.sizes().used_bytes
     assert left - empty < 0.35 * (used - empty)
     assert file_bytes(store) == full
@@ -54,7 +54,7 @@ def test_retention_gives_the_space_back(tmp_path):
     store.open()
     filled(store, 16 * 32)
     full = store.sizes().used_bytes
-    assert store.life.expire("r1", NEVER) == 30
+    assert store.retention.expire("r1", NEVER) == 30
     emptied(store)
     assert store.sizes().used_bytes < full
     store.close()
@@ -65,7 +65,7 @@ def test_space_is_returned_in_slices(tmp_path, monkeypatch):
     store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0, limits=LIMITS)
     store.open()
     filled(store, 8 * 32)
-    store.delete_run("r1", NOW)
+    store.runs.delete("r1", NOW)
     assert emptied(store) > 3
     assert not store.return_space()
     store.close()

@@ -35,8 +35,8 @@ def test_the_migrated_schema_is_that_of_the_code(store):
 def test_a_store_of_the_first_release_keeps_its_reports(store):
     """Filled by the code of today, then stripped to the first revision's columns: forward again, with the data."""
     StoreContract.fill(store)
-    store.append([ReportGroup(store.stream_record("s0"), [report(i, i + 1) for i in range(5)])], NOW)
-    before = store.model_points("r1", None, Selection()).totals["lost"].tolist()
+    store.journal.append([ReportGroup(store.streams.record("s0"), [report(i, i + 1) for i in range(5)])], NOW)
+    before = store.points.model_points("r1", None, Selection()).totals["lost"].tolist()
     saved = {}
     with store.engine.begin() as connection:
         first = _empty_first_release(store.path.with_name("first.sqlite"))
@@ -52,8 +52,8 @@ def test_a_store_of_the_first_release_keeps_its_reports(store):
     first.close()
     first.open()
     try:
-        assert first.model_points("r1", None, Selection()).totals["lost"].tolist() == before
-        again = first.append([ReportGroup(first.stream_record("s0"), [report(0, 1), report(5, 6)])], NOW)
+        assert first.points.model_points("r1", None, Selection()).totals["lost"].tolist() == before
+        again = first.journal.append([ReportGroup(first.streams.record("s0"), [report(0, 1), report(5, 6)])], NOW)
         assert [(outcome.accepted, outcome.duplicates) for outcome in again] == [(1, 1)]
     finally:
         first.close()
@@ -63,7 +63,7 @@ def _empty_first_release(path):
     """A store whose schema is revision 0001, opened without migrating it further."""
     store = SqliteStore(path, stale_after_seconds=600.0)
     store._engine = store._connect()
-    with store._writing() as connection:
+    with store.writing() as connection:
         migrate(connection, "0001")
     return store
 

@@ -157,7 +157,7 @@ def test_a_wrong_address_is_a_sentence():
 
 def test_text_that_it_cannot_hold_is_refused(store):
     with pytest.raises(Unprocessable):
-        store.create_run("p", wire.RunCreate(run_id="r1", name="a\0b"), NOW)
+        store.runs.create("p", wire.RunCreate(run_id="r1", name="a\0b"), NOW)
 
 
 @pytest.mark.parametrize("setting", ["fsync=off", "synchronous_commit=off"])
@@ -186,7 +186,7 @@ def test_two_servers_take_the_same_reports_and_store_each_once(store, database):
 
     def send(server, order):
         for seq in order:
-            outcome = server.append([ReportGroup(stream, [report(seq, seq + 1)])], NOW)[0]
+            outcome = server.journal.append([ReportGroup(stream, [report(seq, seq + 1)])], NOW)[0]
             accepted.append(outcome.accepted)
 
     threads = [
@@ -199,10 +199,10 @@ def test_two_servers_take_the_same_reports_and_store_each_once(store, database):
         thread.join()
     assert sum(accepted) == 60
     for server in (store, other):
-        [known] = server.streams("r1")
+        [known] = server.streams.of_run("r1")
         assert (known.reports, known.last_seq, known.last_step) == (60, 59, 60)
-        assert server.latest("r1").step == 60
-        assert server.run("r1").scalars["loss"].step == 60
+        assert server.points.latest("r1").step == 60
+        assert server.runs.get("r1").scalars["loss"].step == 60
     unchanged(seen(store), seen(other))
     other.close()
 
@@ -214,10 +214,10 @@ def test_two_servers_creating_the_same_things_make_one_of_each(store, database):
     def create(server, launch):
         try:
             for i in range(10):
-                server.create_run("p", wire.RunCreate(run_id=f"r{i}"), NOW)
+                server.runs.create("p", wire.RunCreate(run_id=f"r{i}"), NOW)
                 create = wire.AttemptCreate(launch_id=launch, first_step=1)
-                attempts.append((i, launch, server.create_attempt(f"r{i}", create, NOW).attempt))
-                server.create_attempt(f"r{i}", wire.AttemptCreate(launch_id="shared", first_step=1), NOW)
+                attempts.append((i, launch, server.streams.create_attempt(f"r{i}", create, NOW).attempt))
+                server.streams.create_attempt(f"r{i}", wire.AttemptCreate(launch_id="shared", first_step=1), NOW)
         except Exception as error:
             errors.append(error)
 
@@ -230,7 +230,7 @@ def test_two_servers_creating_the_same_things_make_one_of_each(store, database):
         thread.join()
     assert errors == []
     for i in range(10):
-        numbers = [attempt.attempt for attempt in store.run(f"r{i}").attempts]
+        numbers = [attempt.attempt for attempt in store.runs.get(f"r{i}").attempts]
         assert numbers == [1, 2, 3]
     servers[1].close()
 
@@ -241,8 +241,8 @@ def test_only_one_server_seals_a_run_at_a_time(store, database):
     StoreContract.append(store, stream, *(report(i, i + 1) for i in range(40)))
     with store._claim("r1") as mine:
         assert mine
-        assert not other.seal("r1", NOW)
-    assert other.seal("r1", NOW)
+        assert not other.sealing.seal("r1", NOW)
+    assert other.sealing.seal("r1", NOW)
     other.close()
 
 
@@ -251,7 +251,7 @@ def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, database, cl
     other = opened(database)
     StoreContract.append(store, StoreContract.fill(store), *(report(i, i + 1) for i in range(40)))
     before = seen(store)
-    writing = store._writing
+    writing = store.writing
 
     @contextlib.contextmanager
     def cut():
@@ -262,9 +262,9 @@ def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, database, cl
         )
 
     with monkeypatch.context() as broken:
-        broken.setattr(store, "_writing", cut)
+        broken.setattr(store, "writing", cut)
         with pytest.raises(Busy):
-            store.seal("r1", NOW)
+            store.sealing.seal("r1", NOW)
     assert rows(store, schema.point_chunk) == 0
     assert seal_all(other) == 1
     unchanged(before, seen(store))
@@ -296,7 +296,7 @@ def test_a_session_that_only_reads_is_let_go(store, cluster):
     database = store.engine.url.database
     for wrong in (
         lambda: StoreContract.append(store, stream, report(0, 1)),
-        lambda: store.create_attempt("r1", wire.AttemptCreate(launch_id="l2", first_step=1), NOW),
+        lambda: store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="l2", first_step=1), NOW),
     ):
         cluster.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
         store.engine.dispose()
@@ -311,9 +311,9 @@ def test_a_run_can_be_deleted_while_another_server_seals_it(store, database):
     other = opened(database)
     StoreContract.fill(store)
     with store._claim("r1"):
-        other.delete_run("r1", NOW)
+        other.runs.delete("r1", NOW)
     with pytest.raises(Gone):
-        store.seal("r1", NOW)
+        store.sealing.seal("r1", NOW)
     other.close()
 
 
@@ -324,21 +324,21 @@ def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, database
 
     def seal(server):
         while not done.is_set():
-            server.seal("r1", NOW)
+            server.sealing.seal("r1", NOW)
 
     sealers = [threading.Thread(target=seal, args=(server,)) for server in (store, other)]
     for thread in sealers:
         thread.start()
     for start in range(0, 200, 10):
         server = store if start % 20 else other
-        server.append([ReportGroup(stream, [report(i, i + 1) for i in range(start, start + 10)])], NOW)
+        server.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(start, start + 10)])], NOW)
     done.set()
     for thread in sealers:
         thread.join()
     seal_all(store)
-    assert store.streams("r1")[0].reports == 200
-    assert store.model_points("r1", ["lost"], ALL).steps.tolist() == list(range(1, 201))
-    again = other.append([ReportGroup(stream, [report(i, i + 1) for i in range(200)])], NOW)[0]
+    assert store.streams.of_run("r1")[0].reports == 200
+    assert store.points.model_points("r1", ["lost"], ALL).steps.tolist() == list(range(1, 201))
+    again = other.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(200)])], NOW)[0]
     assert (again.accepted, again.duplicates) == (0, 200)
     other.close()
 
@@ -391,7 +391,7 @@ def test_what_was_acknowledged_survives_a_killed_cluster():
                 except Busy:
                     continue
             assert accepted == 21
-            assert store.streams("r1")[0].reports == 21
+            assert store.streams.of_run("r1")[0].reports == 21
         finally:
             store.close()
             cluster.stop()

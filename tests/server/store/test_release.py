@@ -89,11 +89,11 @@ def test_its_runs_go_on(store, tmp_path):
         assert [(entry.seq, entry.code) for entry in late.rejected] == [(200, "past_horizon")]
         server.reports([report(i, 75 + i) for i in range(4, 40)], "s2")
         server.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
-        while store.seal("r1", clock.now):
+        while store.sealing.seal("r1", clock.now):
             pass
         series = server.series("lost_update_ratio", points=10_000)
         assert series.steps == [16, 32, *range(33, 115)]
-        assert not store.journal_runs() or store.journal_runs() == ["r2"]
+        assert not store.journal.runs() or store.journal.runs() == ["r2"]
 
 
 def old_run(connection, number):
@@ -148,8 +148,8 @@ def test_the_previous_release_serves_while_its_database_is_migrated(empty_databa
     store.open()
     try:
         for number in range(len(written)):
-            assert store.run(f"old{number}").scalars["loss"].value == 2.0
-            assert store.streams(f"old{number}")[0].reports == 1
+            assert store.runs.get(f"old{number}").scalars["loss"].value == 2.0
+            assert store.streams.of_run(f"old{number}")[0].reports == 1
     finally:
         store.close()
 

@@ -97,12 +97,12 @@ def test_the_log_gives_back_what_it_took_beside_a_long_reader(store):
     log = store.path.with_name(store.path.name + "-wal")
 
     def write(megabytes):
-        with store._writing() as connection:
+        with store.writing() as connection:
             connection.exec_driver_sql(f"INSERT INTO filler VALUES (zeroblob({megabytes * 2**20}))")
 
-    with store._writing() as connection:
+    with store.writing() as connection:
         connection.exec_driver_sql("CREATE TABLE filler (data BLOB)")
-    with store._reading() as reader:
+    with store.reading() as reader:
         reader.exec_driver_sql("SELECT count(*) FROM filler")
         for _ in range(10):
             write(8)
@@ -121,19 +121,19 @@ def test_readers_without_a_pause_do_not_make_the_log_grow_for_good(store):
         held = contextlib.ExitStack()
         while not done.is_set():
             following = contextlib.ExitStack()
-            following.enter_context(store._reading()).exec_driver_sql("SELECT count(*) FROM run").scalar()
+            following.enter_context(store.reading()).exec_driver_sql("SELECT count(*) FROM run").scalar()
             held.close()
             held = following
             done.wait(0.02)
         held.close()
 
-    with store._writing() as connection:
+    with store.writing() as connection:
         connection.exec_driver_sql("CREATE TABLE filler (data BLOB)")
     reader = threading.Thread(target=read)
     reader.start()
     try:
         for _ in range(20):
-            with store._writing() as connection:
+            with store.writing() as connection:
                 connection.exec_driver_sql("INSERT INTO filler VALUES (zeroblob(8388608))")
             store.fold_log()
         assert log.stat().st_size < 100 * 2**20
@@ -161,8 +161,8 @@ def test_of_two_servers_on_one_file_one_seals_at_a_time(store):
     StoreContract.append(store, stream, *(report(i, i + 1) for i in range(40)))
     with store._claim("r1") as mine:
         assert mine
-        assert not other.seal("r1", NOW)
-    assert other.seal("r1", NOW)
+        assert not other.sealing.seal("r1", NOW)
+    assert other.sealing.seal("r1", NOW)
     other.close()
 
 

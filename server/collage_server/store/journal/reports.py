@@ -15,12 +15,14 @@ from sqlalchemy import BindParameter, Connection, Dialect, Row, bindparam, exist
 from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.contract import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
+from collage_server.store.engine.database import Database
 from collage_server.store.engine.driver import Statement
+from collage_server.store.journal.gaps import note_gaps
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.rows import scalars_to_json, to_json
 from collage_server.store.runs.events import COUNTED, add_events, count_event
 
-__all__ = ["REPORT_COLUMNS", "JournalDriver", "ReportRow", "append", "journal_runs", "read_reports"]
+__all__ = ["REPORT_COLUMNS", "JournalDriver", "ReportRow", "SqlJournal", "read_reports"]
 
 ReportRow = tuple[str, str, int, int, float, str | None, int, int, bytes | None, bytes | None]
 """One row in the order of REPORT_COLUMNS."""
@@ -158,6 +160,31 @@ class _Latest:
         skew = max(entry for entry in skews if entry is not None)
         self.values.update(last_report_at=now, scalars=to_json(self.scalars), clock_skew_seconds=skew)
         return {**self.values, **self.own}
+
+
+class SqlJournal:
+    """Implements `ReportJournal` on an SQL database. `last_bytes`: what the last commit took on its way here."""
+
+    def __init__(self, database: Database, driver: JournalDriver) -> None:
+        self._database = database
+        self.driver = driver
+        self.last_bytes = 0
+
+    def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
+        """Store all groups in one transaction; durable when it returns."""
+        self.last_bytes = sum(group.bytes for group in groups)
+        with self._database.appending() as connection:
+            return append(connection, groups, now, self.driver)
+
+    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
+        """Keep which reports of a stream will never come; the same gap twice is one."""
+        with self._database.writing() as connection:
+            note_gaps(connection, stream, gaps, now)
+
+    def runs(self) -> list[str]:
+        """Runs that have reports in the journal."""
+        with self._database.reading() as connection:
+            return journal_runs(connection)
 
 
 def append(

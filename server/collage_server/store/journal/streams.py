@@ -16,28 +16,53 @@ from collage_monitor.metrics import statistic
 from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
 from collage_server.store import schema
 from collage_server.store.contract import IntArray, StreamRecord
+from collage_server.store.engine.database import Database
 from collage_server.store.journal.gaps import count_numbers
 from collage_server.store.journal.horizon import frozen_step
 from collage_server.store.ranges import ranges_from_json
 from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
 from collage_server.store.runs.events import add_events, attempt_event, move_event, rank_twice
 
-__all__ = [
-    "create_attempt",
-    "create_stream",
-    "read_layers",
-    "read_stream",
-    "read_stream_record",
-    "read_stream_records",
-    "read_streams",
-    "stream_record",
-]
+__all__ = ["SqlStreams", "read_layers", "read_stream_records", "read_streams", "stream_record"]
 
 _STREAM: Final = schema.stream
 _LAYER: Final = schema.layer
 _MOST_ELEMENTS: Final = 2**53
 _LONGEST_STATISTIC: Final = 448
 """So that "minimum METRIC", with the same label, is no longer than a name: else its run could not be sealed."""
+
+
+class SqlStreams:
+    """Implements `StreamStore` on an SQL database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create_attempt(self, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
+        """Register a launch; the same launch_id is the same attempt."""
+        with self._database.writing() as connection:
+            return create_attempt(connection, run_id, create, now)
+
+    def create(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
+        """Register a stream, or extend it."""
+        with self._database.writing() as connection:
+            create_stream(connection, run_id, create, now)
+            return read_stream(connection, create.stream_id)
+
+    def of_run(self, run_id: str) -> list[wire.Stream]:
+        """The run's streams, by attempt and rank."""
+        with self._database.reading() as connection:
+            return read_streams(connection, run_id)
+
+    def record(self, stream_id: str) -> StreamRecord:
+        """What ingest has to know of a stream."""
+        with self._database.reading() as connection:
+            return read_stream_record(connection, stream_id)
+
+    def layers(self, run_id: str) -> list[wire.Layer]:
+        """The run's layers in the order in which they were first seen."""
+        with self._database.reading() as connection:
+            return read_layers(connection, run_id)
 
 
 def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:

@@ -11,17 +11,18 @@ from sqlalchemy.dialects import postgresql, sqlite
 from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.contract import NewEvent
+from collage_server.store.engine.database import Database
 from collage_server.store.rows import from_json, require_run, to_json
 
 __all__ = [
     "COUNTED",
     "MOST_LAYERS",
+    "SqlEvents",
     "add_events",
     "attempt_event",
     "count_event",
     "move_event",
     "rank_twice",
-    "read_events",
 ]
 
 MOST_LAYERS: Final = 8
@@ -35,6 +36,24 @@ _COUNTED: Final[dict[str, tuple[wire.EventKind, str]]] = {
 }
 COUNTED: Final = frozenset(_COUNTED)
 """Logged counts whose growth is told of."""
+
+
+class SqlEvents:
+    """Implements `EventStore` on an SQL database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, run_id: str, events: Sequence[NewEvent], now: float) -> int:
+        """Add to what happened to a run; how many of these were new."""
+        with self._database.writing() as connection:
+            require_run(connection, run_id, lock=True)
+            return add_events(connection, run_id, events, now)
+
+    def read(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
+        """What happened to a run, oldest first: events numbered above `after`."""
+        with self._database.reading() as connection:
+            return read_events(connection, run_id, after, limit)
 
 
 def add_events(connection: Connection, run_id: str, events: Sequence[NewEvent], now: float) -> int:

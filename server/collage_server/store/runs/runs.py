@@ -5,20 +5,24 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound, Unprocessable
 from collage_server.store import schema
+from collage_server.store.access.tokens import record_acts
 from collage_server.store.contract import RunPageRecord, RunQuery, RunRecord, RunRevision
+from collage_server.store.engine.database import Database
+from collage_server.store.quota import QuotaCheck, judge
 from collage_server.store.rows import from_json, missing_run, require_run, require_runs, to_json
 from collage_server.store.runs.latest import hidden_from, newest_scalars, sum_of_newest
 
-__all__ = ["create_run", "delete_run", "read_records", "read_revisions", "read_run", "read_runs", "update_run"]
+__all__ = ["SqlRuns", "read_records", "read_run"]
 
 _RUN: Final = schema.run
 _OWNED: Final = (
@@ -31,6 +35,74 @@ _OWNED: Final = (
     schema.run_tag,
     schema.run,
 )
+
+
+class SqlRuns:
+    """Implements `RunStore` on an SQL database. `clear` begins to remove what a deleted run has left."""
+
+    def __init__(self, database: Database, clear: Callable[[str], None]) -> None:
+        self._database = database
+        self._clear = clear
+
+    def create(
+        self, project: str, create: wire.RunCreate, now: float, check: QuotaCheck | None = None
+    ) -> tuple[RunRecord, bool]:
+        """Create a run or resume it; says if it is new. `check` may refuse what the project would then hold."""
+        try:
+            return self._create(project, create, now, check)
+        except IntegrityError:
+            return self._create(project, create, now, check)
+
+    def _create(
+        self, project: str, create: wire.RunCreate, now: float, check: QuotaCheck | None
+    ) -> tuple[RunRecord, bool]:
+        """Once more where another process created the same run in between: it is then resumed."""
+        with self._database.writing() as connection:
+            if check is not None:
+                self._database.lock_project(connection, project)
+            is_new = create_run(connection, project, create, now)
+            if check is not None:
+                judge(connection, project, check, runs=is_new, tags=bool(create.tags))
+            return read_run(connection, create.run_id), is_new
+
+    def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
+        """A page of runs, newest first."""
+        with self._database.reading() as connection:
+            return read_runs(connection, query, now, stale_after_seconds)
+
+    def get(self, run_id: str) -> RunRecord:
+        """One run."""
+        with self._database.reading() as connection:
+            return read_run(connection, run_id)
+
+    def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
+        """Several runs, in the order given."""
+        with self._database.reading() as connection:
+            return read_records(connection, run_ids)
+
+    def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
+        """The revision of each of these runs, in the order given."""
+        with self._database.reading() as connection:
+            return read_revisions(connection, run_ids)
+
+    def update(self, run_id: str, update: wire.RunUpdate, now: float, check: QuotaCheck | None = None) -> RunRecord:
+        """Change a run. `check` may refuse what its project would then hold."""
+        with self._database.writing() as connection:
+            counted = None
+            if check is not None and update.tags:
+                counted = read_run(connection, run_id).project
+                self._database.lock_project(connection, counted)
+            update_run(connection, run_id, update, now)
+            if check is not None and counted is not None:
+                judge(connection, counted, check, runs=False, tags=True)
+            return read_run(connection, run_id)
+
+    def delete(self, run_id: str, now: float, acts: Sequence[wire.Act] = ()) -> None:
+        """Delete a run and leave a tombstone, and these acts in the audit log."""
+        with self._database.writing() as connection:
+            delete_run(connection, run_id, now)
+            record_acts(connection, acts)
+        self._clear(run_id)
 
 
 def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:

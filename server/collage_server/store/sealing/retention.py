@@ -1,4 +1,6 @@
-"""What leaves the store: fine levels past their horizon, and the rows of deleted runs. In slices, behind no reader.
+"""What happens to a run after its reports came in: sealed into chunks, thinned past a horizon, removed.
+
+Everything is done in slices, behind no reader.
 
 A chunk whose level 1 is gone is *frozen*: its coarse levels stay as they are, and totals that still come for its
 steps are refused (`horizon`). The newest chunk of an attempt is never frozen, so a run's last step stays as it was.
@@ -6,10 +8,10 @@ steps are refused (`horizon`). The newest chunk of an attempt is never frozen, s
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
@@ -19,13 +21,17 @@ from sqlalchemy import Connection, Row, Table, delete, exists, or_, select, tupl
 from collage_server.store import schema
 from collage_server.store.chunks.blocks import read_point_rows
 from collage_server.store.chunks.directory import LEVELS
+from collage_server.store.contract import SealLimits
+from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import catch_up, freeze, read_lagging
+from collage_server.store.journal.reports import SqlJournal
+from collage_server.store.runs.runs import read_run
 from collage_server.store.sealing.readable import forget_points
+from collage_server.store.sealing.replicas import Replicas, count_mismatches
+from collage_server.store.sealing.seal import seal
 
-__all__ = ["SqlLife"]
+__all__ = ["SqlRetention", "SqlSealing"]
 
-Transaction = Callable[[], AbstractContextManager[Connection]]
-Claim = Callable[[str], AbstractContextManager[bool]]
 Settle = Callable[[str], None]
 """Seals every report that still waits for its place in an old chunk; the caller holds the claim."""
 _BULKY: Final = (
@@ -38,6 +44,8 @@ _BULKY: Final = (
     schema.layer_point,
 )
 _SLICE_ROWS: Final = 48
+_PURGED_AT_ONCE: Final = 100
+"""Short transactions that a deletion takes at most before it is answered."""
 _LOOK_SECONDS: Final = 50.0
 """How long after a look for rows of deleted runs the next one comes: other servers delete runs, and end, too."""
 
@@ -52,22 +60,68 @@ class _Expired:
     last_step: int
 
 
-class SqlLife:
-    """Expiry and deletion on an SQL database; transactions and the claim on a run come from the store."""
+class SqlSealing:
+    """Implements `Sealing` on an SQL database."""
 
-    def __init__(self, reading: Transaction, writing: Transaction, claim: Claim, settle: Settle) -> None:
-        self._reading = reading
-        self._writing = writing
-        self._claim = claim
+    def __init__(
+        self, database: Database, journal: SqlJournal, limits: SealLimits, stale_after_seconds: float
+    ) -> None:
+        self.limits = limits
+        self._database = database
+        self._journal = journal
+        self._stale_after_seconds = stale_after_seconds
+        self._replicas = Replicas()
+
+    def seal(self, run_id: str, now: float) -> int:
+        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
+        with self._database.reading() as connection:
+            record = read_run(connection, run_id)
+        silent = record.updated_at < now - self._stale_after_seconds
+        with self._database.claimed(run_id) as mine:
+            closed = silent or record.state != "running"
+            limits = self.limits.beside(self._journal.last_bytes)
+            return self._seal_parts(run_id, limits, now=now, closed=closed) if mine else 0
+
+    def settle(self, run_id: str) -> None:
+        """Seal every late report, however few they are; the caller has claimed the run."""
+        limits = dataclasses.replace(self.limits, late_rows=1)
+        with self._database.reading() as connection:
+            now = read_run(connection, run_id).updated_at
+        while self._seal_parts(run_id, limits, now=now, closed=False):
+            pass
+
+    def _seal_parts(self, run_id: str, limits: SealLimits, *, now: float, closed: bool) -> int:
+        return seal(
+            run_id,
+            self._database.reading,
+            self._database.writing_claimed,
+            limits,
+            self._replicas,
+            now=now,
+            closed=closed,
+            stale_after_seconds=self._stale_after_seconds,
+        )
+
+    def replica_mismatches(self) -> int:
+        """At how many layers and steps replicas differed, over all runs."""
+        with self._database.reading() as connection:
+            return count_mismatches(connection)
+
+
+class SqlRetention:
+    """Implements `Retention` on an SQL database."""
+
+    def __init__(self, database: Database, settle: Settle) -> None:
+        self._database = database
         self._settle = settle
-        self._doomed: set[str] = set()
+        self._deleted: set[str] = set()
         self._next_look = 0.0
         self._lock = Lock()
 
     def sealed_runs(self) -> list[str]:
         """Runs that have chunks."""
         table = schema.point_chunk
-        with self._reading() as connection:
+        with self._database.reading() as connection:
             return list(connection.execute(select(table.c.run_id).distinct().order_by(table.c.run_id)).scalars())
 
     def expire(self, run_id: str, before: Mapping[int, float]) -> int:
@@ -76,46 +130,47 @@ class SqlLife:
         A chunk's age is that of its last report, or of its attempt where that is younger (an import). A level goes
         only where a coarser one is there. Returns how many levels of chunks went.
         """
-        with self._claim(run_id) as mine:
+        with self._database.claimed(run_id) as mine:
             if not mine:
                 return 0
-            with self._reading() as connection:
+            with self._database.reading() as connection:
                 lagging = read_lagging(connection, run_id)
                 expired = _expired(connection, run_id, before)
             if lagging:
-                with self._writing() as connection:
+                with self._database.writing() as connection:
                     catch_up(connection, run_id, lagging)
             if any(entry.level == 1 for entry in expired):
                 self._settle(run_id)
             return sum(self._drop(run_id, entry) for entry in expired)
 
-    def doom(self, run_id: str) -> None:
-        """Remember a run that was just deleted."""
+    def clear(self, run_id: str) -> None:
+        """Begin to remove the rows of a run that was just deleted; the rest is left to maintenance."""
         with self._lock:
-            self._doomed.add(run_id)
+            self._deleted.add(run_id)
+        self.purge(_PURGED_AT_ONCE)
 
     def purge(self, slices: int) -> bool:
         """Remove rows of deleted runs, `slices` short transactions at most; True if there may be more."""
         for _ in range(slices):
-            run_id = self._next_doomed()
+            run_id = self._next_deleted()
             if run_id is None:
                 return False
             if not self._purge_slice(run_id):
                 with self._lock:
-                    self._doomed.discard(run_id)
+                    self._deleted.discard(run_id)
         return True
 
-    def _next_doomed(self) -> str | None:
+    def _next_deleted(self) -> str | None:
         with self._lock:
-            if not self._doomed and time.monotonic() >= self._next_look:
-                with self._reading() as connection:
-                    self._doomed = set(connection.execute(_buried_with_rows()).scalars())
+            if not self._deleted and time.monotonic() >= self._next_look:
+                with self._database.reading() as connection:
+                    self._deleted = set(connection.execute(_buried_with_rows()).scalars())
                 self._next_look = time.monotonic() + _LOOK_SECONDS
-            return min(self._doomed, default=None)
+            return min(self._deleted, default=None)
 
     def _purge_slice(self, run_id: str) -> bool:
         for table in _BULKY:
-            with self._writing() as connection:
+            with self._database.writing() as connection:
                 if _delete_some(connection, table, table.c.run_id == run_id):
                     return True
         return False
@@ -123,7 +178,7 @@ class SqlLife:
     def _drop(self, run_id: str, entry: _Expired) -> bool:
         """The points first: from then on readers use coarser levels. The model's rows last: they tell that a drop
         was interrupted. False: reports came meanwhile that belong there; the next round tries again."""
-        with self._writing() as connection:
+        with self._database.writing() as connection:
             if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
                 return False
             if entry.level == 1:
@@ -131,10 +186,10 @@ class SqlLife:
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
         going_on = True
         while going_on:
-            with self._writing() as connection:
+            with self._database.writing() as connection:
                 where = _rows_of(schema.layer_chunk, run_id, entry)
                 going_on = bool(_delete_some(connection, schema.layer_chunk, *where))
-        with self._writing() as connection:
+        with self._database.writing() as connection:
             connection.execute(delete(schema.model_chunk).where(*_rows_of(schema.model_chunk, run_id, entry)))
         return True
 
