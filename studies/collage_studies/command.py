@@ -1,4 +1,4 @@
-"""`demo`: server, dashboard and five watched trainings on this machine; the text is the standard library's own."""
+"""`demo`: start server and dashboard here, train five strategies on the standard library, compare them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOGETHER = 2
 
 
 @click.command("demo")
-@click.option("--exit", "leave", is_flag=True, help="End after the comparison instead of staying up.")
+@click.option("--exit", "leave", is_flag=True, help="End after the comparison; do not stay up.")
 @click.option(
     "--output", default="demo-output", show_default=True, type=click.Path(path_type=Path, file_okay=False)
 )
@@ -35,7 +35,7 @@ _TOGETHER = 2
 def demo(
     leave: bool, output: Path, folder: Path | None, steps: int, port: int, dashboard_port: int, as_json: bool
 ) -> None:
-    """Train a small model under five storage strategies, watched, and compare them."""
+    """Train a small model under five storage strategies, watch each, and compare them."""
     signal.signal(signal.SIGTERM, _interrupt)
     output.mkdir(parents=True, exist_ok=True)
     data = (folder or output / "data").resolve()
@@ -57,7 +57,7 @@ def demo(
 
 
 def _train_and_compare(recipe: Recipe, services: Services, *, err: bool) -> list[summary.Line]:
-    """Train every plan, at most two at a time, and read what the server has stored of them."""
+    """Train each plan, at most two at a time, and read from the server what it stored."""
 
     def progress(job: Job, line: Step | Done) -> None:
         if isinstance(line, Step):

@@ -1,4 +1,4 @@
-"""Text that is on every machine: the interpreter's own standard-library sources, as bytes, without a download."""
+"""Training text that every machine has: the sources of Python's standard library, as bytes. No download."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _HELD_OUT_EVERY = 16
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two texts that share no file, as uint8 tensors [bytes]."""
+    """Training and validation text, uint8 tensors [bytes]; they share no file."""
 
     training: torch.Tensor
     validation: torch.Tensor
 
 
 def standard_library(folder: Path | None = None) -> Corpus:
-    """The `.py` files of the standard library (or of `folder`) in the order of their names; every 16th is held out.
+    """The `.py` files of the standard library (or of `folder`), ordered by name; each 16th is for validation.
 
     Raises:
-        FileNotFoundError: the folder holds no sources.
+        FileNotFoundError: the folder holds too few sources.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     files = sorted(_sources(root), key=lambda path: path.relative_to(root).as_posix())
@@ -40,7 +40,7 @@ def standard_library(folder: Path | None = None) -> Corpus:
 
 
 def batch(text: torch.Tensor, size: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, targets), each int64 [size, length]: passages at places that only `seed` decides."""
+    """(inputs, targets), each int64 [size, length]: passages whose places depend on `seed` alone."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(text.numel() - length, (size, 1), generator=generator)
     passages = text[starts + torch.arange(length + 1)].long()
@@ -49,7 +49,7 @@ def batch(text: torch.Tensor, size: int, length: int, seed: int) -> tuple[torch.
 
 def _sources(root: Path) -> Iterator[Path]:
     for folder, below, names in os.walk(root):
-        # Not entered at all: site-packages may hold a hundred times the library.
+        # Do not enter these: site-packages may be a hundred times as large as the library.
         below[:] = [name for name in below if name not in _LEFT_OUT]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 

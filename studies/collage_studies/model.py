@@ -1,4 +1,4 @@
-"""A small byte-level GPT: learned positions, pre-norm blocks, one output matrix of its own."""
+"""A small byte-level GPT: learned positions, pre-norm blocks, an output matrix that is not tied."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ByteGPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each behind its own norm and added to the stream."""
+    """Causal attention and a perceptron, each after a norm of its own and added to the residual stream."""
 
     def __init__(self, width: int, heads: int, layers: int) -> None:
         super().__init__()

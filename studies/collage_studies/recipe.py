@@ -1,4 +1,4 @@
-"""What the demo trains: one recipe for all, and the five plans that differ in nothing but how numbers are kept."""
+"""What the demo trains: one recipe, and five plans that differ only in how numbers are kept."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["PLANS", "Plan", "Recipe"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a training but its storage.
+    """Everything that a training depends on, except its storage.
 
-    At this size, learning rate and β₂, bf16 rounding shows in the loss after some hundred steps. There are settings
-    in which it does not: larger learning rates, fewer steps, a smaller β₂.
+    At this size, learning rate and β₂, bf16 rounding shows in the loss after a few hundred steps. It does not with
+    larger learning rates, fewer steps, or a smaller β₂.
     """
 
     steps: int = 350
@@ -32,13 +32,13 @@ class Recipe:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one step trains on."""
+        """Tokens in a batch."""
         return self.batch_size * self.length
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one of the trainings keeps its numbers: the strategy, and the dtype of weights and arithmetic."""
+    """How a training keeps its numbers: the strategy, and the dtype of weights and arithmetic."""
 
     strategy: str
     dtype: Literal["bfloat16", "float32"]
@@ -56,4 +56,4 @@ PLANS: Final = (
     Plan("plus", "bfloat16"),
     Plan("master-weights", "bfloat16"),
 )
-"""The reference in float32 comes first: the others are read against it."""
+"""The float32 reference comes first; the others are compared with it."""

@@ -1,4 +1,4 @@
-"""The demo's result: one line for each training, as a table and as summary.json; every number from that run."""
+"""The demo's result: a line for each training, as a table and as summary.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Line", "as_json", "as_table", "line"]
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One training. Ratios are those of the whole model over all measured steps merged; None is undefined."""
+    """A training's result. Ratios are of the whole model, all measured steps merged; None means undefined."""
 
     run_id: str
     strategy: str
@@ -35,7 +35,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def line(plan: Plan, done: Done, compared: wire.ComparedRun) -> Line:
-    """The line of one training, from what it says itself and what the server has stored of it."""
+    """A training's line, from what its process printed and what the server stored."""
     last = {name: logged.value for name, logged in compared.scalars.items()}
     return Line(
         run_id=done.run_id,
@@ -58,12 +58,12 @@ def line(plan: Plan, done: Done, compared: wire.ComparedRun) -> Line:
 
 
 def as_json(lines: Sequence[Line]) -> bytes:
-    """The lines as a JSON list; a number that is not finite is undefined, so null."""
+    """The lines as a JSON list; undefined numbers are null."""
     return msgspec.json.format(msgspec.json.encode(lines), indent=2) + b"\n"
 
 
 def as_table(lines: Sequence[Line]) -> str:
-    """The comparison for the terminal."""
+    """The lines as a table for the terminal."""
     head = f"{'strategy':<17}{'dtype':<10}{'train':>8}{'valid.':>8}{'EDQ':>8}{'oracle':>8}{'decay':>8}{'lost':>8}"
     rows = [head + f"{'B/param':>9}{'tok/s':>8}{'agent':>8}{'reports':>9}"]
     for entry in lines:

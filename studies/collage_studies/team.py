@@ -1,4 +1,4 @@
-"""Several trainings side by side: at most so many processes at a time, their progress as it comes."""
+"""Run several trainings, a limited number at a time, and hand on their progress as it comes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Team"]
 class Team:
     """Runs jobs as processes with one thread each; leaving the context ends those that still run.
 
-    `err` sends what the trainings say to standard error, where standard output is wanted for data.
+    `err` sends what the trainings print to standard error, so that standard output holds data only.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Team:
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, jobs: Sequence[Job]) -> list[Done]:
-        """What each job came to, in their order.
+        """Run the jobs and return their results, in order.
 
         Raises:
-            click.ClickException: a training failed; its own words stand above on standard error.
+            click.ClickException: a training failed; standard error shows why.
         """
         return list(self._pool.map(self._train, jobs))
 
@@ -65,17 +65,17 @@ class Team:
                 self._progress(job, line)
                 if isinstance(line, Done):
                     done = line
-        # What the agent says at the end of a run comes in one piece, not between another training's lines.
+        # Print what the agent says at the end of a run in one piece, not between the lines of another training.
         click.echo("".join(f"    {text}" for text in said), nl=False, err=self._err)
         if process.returncode != 0 or done is None:
             raise click.ClickException(
-                f"the training {job.plan.name!r} ended with status {process.returncode}; its last lines stand above"
+                f"the training {job.plan.name!r} ended with status {process.returncode}; see its last lines above"
             )
         return done
 
     def _start(self, job: Job) -> subprocess.Popen[str]:
         argument = msgspec.json.encode(job, enc_hook=str).decode()
-        # A second thread in each of two processes on two cores costs far more than it brings.
+        # Two processes with two threads each on two cores are far slower than with one.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self._lock:
             if self._ended:

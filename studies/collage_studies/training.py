@@ -1,4 +1,4 @@
-"""One training of the demo, written as any user would write it: a model, an optimizer, a loop, and a watch."""
+"""A training of the demo, written as any user would: a model, an optimizer, a loop, and `watch`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VALIDATION_SEED = 10**9
 
 @dataclass(frozen=True)
 class Outcome:
-    """What only the training process knows of its run. The CPU time is the process's, validation left out."""
+    """What only the training process knows of its run. CPU time is the process's, without validation."""
 
     run_id: str
     steps: int
@@ -46,7 +46,7 @@ def train(
     folder: Path | None = None,
     transport: Transport | None = None,
 ) -> Outcome:
-    """Train the recipe under one plan, watched; reports go to `server_url`, or to `transport`."""
+    """Train the recipe under `plan` and watch it; reports go to `server_url`, or to `transport`."""
     model = new_model(plan, recipe)
     optimizer = new_optimizer(model, plan, recipe)
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warm_up_steps))
@@ -62,7 +62,7 @@ def train(
         dir=folder,
         transport=transport,
     ) as run:
-        # Without a governor every run measures the same steps, so that the comparison is one of like with like.
+        # Without a governor all runs measure the same steps, so they can be compared.
         collage.watch(
             model, optimizer, strategy=plan.strategy, every=recipe.measure_every, oracle=True, budget=None
         )
@@ -90,14 +90,14 @@ def train(
 
 
 def new_model(plan: Plan, recipe: Recipe) -> ByteGPT:
-    """The model in the plan's dtype. Every plan starts from the same weights, float32 too: those of bfloat16."""
+    """The model in the plan's dtype. All plans start from the same bfloat16 weights, float32 too."""
     torch.manual_seed(recipe.seed)
     model = ByteGPT(layers=recipe.layers, width=recipe.width, length=recipe.length)
     return model.to(torch.bfloat16).to(getattr(torch, plan.dtype))
 
 
 def new_optimizer(model: ByteGPT, plan: Plan, recipe: Recipe) -> CollageAdamW:
-    """AdamW under the plan's strategy. In float32 `plain` is plain AdamW: the reference."""
+    """AdamW under the plan's strategy; in float32, `plain` is the usual AdamW."""
     return CollageAdamW(
         model.parameters(),
         lr=recipe.learning_rate,
@@ -109,7 +109,7 @@ def new_optimizer(model: ByteGPT, plan: Plan, recipe: Recipe) -> CollageAdamW:
 
 @torch.no_grad()
 def validate(model: ByteGPT, recipe: Recipe, corpus: Corpus) -> float:
-    """Mean loss over fixed passages of the held-out files, in the model's own dtype. Synchronises."""
+    """Mean loss over fixed passages of the validation text, in the model's dtype. Synchronises."""
     batches = range(recipe.validation_batches)
     losses = [
         loss_of(model, *batch(corpus.validation, recipe.batch_size, recipe.length, _VALIDATION_SEED + index))
@@ -119,7 +119,7 @@ def validate(model: ByteGPT, recipe: Recipe, corpus: Corpus) -> float:
 
 
 class _Clock:
-    """Seconds, and CPU seconds of the whole process, agent included, while the context is open."""
+    """Counts seconds, and CPU seconds of the whole process with the agent, while the context is open."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

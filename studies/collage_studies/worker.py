@@ -1,6 +1,6 @@
-"""One training in a process of its own: `python -m collage_studies.worker JOB`, lines of JSON on standard output.
+"""A training in a process of its own: `python -m collage_studies.worker JOB` prints lines of JSON.
 
-The parent keeps no torch in memory, and every training has its CPU clock to itself.
+So the parent needs no torch in memory, and each training has its own CPU clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Done", "Job", "Step", "line_of"]
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is asked to do."""
+    """What a worker trains, and where it reports to."""
 
     plan: Plan
     recipe: Recipe
@@ -28,7 +28,7 @@ class Job:
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """A line while the training goes on."""
+    """A line of progress."""
 
     step: int
     loss: float
@@ -36,7 +36,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The last line: what only the training process knows (`training.Outcome`)."""
+    """The last line: the fields of `training.Outcome`."""
 
     run_id: str
     steps: int
@@ -46,7 +46,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 def line_of(text: str | bytes) -> Step | Done | None:
-    """A worker's line, or None for a line that someone else printed."""
+    """A worker's line, or None if something else printed it."""
     try:
         return msgspec.json.decode(text, type=Step | Done)
     except msgspec.DecodeError:
@@ -54,7 +54,7 @@ def line_of(text: str | bytes) -> Step | Done | None:
 
 
 def main(argument: str) -> None:
-    """Train the job that `argument` describes in JSON."""
+    """Train the job that `argument` holds as JSON."""
     import torch
 
     from collage_studies.corpus import standard_library
