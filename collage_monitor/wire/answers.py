@@ -86,7 +86,7 @@ class WorstLayer(Struct, kw_only=True, frozen=True):
 
 
 class Run(Struct, kw_only=True, frozen=True):
-    """A run with its newest numbers. `state` is "stale" if it has not ended and no report came for ten minutes."""
+    """A run with its newest numbers. `state` "stale": not ended, but silent for `stale_after_seconds`."""
 
     run_id: str
     project: str

@@ -197,8 +197,8 @@ class Report(Struct, kw_only=True, frozen=True):
     [statistic_count][layer_count], `model` float64 [statistic_count] (the rank's layers merged as shards), both
     little-endian, rows in the order that the stream declared; both None when the step was not measured. NaN is
     "not reported". The same step may be reported more than once (scalars and statistics apart, or by several
-    watched optimizers): reports of one step merge. `parts` says that at least so many reports of this stream bring
-    statistics of this step: the step is partial, and no total, until as many have come as the largest of them says.
+    watched optimizers): reports of one step merge. `parts` is how many reports with statistics this stream sends of
+    the step, at least; the step is partial until that many have come (of several values the largest counts).
     """
 
     seq: Index
