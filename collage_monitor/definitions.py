@@ -1,4 +1,4 @@
-"""What one diagnostic is: the totals that travel, how they merge, and the metrics that are made of them.
+"""What one diagnostic is: the totals that travel, how they merge, and the metrics made of them; what a strategy is.
 
 A `Definition` is the whole of it: the project's own are the modules of `collage_monitor.statistics`, those of other
 packages come through the entry-point group `collage_monitor.statistics`. How a total is measured stands under the
@@ -24,6 +24,7 @@ __all__ = [
     "OverShards",
     "OverSteps",
     "Statistic",
+    "Strategy",
     "as_is",
     "ratio",
     "root_ratio",
@@ -106,6 +107,21 @@ class Definition:
 
     statistics: tuple[Statistic, ...] = ()
     metrics: tuple[Metric, ...] = ()
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to keep weights and states.
+
+    `bytes_per_parameter` counts weights, AdamW's states and the gradient, for 16-bit storage; None if it depends.
+    `stochastic` means that updates arrive only on average, so the lost share of one step misjudges it.
+    """
+
+    name: str
+    title: str
+    keeps: str
+    bytes_per_parameter: int | None
+    stochastic: bool = False
 
 
 def sums(unit: str, *, needs: tuple[Need, ...] = (), label: str | None = None, **help_of: str) -> list[Statistic]:

@@ -13,8 +13,9 @@ __all__ = ["GROUPS", "extensions"]
 GROUPS: Final = {
     "collage_monitor.statistics": "a statistic: how its totals merge and what is made of them",
     "collage_monitor.alerts": "an alert",
+    "collage_monitor.strategies": "a storage strategy, as people read of it",
     "collage_agent.statistics": "how a statistic is measured, under the name that its definition has",
-    "collage_agent.strategies": "a storage strategy: how weights and states are kept",
+    "collage_agent.strategies": "how a storage strategy keeps weights and states, under the same name",
     "collage_agent.rules": "an update rule",
 }
 """Entry-point groups, and what an entry of each adds."""

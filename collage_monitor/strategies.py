@@ -1,28 +1,19 @@
-"""Storage strategies: how an optimizer keeps weights and states between steps, under their usual names."""
+"""Storage strategies: how an optimizer keeps weights and states between steps, under their usual names.
+
+How weights are kept that way stands under the same name in the agent (`collage_agent.optim`, entry-point group
+`collage_agent.strategies`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+from collage_monitor.definitions import Strategy
 from collage_monitor.errors import CatalogueError
+from collage_monitor.extensions import extensions
 
-__all__ = ["STRATEGIES", "Strategy", "strategy"]
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A way to keep weights and states.
-
-    `bytes_per_parameter` counts weights, AdamW's states and the gradient, for 16-bit storage; None if it depends.
-    `stochastic` means that updates arrive only on average, so the lost share of one step misjudges it.
-    """
-
-    name: str
-    title: str
-    keeps: str
-    bytes_per_parameter: int | None
-    stochastic: bool = False
+__all__ = ["STRATEGIES", "catalogue_of", "strategy"]
 
 
 _STRATEGIES = (
@@ -39,7 +30,25 @@ _STRATEGIES = (
     Strategy("master-weights", "fp32 master weights", "weights with an fp32 copy, both moments in fp32", 16),
     Strategy("unknown", "Unknown", "not recognised", None),
 )
-STRATEGIES: Final = {entry.name: entry for entry in _STRATEGIES}
+
+
+def catalogue_of(own: Sequence[Strategy], added: Mapping[str, Any]) -> dict[str, Strategy]:
+    """Strategies by name, those that other packages add (entry-point group `collage_monitor.strategies`) last.
+
+    Raises:
+        CatalogueError: what was added is no `Strategy` of its entry's name, or the name is taken.
+    """
+    found = {entry.name: entry for entry in own}
+    for name, entry in added.items():
+        if not isinstance(entry, Strategy) or entry.name != name or name in found:
+            raise CatalogueError(
+                f"collage_monitor.strategies {name!r} must be a Strategy of that name, and not one of ours"
+            )
+        found[name] = entry
+    return found
+
+
+STRATEGIES: Final = catalogue_of(_STRATEGIES, extensions("collage_monitor.strategies"))
 
 
 def strategy(name: str) -> Strategy:

@@ -7,9 +7,8 @@ import numpy
 import pytest
 import torch
 from collage_agent.optim import CollageAdamW
-from collage_agent.optim.arithmetic import Working, Workspace
-from collage_agent.optim.runtime import release_scratch, shared_workspace
-from collage_agent.optim.stepping import chunks
+from collage_agent.optim.arithmetic import Working, Workspace, release_scratch, shared_workspace
+from collage_agent.optim.stepping import chunks, longest_chunk
 
 from tests.optim.models import parameters, train
 
@@ -73,10 +72,10 @@ def test_optimizers_share_their_scratch():
     """An optimizer for each parameter, as in training that steps in the backward pass, is no reason for more."""
     device = torch.device("cpu")
     release_scratch()
-    before = shared_workspace(device, torch.float32)
+    before = shared_workspace(device, torch.float32, longest_chunk(device))
     members = parameters()
     for member in members:
         train(CollageAdamW([member]), [member], 1)
-    assert shared_workspace(device, torch.float32) is before
+    assert shared_workspace(device, torch.float32, longest_chunk(device)) is before
     release_scratch()
-    assert shared_workspace(device, torch.float32) is not before
+    assert shared_workspace(device, torch.float32, longest_chunk(device)) is not before

@@ -125,8 +125,8 @@ def test_lion_has_larger_steps_from_no_gradient():
 REFUSED = [
     (CollageSGD, {"strategy": "plus", "momentum": 0.9}, "CollageSGD has none: use 'light'"),
     (CollageLion, {"strategy": "plus"}, "CollageLion has none: use 'light'"),
-    (CollageSGD, {"strategy": "full"}, "CollageSGD keeps none with these options: use 'light'"),
-    (CollageSGD, {"strategy": "fp32-states"}, "CollageSGD keeps none with these options: use 'plain'"),
+    (CollageSGD, {"strategy": "full"}, "CollageSGD has none: use 'light'"),
+    (CollageSGD, {"strategy": "fp32-states"}, "CollageSGD has none: use 'plain'"),
     (CollageSGD, {"nesterov": True}, "Nesterov momentum requires a momentum and zero dampening"),
     (CollageSGD, {"momentum": -1.0}, "Invalid momentum value: -1.0"),
     (CollageSGD, {"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),

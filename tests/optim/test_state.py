@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW
-from collage_agent.optim.strategies import Kept
+from collage_agent.optim import STRATEGIES, CollageAdamW, StateStorage
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of, train
 
@@ -37,10 +36,10 @@ KEYS = {
 }
 
 PRECISION = {
-    Kept.SINGLE: 2.0**-8,
-    Kept.COMPENSATED: 2.0**-16,
-    Kept.PAIR: 2.0**-16,
-    Kept.WIDE: 2.0**-24,
+    StateStorage.SINGLE: 2.0**-8,
+    StateStorage.COMPENSATED: 2.0**-16,
+    StateStorage.PAIR: 2.0**-16,
+    StateStorage.WIDE: 2.0**-24,
 }
 
 

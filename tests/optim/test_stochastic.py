@@ -4,7 +4,7 @@ import pytest
 import torch
 from collage_agent.numerics import neighbour, round_to, stochastic_round
 from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
-from collage_agent.optim.seeding import mixed_seed
+from collage_agent.optim.random_numbers import mixed_seed
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from collage_agent.audit.kept import SECOND_MOMENTS, KeptParameter, dtype_name, is_narrow
 from collage_agent.numerics.formats import format_of, ulp
-from collage_agent.optim import MASTER_PARAMETER, PARAMETER_LOW, STRATEGIES
-from collage_agent.optim.strategies import Kept
+from collage_agent.optim import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, known_strategy
 
 __all__ = ["Finding", "Severity", "find"]
 
@@ -74,14 +73,14 @@ def _missing_components(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
     """A strategy that the optimizer declares needs components that are not there."""
     missing: dict[str, list[str]] = {}
     for entry in kept:
-        strategy = STRATEGIES.get(str(entry.group.get("strategy")))
+        strategy = known_strategy(str(entry.group.get("strategy")))
         if strategy is None or not entry.has_state or entry.weight is None or not is_narrow(entry.weight.dtype):
             continue
         needed = strategy.parameter_state
         if (needed == PARAMETER_LOW and entry.low is None) or (needed == MASTER_PARAMETER and entry.master is None):
             missing.setdefault(f"{needed} (strategy {strategy.name!r})", []).append(entry.name)
         for name in entry.averages:
-            if strategy.kept(name in SECOND_MOMENTS) is Kept.PAIR and name not in entry.average_lows:
+            if strategy.kept(name in SECOND_MOMENTS) is StateStorage.PAIR and name not in entry.average_lows:
                 missing.setdefault(f"the low component of {name} (strategy {strategy.name!r})", []).append(
                     entry.name
                 )
@@ -173,7 +172,8 @@ def _stuck_second_moments(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         for name, average in entry.averages.items():
             if name not in SECOND_MOMENTS or name in entry.average_lows or not is_narrow(average.dtype):
                 continue
-            stochastic = str(entry.group.get("strategy", "")).endswith("stochastic")
+            declared = known_strategy(str(entry.group.get("strategy")))
+            stochastic = declared is not None and declared.stochastic_moment(True)
             if (
                 decay is not None
                 and not stochastic

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from collage_agent.audit.reading import Checkpoint
-from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
+from collage_agent.optim import (
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    PARAMETER_LOW,
+    StateStorage,
+    StorageStrategy,
+    known_strategy,
+)
 
 __all__ = ["SECOND_MOMENTS", "KeptParameter", "dtype_name", "is_narrow", "kept_parameters"]
 
@@ -19,7 +26,7 @@ _WEIGHT_LOWS: Final = (PARAMETER_LOW, "kahan_comp", "compensation", "shift", "we
 _MASTERS: Final = (MASTER_PARAMETER, "master_param", "master_weight", "master_params", "fp32_param")
 _BUFFERS: Final = ("running_mean", "running_var")
 _LOW_SUFFIXES: Final = (LOW_COMPONENT_SUFFIX, "_accounted")
-SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "square_avg", "max_exp_avg_sq", "exp_inf"})
+SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "exp_avg_var", "square_avg", "max_exp_avg_sq", "exp_inf"})
 
 
 @dataclass(eq=False)
@@ -56,18 +63,30 @@ class KeptParameter:
             return "unknown"
         if not is_narrow(self.weight.dtype):
             return dtype_name(self.weight.dtype)
+        declared = known_strategy(str(self.group.get("strategy")))
+        if declared is not None and self._is_kept_as(declared):
+            return declared.name
         if self.master is not None:
             return "master-weights"
         second_low = any(name in SECOND_MOMENTS for name in self.average_lows)
         first_low = any(name not in SECOND_MOMENTS for name in self.average_lows)
         if self.low is not None:
-            declared = self.group.get("strategy")
-            single = declared if declared in ("kahan", "light", "light-stochastic") else "light or kahan"
-            return "full" if first_low else "plus" if second_low else str(single)
+            return "full" if first_low else "plus" if second_low else "light or kahan"
         wide = [not is_narrow(average.dtype) for average in self.averages.values()]
-        if wide and all(wide):
-            return "fp32-states"
-        return "stochastic" if self.group.get("strategy") == "stochastic" else "plain"
+        return "fp32-states" if wide and all(wide) else "plain"
+
+    def _is_kept_as(self, strategy: StorageStrategy) -> bool:
+        """Whether the components are those of the strategy."""
+        component = MASTER_PARAMETER if self.master is not None else None if self.low is None else PARAMETER_LOW
+        if component != strategy.parameter_state:
+            return False
+        seen = {name: self._storage_of(name) for name in self.averages}
+        return all(seen[name] is strategy.kept(name in SECOND_MOMENTS) for name in seen)
+
+    def _storage_of(self, average: str) -> StateStorage:
+        if average in self.average_lows:
+            return StateStorage.PAIR
+        return StateStorage.SINGLE if is_narrow(self.averages[average].dtype) else StateStorage.WIDE
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

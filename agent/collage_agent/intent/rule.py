@@ -7,9 +7,8 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.optim import CollageOptimizer
+from collage_agent.optim import CollageOptimizer, known_strategy
 from collage_agent.sample.stored import OURS
-from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["Rule"]
 
@@ -44,5 +43,5 @@ class Rule:
 
 
 def _stochastic(group: dict[str, Any]) -> bool:
-    known = STRATEGIES.get(str(group.get("strategy")))
+    known = known_strategy(str(group.get("strategy")))
     return known is not None and known.stochastic

@@ -1,19 +1,36 @@
 """Optimizers for low-precision training: an update rule times a way of keeping weights and averages."""
 
-from collage_agent.optim.adamw import CollageAdam, CollageAdamW
+from collage_agent.optim.arithmetic import Arithmetic, Scalar, State
 from collage_agent.optim.base import CollageOptimizer
-from collage_agent.optim.lion import CollageLion
-from collage_agent.optim.sgd import CollageSGD
-from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, STRATEGIES
+from collage_agent.optim.optimizers import CollageAdam, CollageAdamW, CollageLion, CollageSGD, RuleOptimizer
+from collage_agent.optim.rules import Moment, UpdateRule
+from collage_agent.optim.strategies import (
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    PARAMETER_LOW,
+    STRATEGIES,
+    StateStorage,
+    StorageStrategy,
+    known_strategy,
+)
 
 __all__ = [
     "LOW_COMPONENT_SUFFIX",
     "MASTER_PARAMETER",
     "PARAMETER_LOW",
     "STRATEGIES",
+    "Arithmetic",
     "CollageAdam",
     "CollageAdamW",
     "CollageLion",
     "CollageOptimizer",
     "CollageSGD",
+    "Moment",
+    "RuleOptimizer",
+    "Scalar",
+    "State",
+    "StateStorage",
+    "StorageStrategy",
+    "UpdateRule",
+    "known_strategy",
 ]

@@ -14,9 +14,15 @@ from collage_agent.numerics.expansions import grow
 from collage_agent.numerics.stochastic import stochastic_round
 from collage_agent.numerics.transformations import fast_two_sum, two_sum
 from collage_agent.optim.arithmetic import Scalar, State, Storage, Working, Workspace
-from collage_agent.optim.rules import Moment, Rule
-from collage_agent.optim.seeding import Seeding
-from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Kept, Strategy
+from collage_agent.optim.random_numbers import Seeding
+from collage_agent.optim.rules import Moment, UpdateRule
+from collage_agent.optim.strategies import (
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    PARAMETER_LOW,
+    StateStorage,
+    StorageStrategy,
+)
 
 __all__ = ["Step", "advance_in_storage", "advance_in_working"]
 
@@ -27,8 +33,8 @@ _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
 class Step:
     """All that one tensor's step needs to know beside its tensors."""
 
-    rule: Rule
-    strategy: Strategy
+    rule: UpdateRule
+    strategy: StorageStrategy
     moments: tuple[Moment, ...]
     storage_arithmetic: bool
     maximize: bool
@@ -76,7 +82,7 @@ def _store_parameter(
 ) -> None:
     """Store the weight, given its wide value, after its displacement, as the strategy says; both are left alone."""
     parameter, low = chunk["parameter"], chunk.get(PARAMETER_LOW)
-    if step.strategy.parameter is Kept.COMPENSATED and low is not None:
+    if step.strategy.parameter is StateStorage.COMPENSATED and low is not None:
         # The compensation takes the displacement up before the weight does: two small numbers, added in fp32.
         pending = arithmetic.load(low).add_(displacement)
         before = arithmetic.load(parameter)
@@ -84,7 +90,7 @@ def _store_parameter(
         low.copy_(pending.sub_(before.neg_().add_(parameter)))
         return
     value = arithmetic.total(value, displacement)
-    if step.strategy.parameter is Kept.WIDE:
+    if step.strategy.parameter is StateStorage.WIDE:
         chunk[MASTER_PARAMETER].copy_(value)
     _store(arithmetic, value, parameter, low, generator)
 
@@ -131,7 +137,7 @@ def _moved_in_storage(
             return parameter + displacement, None
         total = parameter.to(torch.float32) + displacement.to(torch.float32)
         return stochastic_round(total, parameter.dtype, generator), None
-    if step.strategy.parameter is Kept.COMPENSATED:
+    if step.strategy.parameter is StateStorage.COMPENSATED:
         pending = low + displacement
         total = parameter + pending
         return total, pending - (total - parameter)

@@ -5,6 +5,7 @@ what these return. `Working` computes in the tensors' own wide format (fp32 in a
 `Storage` rounds every named operation to the format in which the values are kept, as the published algorithms do.
 """
 
+import threading
 from functools import lru_cache
 from typing import Protocol
 
@@ -16,7 +17,16 @@ from collage_agent.numerics.expansions import grow, multiply_expansions, split_s
 from collage_agent.numerics.stochastic import stochastic_round
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX
 
-__all__ = ["Arithmetic", "Scalar", "State", "Storage", "Working", "Workspace"]
+__all__ = [
+    "Arithmetic",
+    "Scalar",
+    "State",
+    "Storage",
+    "Working",
+    "Workspace",
+    "release_scratch",
+    "shared_workspace",
+]
 
 Scalar = float | Tensor
 State = dict[str, Tensor]
@@ -77,6 +87,26 @@ class Workspace:
     def give_back(self, vector: Tensor) -> None:
         """Let the next `take` return this vector, which it returned before."""
         self._free.append(vector)
+
+
+_SCRATCH = threading.local()
+
+
+def shared_workspace(device: torch.device, dtype: torch.dtype, elements: int) -> Workspace:
+    """The scratch for a device and wide format: one a thread, for all optimizers.
+
+    Training that steps in the backward pass has an optimizer for every parameter, and would have as many scratches.
+    """
+    spaces: dict[tuple[torch.device, torch.dtype], Workspace] = _SCRATCH.__dict__.setdefault("spaces", {})
+    found = spaces.get((device, dtype))
+    if found is None:
+        found = spaces[device, dtype] = Workspace(elements, dtype, device)
+    return found
+
+
+def release_scratch() -> None:
+    """Free this thread's scratch; the next step makes it anew."""
+    _SCRATCH.__dict__.pop("spaces", None)
 
 
 class Working:

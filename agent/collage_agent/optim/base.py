@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from collage_agent.optim import checkpoints
 from collage_agent.optim.advance import Step
-from collage_agent.optim.arithmetic import State, Working
+from collage_agent.optim.arithmetic import State, Working, shared_workspace
 from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
 from collage_agent.optim.guards import (
     check_moments,
@@ -18,16 +18,15 @@ from collage_agent.optim.guards import (
     log_once,
     range_findings,
 )
-from collage_agent.optim.rules import Rule
-from collage_agent.optim.runtime import Runtime, shared_workspace
-from collage_agent.optim.seeding import Seeding
-from collage_agent.optim.stepping import Member, step_tensors, working_dtype
+from collage_agent.optim.random_numbers import Seeding
+from collage_agent.optim.rules import Group, Moment, UpdateRule
+from collage_agent.optim.stepping import Member, longest_chunk, step_tensors, working_dtype
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,
-    Kept,
-    Strategy,
+    StateStorage,
+    StorageStrategy,
     check_dtype,
     strategy_named,
 )
@@ -38,22 +37,29 @@ ARITHMETICS = ("fp32", "storage")
 
 
 class CollageOptimizer(Optimizer):
-    """A torch optimizer made of an update rule and a storage strategy; subclasses name the rule.
+    """A torch optimizer made of an update rule and a storage strategy; subclasses name the rule, or override
+    `rule_of`.
 
     Per-group options include `strategy` and `arithmetic`. State keys are torch's, beside them `parameter_low`,
     `master_parameter`, and KEY_low for an average kept as an expansion. Elements never mix, so shards may be
     stepped. Nothing here synchronises a device, unless a learning rate is a tensor that lives on one.
     """
 
-    rule: ClassVar[Rule]
+    rule: ClassVar[UpdateRule]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._runtime = Runtime()
+        self._generators: dict[torch.device, torch.Generator] = {}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_runtime", Runtime())
+        # They are set anew for every tensor: a copy or a checkpoint starts without them.
+        self.__dict__.setdefault("_generators", {})
+
+    @classmethod
+    def rule_of(cls, group: Group) -> UpdateRule:
+        """The update rule of a parameter group."""
+        return cls.rule
 
     @property
     def strategy(self) -> str:
@@ -79,7 +85,7 @@ class CollageOptimizer(Optimizer):
             if parameter.is_complex():
                 raise ValueError("complex parameters are not supported: pass torch.view_as_real of them")
             check_dtype(strategy, parameter.dtype)
-        moments = self.rule.moments(group)
+        moments = self._moments(group)
         check_moments(strategy, type(self).__name__, moments)
         for dtype in {parameter.dtype for parameter in group["params"]}:
             check_range(group, strategy, moments, dtype)
@@ -124,7 +130,7 @@ class CollageOptimizer(Optimizer):
                 state.update(self._initial_state(group, strategy, parameter))
                 new.append(parameter)
             members.append(Member(position, parameter, gradient, state))
-        if new and self.rule.moves_by_learning_rate:
+        if new and self.rule_of(group).moves_by_learning_rate:
             finding = learning_rate_finding(group, strategy, new)
             if finding is not None:
                 log_once(finding)
@@ -133,15 +139,12 @@ class CollageOptimizer(Optimizer):
     def _planned(self, group: dict[str, Any], members: list[Member]) -> list[tuple[Step, list[Member]]]:
         """Count the step for each member and gather those that take the same one; torch's own are made here."""
         strategy = strategy_named(group["strategy"])
-        strict = group["arithmetic"] == "storage" and strategy.first_moment is not Kept.WIDE
+        strict = group["arithmetic"] == "storage" and not strategy.keeps_wide
+        rule = self.rule_of(group)
         plans: dict[tuple[int, torch.dtype, torch.device], tuple[Step, list[Member]]] = {}
         for member in members:
             parameter, state = member.parameter, member.state
-            if (
-                strict
-                and strategy.name == "plain"
-                and self.rule.torch_step(group, parameter, member.gradient, state)
-            ):
+            if strict and strategy.is_plain and rule.torch_step(group, parameter, member.gradient, state):
                 continue
             state["step"] += 1
             key = (int(state["step"].item()), parameter.dtype, parameter.device)
@@ -153,42 +156,51 @@ class CollageOptimizer(Optimizer):
     def _step(
         self,
         group: dict[str, Any],
-        strategy: Strategy,
+        strategy: StorageStrategy,
         strict: bool,
         number: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> Step:
         """Step `number` of this group for tensors of one dtype on one device."""
-        moments, scalars = self.rule.moments(group), self.rule.scalars(group, number)
+        rule = self.rule_of(group)
+        moments, scalars = rule.moments(group), rule.scalars(group, number)
         compiled = None
         if group["compiled"] is not None:
             form = (group["maximize"], group["compiled"], dtype, device.type, tuple(scalars))
-            compiled = compiled_step(Structure(self.rule, strategy, moments, *form))
+            compiled = compiled_step(Structure(rule, strategy, moments, *form))
         return Step(
-            rule=self.rule,
+            rule=rule,
             strategy=strategy,
             moments=moments,
             storage_arithmetic=strict,
             maximize=group["maximize"],
             scalars=scalars if compiled is None else scalar_tensors(scalars, working_dtype(dtype)),
-            workspace=shared_workspace(device, working_dtype(dtype)),
-            seeding=Seeding(group["seed"], number, self._runtime.generator(device))
-            if strategy.stochastic
-            else None,
+            workspace=shared_workspace(device, working_dtype(dtype), longest_chunk(device)),
+            seeding=Seeding(group["seed"], number, self._generator(device)) if strategy.stochastic else None,
             compiled=compiled,
         )
 
-    def _initial_state(self, group: dict[str, Any], strategy: Strategy, parameter: Tensor) -> State:
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """The source of stochastic rounding on a device, beside the process-wide generators."""
+        found = self._generators.get(device)
+        if found is None:
+            found = self._generators[device] = torch.Generator(device)
+        return found
+
+    def _moments(self, group: Group) -> tuple[Moment, ...]:
+        return self.rule_of(group).moments(group)
+
+    def _initial_state(self, group: dict[str, Any], strategy: StorageStrategy, parameter: Tensor) -> State:
         check_dtype(strategy, parameter.dtype)
         # As in torch: a counter must not follow a 16-bit default dtype, which stops counting at 256.
         double = torch.get_default_dtype() == torch.float64
         state = {"step": torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)}
-        for moment in self.rule.moments(group):
+        for moment in self._moments(group):
             kept = strategy.kept(moment.second)
-            dtype = torch.float32 if kept is Kept.WIDE else parameter.dtype
+            dtype = torch.float32 if kept is StateStorage.WIDE else parameter.dtype
             state[moment.name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-            if kept is Kept.PAIR:
+            if kept is StateStorage.PAIR:
                 state[moment.name + LOW_COMPONENT_SUFFIX] = torch.zeros_like(state[moment.name])
         if strategy.parameter_state == MASTER_PARAMETER:
             state[MASTER_PARAMETER] = parameter.detach().to(torch.float32, copy=True)
@@ -223,6 +235,7 @@ class CollageOptimizer(Optimizer):
         the step), all fp64 and new: nothing passed in is changed. Elementwise: a sample of the elements gives a
         sample of the result.
         """
+        rule = cls.rule_of(group)
         value = parameter.to(torch.float64)
         intended = gradient.to(torch.float64)
         if group["maximize"]:
@@ -231,10 +244,10 @@ class CollageOptimizer(Optimizer):
             moment.name: state[moment.name].to(torch.float64, copy=True)
             if moment.name in state
             else torch.zeros_like(value)
-            for moment in cls.rule.moments(group)
+            for moment in rule.moments(group)
         }
-        scalars = cls.rule.scalars(group, step)
-        return cls.rule.displacement(Working(), value, intended, after, scalars), after
+        scalars = rule.scalars(group, step)
+        return rule.displacement(Working(), value, intended, after, scalars), after
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this or another strategy, or of the torch optimizer with the same rule.
@@ -243,4 +256,4 @@ class CollageOptimizer(Optimizer):
         built, and the loaded states are converted. Between equal strategies every bit survives, fp32 states
         beside bf16 parameters included; a conversion loses only what the new strategy cannot hold.
         """
-        checkpoints.load(self, super().load_state_dict, state_dict)
+        checkpoints.load(self, self._moments, super().load_state_dict, state_dict)

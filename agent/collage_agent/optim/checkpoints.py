@@ -2,34 +2,37 @@
 
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
+from collage_agent.optim.rules import Group, Moment
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,
-    Kept,
-    Strategy,
+    StateStorage,
+    StorageStrategy,
     strategy_named,
 )
 
-if TYPE_CHECKING:
-    from collage_agent.optim.base import CollageOptimizer
-
 __all__ = ["convert", "load"]
 
-BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled")
+BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "rule")
 """Group options that say how values are kept and computed here, and that a checkpoint therefore does not change."""
 
 
 def load(
-    optimizer: "CollageOptimizer", load_as_torch: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+    optimizer: Optimizer,
+    moments_of: Callable[[Group], tuple[Moment, ...]],
+    load_as_torch: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
 ) -> None:
     """Load through torch's own method, then put back what it casts, and convert what is kept in another way.
 
+    moments_of: the moving averages of one of the optimizer's groups, under the options that were loaded.
     torch casts every floating-point state to its parameter's dtype. The pre-hook registered here runs last, so it
     sees the dict as all other hooks left it.
     """
@@ -48,11 +51,11 @@ def load(
         for parameter in group["params"]:
             original = seen["state"].get(next(saved))
             if original:
-                optimizer.state[parameter] = _loaded(optimizer, group, parameter, original)
+                optimizer.state[parameter] = _loaded(moments_of(group), group, parameter, original)
 
 
 def _loaded(
-    optimizer: "CollageOptimizer", group: dict[str, Any], parameter: Tensor, original: dict[str, Any]
+    moments: tuple[Moment, ...], group: dict[str, Any], parameter: Tensor, original: dict[str, Any]
 ) -> dict[str, Tensor]:
     """One parameter's states from a checkpoint, in the dtypes of the checkpoint, then converted to the group's."""
     state = {
@@ -62,12 +65,13 @@ def _loaded(
     if not isinstance(state.get("step"), Tensor):
         # torch's SGD keeps no counter; that a state exists says that the first step is over.
         state["step"] = torch.tensor(float(state.get("step", 1.0)))
-    moments = {moment.name: moment.second for moment in optimizer.rule.moments(group)}
-    return convert(state, moments, parameter, strategy_named(group["strategy"]))
+    return convert(
+        state, {moment.name: moment.second for moment in moments}, parameter, strategy_named(group["strategy"])
+    )
 
 
 def convert(
-    state: dict[str, Tensor], moments: dict[str, bool], parameter: Tensor, strategy: Strategy
+    state: dict[str, Tensor], moments: dict[str, bool], parameter: Tensor, strategy: StorageStrategy
 ) -> dict[str, Tensor]:
     """States of any strategy as those of `strategy`; keys that already fit keep their very tensors.
 
@@ -85,21 +89,23 @@ def convert(
     return converted
 
 
-def _kept(name: str, high: Tensor, low: Tensor | None, kept: Kept, dtype: torch.dtype) -> dict[str, Tensor]:
+def _kept(name: str, high: Tensor, low: Tensor | None, kept: StateStorage, dtype: torch.dtype) -> dict[str, Tensor]:
     low_name = name + LOW_COMPONENT_SUFFIX
-    target = torch.float32 if kept is Kept.WIDE else dtype
-    if kept is Kept.PAIR and high.dtype == target and low is not None:
+    target = torch.float32 if kept is StateStorage.WIDE else dtype
+    if kept is StateStorage.PAIR and high.dtype == target and low is not None:
         return {name: high, low_name: low}
-    if kept is not Kept.PAIR and high.dtype == target and low is None:
+    if kept is not StateStorage.PAIR and high.dtype == target and low is None:
         return {name: high}
     joined = high.to(torch.float64) if low is None else high.to(torch.float64) + low.to(torch.float64)
     rounded = joined.to(torch.float32).to(target)
-    if kept is not Kept.PAIR:
+    if kept is not StateStorage.PAIR:
         return {name: rounded}
     return {name: rounded, low_name: (joined - rounded).to(torch.float32).to(target)}
 
 
-def _parameter_components(state: dict[str, Tensor], parameter: Tensor, strategy: Strategy) -> dict[str, Tensor]:
+def _parameter_components(
+    state: dict[str, Tensor], parameter: Tensor, strategy: StorageStrategy
+) -> dict[str, Tensor]:
     """The weight's own further component: the part that the visible weight lacks, or the whole in fp32."""
     needed = strategy.parameter_state
     if needed is None:

@@ -15,9 +15,9 @@ import torch
 
 from collage_agent.optim.advance import Step, advance_in_working
 from collage_agent.optim.arithmetic import Scalar, State, Working, Workspace
-from collage_agent.optim.rules import Moment, Rule
+from collage_agent.optim.rules import Moment, UpdateRule
 from collage_agent.optim.stepping import Member, component_names, step_tensors, working_dtype
-from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, Kept, Strategy
+from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, StateStorage, StorageStrategy
 
 __all__ = [
     "COMPILED_FORMS",
@@ -43,8 +43,8 @@ Advance = Callable[[State, Mapping[str, Scalar]], None]
 class Structure:
     """What decides the compiled code: everything but sizes and hyper-parameters' values."""
 
-    rule: Rule
-    strategy: Strategy
+    rule: UpdateRule
+    strategy: StorageStrategy
     moments: tuple[Moment, ...]
     maximize: bool
     form: str
@@ -53,7 +53,7 @@ class Structure:
     scalar_names: tuple[str, ...]
 
 
-def check_compiled(form: str | None, arithmetic: str, strategy: Strategy) -> None:
+def check_compiled(form: str | None, arithmetic: str, strategy: StorageStrategy) -> None:
     """Raise ValueError for a compiled step that does not exist."""
     if form is None:
         return
@@ -142,14 +142,15 @@ def _components(structure: Structure) -> State:
     """Random components as a training leaves them: low parts below half an ulp, second moments positive."""
     generator = torch.Generator().manual_seed(0)
     names = ["parameter", "gradient", *component_names(structure.strategy, structure.moments)]
-    wide = {Kept.WIDE: torch.float32}
+    seconds = {moment.name for moment in structure.moments if moment.second}
+    wide = {StateStorage.WIDE: torch.float32}
     kept = {moment.name: structure.strategy.kept(moment.second) for moment in structure.moments}
     found = {}
     for name in names:
         value = torch.randn(_TESTED_ELEMENTS, generator=generator) * 1e-2
         if name.endswith(LOW_COMPONENT_SUFFIX):
             value.mul_(2.0**-12)
-        if "sq" in name:
+        if name.removesuffix(LOW_COMPONENT_SUFFIX) in seconds:
             value.abs_().mul_(1e-2)
         dtype = wide.get(kept.get(name, structure.strategy.parameter), structure.dtype)
         found[name] = value.to(structure.dtype if name in ("parameter", "gradient") else dtype)

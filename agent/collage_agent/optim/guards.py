@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collage_agent.numerics.formats import format_of, round_to
 from collage_agent.optim.rules import Moment
-from collage_agent.optim.strategies import Kept, Strategy
+from collage_agent.optim.strategies import STRATEGIES, StateStorage, StorageStrategy
 
 __all__ = ["check_moments", "check_range", "learning_rate_finding", "log_once", "range_findings"]
 
@@ -28,23 +28,25 @@ def log_once(finding: str) -> None:
     _LOGGER.warning("low precision: %s", finding)
 
 
-def check_moments(strategy: Strategy, rule_name: str, moments: tuple[Moment, ...]) -> None:
-    """Raise ValueError when a rule keeps nothing that the strategy would keep differently from a simpler one."""
-    if strategy.name == "plus" and not any(moment.second for moment in moments):
-        raise ValueError(
-            f"strategy 'plus' keeps the second moment as a pair, and {rule_name} has none: "
-            "use 'light', which then takes the same bytes, or 'full'"
-        )
-    if strategy.name in ("full", "fp32-states") and not moments:
-        simpler = "light" if strategy.name == "full" else "plain"
-        raise ValueError(
-            f"strategy {strategy.name!r} is about moving averages, and {rule_name} keeps none with these options: "
-            f"use {simpler!r}, which is the same then"
-        )
+def check_moments(strategy: StorageStrategy, rule_name: str, moments: tuple[Moment, ...]) -> None:
+    """Raise ValueError when one of our simpler strategies keeps all that the rule has in the same way."""
+
+    def kept_by(candidate: StorageStrategy) -> tuple[object, ...]:
+        averages = [candidate.kept(moment.second) for moment in moments]
+        return candidate.parameter, candidate.stochastic, *averages
+
+    for simpler in STRATEGIES.values():
+        if simpler.name == strategy.name:
+            return
+        if kept_by(simpler) == kept_by(strategy):
+            raise ValueError(
+                f"strategy {strategy.name!r} differs from {simpler.name!r} only in how it keeps moving averages "
+                f"of a kind of which {rule_name} has none: use {simpler.name!r}, which is the same then"
+            )
 
 
 def check_range(
-    group: Mapping[str, Any], strategy: Strategy, moments: tuple[Moment, ...], dtype: torch.dtype
+    group: Mapping[str, Any], strategy: StorageStrategy, moments: tuple[Moment, ...], dtype: torch.dtype
 ) -> None:
     """Raise ValueError when float16's narrow range makes a rule with second moments meaningless.
 
@@ -53,13 +55,13 @@ def check_range(
     """
     if dtype != torch.float16 or not any(moment.second for moment in moments):
         return
-    if strategy.second_moment is Kept.PAIR:
+    if strategy.second_moment is StateStorage.PAIR:
         raise ValueError(
             f"strategy {strategy.name!r} keeps the second moment as a pair, which float16's range makes no better "
             "than one number: use bfloat16 parameters, or strategy 'fp32-states' or 'master-weights'"
         )
-    eps = float(group["eps"])
-    if group["arithmetic"] == "storage" and strategy.second_moment is not Kept.WIDE:
+    eps = float(group.get("eps", 0.0))
+    if group["arithmetic"] == "storage" and not strategy.keeps_wide:
         rounded = round_to(torch.tensor(eps, dtype=torch.float64), dtype)
         if eps > 0 and rounded == 0:
             raise ValueError(
@@ -68,13 +70,13 @@ def check_range(
             )
 
 
-def range_findings(strategy: Strategy, moments: Sequence[Moment], dtype: torch.dtype) -> Iterator[str]:
+def range_findings(strategy: StorageStrategy, moments: Sequence[Moment], dtype: torch.dtype) -> Iterator[str]:
     """What the strategy cannot follow with these decay factors and this dtype, each with what to use instead."""
     if dtype not in (torch.bfloat16, torch.float16):
         return
     for moment in moments:
         kept = strategy.kept(moment.second)
-        if moment.decay is None or kept is Kept.WIDE or strategy.stochastic_moment(moment.second):
+        if moment.decay is None or kept is StateStorage.WIDE or strategy.stochastic_moment(moment.second):
             continue
         limit = _smallest_forgetting(kept, dtype)
         if 1 - moment.decay < limit:
@@ -91,7 +93,7 @@ def range_findings(strategy: Strategy, moments: Sequence[Moment], dtype: torch.d
             )
 
 
-def _smallest_forgetting(kept: Kept, dtype: torch.dtype) -> float:
+def _smallest_forgetting(kept: StateStorage, dtype: torch.dtype) -> float:
     """The smallest 1 - decay that an average follows: for bfloat16 2**-8 as one number, 2**-15 as a pair.
 
     Measured on averages left without gradient for 1 / (1 - decay) steps: log(reached) / log(exact) is 1.38 at
@@ -99,16 +101,18 @@ def _smallest_forgetting(kept: Kept, dtype: torch.dtype) -> float:
     for a pair.
     """
     bits = format_of(dtype).mantissa_bits + 1
-    return 2.0 ** -(2 * bits - 1) if kept is Kept.PAIR else 2.0**-bits
+    return 2.0 ** -(2 * bits - 1) if kept is StateStorage.PAIR else 2.0**-bits
 
 
-def _better(kept: Kept, second: bool) -> str:
-    if kept is Kept.PAIR:
+def _better(kept: StateStorage, second: bool) -> str:
+    if kept is StateStorage.PAIR:
         return "strategy 'fp32-states' or 'master-weights'"
     return "strategy 'plus', 'light-stochastic' or 'fp32-states'" if second else "strategy 'full' or 'fp32-states'"
 
 
-def learning_rate_finding(group: Mapping[str, Any], strategy: Strategy, parameters: Sequence[Tensor]) -> str | None:
+def learning_rate_finding(
+    group: Mapping[str, Any], strategy: StorageStrategy, parameters: Sequence[Tensor]
+) -> str | None:
     """Say when the learning rate lies below half an ulp of what is kept, in tensors whose steps are about as large.
 
     parameters: those about to take their first step; only such as live on the CPU are read, so that no device
@@ -116,7 +120,7 @@ def learning_rate_finding(group: Mapping[str, Any], strategy: Strategy, paramete
     from less.
     """
     lr = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
-    if lr == 0 or strategy.stochastic or strategy.parameter is Kept.WIDE:
+    if lr == 0 or strategy.stochastic or strategy.parameter is StateStorage.WIDE:
         return None
     low_precision = [
         parameter
@@ -129,7 +133,9 @@ def learning_rate_finding(group: Mapping[str, Any], strategy: Strategy, paramete
     if not below:
         return None
     other = (
-        "'light-stochastic' or 'master-weights'" if strategy.parameter is not Kept.SINGLE else "'light' or 'plus'"
+        "'light-stochastic' or 'master-weights'"
+        if strategy.parameter is not StateStorage.SINGLE
+        else "'light' or 'plus'"
     )
     return (
         f"lr={lr} is below half an ulp of a typical weight in {len(below)} of {len(parameters)} tensors, so that "
@@ -137,8 +143,8 @@ def learning_rate_finding(group: Mapping[str, Any], strategy: Strategy, paramete
     )
 
 
-def _half_ulp(strategy: Strategy, parameter: Tensor) -> float:
+def _half_ulp(strategy: StorageStrategy, parameter: Tensor) -> float:
     """Half an ulp, towards zero, of the root mean square of a weight, in the last component that is kept."""
     size = float(parameter.detach().to(torch.float32).square().mean().sqrt())
     bits = format_of(parameter.dtype).mantissa_bits + 1
-    return size * 2.0 ** -(bits + 1 if strategy.parameter is Kept.SINGLE else 2 * bits + 1)
+    return size * 2.0 ** -(bits + 1 if strategy.parameter is StateStorage.SINGLE else 2 * bits + 1)

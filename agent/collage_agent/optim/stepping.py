@@ -9,9 +9,9 @@ from torch import Tensor
 
 from collage_agent.optim.advance import Step, advance_in_storage, advance_in_working
 from collage_agent.optim.arithmetic import State, Working
+from collage_agent.optim.random_numbers import shard_number
 from collage_agent.optim.rules import Moment
-from collage_agent.optim.seeding import shard_number
-from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, Kept, Strategy
+from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, StateStorage, StorageStrategy
 
 __all__ = [
     "Member",
@@ -82,12 +82,12 @@ def chunks(tensors: State, size: int) -> Iterator[State]:
     return (dict(zip(tensors, parts, strict=True)) for parts in sliced)
 
 
-def component_names(strategy: Strategy, moments: tuple[Moment, ...]) -> list[str]:
+def component_names(strategy: StorageStrategy, moments: tuple[Moment, ...]) -> list[str]:
     """The state keys of all elementwise components that a tensor's step reads and writes."""
     names = []
     for moment in moments:
         names.append(moment.name)
-        if strategy.kept(moment.second) is Kept.PAIR:
+        if strategy.kept(moment.second) is StateStorage.PAIR:
             names.append(moment.name + LOW_COMPONENT_SUFFIX)
     if strategy.parameter_state is not None:
         names.append(strategy.parameter_state)

@@ -7,18 +7,22 @@ one works with any of the other where both make sense.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 
 import torch
+
+from collage_monitor.extensions import extensions
 
 __all__ = [
     "LOW_COMPONENT_SUFFIX",
     "MASTER_PARAMETER",
     "PARAMETER_LOW",
     "STRATEGIES",
-    "Kept",
-    "Strategy",
+    "StateStorage",
+    "StorageStrategy",
     "check_dtype",
+    "known_strategy",
     "strategy_named",
 ]
 
@@ -32,7 +36,7 @@ MASTER_PARAMETER = "master_parameter"
 """State key of the fp32 master weight, which is the stored weight where it exists."""
 
 
-class Kept(Enum):
+class StateStorage(Enum):
     """The ways to keep one value."""
 
     SINGLE = "one number of the parameter's dtype"
@@ -42,64 +46,98 @@ class Kept(Enum):
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StorageStrategy:
     """How the weight, the first moments (momentum included) and the second moments are kept.
 
     stochastic: the last component of the weight, and a second moment kept as a single number, are rounded up or
-    down at random so that the expected value is right.
+    down at random so that the expected value is right; a compensated weight never is.
+    A package adds one of its own through the entry-point group `collage_agent.strategies`, under the same name.
+    Where something is kept in fp32, both arithmetics compute in fp32. Raises ValueError for a moment that is to be
+    compensated: only weights are.
     """
 
     name: str
-    parameter: Kept
-    first_moment: Kept
-    second_moment: Kept
+    parameter: StateStorage
+    first_moment: StateStorage
+    second_moment: StateStorage
     stochastic: bool = False
 
-    def kept(self, second_moment: bool) -> Kept:
+    def __post_init__(self) -> None:
+        if StateStorage.COMPENSATED in (self.first_moment, self.second_moment):
+            raise ValueError(f"strategy {self.name!r}: only a weight can be COMPENSATED; keep moments otherwise")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all is one number of the parameter's dtype, rounded to nearest, as torch keeps it."""
+        kept = {self.parameter, self.first_moment, self.second_moment}
+        return kept == {StateStorage.SINGLE} and not self.stochastic
+
+    @property
+    def keeps_wide(self) -> bool:
+        """Whether anything is kept in fp32."""
+        return StateStorage.WIDE in (self.parameter, self.first_moment, self.second_moment)
+
+    def kept(self, second_moment: bool) -> StateStorage:
         """How a moving average is kept, by its kind."""
         return self.second_moment if second_moment else self.first_moment
 
     def stochastic_moment(self, second_moment: bool) -> bool:
         """Whether a moving average of that kind is rounded at random."""
-        return self.stochastic and second_moment and self.second_moment is Kept.SINGLE
+        return self.stochastic and second_moment and self.second_moment is StateStorage.SINGLE
 
     @property
     def parameter_state(self) -> str | None:
         """The state key that the weight needs beside the parameter itself, or None."""
-        if self.parameter is Kept.WIDE:
+        if self.parameter is StateStorage.WIDE:
             return MASTER_PARAMETER
-        return None if self.parameter is Kept.SINGLE else PARAMETER_LOW
+        return None if self.parameter is StateStorage.SINGLE else PARAMETER_LOW
 
 
+_SINGLE, _PAIR, _COMPENSATED, _WIDE = StateStorage
 _TABLE = (
-    Strategy("plain", Kept.SINGLE, Kept.SINGLE, Kept.SINGLE),
-    Strategy("stochastic", Kept.SINGLE, Kept.SINGLE, Kept.SINGLE, stochastic=True),
-    Strategy("kahan", Kept.COMPENSATED, Kept.SINGLE, Kept.SINGLE),
-    Strategy("light", Kept.PAIR, Kept.SINGLE, Kept.SINGLE),
-    Strategy("light-stochastic", Kept.PAIR, Kept.SINGLE, Kept.SINGLE, stochastic=True),
-    Strategy("plus", Kept.PAIR, Kept.SINGLE, Kept.PAIR),
-    Strategy("full", Kept.PAIR, Kept.PAIR, Kept.PAIR),
-    Strategy("fp32-states", Kept.SINGLE, Kept.WIDE, Kept.WIDE),
-    Strategy("master-weights", Kept.WIDE, Kept.WIDE, Kept.WIDE),
+    StorageStrategy("plain", _SINGLE, _SINGLE, _SINGLE),
+    StorageStrategy("stochastic", _SINGLE, _SINGLE, _SINGLE, stochastic=True),
+    StorageStrategy("kahan", _COMPENSATED, _SINGLE, _SINGLE),
+    StorageStrategy("light", _PAIR, _SINGLE, _SINGLE),
+    StorageStrategy("light-stochastic", _PAIR, _SINGLE, _SINGLE, stochastic=True),
+    StorageStrategy("plus", _PAIR, _SINGLE, _PAIR),
+    StorageStrategy("full", _PAIR, _PAIR, _PAIR),
+    StorageStrategy("fp32-states", _SINGLE, _WIDE, _WIDE),
+    StorageStrategy("master-weights", _WIDE, _WIDE, _WIDE),
 )
 
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType({strategy.name: strategy for strategy in _TABLE})
+STRATEGIES: Mapping[str, StorageStrategy] = MappingProxyType({strategy.name: strategy for strategy in _TABLE})
+"""Our own, by name."""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _HIGH_PRECISION = (torch.float32, torch.float64)
 
 
-def strategy_named(name: str) -> Strategy:
+@cache
+def known_strategy(name: str) -> StorageStrategy | None:
+    """The strategy of that name, ours or one that an installed package adds; None where there is none.
+
+    Raises:
+        ValueError: what a package adds under the name is no `StorageStrategy`, or is called otherwise.
+    """
+    found = STRATEGIES.get(name) or extensions("collage_agent.strategies").get(name)
+    if found is None or (isinstance(found, StorageStrategy) and found.name == name):
+        return found
+    raise ValueError(f"collage_agent.strategies {name!r} must be a StorageStrategy of that name, not {found!r}")
+
+
+def strategy_named(name: str) -> StorageStrategy:
     """Return the strategy of that name; raise ValueError with the known names otherwise."""
-    found = STRATEGIES.get(name)
+    found = known_strategy(name)
     if found is None:
-        raise ValueError(f"Invalid strategy: {name!r}; use one of {', '.join(STRATEGIES)}")
+        names = [*STRATEGIES, *extensions("collage_agent.strategies")]
+        raise ValueError(f"Invalid strategy: {name!r}; use one of {', '.join(names)}")
     return found
 
 
-def check_dtype(strategy: Strategy, dtype: torch.dtype) -> None:
+def check_dtype(strategy: StorageStrategy, dtype: torch.dtype) -> None:
     """Raise ValueError when parameters of `dtype` cannot be kept that way."""
-    if dtype in _LOW_PRECISION or (dtype in _HIGH_PRECISION and strategy.name == "plain"):
+    if dtype in _LOW_PRECISION or (dtype in _HIGH_PRECISION and strategy.is_plain):
         return
     if dtype in _HIGH_PRECISION:
         raise ValueError(

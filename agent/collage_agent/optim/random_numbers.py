@@ -1,4 +1,4 @@
-"""Where stochastic rounding's random numbers come from: counters hashed into a generator's seed."""
+"""The random numbers of stochastic rounding: counters hashed into a generator's seed."""
 
 from dataclasses import dataclass
 

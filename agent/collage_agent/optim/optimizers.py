@@ -1,0 +1,180 @@
+"""The optimizers: Adam, AdamW, Lion and SGD for low-precision parameters, and one for rules of other packages."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from collage_agent.optim.base import CollageOptimizer
+from collage_agent.optim.options import (
+    check_learning_rate,
+    check_not_negative,
+    check_torch_options,
+    checked_adam_options,
+    checked_betas,
+)
+from collage_agent.optim.rules import AdamRule, Group, LionRule, SGDRule, UpdateRule, rule_named
+
+__all__ = ["CollageAdam", "CollageAdamW", "CollageLion", "CollageSGD", "RuleOptimizer"]
+
+
+class CollageAdamW(CollageOptimizer):
+    """AdamW (decoupled weight decay) whose weights and moving averages are kept as `strategy` says.
+
+    strategy (see `STRATEGIES`): `plain` one number each; `stochastic` the same, weight and second moment rounded
+    at random; `kahan` a compensated weight; `light` the weight as an expansion of two; `light-stochastic` its low
+    component and the second moment rounded at random; `plus` the second moment as an expansion too; `full` also
+    the first; `fp32-states` averages in fp32; `master-weights` these and an fp32 weight. arithmetic: `fp32` loads
+    the components, computes in fp32 and splits once; `storage` rounds every named operation to the parameters'
+    dtype, as the published algorithms do (where the averages are fp32, the two are one). Both may differ by
+    group. `plain` in `storage` arithmetic is, bit for bit, torch.optim.AdamW's for-loop. seed: of stochastic
+    rounding, by group.
+
+    Other options mean what they mean in torch.optim.AdamW. Raises ValueError, TypeError or RuntimeError in the
+    same words as torch where torch has them.
+    """
+
+    rule = AdamRule(decoupled=True)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        strategy: str = "plus",
+        arithmetic: str = "fp32",
+        maximize: bool = False,
+        seed: int = 0,
+        compiled: str | None = None,
+        **torch_options: Any,
+    ) -> None:
+        options = checked_adam_options(lr, betas, eps, weight_decay, torch_options)
+        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        super().__init__(params, {**options, "amsgrad": amsgrad, "maximize": maximize, **kept})
+
+
+class CollageAdam(CollageAdamW):
+    """Adam: as `CollageAdamW`, but the decay is added to the gradient, and is 0 unless given."""
+
+    rule = AdamRule(decoupled=False)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+class CollageLion(CollageOptimizer):
+    """Lion with decoupled decay, kept as `strategy` says (see `CollageAdamW`).
+
+    There is no second moment, so `plus` is refused in favour of `light`. All updates are as large as the learning
+    rate, which makes plain storage lose them all at once when it falls below half an ulp of a weight.
+    Raises ValueError or TypeError for options out of range, naming the value.
+    """
+
+    rule = LionRule()
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        strategy: str = "light",
+        arithmetic: str = "fp32",
+        maximize: bool = False,
+        seed: int = 0,
+        compiled: str | None = None,
+        **torch_options: Any,
+    ) -> None:
+        check_torch_options(torch_options)
+        check_learning_rate(lr)
+        check_not_negative("weight_decay", weight_decay)
+        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        options = {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, {**options, **kept})
+
+
+class CollageSGD(CollageOptimizer):
+    """SGD with momentum, Nesterov's momentum and decay, kept as `strategy` says (see `CollageAdamW`).
+
+    There is no second moment, so `plus` is refused in favour of `light`; without momentum there is no average, so
+    `full` and `fp32-states` are refused too. `plain` in `storage` arithmetic is, bit for bit, torch.optim.SGD's
+    for-loop. Other options and errors are those of torch.optim.SGD.
+    """
+
+    rule = SGDRule()
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        strategy: str = "light",
+        arithmetic: str = "fp32",
+        maximize: bool = False,
+        seed: int = 0,
+        compiled: str | None = None,
+        **torch_options: Any,
+    ) -> None:
+        check_torch_options(torch_options)
+        check_learning_rate(lr)
+        check_not_negative("momentum", momentum)
+        check_not_negative("weight_decay", weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        super().__init__(params, {"lr": lr, **options, "maximize": maximize, **kept})
+
+
+class RuleOptimizer(CollageOptimizer):
+    """An optimizer of a rule that an installed package adds, kept as `strategy` says (see `CollageAdamW`).
+
+    rule: its name (entry-point group `collage_agent.rules`, an `UpdateRule` object). options: those of the rule,
+    whose defaults it names. Raises TypeError for an option that the rule does not have, ValueError for one out of
+    range or a rule that no package adds.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        rule: str,
+        *,
+        strategy: str = "light",
+        arithmetic: str = "fp32",
+        maximize: bool = False,
+        seed: int = 0,
+        compiled: str | None = None,
+        **options: Any,
+    ) -> None:
+        known = rule_named(rule).options
+        if not options.keys() <= known.keys():
+            unknown = ", ".join(sorted(options.keys() - known.keys()))
+            raise TypeError(f"rule {rule!r} has no option {unknown}; it has {', '.join(known)}")
+        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        super().__init__(params, {**known, **options, "rule": rule, "maximize": maximize, **kept})
+
+    @classmethod
+    def rule_of(cls, group: Group) -> UpdateRule:
+        return rule_named(group["rule"])
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        self.rule_of(group).check(group)
+        super()._check_group(group)

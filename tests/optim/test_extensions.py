@@ -1,0 +1,80 @@
+"""Strategies and rules of other packages: the examples, installed beside us, and what is refused."""
+
+import dataclasses
+
+import pytest
+from collage_agent.optim import (
+    STRATEGIES,
+    CollageAdamW,
+    RuleOptimizer,
+    StateStorage,
+    StorageStrategy,
+    rules,
+    strategies,
+)
+
+from collage_monitor.definitions import Strategy
+from collage_monitor.errors import CatalogueError
+from collage_monitor.strategies import catalogue_of
+from tests.extensions import run_with
+from tests.optim.models import parameters
+
+
+@pytest.mark.parametrize(
+    ("example", "module"), [("extension_strategy", "with_strategy"), ("extension_rule", "with_rule")]
+)
+def test_an_example_works_as_installed(example, module, tmp_path):
+    done = run_with([example], f"from tests.optim.{module} import run; run()", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """What packages add, by group; known names are forgotten before and after."""
+    found: dict[str, dict[str, object]] = {}
+    caches = strategies.known_strategy, rules.rule_named
+    for module in (strategies, rules):
+        monkeypatch.setattr(module, "extensions", lambda group: found.get(group, {}))
+    for cache in caches:
+        cache.cache_clear()
+    yield found
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_without_a_package_its_names_are_refused(added):
+    with pytest.raises(ValueError, match="Invalid rule: 'adabelief'; no installed package adds a rule"):
+        RuleOptimizer(parameters(), "adabelief")
+    with pytest.raises(ValueError, match="Invalid strategy: 'stochastic-plus'; use one of plain, "):
+        CollageAdamW(parameters(), strategy="stochastic-plus")
+
+
+def test_what_is_no_strategy_or_no_rule_is_named(added):
+    added["collage_agent.strategies"] = {"mine": STRATEGIES["plus"]}
+    added["collage_agent.rules"] = {"class": rules.LionRule}
+    with pytest.raises(
+        ValueError, match=r"collage_agent\.strategies 'mine' must be a StorageStrategy of that name"
+    ):
+        CollageAdamW(parameters(), strategy="mine")
+    with pytest.raises(ValueError, match=r"collage_agent\.rules 'class' must be an UpdateRule object, not ABCMeta"):
+        RuleOptimizer(parameters(), "class")
+
+
+def test_a_strategy_of_a_package_does_not_replace_one_of_ours(added):
+    other = StorageStrategy("plain", StateStorage.WIDE, StateStorage.WIDE, StateStorage.WIDE)
+    added["collage_agent.strategies"] = {"plain": other}
+    assert CollageAdamW(parameters(), strategy="plain").param_groups[0]["strategy"] == "plain"
+    assert strategies.known_strategy("plain") is STRATEGIES["plain"]
+
+
+def test_only_weights_are_compensated():
+    with pytest.raises(ValueError, match="only a weight can be COMPENSATED"):
+        StorageStrategy("mine", StateStorage.SINGLE, StateStorage.COMPENSATED, StateStorage.SINGLE)
+
+
+def test_the_catalogue_takes_strategies_of_their_own_name():
+    mine = Strategy("mine", "Mine", "weights", 8)
+    assert list(catalogue_of([], {"mine": mine})) == ["mine"]
+    for name, entry in (("plain", dataclasses.replace(mine, name="plain")), ("other", mine), ("mine", "mine")):
+        with pytest.raises(CatalogueError, match=f"collage_monitor.strategies '{name}' must be a Strategy"):
+            catalogue_of([Strategy("plain", "Plain", "weights", 8)], {name: entry})
