@@ -1,8 +1,11 @@
-"""The HTTP read client: what dashboard, command line and notebooks use. Needs the extra `client` (httpx)."""
+"""The HTTP client: what dashboard, command line and notebooks use. Needs the extra `client` (httpx)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import quote
@@ -11,6 +14,7 @@ import httpx
 import msgspec
 
 from collage_monitor import wire
+from collage_monitor.backoff import Backoff
 from collage_monitor.errors import (
     CollageError,
     NotAuthorised,
@@ -20,15 +24,27 @@ from collage_monitor.errors import (
     Unavailable,
 )
 
-__all__ = ["Axis", "Client", "quoted", "refusal"]
+__all__ = ["Axis", "Client", "ExportFormat", "ExportStream", "quoted", "refusal"]
 
 Axis = Literal["step", "tokens", "time"]
+ExportFormat = Literal["jsonl", "csv", "parquet"]
 _Answer = TypeVar("_Answer")
+_Message = TypeVar("_Message")
 _API: Final = "/api/v1"
+_TRIES: Final = 9
+_LONGEST_PAUSE_SECONDS: Final = 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class ExportStream:
+    """An export on its way: the bytes, and how many lines they will have where the format has lines."""
+
+    parts: Iterator[bytes]
+    lines: int | None
 
 
 class Client:
-    """Reads runs from a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
+    """Speaks to a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
 
     Every method raises `ServerUnreachable` when nothing answers and a `ServerRefusal` when the server says no.
     `transport` replaces the network (tests).
@@ -253,6 +269,44 @@ class Client:
         """Revoke a token for good. Needs an administrator's token."""
         return self._send("DELETE", f"/tokens/{quoted(token_id)}", wire.Token)
 
+    @contextmanager
+    def export(
+        self, run_id: str, export_format: ExportFormat, *, layers: bool = True, ranks: bool = False
+    ) -> Iterator[ExportStream]:
+        """All that is stored of a run, as the server streams it; with `ranks` each rank's own totals, too.
+
+        Raises:
+            ServerUnreachable: nothing answers, or the stream breaks off before its end.
+        """
+        query = {"format": export_format, "layers": str(layers).lower(), "ranks": str(ranks).lower()}
+        try:
+            with self._http.stream("GET", f"/api/v1/runs/{quoted(run_id)}/export", params=query) as response:
+                if response.is_error:
+                    response.read()
+                    raise refusal(response)
+                lines = response.headers.get("Collage-Lines")
+                yield ExportStream(response.iter_bytes(), None if lines is None else int(lines))
+        except httpx.HTTPError as error:
+            raise ServerUnreachable(
+                f"no answer from {self.server_url}, or it broke off ({error}); run the export again"
+            ) from error
+
+    def create_run(self, project: str, create: wire.RunCreate) -> wire.Run:
+        """Create a run, or resume the one of this id."""
+        return self._post(f"/projects/{quoted(project)}/runs", create, wire.Run)
+
+    def create_attempt(self, run_id: str, create: wire.AttemptCreate) -> wire.Attempt:
+        """Register a launch."""
+        return self._post(f"/runs/{quoted(run_id)}/attempts", create, wire.Attempt)
+
+    def create_stream(self, run_id: str, create: wire.StreamCreate) -> wire.Stream:
+        """Register a stream."""
+        return self._post(f"/runs/{quoted(run_id)}/streams", create, wire.Stream)
+
+    def send_reports(self, stream_id: str, batch: wire.ReportBatch) -> wire.BatchAnswer:
+        """Send reports; durable when this returns."""
+        return self._post(f"/streams/{quoted(stream_id)}/reports", batch, wire.BatchAnswer, wire.encode_batch)
+
     def healthy(self) -> bool:
         """Whether the server answers and says that it is well."""
         try:
@@ -284,6 +338,23 @@ class Client:
         if response.is_error:
             raise refusal(response)
         return wire.decode_message(response.content, kind, wire.JSON)
+
+    def _post(
+        self,
+        path: str,
+        message: _Message,
+        kind: type[_Answer],
+        encode: Callable[[_Message], bytes] = wire.encode_message,
+    ) -> _Answer:
+        """Send a message that may arrive twice: what fails for a while is sent again."""
+        content = encode(message)
+        backoff = Backoff(0.1, _LONGEST_PAUSE_SECONDS)
+        for _ in range(_TRIES - 1):
+            try:
+                return self._send("POST", path, kind, content=content, content_type=wire.MSGPACK)
+            except (ServerUnreachable, Unavailable) as error:
+                time.sleep(backoff.pause(getattr(error, "retry_after_seconds", None)))
+        return self._send("POST", path, kind, content=content, content_type=wire.MSGPACK)
 
 
 def _sendable(token: str) -> str:
@@ -318,22 +389,35 @@ def refusal(response: httpx.Response) -> ServerRefusal:
         body = wire.decode_message(response.content, wire.ErrorAnswer, wire.JSON).error
     except (ValueError, msgspec.MsgspecError):
         body = wire.ErrorBody(code="unknown", message=response.text[:500] or response.reason_phrase)
-    status = response.status_code
+    status, message = response.status_code, body.message
     kind: type[ServerRefusal] = ServerRefusal
     if status in {401, 403}:
-        kind = NotAuthorised
+        kind, message = NotAuthorised, _about_the_token(response, message)
     elif status in {404, 410}:
         kind = NotFound
     elif status == 429 or status >= 500:
         kind = Unavailable
     return kind(
-        body.message,
+        message,
         status=status,
         code=body.code,
         field=body.field,
         limit=body.limit,
         request_id=body.request_id,
         retry_after_seconds=_seconds(response.headers.get("Retry-After")),
+    )
+
+
+def _about_the_token(response: httpx.Response, message: str) -> str:
+    """What to set, for the person who reads it: the server's own words are for those who write programs."""
+    address = str(response.request.url.join("/")).rstrip("/")
+    if response.status_code == 403:
+        return f"{address} does not let this token do that ({message}): set COLLAGE_TOKEN to one that may"
+    if "Authorization" in response.request.headers:
+        return f"{address} does not know this token: set COLLAGE_TOKEN to one that the server gave out"
+    return (
+        f"{address} asks for a token: set COLLAGE_TOKEN to one that it gave out, or COLLAGE_DIR to its data folder "
+        "if it runs on this machine"
     )
 
 

@@ -1,22 +1,33 @@
-"""Where things live on one machine: the data folder, its token, and the default addresses."""
+"""Where things live on one machine: the data folder, its token, and the server that `up` keeps running."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 __all__ = [
     "DASHBOARD_PORT",
     "DEFAULT_DASHBOARD_URL",
     "DEFAULT_SERVER_URL",
+    "LocalServer",
     "SERVER_PORT",
+    "announced",
     "data_folder",
     "ensure_token",
+    "find_token",
+    "is_loopback",
+    "local_server",
     "read_token",
+    "server_address",
     "token_path",
 ]
 
@@ -80,3 +91,86 @@ def _make_token(path: Path) -> None:
             os.replace(made, path)
     finally:
         Path(made).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class LocalServer:
+    """A server of this user on this machine, as the file tells that `up` leaves for everybody who looks for one."""
+
+    server_url: str
+    dashboard_url: str
+    folder: str
+    process_id: int
+
+
+def local_server(environment: Mapping[str, str] | None = None) -> LocalServer | None:
+    """The server that `up` keeps running; None where there is none, or where the one that was is gone."""
+    try:
+        found = LocalServer(**json.loads(_announcement(environment).read_text(encoding="utf-8")))
+        if sys.platform != "win32":
+            os.kill(found.process_id, 0)
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if Path(found.folder).is_dir() else None
+
+
+@contextlib.contextmanager
+def announced(server: LocalServer, environment: Mapping[str, str] | None = None) -> Iterator[bool]:
+    """Lets this user's programs find the server and its token while the context is open.
+
+    False where an earlier server is still there, which stays the one that is found.
+    """
+    path = _announcement(environment)
+    if local_server(environment) is not None:
+        yield False
+        return
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, made = tempfile.mkstemp(prefix=".server-", dir=path.parent)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(server), file)
+    os.replace(made, path)
+    try:
+        yield True
+    finally:
+        if local_server(environment) == server:
+            path.unlink(missing_ok=True)
+
+
+def server_address(environment: Mapping[str, str] | None = None) -> str:
+    """Where the local server is: the one that `up` keeps running, else the default address."""
+    found = local_server(environment)
+    return found.server_url if found else DEFAULT_SERVER_URL
+
+
+def find_token(
+    server_url: str, folder: str | Path | None = None, environment: Mapping[str, str] | None = None
+) -> str | None:
+    """The token for a server of this machine: that of the folder which `up` names, else of the data folder.
+
+    None for a server elsewhere: a local token never leaves the machine.
+    """
+    if not is_loopback(server_url):
+        return None
+    found = local_server(environment)
+    if found and _port(found.server_url) == _port(server_url):
+        return read_token(Path(found.folder))
+    return read_token(data_folder(folder, environment))
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL points to this machine."""
+    host = urlsplit(url).hostname or ""
+    return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+def _port(url: str) -> int | None:
+    try:
+        return urlsplit(url).port
+    except ValueError:
+        return None
+
+
+def _announcement(environment: Mapping[str, str] | None) -> Path:
+    values = os.environ if environment is None else environment
+    state = values.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "collage-monitor" / "server.json"

@@ -12,6 +12,20 @@ collage.finish()
 from collage_agent import _unmoved as _unmoved  # first: see there
 from collage_agent.options import Exclude
 from collage_agent.run import Run
-from collage_agent.session import current_run, finish, init, log, watch
+from collage_agent.session import Watch, current_run, finish, init, log, watch
+from collage_agent.settings import Mode, Resume
+from collage_agent.transport import Transport
 
-__all__ = ["Exclude", "Run", "current_run", "finish", "init", "log", "watch"]
+__all__ = [
+    "Exclude",
+    "Mode",
+    "Resume",
+    "Run",
+    "Transport",
+    "Watch",
+    "current_run",
+    "finish",
+    "init",
+    "log",
+    "watch",
+]

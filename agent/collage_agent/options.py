@@ -1,26 +1,54 @@
-"""The options of `watch`: one frozen value object, its defaults in one table, checked where they enter."""
+"""The options of `watch`: one frozen value object, checked where it is made, and the one table of defaults."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["DEFAULTS", "Exclude", "WatchOptions"]
+__all__ = ["DEFAULTS", "Exclude", "WatchOptions", "default", "is_default", "plain"]
+
+_Value = TypeVar("_Value")
+
+
+class _Default:
+    """Marks a value that nobody gave."""
+
+
+def default(value: _Value) -> _Value:
+    """A value that equals `value`, and that `is_default` tells from the same value given by a caller."""
+    kind = type(value)
+    marked: _Value = type("default", (_Default, kind), {})(value)
+    return marked
+
+
+def is_default(value: object) -> bool:
+    """Whether the value was marked by `default`, so that nobody gave it."""
+    return isinstance(value, _Default)
+
+
+def plain(value: _Value) -> _Value:
+    """The value without the mark."""
+    if not isinstance(value, _Default):
+        return value
+    unmarked: _Value = type(value).__mro__[2](value)
+    return unmarked
+
 
 DEFAULTS: Final[dict[str, Any]] = {
-    "every": 10,
-    "sample": 4096,
+    "every": default(10),
+    "sample": default(4096),
     "layers": None,
     "strategy": None,
     "oracle": False,
     "windows": (),
-    "budget": 0.01,
+    "budget": default(0.01),
     "first_step": None,
 }
+"""Of `watch`. Only the marked ones give way to COLLAGE_EVERY, COLLAGE_SAMPLE and COLLAGE_BUDGET."""
 
 MOST_WINDOWS: Final = 4
 
@@ -57,6 +85,8 @@ class WatchOptions:
     first_step: int | None = DEFAULTS["first_step"]
 
     def __post_init__(self) -> None:
+        for name in DEFAULTS:
+            object.__setattr__(self, name, plain(getattr(self, name)))
         _whole_number("every", self.every, at_least=1)
         if self.sample == "all":
             object.__setattr__(self, "budget", None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import logging
 import operator
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, TextIO
 
@@ -18,23 +20,50 @@ from collage_agent.launch.identity import Identity
 from collage_agent.measurement import Measurement
 from collage_agent.settings import Settings
 from collage_agent.transport import Transport
-from collage_agent.transport.outlet import Outlet
-from collage_agent.transport.reports import Item, KeptTensor, Logged, Measured, Started, moment_on
+from collage_agent.transport.http import page_answers
+from collage_agent.transport.pipeline import DeliveryPipeline
+from collage_agent.transport.queue import Item, KeptTensor, Logged, Measured, Started, moment_on
 from collage_monitor.errors import CollageError
-from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL
+from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL, local_server
 from collage_monitor.wire import LIMITS
 
-__all__ = ["Run", "Watched"]
+__all__ = ["Run", "StepSource"]
 
 _LOG = logging.getLogger("collage_agent")
 
 
-class Watched(Protocol):
+class StepSource(Protocol):
     """What a run needs of a watch: the last completed step."""
 
     @property
     def step(self) -> int | None:
         """Number of the last completed optimizer step; None before the first."""
+
+
+@dataclass
+class _WatchSlot:
+    """A place among a run's watches: the one that has it, and how far the earlier ones there came.
+
+    `reached` is their last step that is still shown; `hidden` the last step of `watch` that was taken before the
+    newest attempt began.
+    """
+
+    watch: StepSource
+    reached: int = 0
+    hidden: int = 0
+
+    def hand_over(self, watch: StepSource) -> None:
+        """Another watch goes on from this one."""
+        step = self.watch.step or 0
+        if step > self.hidden:
+            self.reached = max(self.reached, step)
+        self.watch, self.hidden = watch, 0
+
+    def hide(self, first_step: int) -> None:
+        """A new attempt begins at `first_step`."""
+        step = self.watch.step or 0
+        self.reached = min(max(self.reached, step), first_step - 1)
+        self.hidden = step
 
 
 class Run:
@@ -48,23 +77,23 @@ class Run:
         self._identity = identity
         self._given_transport = transport
         self._guard = Guard()
-        self._handles: list[Watched] = []
+        self._slots: list[_WatchSlot] = []
         self._first_step: int | None = None
         self._counted_step = 0
         self._log_cpu_seconds = 0.0
         self._finished = False
         self._speaks_for_the_run = identity.is_first_rank
-        self._outlet: Outlet | None = None
+        self._pipeline: DeliveryPipeline | None = None
         if settings.mode != "disabled":
             # Ranks register the run in any order, so only a single process can ask for a new one.
             resume = "allow" if settings.resume == "never" and identity.world_size > 1 else settings.resume
-            self._outlet = Outlet(settings, identity, transport, resume=resume, on_away=self._say_away)
+            self._pipeline = DeliveryPipeline(settings, identity, transport, resume=resume, on_away=self._say_away)
             try:
-                self._outlet.begin()
+                self._pipeline.begin()
             except Exception as error:
                 # A machine without room for one more thread can still train.
                 self._guard.caught("starting to deliver", error)
-                self._outlet = None
+                self._pipeline = None
         if settings.mode == "offline" and self._speaks_for_the_run:
             _say(f"offline: reports are kept in {self._spool_folder}. {_HOW_TO_VIEW}")
 
@@ -85,48 +114,72 @@ class Run:
 
     @property
     def address(self) -> str:
-        """Where the run can be looked at: the dashboard of this machine, else the server's API."""
-        if self.settings.address == DEFAULT_SERVER_URL:
-            return f"{DEFAULT_DASHBOARD_URL}/run/{self.run_id}"
+        """Where the run can be looked at: the dashboard's page where `collage-monitor up` runs, else the API."""
+        found = local_server()
+        if found is not None and found.server_url == self.settings.address:
+            return f"{found.dashboard_url}/run/{self.run_id}"
         return f"{self.settings.address}/api/v1/runs/{self.run_id}"
+
+    @property
+    def reports_made(self) -> int:
+        """Reports of this process so far: those sent, spooled, pending and dropped, together."""
+        return self._pipeline.counts.made if self._pipeline else 0
+
+    @property
+    def reports_pending(self) -> int:
+        """Reports of this process on their way to the server or to the disk."""
+        return self._pipeline.counts.pending if self._pipeline else 0
 
     @property
     def reports_sent(self) -> int:
         """Reports of this process that the server has acknowledged."""
-        return self._outlet.reports_sent if self._outlet else 0
+        return self._pipeline.counts.sent if self._pipeline else 0
 
     @property
     def reports_spooled(self) -> int:
         """Reports of this process that wait on disk for the server."""
-        return self._outlet.reports_spooled if self._outlet else 0
+        return self._pipeline.counts.spooled if self._pipeline else 0
 
     @property
     def reports_dropped(self) -> dict[str, int]:
         """Reports of this process that were given up, by reason."""
-        return self._outlet.reports_dropped if self._outlet else {}
+        return self._pipeline.counts.dropped if self._pipeline else {}
 
     def worker_cpu_seconds(self) -> float:
         """CPU spent on delivering so far: the worker thread's, and that of `log` on the training thread."""
-        return self._log_cpu_seconds + (self._outlet.cpu_seconds if self._outlet else 0.0)
+        return self._log_cpu_seconds + (self._pipeline.cpu_seconds if self._pipeline else 0.0)
 
-    def attach(self, handle: Watched) -> int:
-        """Take the step of `log` from this watch, too. Returns its number, free again once it is removed."""
-        for index, known in enumerate(self._handles):
-            if getattr(known, "removed", False):
-                self._handles[index] = handle
+    def attach(self, watch: StepSource, earlier: StepSource | None = None) -> int:
+        """Take the step of `log` from this watch, too; it goes on from `earlier`, if that is given.
+
+        Returns its number among the run's watches, which is that of the earlier one.
+        """
+        for index, slot in enumerate(self._slots):
+            if earlier is not None and slot.watch is earlier:
+                slot.hand_over(watch)
                 return index
-        self._handles.append(handle)
-        return len(self._handles) - 1
+        self._slots.append(_WatchSlot(watch))
+        return len(self._slots) - 1
 
-    def started(self, first_step: int) -> None:
-        """The watched optimizer is about to take its first step."""
+    def started(self, first_step: int, watch_index: int = 0) -> None:
+        """A watched optimizer is about to take its first step.
+
+        A new attempt begins where an earlier watch of the same layers has come this far: training has gone back to
+        a checkpoint, and what it does again must not count twice.
+        """
         if self._first_step is None:
             self._first_step = first_step
             self._put(Started(first_step))
+        elif watch_index < len(self._slots) and first_step <= self._slots[watch_index].reached:
+            self._first_step = first_step
+            self._identity = self._identity.in_next_attempt()
+            for slot in self._slots:
+                slot.hide(first_step)
+            self._put(Started(first_step, self._identity))
 
     def measured(self, measurement: Measurement, watch_index: int = 0) -> None:
         """Leave a measurement for the worker."""
-        if self._outlet is not None and not self._finished:
+        if self._pipeline is not None and not self._finished:
             try:
                 self._put(Measured(measurement, watch_index, moment_on(measurement.totals.device)))
             except Exception as error:
@@ -134,7 +187,7 @@ class Run:
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Record scalars at a step; see `collage_agent.log`."""
-        if self._outlet is None or self._finished:
+        if self._pipeline is None or self._finished:
             return
         began = time.thread_time()
         try:
@@ -151,8 +204,8 @@ class Run:
         self._finished = True
         settled = True
         try:
-            if self._outlet is not None:
-                settled = self._outlet.finish(state if self._speaks_for_the_run else None, seconds)
+            if self._pipeline is not None:
+                settled = self._pipeline.finish(state if self._speaks_for_the_run else None, seconds)
             if self._speaks_for_the_run:
                 self._say_goodbye(settled)
         except Exception as error:
@@ -161,22 +214,22 @@ class Run:
     def stop(self, seconds: float) -> None:
         """Send or keep what is queued and report no more; the run stays open, because the job may be resumed."""
         self._finished = True
-        if self._outlet is not None:
-            self._outlet.finish(None, seconds)
+        if self._pipeline is not None:
+            self._pipeline.finish(None, seconds)
 
     def begin_in_child_process(self) -> None:
         """After a fork: a stream of its own, made when the child reports something; the parent keeps the run."""
-        outlet, self._outlet = self._outlet, None
+        pipeline, self._pipeline = self._pipeline, None
         self._speaks_for_the_run = False
-        if outlet is None or self._finished:
+        if pipeline is None or self._finished:
             return
-        outlet.forget()
+        pipeline.forget()
         self._identity = self._identity.in_child_process()
-        self._outlet = Outlet(
+        self._pipeline = DeliveryPipeline(
             self.settings, self._identity, self._given_transport, resume="allow", on_away=self._say_away
         )
         if self._first_step is not None:
-            self._outlet.prepare(Started(self._first_step))
+            self._pipeline.prepare(Started(self._first_step))
 
     def __enter__(self) -> Run:
         return self
@@ -190,15 +243,19 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {self.run_id} of project {self.project!r}, {self.settings.mode}>"
 
+    def _repr_html_(self) -> str:
+        address = html.escape(self.address)
+        return f'run <a href="{address}">{html.escape(self.name)}</a> of project {html.escape(self.project)}'
+
     def _put(self, item: Item) -> None:
-        if self._outlet is not None and not self._finished:
-            self._outlet.put(item)
+        if self._pipeline is not None and not self._finished:
+            self._pipeline.put(item)
 
     def _log(self, values: Mapping[str, Any], step: int | None) -> None:
         if isinstance(step, torch.Tensor):
             # Reading a number from a tensor would wait for the device.
             raise TypeError("step: pass a number, not a tensor")
-        counted = step is None and not self._handles
+        counted = step is None and not self._slots
         if step is not None:
             place: int | None = operator.index(step)
             if place is not None and place < 0:
@@ -206,16 +263,33 @@ class Run:
         elif counted:
             place = self._counted_step + 1
         else:
-            place = max((step for handle in self._handles if (step := handle.step) is not None), default=None)
+            place = self._step_of_watches()
         self._counted_step = max(self._counted_step, place or 0)
         now = time.time()
         kept = ((str(name), _kept(value)) for name, value in values.items())
         while part := dict(itertools.islice(kept, LIMITS["scalars_per_report"])):
             self._put(Logged(place, now, part, counted))
 
+    def _step_of_watches(self) -> int | None:
+        """The last step of the watches that go on, else of those that ended."""
+        going_on = [slot.watch for slot in self._slots if not getattr(slot.watch, "removed", False)]
+        for watches in (going_on, [slot.watch for slot in self._slots]):
+            if steps := [step for watch in watches if (step := watch.step) is not None]:
+                return max(steps)
+        return None
+
     @property
     def _spool_folder(self) -> str:
         return str(self.settings.folder / "spool" / self.run_id)
+
+    def _where_to_look(self) -> str:
+        if self._given_transport is not None:
+            return f" ({self.run_id}) is sent"
+        server = self.settings.address
+        dashboard = _dashboard_of(server)
+        if dashboard is not None:
+            return f": {dashboard}/run/{self.run_id}"
+        return f" ({self.run_id}) is at {server}; to look at it: collage-monitor dashboard --server-url {server}"
 
     def _say_away(self, error: CollageError) -> None:
         if self._speaks_for_the_run:
@@ -224,19 +298,28 @@ class Run:
             _LOG.warning("%s; reports are kept in %s", error, self._spool_folder)
 
     def _say_goodbye(self, settled: bool) -> None:
-        for handle in self._handles:
-            _write(f"{handle}\n", sys.stdout)
-        if self._outlet is None:
+        for slot in self._slots:
+            _write(f"{slot.watch}\n", sys.stdout)
+        if self._pipeline is None:
             return
-        waiting = self._outlet.reports_spooled
+        waiting = self.reports_spooled
         if waiting:
             _say(f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_HOW_TO_VIEW}", sys.stdout)
         else:
-            _say(f"run {self.name}: {self.address}", sys.stdout)
+            _say(f"run {self.name}{self._where_to_look()}", sys.stdout)
         if not settled:
             _say("the deadline passed before every report was sent or kept; the rest is lost")
-        if dropped := self._outlet.reports_dropped:
+        if dropped := self.reports_dropped:
             _say("reports given up: " + ", ".join(f"{count} ({reason})" for reason, count in dropped.items()))
+
+
+def _dashboard_of(server_url: str) -> str | None:
+    """A dashboard of this machine that shows what is sent to the server, if one answers."""
+    found = local_server()
+    known = found.dashboard_url if found is not None and found.server_url == server_url else None
+    if known is None and server_url == DEFAULT_SERVER_URL:
+        known = DEFAULT_DASHBOARD_URL
+    return known if known is not None and page_answers(known) else None
 
 
 _HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor replay` sends it what is left there."

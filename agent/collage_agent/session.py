@@ -11,18 +11,57 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from torch.optim import Optimizer
 
 from collage_agent.launch.identity import make_identity
 from collage_agent.launch.termination import TerminationHandler
 from collage_agent.measurement import Measurement
-from collage_agent.options import DEFAULTS, Exclude
+from collage_agent.options import DEFAULTS, Exclude, is_default
 from collage_agent.run import Run
-from collage_agent.settings import read_settings, watch_defaults
+from collage_agent.settings import DEFAULT_MODE, NO_TAGS, Mode, Resume, read_settings, watch_defaults
 from collage_agent.transport import Transport
 from collage_agent.watch import Optimizers, Watch
 from collage_agent.watch import watch as attach_watch
 
-__all__ = ["current_run", "finish", "init", "log", "watch"]
+__all__ = ["Watch", "current_run", "finish", "init", "log", "watch"]
+
+
+class _Watched:
+    """A watch, and what it looks at: names and shapes of its layers, and which tensors and optimizers those are.
+
+    Identities hold for as long as the watch is not removed: until then it keeps the optimizers alive.
+    """
+
+    def __init__(self, handle: Watch, model: nn.Module, optimizer: Optimizers) -> None:
+        self._handle = weakref.ref(handle)
+        optimizers: Iterable[Optimizer]
+        if isinstance(optimizer, Optimizer):
+            optimizers = [optimizer]
+        else:
+            optimizers = list(optimizer.values() if isinstance(optimizer, Mapping) else optimizer)
+        groups = [group for one in optimizers for group in one.param_groups]
+        self._optimizers = {id(one) for one in optimizers}
+        self._parameters = {id(entry) for group in groups for entry in group["params"]}
+        named = [(name, entry) for name, entry in model.named_parameters() if handle.options.selects(name)]
+        own = [(name, entry) for name, entry in named if id(entry) in self._parameters]
+        self._layers = {(name, tuple(entry.shape)) for name, entry in own or named}
+
+    @property
+    def handle(self) -> Watch | None:
+        """The watch, while anybody holds it; the run of a watch does."""
+        return self._handle()
+
+    def goes_on_from(self, other: _Watched) -> bool:
+        """Whether the other watch is over, and this one looks at its layers.
+
+        Over: removed, or its parameters have another optimizer now. A model with the same layers beside one that is
+        still watched is another model.
+        """
+        if not self._layers & other._layers:
+            return False
+        if other.handle is None or other.handle.removed:
+            return True
+        return bool(self._parameters & other._parameters) and not self._optimizers & other._optimizers
 
 
 class _WatchReporter:
@@ -33,12 +72,12 @@ class _WatchReporter:
         self.index = 0
         self.first_step: int | None = None
 
-    def belongs_to(self, run: Run, handle: Watch) -> None:
+    def belongs_to(self, run: Run, handle: Watch, earlier: _Watched | None) -> None:
         """From now on report to `run`; a watch that has begun before starts there with its next step."""
         self.run = run
-        self.index = run.attach(handle)
+        self.index = run.attach(handle, earlier.handle if earlier is not None else None)
         if self.first_step is not None:
-            run.started((handle.step or 0) + 1)
+            run.started((handle.step or 0) + 1, self.index)
 
     def worker_cpu_seconds(self) -> float:
         """CPU that delivering has used."""
@@ -48,7 +87,7 @@ class _WatchReporter:
         """Pass on the first step."""
         self.first_step = first_step
         if self.run:
-            self.run.started(first_step)
+            self.run.started(first_step, self.index)
 
     def measured(self, measurement: Measurement) -> None:
         """Pass on a measurement."""
@@ -62,7 +101,9 @@ class _Session:
     def __init__(self) -> None:
         self.run: Run | None = None
         self.runs_begun = 0
-        self.waiting: list[tuple[weakref.ref[Watch], _WatchReporter]] = []
+        self.waiting: list[tuple[_Watched, _WatchReporter]] = []
+        self.watched: list[_Watched] = []
+        """Under the current run, oldest first, without those from which others went on."""
         self.handlers_registered = False
         self.termination = TerminationHandler(self.flush_before_death)
 
@@ -74,10 +115,19 @@ class _Session:
     def begin(self, run: Run) -> None:
         self.run = run
         self.runs_begun += 1
-        for reference, reporter in self.waiting:
-            if (handle := reference()) is not None:
-                reporter.belongs_to(run, handle)
+        self.watched = []
+        for watched, reporter in self.waiting:
+            self.join(run, watched, reporter)
         self.waiting.clear()
+
+    def join(self, run: Run, watched: _Watched, reporter: _WatchReporter) -> None:
+        """Let a watch report to the run, if anybody still holds it."""
+        handle = watched.handle
+        if handle is None:
+            return
+        earlier = next((other for other in reversed(self.watched) if watched.goes_on_from(other)), None)
+        reporter.belongs_to(run, handle, earlier)
+        self.watched = [other for other in self.watched if other is not earlier] + [watched]
 
     def register_handlers(self) -> None:
         if self.handlers_registered:
@@ -96,15 +146,15 @@ def init(
     name: str | None = None,
     *,
     run_id: str | None = None,
-    resume: str = "allow",
+    resume: Resume = "allow",
     group: str | None = None,
-    tags: Iterable[str] = (),
+    tags: Iterable[str] = NO_TAGS,
     notes: str = "",
     seed: int | None = None,
     config: Any = None,
     server_url: str | None = None,
     token: str | None = None,
-    mode: str = "online",
+    mode: Mode = DEFAULT_MODE,
     dir: str | Path | None = None,
     transport: Transport | None = None,
 ) -> Run:
@@ -148,14 +198,14 @@ def watch(
     model: nn.Module,
     optimizer: Optimizers,
     *,
-    every: int = 10,
-    sample: int | Literal["all"] = 4096,
-    layers: str | Sequence[str] | Exclude | None = None,
-    strategy: str | None = None,
-    oracle: bool = False,
-    windows: Sequence[int] = (),
-    budget: float | None = 0.01,
-    first_step: int | None = None,
+    every: int = DEFAULTS["every"],
+    sample: int | Literal["all"] = DEFAULTS["sample"],
+    layers: str | Sequence[str] | Exclude | None = DEFAULTS["layers"],
+    strategy: str | None = DEFAULTS["strategy"],
+    oracle: bool = DEFAULTS["oracle"],
+    windows: Sequence[int] = DEFAULTS["windows"],
+    budget: float | None = DEFAULTS["budget"],
+    first_step: int | None = DEFAULTS["first_step"],
 ) -> Watch:
     """Measure what becomes of the optimizer's updates, every `every` steps; report it to the current run, if any.
 
@@ -165,7 +215,7 @@ def watch(
     the names to watch, or Exclude(...). `strategy` is the label that you believe in; the observed one stands beside
     it. `oracle` keeps an fp64 optimizer beside yours on a small sample. `budget` bounds the agent's CPU over the
     rest of the step's. `first_step` is the number of the next optimizer step. COLLAGE_EVERY, COLLAGE_SAMPLE and
-    COLLAGE_BUDGET replace the defaults.
+    COLLAGE_BUDGET replace defaults, never what was passed.
 
     Raises:
         ValueError, TypeError: an argument that cannot be used.
@@ -176,22 +226,23 @@ def watch(
     handle = attach_watch(
         model,
         optimizer,
-        every=defaults.every if every == DEFAULTS["every"] else every,
-        sample=defaults.sample if sample == DEFAULTS["sample"] else sample,
+        every=defaults["every"] if is_default(every) else every,
+        sample=defaults["sample"] if is_default(sample) else sample,
         layers=layers,
         strategy=strategy,
         oracle=oracle,
         windows=tuple(windows),
-        budget=defaults.budget if budget == DEFAULTS["budget"] else budget,
+        budget=defaults["budget"] if is_default(budget) else budget,
         first_step=first_step,
         reporter=reporter,
         seed=run.settings.seed or 0 if run is not None else 0,
         worker_cpu_seconds=reporter.worker_cpu_seconds,
     )
+    watched = _Watched(handle, model, optimizer)
     if run is not None:
-        reporter.belongs_to(run, handle)
+        _SESSION.join(run, watched, reporter)
     else:
-        _SESSION.waiting.append((weakref.ref(handle), reporter))
+        _SESSION.waiting.append((watched, reporter))
     return handle
 
 

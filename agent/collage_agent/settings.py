@@ -9,42 +9,80 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
-from collage_agent.options import WatchOptions
-from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, read_token
+from collage_agent.options import DEFAULTS, WatchOptions, default, is_default, plain
+from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, find_token, server_address
 from collage_monitor.wire import LIMITS
 
-__all__ = ["DeliveryLimits", "Mode", "Resume", "Settings", "is_loopback", "read_settings", "watch_defaults"]
+__all__ = [
+    "DEFAULT_MODE",
+    "NO_TAGS",
+    "DeliveryLimits",
+    "Mode",
+    "Resume",
+    "Settings",
+    "read_settings",
+    "watch_defaults",
+]
 
 Mode = Literal["online", "offline", "disabled"]
 Resume = Literal["allow", "must", "never"]
 _Value = TypeVar("_Value")
 
 _LOG = logging.getLogger("collage_agent")
-_IDENTIFIER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
-_TEXT_CHARACTERS: Final = 65_536
 DEFAULT_PROJECT: Final = "default"
+DEFAULT_MODE: Final[Mode] = default("online")
+NO_TAGS: Final[tuple[str, ...]] = default(())
+_WORDS: Final = f"pass a text of 1 to {LIMITS['name_characters']} characters"
+_NAME: Final = Meta(min_length=1, max_length=LIMITS["name_characters"])
+_TYPES: Final[dict[str, tuple[Any, str]]] = {
+    "project": (
+        Annotated[str, _NAME, Meta(pattern=r"^(?!\.{1,2}$)[^/]+$")],
+        f"it is one part of the server's addresses: leave slashes out, and {_WORDS}",
+    ),
+    "name": (Annotated[str, _NAME], _WORDS),
+    "group": (Annotated[str, _NAME], _WORDS),
+    "run_id": (
+        Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}$")],
+        "pass 1 to 64 letters, digits, '_', '.', ':' or '-', the first a letter or digit",
+    ),
+    "resume": (Resume, "choose one of 'allow', 'must', 'never'"),
+    "mode": (Mode, "choose one of 'online', 'offline', 'disabled'"),
+    "tags": (
+        Annotated[tuple[Annotated[str, _NAME], ...], Meta(max_length=LIMITS["tags_per_run"])],
+        f"pass a list of at most {LIMITS['tags_per_run']} texts",
+    ),
+    "notes": (Annotated[str, Meta(max_length=65_536)], "pass a text of at most 65536 characters"),
+    "seed": (Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "pass a 64-bit integer or None"),
+    "token": (
+        Annotated[str, Meta(pattern=r"^[!-~]+$")],
+        "pass the printable ASCII text that the server gave out, without spaces",
+    ),
+}
+"""What each argument must be, and what to pass where it is not."""
 
 
 @dataclass(frozen=True)
 class DeliveryLimits:
     """How much the delivering side may hold, and how long it may wait."""
 
-    queue_items: int = 2_000
+    queue_steps: int = 2_000
     queue_bytes: int = 64 * 2**20
     batch_reports: int = 500
     batch_bytes: int = 4 * 2**20
     spool_bytes: int = 2**30
     linger_seconds: float = 0.5
     """Reports wait this long for company, so that fast loops make few requests."""
+    step_seconds: float = 5.0
+    """The newest step waits this long for more that is told of it, so that one step makes one report."""
     connect_timeout_seconds: float = 2.0
     answer_timeout_seconds: float = 10.0
     retry_seconds: float = 3.0
@@ -78,176 +116,122 @@ class Settings:
     @property
     def address(self) -> str:
         """Where reports are sent in online mode, without a trailing slash."""
-        return self.server_url or DEFAULT_SERVER_URL
+        return self.server_url or server_address()
 
     @property
     def token(self) -> str | None:
-        """The given token, else for a server on this machine the one in the data folder, which may come later."""
-        return self.explicit_token or (read_token(self.folder) if is_loopback(self.address) else None)
+        """The given token, else that of a server on this machine, which may come later."""
+        return self.explicit_token or find_token(self.address, self.folder)
 
 
 def read_settings(
     environment: Mapping[str, str] | None = None,
     *,
-    project: str | None,
-    name: str | None,
-    run_id: str | None,
-    resume: str,
-    group: str | None,
-    tags: Iterable[str],
-    notes: str,
-    seed: int | None,
-    config: object,
-    server_url: str | None,
-    token: str | None,
-    mode: str,
-    folder: str | Path | None,
+    project: str | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    resume: Resume = "allow",
+    group: str | None = None,
+    tags: Iterable[str] = NO_TAGS,
+    notes: str = "",
+    seed: int | None = None,
+    config: object = None,
+    server_url: str | None = None,
+    token: str | None = None,
+    mode: Mode = DEFAULT_MODE,
+    folder: str | Path | None = None,
 ) -> Settings:
-    """Settings from arguments and environment. `mode` "online" is the default, so COLLAGE_MODE overrides it.
+    """Settings from arguments and environment. Whatever was passed wins; a default gives way to the environment.
 
     Raises:
         ValueError: an argument cannot be used; the message names it, its value and what is expected.
     """
     values = os.environ if environment is None else environment
+
+    def chosen(what: str, variable: str, given: Any, otherwise: Any, read: Callable[[str], Any] = str) -> Any:
+        if given is not None and not is_default(given):
+            return _checked(what, given)
+        return _from(values, variable, lambda text: _checked(what, read(text)), otherwise)
+
     return Settings(
-        project=_project(project) or _from(values, "PROJECT", _required_project, DEFAULT_PROJECT),
-        name=_name("name", name) or _from(values, "RUN_NAME", _required_name, None),
-        run_id=_identifier("run_id", run_id) if run_id is not None else _from(values, "RUN_ID", _given_id, None),
-        resume=_one_of("resume", resume, Resume),
-        group=_name("group", group) or _from(values, "RUN_GROUP", _required_name, None),
-        tags=_tags(tags) or _from(values, "TAGS", _split_tags, ()),
-        notes=_notes(notes),
-        seed=_seed(seed),
+        project=chosen("project", "PROJECT", project, DEFAULT_PROJECT),
+        name=chosen("name", "RUN_NAME", name, None),
+        run_id=chosen("run_id", "RUN_ID", run_id, None),
+        resume=_checked("resume", resume),
+        group=chosen("group", "RUN_GROUP", group, None),
+        tags=chosen("tags", "TAGS", tags, (), _split),
+        notes=_checked("notes", notes),
+        seed=None if seed is None else _checked("seed", seed),
         config=_config(config),
-        server_url=_url("server_url", server_url) if server_url else _from(values, "SERVER_URL", _given_url, None),
-        explicit_token=_token(token) if token else _from(values, "TOKEN", _token, None),
-        mode=_mode(values, mode),
+        server_url=chosen("server_url", "SERVER_URL", server_url, None),
+        explicit_token=chosen("token", "TOKEN", token, None),
+        mode=chosen("mode", "MODE", mode, plain(DEFAULT_MODE)),
         folder=data_folder(folder, values),
     )
 
 
-def watch_defaults(environment: Mapping[str, str] | None = None) -> WatchOptions:
-    """Defaults of `watch` after COLLAGE_EVERY, COLLAGE_SAMPLE and COLLAGE_BUDGET ("none": no governor)."""
+def watch_defaults(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What COLLAGE_EVERY, COLLAGE_SAMPLE and COLLAGE_BUDGET ("none": no governor) put in the place of defaults."""
     values = os.environ if environment is None else environment
-    plain = WatchOptions()
-    return WatchOptions(
-        every=_from(values, "EVERY", lambda text: WatchOptions(every=int(text)).every, plain.every),
-        sample=_from(values, "SAMPLE", _sample, plain.sample),
-        budget=_from(values, "BUDGET", _budget, plain.budget),
-    )
+    readers: dict[str, Callable[[str], Any]] = {
+        "EVERY": int,
+        "SAMPLE": lambda text: "all" if text == "all" else int(text),
+        "BUDGET": lambda text: None if text.lower() == "none" else float(text),
+    }
+    found: dict[str, Any] = {}
+    for variable, read in readers.items():
+        name = variable.lower()
+        found[name] = _from(values, variable, _option(name, read), plain(DEFAULTS[name]))
+    return found
 
 
-def is_loopback(url: str) -> bool:
-    """Whether a URL points to this machine."""
-    host = urlsplit(url).hostname or ""
-    return host in {"localhost", "::1"} or host.startswith("127.")
+def _option(name: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Reads a text as an option of `watch`, and checks it as one."""
+    return lambda text: getattr(WatchOptions(**{name: read(text)}), name)
 
 
-def _from(values: Mapping[str, str], name: str, read: Callable[[str], _Value], default: _Value) -> _Value:
+def _from(values: Mapping[str, str], name: str, read: Callable[[str], _Value], otherwise: _Value) -> _Value:
     text = values.get(f"COLLAGE_{name}", "").strip()
     if not text:
-        return default
+        return otherwise
     try:
         return read(text)
     except ValueError as error:
         _LOG.warning("environment variable COLLAGE_%s ignored: %s", name, error)
-        return default
+        return otherwise
 
 
-def _mode(values: Mapping[str, str], mode: str) -> Mode:
-    chosen = _one_of("mode", mode, Mode)
-    return chosen if chosen != "online" else _from(values, "MODE", lambda text: _one_of("mode", text, Mode), chosen)
+def _checked(what: str, value: Any) -> Any:
+    """The value, if it is what the table says.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if what == "server_url":
+        return _url(value)
+    kind, wanted = _TYPES[what]
+    try:
+        if what == "tags" and not isinstance(value, str):
+            value = tuple(value)
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, TypeError):
+        # A token's value is a secret and stays out of messages.
+        shown = what if what == "token" else f"{what}={value!r:.200}"
+        raise ValueError(f"{shown}: {wanted}") from None
 
 
-def _one_of(what: str, value: str, choices: Any) -> Any:
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise ValueError(f"{what}={value!r}: choose one of {', '.join(map(repr, allowed))}")
-    return value
-
-
-def _name(what: str, value: object) -> str | None:
-    if value is None:
-        return None
-    longest = LIMITS["name_characters"]
-    if not isinstance(value, str) or not 1 <= len(value) <= longest:
-        raise ValueError(f"{what}={value!r}: pass a text of 1 to {longest} characters")
-    return value
-
-
-def _project(value: object) -> str | None:
-    project = _name("project", value)
-    if project is not None and ("/" in project or project in {".", ".."}):
-        raise ValueError(f"project={project!r}: it is one part of the server's addresses, leave slashes out")
-    return project
-
-
-def _required_project(text: str) -> str:
-    return cast(str, _project(text))
-
-
-def _required_name(text: str) -> str:
-    return cast(str, _name("value", text))
-
-
-def _identifier(what: str, value: object) -> str:
-    if not isinstance(value, str) or not _IDENTIFIER.fullmatch(value):
-        raise ValueError(
-            f"{what}={value!r}: pass 1 to 64 letters, digits, '_', '.', ':' or '-', the first a letter or digit"
-        )
-    return value
-
-
-def _given_id(text: str) -> str:
-    return _identifier("run_id", text)
-
-
-def _url(what: str, value: object) -> str:
+def _url(value: object) -> str:
     parts = urlsplit(value) if isinstance(value, str) else urlsplit("")
     if parts.username is not None or parts.password is not None:
         # Addresses are printed, secrets are not.
-        raise ValueError(f"{what}: leave user and password out of the address, and pass token=")
+        raise ValueError("server_url: leave user and password out of the address, and pass token=")
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{what}={value!r}: pass an address such as {DEFAULT_SERVER_URL}")
+        raise ValueError(f"server_url={value!r}: pass an address such as {DEFAULT_SERVER_URL}")
     return cast(str, value).rstrip("/")
 
 
-def _given_url(text: str) -> str:
-    return _url("server_url", text)
-
-
-def _token(value: object) -> str:
-    if not isinstance(value, str) or not value.isascii() or not value.isprintable() or " " in value:
-        # The value itself is a secret and stays out of messages.
-        raise ValueError("token: pass the printable ASCII text that the server gave out, without spaces")
-    return value
-
-
-def _tags(value: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise ValueError(f"tags={value!r}: pass a list of texts, [{value!r}]")
-    tags = tuple(cast(str, _name("tags", tag)) for tag in value)
-    if len(tags) > LIMITS["tags_per_run"]:
-        raise ValueError(f"tags: {len(tags)} of them, at most {LIMITS['tags_per_run']} are kept")
-    return tags
-
-
-def _split_tags(text: str) -> tuple[str, ...]:
-    return _tags(tag.strip() for tag in text.split(",") if tag.strip())
-
-
-def _notes(value: object) -> str:
-    if not isinstance(value, str) or len(value) > _TEXT_CHARACTERS:
-        raise ValueError(f"notes: pass a text of at most {_TEXT_CHARACTERS} characters")
-    return value
-
-
-def _seed(value: object) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise ValueError(f"seed={value!r}: pass a 64-bit integer or None")
-    return int(value)
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(tag.strip() for tag in text.split(",") if tag.strip())
 
 
 def _config(value: object) -> dict[str, Any]:
@@ -279,11 +263,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, float):
         return float(value) if abs(value) < float("inf") else str(float(value))
     return str(value)
-
-
-def _sample(text: str) -> int | Literal["all"]:
-    return WatchOptions(sample="all" if text == "all" else int(text)).sample
-
-
-def _budget(text: str) -> float | None:
-    return WatchOptions(budget=None if text.lower() == "none" else float(text)).budget

@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
+import re
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 
 import click
 
 from collage_monitor import __version__
 from collage_monitor.errors import CollageError
 
-__all__ = ["VERBS", "main", "root"]
+__all__ = ["VERBS", "main", "require", "root"]
 
 VERBS = "collage_monitor.commands"
+_EXTRAS = {"collage_monitor": "client"}
+"""The extra that brings what a package needs; the others are called `collage_` and their extra."""
+_REQUIREMENT = re.compile(r"""([\w.-]+)[^;]*;.*extra\s*==\s*['"]([\w-]+)['"]""")
+
+
+def require(verb: str, *extras: str) -> None:
+    """Check that what these extras bring is installed.
+
+    Raises:
+        click.ClickException: it is not; the message names the smallest extras that bring it.
+    """
+    absent = {extra: names for extra in extras if (names := _missing(extra))}
+    if absent:
+        missing = ", ".join(sorted(set().union(*absent.values())))
+        raise click.ClickException(
+            f"collage-monitor {verb} needs {missing}, not installed here; {_advice(*sorted(absent))}"
+        )
+
+
+def _missing(extra: str) -> set[str]:
+    """Distributions that the extra names and that are not installed."""
+    missing: set[str] = set()
+    for text in requires("collage-monitor") or []:
+        found = _REQUIREMENT.match(text)
+        if found is None or found[2] != extra:
+            continue
+        try:
+            version(found[1])
+        except PackageNotFoundError:
+            missing.add(found[1])
+    return missing
+
+
+def _advice(*extras: str) -> str:
+    return f"pip install 'collage-monitor[{','.join(extras)}]'"
 
 
 class Verbs(click.Group):
@@ -33,14 +69,16 @@ def _load(entry: EntryPoint) -> click.Command:
     try:
         command = entry.load()
     except ModuleNotFoundError as error:
-        return _absent(entry.name, error.name or str(error))
+        package = entry.value.partition(".")[0]
+        extra = _EXTRAS.get(package, package.removeprefix("collage_"))
+        return _absent(entry.name, error.name or str(error), extra)
     if not isinstance(command, click.Command):
         raise TypeError(f"{entry.value} is not a click command")
     return command
 
 
-def _absent(verb: str, module: str) -> click.Command:
-    text = f"needs {module}, which is not installed; pip install 'collage-monitor[all]'"
+def _absent(verb: str, module: str, extra: str) -> click.Command:
+    text = f"needs {module}, which is not installed; {_advice(extra)}"
 
     @click.command(verb, help=text, context_settings={"ignore_unknown_options": True})
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

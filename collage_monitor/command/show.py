@@ -9,7 +9,7 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, read_token
+from collage_monitor.local import find_token, server_address
 from collage_monitor.metrics import METRICS, split_key
 
 __all__ = ["list_runs", "printable", "server_options", "show"]
@@ -23,8 +23,13 @@ def server_options(function: _Function) -> _Function:
     """The options that every verb which reads from a server takes."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON."),
-        click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default: the one in the data folder."),
-        click.option("--server-url", envvar="COLLAGE_SERVER_URL", default=DEFAULT_SERVER_URL, show_default=True),
+        click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own."),
+        click.option(
+            "--server-url",
+            envvar="COLLAGE_SERVER_URL",
+            default=server_address,
+            show_default="the local server's",
+        ),
     ):
         function = option(function)
     return function
@@ -36,7 +41,7 @@ def server_options(function: _Function) -> _Function:
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 1000))
 def list_runs(server_url: str, token: str | None, as_json: bool, project: str | None, limit: int) -> None:
     """List runs, newest first."""
-    with Client(server_url, token or read_token(data_folder())) as client:
+    with Client(server_url, token or find_token(server_url)) as client:
         page = client.runs(project=project, limit=limit)
     if as_json:
         click.echo(wire.encode_json(page).decode())
@@ -60,7 +65,7 @@ def list_runs(server_url: str, token: str | None, as_json: bool, project: str | 
 @click.argument("run_id")
 def show(server_url: str, token: str | None, as_json: bool, run_id: str) -> None:
     """Show a run's newest numbers and its worst layers."""
-    with Client(server_url, token or read_token(data_folder())) as client:
+    with Client(server_url, token or find_token(server_url)) as client:
         latest = client.latest(run_id)
         worst = client.worst(run_id, k=3)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -14,7 +15,16 @@ from types import FrameType
 import click
 
 from collage_monitor.client import Client
-from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT, data_folder, ensure_token, token_path
+from collage_monitor.command import require
+from collage_monitor.local import (
+    DASHBOARD_PORT,
+    SERVER_PORT,
+    LocalServer,
+    announced,
+    data_folder,
+    ensure_token,
+    token_path,
+)
 
 __all__ = ["Services", "up"]
 
@@ -90,8 +100,7 @@ class Services:
             if process.poll() is not None:
                 verb = process.args[3] if isinstance(process.args, list) else "a service"
                 raise click.ClickException(
-                    f"{verb} ended with status {process.returncode}; its last lines stand above "
-                    "(a port in use? try --port and --dashboard-port)"
+                    f"{verb} ended with status {process.returncode}; its last lines, above, say why"
                 )
 
 
@@ -114,25 +123,36 @@ def _require_free(port: int, option: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the addresses as JSON.")
 def up(folder: Path | None, port: int, dashboard_port: int, as_json: bool) -> None:
     """Start server and dashboard; Ctrl-C stops them."""
-    where = data_folder(folder)
+    require("up", "dashboard", "server")
+    where = data_folder(folder).resolve()
     signal.signal(signal.SIGTERM, _interrupt)
     with Services(where, port, dashboard_port) as services:
-        if as_json:
-            addresses = {
-                "dashboard_url": services.dashboard_url,
-                "server_url": services.server_url,
-                "dir": str(where),
-            }
-            click.echo(json.dumps(addresses))
-        else:
-            click.echo(f"dashboard  {services.dashboard_url}\nserver     {services.server_url}\ndata       {where}")
-            click.echo(
-                "A training on this machine that calls collage_agent.init() is found by itself. Ctrl-C stops."
-            )
-        try:
-            services.watch()
-        except KeyboardInterrupt:
-            click.echo("stopping")
+        server = LocalServer(services.server_url, services.dashboard_url, str(where), os.getpid())
+        with announced(server) as found:
+            _say(server, found, as_json=as_json)
+            try:
+                services.watch()
+            except KeyboardInterrupt:
+                click.echo("stopping")
+
+
+def _say(server: LocalServer, found: bool, *, as_json: bool) -> None:
+    if as_json:
+        addresses = {
+            "dashboard_url": server.dashboard_url,
+            "server_url": server.server_url,
+            "dir": server.folder,
+        }
+        click.echo(json.dumps(addresses))
+        return
+    click.echo(f"dashboard  {server.dashboard_url}\nserver     {server.server_url}\ndata       {server.folder}")
+    if found:
+        click.echo("Your trainings on this machine that call collage_agent.init() find it. Ctrl-C stops.")
+    else:
+        click.echo(
+            "Another `collage-monitor up` is found first. For this one, in the training's terminal:\n"
+            f"  export COLLAGE_SERVER_URL={server.server_url} COLLAGE_DIR={server.folder}\nCtrl-C stops."
+        )
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

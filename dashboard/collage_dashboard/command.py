@@ -11,7 +11,7 @@ import click
 from collage_dashboard.app import create_dashboard
 from collage_dashboard.guard import LOOPBACK_HOSTS
 from collage_monitor.client import Client
-from collage_monitor.local import DASHBOARD_PORT, DEFAULT_SERVER_URL, data_folder, read_token
+from collage_monitor.local import DASHBOARD_PORT, find_token, server_address
 
 __all__ = ["dashboard"]
 
@@ -22,8 +22,10 @@ _TIMEOUT_SECONDS = 20.0
 @click.command("dashboard")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=DASHBOARD_PORT, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--server-url", envvar="COLLAGE_SERVER_URL", default=DEFAULT_SERVER_URL, show_default=True)
-@click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default: the one in the data folder.")
+@click.option(
+    "--server-url", envvar="COLLAGE_SERVER_URL", default=server_address, show_default="the local server's"
+)
+@click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token; read when needed.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which browsers reach it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
@@ -47,7 +49,7 @@ def dashboard(
         raise click.ClickException(f"cannot read a token from {token_file}; `collage-monitor up` writes one")
 
     def client() -> Client:
-        known = token or (_read(token_file) if token_file else read_token(data_folder()))
+        known = token or (_read(token_file) if token_file else find_token(server_url))
         return Client(server_url, known, timeout_seconds=_TIMEOUT_SECONDS)
 
     names = frozenset(allowed_hosts) | LOOPBACK_HOSTS if host in LOOPBACK_HOSTS or allowed_hosts else None

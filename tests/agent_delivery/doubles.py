@@ -21,6 +21,7 @@ from tests.waiting import PATIENCE_SECONDS
 STATISTICS = ("elements", "sampled", "intended_squared_sum")
 QUICK = DeliveryLimits(
     linger_seconds=0.01,
+    step_seconds=0.02,
     connect_timeout_seconds=0.5,
     answer_timeout_seconds=0.5,
     retry_seconds=0.3,
@@ -44,21 +45,7 @@ def measurement(step, shape=None, totals=None):
 
 
 def settings(folder, *, limits=QUICK, **arguments):
-    given = {
-        "project": None,
-        "name": None,
-        "run_id": None,
-        "resume": "allow",
-        "group": None,
-        "tags": (),
-        "notes": "",
-        "seed": None,
-        "config": None,
-        "server_url": None,
-        "token": None,
-        "mode": "online",
-    }
-    made = read_settings(NO_ENVIRONMENT, folder=folder, **(given | arguments))
+    made = read_settings(NO_ENVIRONMENT, folder=folder, **arguments)
     return type(made)(**{**made.__dict__, "limits": limits})
 
 

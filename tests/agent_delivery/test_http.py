@@ -163,7 +163,9 @@ def test_without_a_valid_token_reports_wait_on_disk(tmp_path, server, status, ca
     log_steps(run, 1, 3)
     run.finish()
     assert (run.reports_sent, run.reports_spooled, run.reports_dropped) == (0, 3, {})
-    assert "as the script says" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "set COLLAGE_TOKEN" in said
+    assert "Bearer" not in said
     server.always = None
     later = make_run(tmp_path, server_url=server.url, token="right")
     later.finish()
@@ -274,7 +276,7 @@ def test_finish_keeps_its_deadline_when_the_server_hangs(tmp_path, server):
 
 
 def test_nothing_is_sent_to_a_stranger_at_the_default_address(tmp_path, server, monkeypatch, capsys):
-    monkeypatch.setattr("collage_agent.settings.DEFAULT_SERVER_URL", server.url)
+    monkeypatch.setattr("collage_monitor.local.DEFAULT_SERVER_URL", server.url)
     monkeypatch.setattr(server, "always", 404)
     original = server.http.RequestHandlerClass.do_GET
     monkeypatch.setattr(server.http.RequestHandlerClass, "do_GET", lambda self: self.reply(200, b"hello"))

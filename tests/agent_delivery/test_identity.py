@@ -9,8 +9,7 @@ import threading
 
 import pytest
 import torch
-from collage_agent.launch.agreement import agree
-from collage_agent.launch.identity import make_identity, new_id
+from collage_agent.launch.identity import agree, make_identity, new_id
 from collage_agent.transport.spool import abandoned_spools
 
 from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
@@ -159,7 +158,7 @@ def test_a_store_that_fails_is_named(monkeypatch, caplog):
 
 def test_the_first_proposal_wins(monkeypatch):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr("collage_agent.launch.agreement._store", lambda environment, seconds: store)
+    monkeypatch.setattr("collage_agent.launch.identity._store", lambda environment, seconds: store)
     assert [agree("key", word, {}) for word in ("first", "second")] == ["first", "first"]
     assert agree("other", "third", {}) == "third"
 
@@ -200,7 +199,7 @@ def test_two_processes_under_torchrun_report_to_one_run(tmp_path):
     for spool in abandoned_spools(tmp_path / "data", tmp_path):
         while (envelope := spool.peek()) is not None:
             found.append(envelope)
-            spool.advance(envelope)
+            spool.advance()
         spool.close()
 
     def bodies(kind):

@@ -1,83 +1,112 @@
-"""The bounded queue: the oldest gives way, control items stay, both bounds hold."""
+"""The bounded queue: a step's items stay together, the oldest step gives way, control items stay, bounds hold."""
 
 import threading
-from dataclasses import dataclass
 
 import pytest
-from collage_agent.transport.queue import BoundedQueue
+from collage_agent.transport.counts import ReportCounts
+from collage_agent.transport.queue import BoundedQueue, Logged, Started
+
+SMALL = 1024
+"""The size of an item with one scalar."""
 
 
-@dataclass(frozen=True)
-class Item:
-    number: int
-    size_bytes: int = 1
+def logged(step, **values):
+    return Logged(step, 1000.0, values or {"loss": 1.0})
 
 
-def numbers(queue, limit=100):
-    return [item.number for item in queue.take(limit)]
+def queue_of(steps=10, size_bytes=100 * SMALL, open_seconds=60.0):
+    counts = ReportCounts()
+    return BoundedQueue(steps, size_bytes, open_seconds, counts), counts
 
 
-def test_first_in_first_out_in_portions():
-    queue: BoundedQueue[Item] = BoundedQueue(10, 100)
-    for number in range(5):
-        queue.put(Item(number))
-    assert numbers(queue, 2) == [0, 1]
-    assert numbers(queue) == [2, 3, 4]
-    assert (numbers(queue), len(queue), queue.dropped) == ([], 0, 0)
+def taken(queue, limit=100):
+    return [[item.step for item in entry.items] for entry in queue.take(limit)]
 
 
-def test_the_oldest_gives_way_to_the_newest():
-    queue: BoundedQueue[Item] = BoundedQueue(3, 100)
-    for number in range(8):
-        queue.put(Item(number))
-    assert queue.dropped == 5
-    assert numbers(queue) == [5, 6, 7]
+def test_first_in_first_out_in_portions_and_the_newest_step_stays():
+    queue, counts = queue_of()
+    for step in range(5):
+        queue.put(logged(step))
+    assert taken(queue, 2) == [[0], [1]]
+    assert taken(queue) == [[2], [3]]
+    assert (taken(queue), len(queue), counts.made) == ([], 1, 5)
+    queue.wake()
+    assert taken(queue) == [[4]]
+
+
+def test_items_of_one_step_stay_together_however_slowly_they_come():
+    queue, counts = queue_of()
+    for name in ("loss", "rate", "tokens"):
+        queue.put(logged(1, **{name: 1.0}))
+        assert taken(queue) == []
+    queue.put(logged(2))
+    assert taken(queue) == [[1, 1, 1]]
+    assert counts.made == 2
+
+
+def test_a_step_that_nothing_follows_is_complete_after_a_while():
+    queue, _ = queue_of(open_seconds=0.0)
+    queue.put(logged(1))
+    assert taken(queue) == [[1]]
+
+
+def test_the_oldest_step_gives_way_to_the_newest():
+    queue, counts = queue_of(steps=3)
+    for step in range(8):
+        queue.put(logged(step))
+        queue.put(logged(step))
+    assert (counts.made, counts.pending, counts.dropped) == (8, 3, {"queue_full": 5})
+    queue.wake()
+    assert taken(queue) == [[5, 5], [6, 6], [7, 7]]
 
 
 def test_bytes_are_bounded_too():
-    queue: BoundedQueue[Item] = BoundedQueue(100, 10)
-    for number in range(6):
-        queue.put(Item(number, 4))
-    assert queue.dropped == 4
-    assert numbers(queue) == [4, 5]
-    queue.put(Item(6, 11))
-    assert (numbers(queue), queue.dropped) == ([], 5)
+    queue, counts = queue_of(size_bytes=2 * SMALL)
+    for step in range(6):
+        queue.put(logged(step))
+    assert counts.dropped == {"queue_full": 4}
+    queue.wake()
+    assert taken(queue) == [[4], [5]]
+    queue.put(logged(6, **{f"s{number}": 1.0 for number in range(10)}))
+    assert (taken(queue), counts.dropped) == ([], {"queue_full": 5})
 
 
-def test_control_items_are_never_dropped_and_take_no_place():
-    queue: BoundedQueue[Item] = BoundedQueue(3, 100)
-    queue.put(Item(0))
-    queue.put(Item(1, 0))
-    for number in range(2, 9):
-        queue.put(Item(number))
-    assert numbers(queue) == [1, 6, 7, 8]
-    assert queue.dropped == 5
+def test_control_items_are_never_dropped_and_not_counted():
+    queue, counts = queue_of(steps=3)
+    queue.put(logged(0))
+    queue.put(Started(1))
+    for step in range(2, 9):
+        queue.put(logged(step))
+    queue.wake()
+    assert taken(queue) == [[None], [6], [7], [8]]
+    assert (counts.made, counts.dropped) == (8, {"queue_full": 5})
 
 
-def test_a_first_item_ends_the_wait_and_so_does_the_end():
-    queue: BoundedQueue[Item] = BoundedQueue(10, 100)
-    taken = []
+def test_a_second_step_ends_the_wait_and_so_does_the_end():
+    queue, _ = queue_of()
+    found = []
 
     def consume():
-        queue.wait_for_items(0.0, 60.0)
-        taken.extend(numbers(queue))
-        queue.wait_for_items(60.0, 60.0)
-        taken.append("woken")
+        queue.wait_for_steps(0.0, 60.0)
+        found.extend(taken(queue))
+        queue.wait_for_steps(60.0, 60.0)
+        found.append("woken")
 
     consumer = threading.Thread(target=consume, daemon=True)
     consumer.start()
-    queue.put(Item(7))
-    while not taken:
+    queue.put(logged(7))
+    queue.put(logged(8))
+    while not found:
         pass
     queue.wake()
     consumer.join(10)
-    assert taken == [7, "woken"]
+    assert found == [[7], "woken"]
 
 
 @pytest.mark.parametrize("full", [5, 10])
 def test_a_half_full_queue_does_not_wait_for_company(full):
-    queue: BoundedQueue[Item] = BoundedQueue(10, 100)
-    for number in range(full):
-        queue.put(Item(number))
-    queue.wait_for_items(60.0, 60.0)
-    assert numbers(queue) == list(range(full))
+    queue, _ = queue_of()
+    for step in range(full):
+        queue.put(logged(step))
+    queue.wait_for_steps(60.0, 60.0)
+    assert taken(queue) == [[step] for step in range(full - 1)]

@@ -4,8 +4,9 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from collage_agent.command.replay import replay, send_spools
+from collage_agent.command.replay import replay
 from collage_agent.transport import MemoryTransport
+from collage_agent.transport.replay import send_spools
 from collage_agent.transport.spool import SpoolFile, spool_path
 
 from collage_monitor.errors import NotAuthorised, ServerUnreachable, Unavailable

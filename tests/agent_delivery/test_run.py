@@ -181,7 +181,7 @@ STATISTICS_BEFORE = ("elements",)
 
 
 def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(tmp_path, monkeypatch):
-    monkeypatch.setattr("collage_agent.transport.reports._LARGEST_PART_BYTES", 8 * 3 * 4)
+    monkeypatch.setattr("collage_agent.transport.stream._LARGEST_PART_BYTES", 8 * 3 * 4)
     transport = MemoryTransport()
     run = make_run(tmp_path, transport)
     names = [f"layer.{number}" for number in range(10)]
@@ -237,7 +237,7 @@ def test_an_overfull_queue_drops_the_oldest_and_says_so(tmp_path):
             return super().send(envelope, wait)
 
     transport = Stuck()
-    limits = type(QUICK)(**{**QUICK.__dict__, "queue_items": 10})
+    limits = type(QUICK)(**{**QUICK.__dict__, "queue_steps": 10})
     run = make_run(tmp_path, transport, limits=limits)
     run.started(1)
     for step in range(1, 51):

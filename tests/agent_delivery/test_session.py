@@ -192,7 +192,7 @@ def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):
         ({"project": ".."}, "project='..'"),
         ({"name": "x" * 513}, "name="),
         ({"tags": "one"}, "pass a list"),
-        ({"tags": ["t"] * 65}, "65 of them"),
+        ({"tags": ["t"] * 65}, "at most 64 texts"),
         ({"notes": 3}, "notes"),
         ({"seed": "seven"}, "seed='seven'"),
         ({"config": 3}, "config=3"),

@@ -7,8 +7,8 @@ import sys
 import textwrap
 
 import pytest
-from collage_agent.command.replay import send_spools
 from collage_agent.transport import MemoryTransport
+from collage_agent.transport.replay import send_spools
 
 from collage_monitor.wire import RunUpdate
 from tests.waiting import PATIENCE_SECONDS

@@ -147,7 +147,8 @@ def test_updates_and_deletion():
 def test_refusals(status, kind):
     error = {"code": "c", "message": "too many runs", "field": "runs", "limit": 5, "request_id": "q"}
     client, _ = client_of(httpx.Response(status, json={"error": error}, headers={"Retry-After": "2"}))
-    with pytest.raises(ServerRefusal, match="too many runs") as caught:
+    said = "set COLLAGE_TOKEN" if status == 401 else "too many runs"
+    with pytest.raises(ServerRefusal, match=said) as caught:
         client.run("r")
     assert type(caught.value) is kind
     found = caught.value

@@ -50,12 +50,12 @@ def test_every_verb_is_offered_with_its_help():
 
 
 def test_an_absent_component_says_what_to_install(monkeypatch):
-    entry = EntryPoint("study", "no_such_component.command:study", command.VERBS)
+    entry = EntryPoint("study", "collage_studies.no_such_module:study", command.VERBS)
     monkeypatch.setattr(command, "_found", lambda: {"study": entry})
     result = CliRunner().invoke(root, ["study", "--anything", "5"])
     assert result.exit_code == 1
-    assert "needs no_such_component" in result.output
-    assert "collage-monitor[all]" in result.output
+    assert "needs collage_studies.no_such_module" in result.output
+    assert "collage-monitor[studies]" in result.output
 
 
 def test_list_prints_a_run(offline):

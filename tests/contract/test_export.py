@@ -6,13 +6,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from collage_monitor.command import export as export_module
-from collage_monitor.command import import_ as import_module
-from collage_monitor.command.export import export
-from collage_monitor.command.import_ import import_run
+from collage_monitor.client import Client
+from collage_monitor.command import transfer
+from collage_monitor.command.transfer import export, import_run
 from collage_monitor.errors import CollageError, NotFound, ServerUnreachable
 from collage_monitor.importing import ImportRefusal
-from collage_monitor.transfer import TransferClient
 from tests.contract.test_client import RUN
 
 LINES = b'{"kind":"run"}\n{"kind":"end","steps":0}\n'
@@ -31,10 +29,9 @@ def served(monkeypatch, tmp_path):
             return answer(request) if callable(answer) else answer
 
         def client(url, token):
-            return TransferClient(url, token, transport=httpx.MockTransport(handle))
+            return Client(url, token, transport=httpx.MockTransport(handle))
 
-        monkeypatch.setattr(export_module, "TransferClient", client)
-        monkeypatch.setattr(import_module, "TransferClient", client)
+        monkeypatch.setattr(transfer, "Client", client)
         return seen
 
     return serve

@@ -12,8 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from collage_agent.command.doctor import doctor
-from collage_agent.doctor import delivery_checks, machine_checks, optimizers
-from collage_agent.doctor.optimizers import TRIED
+from collage_agent.doctor import machine
+from collage_agent.doctor.delivery import delivery_checks
+from collage_agent.doctor.machine import TRIED, machine_checks
 from collage_agent.transport.spool import spool_path
 
 from tests.doors.programs import bootstrap
@@ -82,8 +83,8 @@ def test_a_library_that_is_not_installed_is_not_told(monkeypatch):
     def version(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(optimizers, "version", version)
-    (only,) = optimizers.optimizer_checks()
+    monkeypatch.setattr(machine, "version", version)
+    (only,) = machine.optimizer_checks()
     assert only.text.startswith("any other")
 
 
@@ -154,8 +155,8 @@ def test_a_server_that_answers_is_well(tmp_path, answering):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"status": 401}, "refuses the token"),
-        ({"status": 403}, "refuses the token"),
+        ({"status": 401}, "asks for a token"),
+        ({"status": 403}, "asks for a token"),
         ({"status": 404}, "is it a Collage Monitor server?"),
         ({"health": 503}, "503 to /healthz"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from collage_agent import current_run
 from collage_agent.guard import raise_in_tests
-from collage_agent.integrations import Attachment, innermost
+from collage_agent.integrations.attachment import Attachment, innermost
 from torch import nn
 
 FRAMEWORKS = ("transformers", "lightning", "accelerate")

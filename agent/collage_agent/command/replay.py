@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
-from collage_agent.settings import DeliveryLimits, is_loopback
-from collage_agent.transport.delivery import Delivery
-from collage_agent.transport.envelope import Transport
+from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.http import HttpTransport
-from collage_agent.transport.spool import SpoolFile, abandoned_spools, waiting_spools
-from collage_monitor.errors import NotAuthorised
-from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, read_token
+from collage_agent.transport.replay import ReplayOutcome, send_spools
+from collage_monitor.local import data_folder, find_token, server_address
 
-__all__ = ["Outcome", "replay", "send_spools"]
-
-_ENVELOPES_AT_ONCE = 50
-
-
-@dataclass
-class Outcome:
-    """What became of one spool file."""
-
-    run_id: str
-    stream_id: str
-    sent: int
-    dropped: dict[str, int]
-    bytes_left: int
-
-
-@dataclass
-class Outcomes:
-    """What became of a folder's spools. `in_use` counts those whose process lives, and so sends them itself."""
-
-    spools: list[Outcome] = field(default_factory=list)
-    in_use: int = 0
-    error: str | None = None
+__all__ = ["replay"]
 
 
 @click.command("replay")
-@click.option("--server-url", envvar="COLLAGE_SERVER_URL", default=DEFAULT_SERVER_URL, show_default=True)
 @click.option(
-    "--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: the one in the data folder."
+    "--server-url", envvar="COLLAGE_SERVER_URL", default=server_address, show_default="the local server's"
 )
+@click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own.")
 @click.option(
     "--dir", "folder", type=click.Path(path_type=Path), help="Data folder. Default: COLLAGE_DIR, else the user's."
 )
@@ -62,68 +34,20 @@ def replay(server_url: str, token: str | None, folder: Path | None, seconds: flo
     Ends with 1 when something is left. What the server has already is known to it and counted once.
     """
     where = data_folder(folder)
-    local_token = read_token(where) if is_loopback(server_url) else None
-    transport = HttpTransport(server_url, lambda: token or local_token, DeliveryLimits())
+    transport = HttpTransport(server_url, lambda: token or find_token(server_url, where), DeliveryLimits())
     try:
         outcomes = send_spools(where, transport, seconds)
     finally:
         transport.close()
     if as_json:
-        click.echo(json.dumps({"server_url": server_url, "folder": str(where), **_plain(outcomes)}))
+        click.echo(json.dumps({"server_url": server_url, "folder": str(where), **asdict(outcomes)}))
     else:
         _tell(outcomes, where)
     if outcomes.error is not None:
         raise SystemExit(1)
 
 
-def send_spools(
-    folder: Path,
-    transport: Transport,
-    seconds: float,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> Outcomes:
-    """Send every spool that nobody holds, oldest first; stops where the server does not take one in time."""
-    outcomes = Outcomes()
-    deadline = clock() + seconds
-
-    def wait(pause: float) -> bool:
-        sleep(min(pause, max(0.0, deadline - clock())))
-        return clock() >= deadline
-
-    for spool in abandoned_spools(folder, folder):
-        delivery = Delivery(transport, spool, DeliveryLimits(), wait=wait, clock=clock)
-        while not spool.is_empty:
-            if delivery.drain(_ENVELOPES_AT_ONCE, now=True):
-                continue
-            if isinstance(delivery.last_error, NotAuthorised) or (
-                delivery.last_error and wait(delivery.pause_seconds)
-            ):
-                break
-        outcomes.spools.append(_outcome(delivery, spool))
-        spool.close()
-        if delivery.last_error is not None:
-            outcomes.error = str(delivery.last_error)
-            break
-    else:
-        outcomes.in_use = len(waiting_spools(folder))
-    return outcomes
-
-
-def _outcome(delivery: Delivery, spool: SpoolFile) -> Outcome:
-    return Outcome(spool.path.parent.name, spool.path.stem, delivery.sent, dict(delivery.dropped), spool.bytes_left)
-
-
-def _plain(outcomes: Outcomes) -> dict[str, Any]:
-    return {
-        "spools": [vars(entry) for entry in outcomes.spools],
-        "in_use": outcomes.in_use,
-        "error": outcomes.error,
-    }
-
-
-def _tell(outcomes: Outcomes, folder: Path) -> None:
+def _tell(outcomes: ReplayOutcome, folder: Path) -> None:
     for entry in outcomes.spools:
         dropped = "".join(f", {count} given up ({reason})" for reason, count in entry.dropped.items())
         left = f", {entry.bytes_left} bytes left" if entry.bytes_left else ""

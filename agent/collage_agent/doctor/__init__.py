@@ -1,7 +1,20 @@
 """What the agent finds on a machine before a training starts, in plain words: one check a question."""
 
-from collage_agent.doctor.checks import Check, Status
-from collage_agent.doctor.delivery import delivery_checks
-from collage_agent.doctor.machine import machine_checks
+from __future__ import annotations
 
-__all__ = ["Check", "Status", "delivery_checks", "machine_checks"]
+from typing import Literal
+
+from msgspec import Struct
+
+__all__ = ["Check", "Status"]
+
+Status = Literal["ok", "note", "problem"]
+
+
+class Check(Struct, frozen=True):
+    """One question and its answer; `action` says what to do where something is to be done."""
+
+    name: str
+    status: Status
+    text: str
+    action: str = ""

@@ -12,10 +12,9 @@ from typing import Final
 
 import httpx
 
-from collage_agent.doctor.checks import Check
-from collage_agent.settings import is_loopback
+from collage_agent.doctor import Check
 from collage_agent.transport.spool import waiting_spools
-from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, read_token, token_path
+from collage_monitor.local import data_folder, find_token, server_address, token_path
 
 __all__ = ["delivery_checks"]
 
@@ -28,8 +27,8 @@ def delivery_checks(environment: Mapping[str, str]) -> Iterator[Check]:
     """Every check of what happens to a report. Asks the server twice; writes nothing."""
     folder = data_folder(None, environment)
     yield _folder(folder)
-    address = (environment.get("COLLAGE_SERVER_URL") or DEFAULT_SERVER_URL).rstrip("/")
-    token = environment.get("COLLAGE_TOKEN") or (read_token(folder) if is_loopback(address) else None)
+    address = (environment.get("COLLAGE_SERVER_URL") or server_address(environment)).rstrip("/")
+    token = environment.get("COLLAGE_TOKEN") or find_token(address, folder, environment)
     yield _token(folder, token)
     yield from _server(address, token, given=bool(environment.get("COLLAGE_SERVER_URL")))
     yield _spool(folder)
@@ -86,8 +85,9 @@ def _server(address: str, token: str | None, *, given: bool) -> Iterator[Check]:
         yield Check(
             "server",
             "problem",
-            f"{address} refuses the token ({runs.status_code}): reports would wait on disk",
-            "set COLLAGE_TOKEN to one that the server gave out",
+            f"{address} {'refuses the' if token else 'asks for a'} token ({runs.status_code}): "
+            "reports would wait on disk",
+            "set COLLAGE_TOKEN to one that the server gave out, or COLLAGE_DIR to its data folder if it runs here",
         )
     elif not runs.is_success:
         yield Check(

@@ -1,4 +1,7 @@
-"""Checks of machine and process: interpreter, torch, devices, ranks, environment, frameworks, optimizers."""
+"""Checks of machine and process: interpreter, torch, devices, ranks, environment, frameworks, optimizers.
+
+What is said of optimizer libraries is how each one's steps are followed, as far as was tried.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ import logging
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
-from collage_agent.doctor.checks import Check
-from collage_agent.doctor.optimizers import optimizer_checks
+from collage_agent.doctor import Check
 from collage_agent.integrations.launcher import ATTACH, environment_of
 from collage_agent.settings import read_settings, watch_defaults
 
-__all__ = ["machine_checks"]
+__all__ = ["TRIED", "Tried", "machine_checks", "optimizer_checks"]
 
 _VARIABLES: Final = (
     "SERVER_URL",
@@ -32,12 +35,43 @@ _VARIABLES: Final = (
     "SAMPLE",
     "BUDGET",
 )
-_DOORS: Final = {
+_INTEGRATIONS: Final = {
     "transformers": "collage_agent.integrations.transformers.CollageCallback",
     "lightning": "collage_agent.integrations.lightning.CollageCallback",
     "accelerate": "collage_agent.integrations.accelerate.watch_accelerated",
 }
 _LAUNCHERS: Final = {"TORCHELASTIC_RUN_ID": "torchrun", "SLURM_JOB_ID": "Slurm", "OMPI_COMM_WORLD_RANK": "MPI"}
+
+_USUALLY: Final = {
+    "shadow": "a sample of every tensor is stepped again in fp64",
+    "rule": "a sample of every tensor, by fp64 formulas of ours",
+}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was seen of one library: where u usually comes from, and which optimizers are followed otherwise."""
+
+    distribution: str
+    usually: Literal["shadow", "rule"]
+    whole_tensor: tuple[str, ...] = ()
+    before_after: tuple[str, ...] = ()
+
+
+TRIED: Final = {
+    "torch": Tried("torch", "shadow", ("Adafactor", "Muon"), ("SparseAdam", "LBFGS")),
+    "optimi": Tried("torch-optimi", "shadow", ("StableAdamW",)),
+    "torchao": Tried("torchao", "shadow"),
+    "bitsandbytes": Tried("bitsandbytes", "rule", (), ("LAMB",)),
+    "schedulefree": Tried("schedulefree", "shadow"),
+    "pytorch_optimizer": Tried(
+        "pytorch_optimizer",
+        "shadow",
+        ("Lamb", "LARS", "AdamP", "NovoGrad", "CAME", "SM3", "StableAdamW"),
+        ("Prodigy", "DAdaptAdam"),
+    ),
+}
+"""By the library's name in docs/optimizers.md."""
 
 
 def machine_checks(environment: Mapping[str, str]) -> Iterator[Check]:
@@ -138,22 +172,7 @@ def _refused_values(environment: Mapping[str, str]) -> list[str]:
     kept, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
-        read_settings(
-            environment,
-            project=None,
-            name=None,
-            run_id=None,
-            resume="allow",
-            group=None,
-            tags=(),
-            notes="",
-            seed=None,
-            config=None,
-            server_url=None,
-            token=None,
-            mode="online",
-            folder=None,
-        )
+        read_settings(environment)
         watch_defaults(environment)
     finally:
         logger.removeHandler(handler)
@@ -163,10 +182,27 @@ def _refused_values(environment: Mapping[str, str]) -> list[str]:
 
 def _frameworks() -> Check:
     found = []
-    for library, door in _DOORS.items():
+    for library, entry in _INTEGRATIONS.items():
         try:
-            found.append(f"{library} {version(library)} ({door})")
+            found.append(f"{library} {version(library)} ({entry})")
         except PackageNotFoundError:
             continue
     text = "; ".join(found) if found else "none of transformers, lightning, accelerate"
     return Check("frameworks", "ok", f"{text}; any loop: collage_agent.watch, or collage-monitor run")
+
+
+def optimizer_checks() -> Iterator[Check]:
+    """One check for each library that is installed. Imports and steps nothing."""
+    for library, tried in TRIED.items():
+        try:
+            text = f"{library} {version(tried.distribution)}: {_USUALLY[tried.usually]}"
+        except PackageNotFoundError:
+            continue
+        if tried.whole_tensor:
+            text += f"; whole tensors in turns: {', '.join(tried.whole_tensor)}"
+        if tried.before_after:
+            text += f"; only what changed, not what was lost: {', '.join(tried.before_after)}"
+        yield Check("optimizers", "ok", text)
+    yield Check(
+        "optimizers", "ok", "any other: a self-test at attach decides, and the run says what it found and why"
+    )

@@ -5,7 +5,3 @@ collage_agent.integrations.lightning.CollageCallback        Lightning Trainer
 collage_agent.integrations.accelerate.watch_accelerated     Accelerate, with CollageTracker for its logging
 collage_agent.integrations.launcher                         `collage-monitor run`, without a change of code
 """
-
-from collage_agent.integrations.attachment import Attachment, WatchArguments, innermost, needs
-
-__all__ = ["Attachment", "WatchArguments", "innermost", "needs"]

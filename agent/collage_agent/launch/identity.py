@@ -1,4 +1,9 @@
-"""Who reports: run, launch, rank and process, shared by ranks through the environment, never by a collective."""
+"""Who reports: run, launch, rank and process.
+
+Ranks share run and launch through the environment; over several machines through the key-value store that their
+launcher or process group already has. Never a collective: a rank asks and goes on, whether or not the others have
+come that far, and gives up after a few seconds where the store does not answer.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,21 @@ import logging
 import os
 import re
 import socket
-import sys
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import torch.distributed as distributed
 from ulid import ULID
 
-from collage_agent.launch.agreement import agree
-
-__all__ = ["Identity", "make_identity", "new_id"]
+__all__ = ["Identity", "agree", "make_identity", "new_id"]
 
 _LOG = logging.getLogger("collage_agent")
+_PATIENCE_SECONDS: Final = 5.0
 _SHARED_BY_LAUNCH: Final = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
@@ -52,7 +58,11 @@ class Identity:
 
     def in_child_process(self) -> Identity:
         """The identity after a fork: same run and launch, a stream of its own."""
-        return Identity(self.run_id, self.launch_id, new_id(), self.rank, self.world_size, os.getpid(), self.host)
+        return replace(self, stream_id=new_id(), process_id=os.getpid())
+
+    def in_next_attempt(self) -> Identity:
+        """The identity after going back to an earlier step: a launch that all ranks call the same, a new stream."""
+        return replace(self, launch_id=_digest("again", self.launch_id), stream_id=new_id())
 
 
 def new_id() -> str:
@@ -83,9 +93,49 @@ def make_identity(
     return Identity(chosen, launch, new_id(), rank, world_size, os.getpid(), socket.gethostname())
 
 
+def agree(
+    key: str, proposal: str, environment: Mapping[str, str], seconds: float = _PATIENCE_SECONDS
+) -> str | None:
+    """What the first rank that asked for `key` proposed; None without a store, or without its answer in time."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            store = _store(environment, seconds)
+            if store is not None:
+                # With an empty expectation the first to come sets the value, in one operation of the store.
+                answers.append(store.compare_set(f"collage/{key}", "", proposal).decode())
+        except Exception as error:
+            _LOG.warning("the process group's store was asked for the run's id and failed: %s", error)
+
+    asking = threading.Thread(target=ask, name="collage-agreement", daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else None
+
+
+def _store(environment: Mapping[str, str], seconds: float) -> distributed.Store | None:
+    """A connection of our own to the process group's store, else to the one that torchrun keeps for its workers."""
+    if not distributed.is_available():
+        return None
+    if distributed.is_initialized():
+        # A clone, so that a store that hangs holds up nobody else's questions.
+        known: Any = distributed.distributed_c10d._get_default_store()
+        own: distributed.Store = known.clone()
+        return own
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return distributed.TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
 def _rank_and_world_size(values: Mapping[str, str]) -> tuple[int, int]:
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank()), int(distributed.get_world_size())
     try:
         rank, world_size = int(values.get("RANK", "0")), int(values.get("WORLD_SIZE", "1"))

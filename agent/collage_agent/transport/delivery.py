@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from collage_agent.settings import DeliveryLimits
+from collage_agent.transport.counts import Place, ReportCounts
 from collage_agent.transport.envelope import Envelope, Transport
 from collage_agent.transport.spool import SpoolFile, join_gap
+from collage_monitor.backoff import Backoff
 from collage_monitor.errors import (
     CollageError,
     NotAuthorised,
@@ -31,16 +32,14 @@ __all__ = ["Delivery"]
 _LOG = logging.getLogger("collage_agent")
 _LATER: Final = (ServerUnreachable, Unavailable, NotAuthorised)
 _REGISTRATIONS: Final = ("run", "attempt", "stream")
-_LONGEST_RETRY_AFTER_SECONDS: Final = 300.0
 
 
 class Delivery:
     """Takes envelopes in order and never raises.
 
-    While anything waits in the spool, newer envelopes queue up behind it, so the server sees one order. A report
-    leaves this object's care only when the server has answered for it, or when it is counted in `dropped`; the next
-    batch then names its seq as a gap, so that the server does not wait for it.
-    Without a transport everything stays in the spool.
+    While anything waits in the spool, newer envelopes queue up behind it, so the server sees one order. A report is
+    done with once it is acknowledged or counted as dropped; the next batch of its stream then names its seq as a
+    gap, so that the server does not wait for it. Without a transport everything stays in the spool.
     """
 
     def __init__(
@@ -48,38 +47,42 @@ class Delivery:
         transport: Transport | None,
         spool: SpoolFile,
         limits: DeliveryLimits,
+        counts: ReportCounts,
         *,
         wait: Callable[[float], bool] = lambda seconds: True,
         on_away: Callable[[CollageError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spool = spool
-        self.sent = 0
-        self.dropped: Counter[str] = Counter()
+        self.counts = counts
         self.stopped: str | None = None
-        """Why nothing is sent any more, as a reason of `dropped`."""
+        """Why nothing is sent any more, as a reason for dropping."""
         self.held = False
         """Whether older messages must go another way first; until then everything is kept in the spool."""
         self.last_error: CollageError | None = None
         """Why the server did not take the last message for now; None when it did."""
         self._transport = transport
-        self._limits = limits
         self._wait = wait
         self._on_away = on_away
         self._clock = clock
         self._next_try = 0.0
         self._failed_at = -math.inf
-        self._pause_seconds = limits.first_pause_seconds
+        self._backoff = Backoff(limits.first_pause_seconds, limits.longest_pause_seconds)
         self._registrations: dict[str, Envelope] = {}
         self._named: set[str] = set()
-        self._gaps: list[Gap] = []
+        self._gaps: defaultdict[str, list[Gap]] = defaultdict(list)
+        self._source: Literal["pending", "spooled"] = "pending"
 
     def send(self, envelope: Envelope) -> None:
         """Deliver an envelope, or keep it behind those that wait."""
+        self._source = "pending"
         if self._discard(envelope):
             return
         if envelope.kind in _REGISTRATIONS:
             self._registrations[envelope.kind] = envelope
+        if envelope.kind == "attempt":
+            # The stream so far is an older attempt's.
+            self._registrations.pop("stream", None)
         must_wait = self._transport is None or self.held or not self.spool.is_empty or self.is_waiting
         if must_wait or not self._deliver(envelope):
             self._keep(envelope)
@@ -89,12 +92,13 @@ class Delivery:
         if self._transport is None or self.held or (self.is_waiting and not now):
             return False
         some = False
+        self._source = "spooled"
         for _ in range(envelopes):
             envelope = self.spool.peek()
             self._give_up_damaged()
             if envelope is None or not (self._discard(envelope) or self._deliver(envelope)):
                 break
-            self.spool.advance(envelope)
+            self.spool.advance()
             some = True
         return some
 
@@ -135,7 +139,7 @@ class Delivery:
             return False
         else:
             self._gaps_were_told(envelope)
-            self._count(answer)
+            self._acknowledged(envelope, answer)
         if envelope.kind not in {"run", "attempt"}:
             # A server that takes these two, again and again, may still refuse the stream behind them.
             self._resume()
@@ -179,18 +183,28 @@ class Delivery:
     def _deliver_once_more(self, envelope: Envelope) -> None:
         assert self._transport is not None
         try:
-            self._count(self._transport.send(envelope, self._wait))
+            self._acknowledged(envelope, self._transport.send(envelope, self._wait))
         except CollageError as error:
             self._drop(envelope, "refused_404", f"the server refuses a message: {_in_words(error)}")
 
-    def _count(self, answer: BatchAnswer) -> None:
-        self.sent += answer.accepted + answer.duplicates
+    def _acknowledged(self, envelope: Envelope, answer: BatchAnswer) -> None:
         if answer.rejected:
-            self.dropped["rejected"] += len(answer.rejected)
+            self._count(len(answer.rejected), "dropped", "rejected")
             self._say("rejected", f"the server rejects a report: {answer.rejected[0].message}")
             for entry in answer.rejected:
                 if entry.seq is not None:
-                    join_gap(self._gaps, Gap(first_seq=entry.seq, last_seq=entry.seq, reason="rejected"))
+                    gap = Gap(first_seq=entry.seq, last_seq=entry.seq, reason="rejected")
+                    join_gap(self._gaps[envelope.stream_id], gap)
+        self._count(envelope.report_count - len(answer.rejected), "sent")
+
+    def _count(self, reports: int, target: Place, reason: str = "") -> None:
+        """What became of reports: fresh ones, or those that the spool gave back."""
+        source: Place = self._source
+        if self.spool.taken_over and source == "spooled":
+            # Nobody has counted what another process left.
+            self.counts.add(reports)
+            source = "pending"
+        self.counts.move(reports, source, target, reason)
 
     def _keep(self, envelope: Envelope) -> None:
         try:
@@ -202,6 +216,8 @@ class Delivery:
             if not (begins and envelope.kind in self._registrations):
                 gave_way = self.spool.append(self._telling_gaps(envelope))
                 self._gaps_were_told(envelope)
+                if self._source == "pending":
+                    self.counts.move(envelope.report_count, "pending", "spooled")
                 # The spool keeps their numbers itself.
                 self._count_lost(gave_way, f"{self.spool.path} is full: its oldest reports gave way")
         except OSError as error:
@@ -209,45 +225,50 @@ class Delivery:
 
     def _give_up_damaged(self) -> None:
         if self.spool.damaged:
-            gaps, self.spool.damaged = self.spool.damaged, []
-            self._count_lost(gaps, f"{self.spool.path} was damaged: some of its reports are lost")
-            self._gaps += gaps
+            damaged, self.spool.damaged = self.spool.damaged, []
+            self._count_lost([gap for _, gap in damaged], f"{self.spool.path} was damaged: some reports are lost")
+            for stream_id, gap in damaged:
+                self._gaps[stream_id].append(gap)
+        if self.spool.is_empty and not self.spool.taken_over:
+            # What stood at its damaged end has no number that anybody knows.
+            self.counts.move(self.counts.spooled, "spooled", "dropped", "spool_damaged")
 
     def _count_lost(self, gaps: Iterable[Gap], text: str) -> None:
         for gap in gaps:
-            self.dropped[gap.reason] += gap.last_seq - gap.first_seq + 1
+            count = gap.last_seq - gap.first_seq + 1
+            if self.spool.taken_over:
+                self._count(count, "dropped", gap.reason)
+            else:
+                self.counts.move(count, "spooled", "dropped", gap.reason)
             self._say(gap.reason, text)
 
     def _telling_gaps(self, envelope: Envelope) -> Envelope:
         """A batch of reports with the gaps that the server has not heard of; another message as it is."""
-        if not self._gaps or not isinstance(envelope.body, ReportBatch):
+        gaps = self._gaps.get(envelope.stream_id)
+        if not gaps or not isinstance(envelope.body, ReportBatch):
             return envelope
-        body = msgspec.structs.replace(envelope.body, gaps=[*envelope.body.gaps, *self._gaps])
+        body = msgspec.structs.replace(envelope.body, gaps=[*envelope.body.gaps, *gaps])
         return replace(envelope, body=body)
 
     def _gaps_were_told(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, ReportBatch):
-            self._gaps.clear()
+            self._gaps.pop(envelope.stream_id, None)
 
     def _pause(self, error: CollageError) -> None:
         if self.last_error is None:
             self._on_away(error)
         self.last_error = error
         self._failed_at = self._clock()
-        asked = error.retry_after_seconds if isinstance(error, ServerRefusal) else None
         if isinstance(error, NotAuthorised):
             # Another token will not appear within seconds.
-            self._pause_seconds = self._limits.longest_pause_seconds
-        # A generator of its own: the training's random numbers must come out as they would without the agent.
-        jitter = random.Random().uniform(0.5, 1.0)
-        pause = max(self._pause_seconds * jitter, min(asked or 0.0, _LONGEST_RETRY_AFTER_SECONDS))
-        self._next_try = self._clock() + pause
-        self._pause_seconds = min(2 * self._pause_seconds, self._limits.longest_pause_seconds)
+            self._backoff.slow_down()
+        asked = error.retry_after_seconds if isinstance(error, ServerRefusal) else None
+        self._next_try = self._clock() + self._backoff.pause(asked)
 
     def _resume(self) -> None:
         self.last_error = None
         self._next_try = 0.0
-        self._pause_seconds = self._limits.first_pause_seconds
+        self._backoff.reset()
 
     def _discard(self, envelope: Envelope) -> bool:
         """Count an envelope as dropped when sending has stopped for good."""
@@ -261,11 +282,11 @@ class Delivery:
 
     def _drop(self, envelope: Envelope, reason: str, text: str = "") -> None:
         if isinstance(envelope.body, ReportBatch):
-            self.dropped[reason] += envelope.report_count
+            self._count(envelope.report_count, "dropped", reason)
             if not self.stopped:
-                self._gaps = [*envelope.body.gaps, *self._gaps]
+                gaps = self._gaps[envelope.stream_id] = [*envelope.body.gaps, *self._gaps[envelope.stream_id]]
                 for report in envelope.body.reports:
-                    join_gap(self._gaps, Gap(first_seq=report.seq, last_seq=report.seq, reason=reason))
+                    join_gap(gaps, Gap(first_seq=report.seq, last_seq=report.seq, reason=reason))
         if text:
             self._say(reason, text)
 

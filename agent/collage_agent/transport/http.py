@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import gzip
 import logging
-import random
+import time
 from collections.abc import Callable
 from typing import Final
-from urllib.parse import quote
 
 import httpx
-import tenacity
 
-from collage_agent.settings import DeliveryLimits, is_loopback
+from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.envelope import WORKER_THREAD_NAME, Envelope
-from collage_monitor.client import refusal
-from collage_monitor.errors import CollageError, ServerRefusal, ServerUnreachable, Unavailable, WireError
+from collage_monitor.backoff import Backoff
+from collage_monitor.client import quoted, refusal
+from collage_monitor.errors import ServerRefusal, ServerUnreachable, Unavailable, WireError
+from collage_monitor.local import is_loopback
 from collage_monitor.wire import JSON, MSGPACK, BatchAnswer, Health, decode_message
 
-__all__ = ["HttpTransport"]
+__all__ = ["HttpTransport", "page_answers"]
 
 _COMPRESSED_FROM_BYTES: Final = 6 * 2**20
 """Longer bodies are compressed: the server takes 16 MiB as sent, 64 MiB behind an encoding."""
-_WORTH_ANOTHER_TRY: Final = (ServerUnreachable, Unavailable)
 _NO_REPORTS: Final = BatchAnswer(accepted=0, duplicates=0)
 
 
@@ -43,41 +42,18 @@ class HttpTransport:
         self._limits = limits
         self._check_first = check_first
         self._client: httpx.Client | None = None
-        # The training's own random numbers must come out as they would without the agent.
-        self._random = random.Random()
 
     def send(self, envelope: Envelope, wait: Callable[[float], bool]) -> BatchAnswer:
         """Deliver one message, repeating it for `retry_seconds` while the server is away or busy."""
-        longest = tenacity.wait_exponential(multiplier=0.1, max=2.0)
-
-        def pause(state: tenacity.RetryCallState) -> float:
-            error = state.outcome.exception() if state.outcome is not None else None
-            asked = error.retry_after_seconds if isinstance(error, Unavailable) else None
-            return max(self._random.uniform(0.0, longest(state)), asked or 0.0)
-
-        def sleep(seconds: float) -> None:
-            if wait(seconds):
-                raise _Ending
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_WORTH_ANOTHER_TRY),
-            wait=pause,
-            stop=tenacity.stop_before_delay(self._limits.retry_seconds),
-            sleep=sleep,
-            reraise=True,
-        )
-        last: CollageError | None = None
-        try:
-            for attempt in retrying:
-                with attempt:
-                    try:
-                        return self._send_once(envelope)
-                    except _WORTH_ANOTHER_TRY as error:
-                        last = error
-                        raise
-        except _Ending:
-            pass
-        raise last or ServerUnreachable(f"{self._address} did not answer")
+        backoff = Backoff(0.1, 2.0)
+        end = time.monotonic() + self._limits.retry_seconds
+        while True:
+            try:
+                return self._send_once(envelope)
+            except (ServerUnreachable, Unavailable) as error:
+                pause = backoff.pause(getattr(error, "retry_after_seconds", None))
+                if time.monotonic() + pause > end or wait(pause):
+                    raise
 
     def answers(self) -> bool:
         """Whether a Collage Monitor server answers at the address; quick, without a retry."""
@@ -149,21 +125,25 @@ class HttpTransport:
         return headers | {"authorization": f"Bearer {token}"} if token else headers
 
 
+def page_answers(url: str) -> bool:
+    """Whether a dashboard of this machine answers there; quick."""
+    try:
+        return httpx.get(f"{url}/healthz", timeout=0.5, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
 def _is_not_ours(record: logging.LogRecord) -> bool:
     return record.threadName != WORKER_THREAD_NAME
 
 
-class _Ending(Exception):
-    """The run is ending: no more waiting."""
-
-
 def _route(envelope: Envelope) -> tuple[str, str]:
-    run = quote(envelope.run_id, safe="")
+    run = quoted(envelope.run_id)
     routes = {
-        "run": ("POST", f"/api/v1/projects/{quote(envelope.project, safe='')}/runs"),
+        "run": ("POST", f"/api/v1/projects/{quoted(envelope.project)}/runs"),
         "attempt": ("POST", f"/api/v1/runs/{run}/attempts"),
         "stream": ("POST", f"/api/v1/runs/{run}/streams"),
-        "reports": ("POST", f"/api/v1/streams/{quote(envelope.stream_id, safe='')}/reports"),
+        "reports": ("POST", f"/api/v1/streams/{quoted(envelope.stream_id)}/reports"),
         "update": ("PATCH", f"/api/v1/runs/{run}"),
     }
     return routes[envelope.kind]

@@ -3,82 +3,214 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-__all__ = ["BoundedQueue", "Weighed"]
+import torch
+
+from collage_agent.launch.identity import Identity
+from collage_agent.measurement import Measurement
+from collage_agent.transport.counts import ReportCounts
+
+__all__ = ["BoundedQueue", "Item", "KeptTensor", "Logged", "Measured", "Started", "StepItems", "moment_on"]
+
+_ITEM_BYTES: Final = 512
+_MOST_ITEMS: Final = 64
+"""Of one step that wait together; more than that come from a program that logs without taking steps."""
 
 
-class Weighed(Protocol):
-    """Something with a memory size. Items of size 0 are control items: never dropped and not counted."""
+def moment_on(device: torch.device) -> torch.cuda.Event | None:
+    """A mark behind all work that this thread has given to a CUDA device so far; None for the host.
+
+    The worker waits for the mark, not for a stream: the training may run on a stream of its own. Does not
+    synchronise.
+    """
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """One number, cloned on its device when it was logged."""
+
+    tensor: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> KeptTensor:
+        """A clone that later changes of the tensor do not reach. Does not synchronise."""
+        clone = tensor.detach().clone()
+        return cls(clone, moment_on(clone.device))
+
+    def number(self) -> float:
+        """The number. Synchronises: for the worker thread only."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        local = self.tensor.to_local() if hasattr(self.tensor, "to_local") else self.tensor
+        return float(local.item())
+
+
+@dataclass(frozen=True)
+class Started:
+    """An attempt begins: its first optimizer step is about to be taken. Never dropped, and not counted.
+
+    `identity` says who reports from now on, where training has gone back to an earlier step.
+    """
+
+    first_step: int
+    identity: Identity | None = None
+    step: None = None
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured step of the `watch_index`-th watch."""
+
+    measurement: Measurement
+    watch_index: int
+    ready: torch.cuda.Event | None = None
+
+    @property
+    def step(self) -> int:
+        """The measured step."""
+        return self.measurement.step
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the item keeps alive."""
+        """The totals, on whatever device they are."""
+        totals = self.measurement.totals
+        return _ITEM_BYTES + totals.numel() * totals.element_size()
 
 
-_Item = TypeVar("_Item", bound=Weighed)
+@dataclass(frozen=True)
+class Logged:
+    """Scalars as they were logged; tensors are `KeptTensor`.
+
+    `step` None: logged before the watched optimizer's first step. `counted`: the step is only the number of the
+    `log` call, because nothing was watched.
+    """
+
+    step: int | None
+    time: float
+    values: dict[str, Any]
+    counted: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """An estimate: scalars are small."""
+        return _ITEM_BYTES * (1 + len(self.values))
 
 
-class BoundedQueue(Generic[_Item]):
-    """First in, first out, at most `items` items and `size_bytes` bytes; `dropped` counts what did not fit.
+Item = Started | Measured | Logged
 
+
+@dataclass
+class StepItems:
+    """What was measured and logged of one step, one after the other: a report, as a rule."""
+
+    items: list[Item] = field(default_factory=list)
+    size_bytes: int = 0
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it starts an attempt."""
+        return isinstance(self.items[0], Started)
+
+    def has_room_for(self, item: Item) -> bool:
+        """Whether the item is of the same step."""
+        first = self.items[0]
+        alike = not isinstance(first, Started) and not isinstance(item, Started) and first.step == item.step
+        return alike and len(self.items) < _MOST_ITEMS
+
+    def add(self, item: Item) -> None:
+        """Take the item in."""
+        self.items.append(item)
+        self.size_bytes += item.size_bytes
+
+
+class BoundedQueue:
+    """First in, first out, at most `steps` steps and `size_bytes` bytes; what does not fit is counted as dropped.
+
+    The newest step stays for `open_seconds`, because more may be told of it, so that one step makes one report.
     The lock is held for a few operations only, by both sides, so the training thread never waits for the network,
     the disk or the device.
     """
 
-    def __init__(self, items: int, size_bytes: int) -> None:
-        self._limit_items = items
+    def __init__(self, steps: int, size_bytes: int, open_seconds: float, counts: ReportCounts) -> None:
+        self._limit_steps = steps
         self._limit_bytes = size_bytes
+        self._open_seconds = open_seconds
+        self._counts = counts
         self._ready = threading.Condition(threading.Lock())
-        self._items: deque[_Item] = deque()
+        self._entries: deque[StepItems] = deque()
         self._bytes = 0
         self._urgent = False
-        self.dropped = 0
 
-    def put(self, item: _Item) -> None:
-        """Append an item; when there is no room the oldest ones that may be dropped give way."""
+    def put(self, item: Item) -> None:
+        """Append an item; when there is no room the oldest steps give way."""
         with self._ready:
-            self._items.append(item)
+            if not self._entries or not self._entries[-1].has_room_for(item):
+                self._entries.append(StepItems())
+                if not isinstance(item, Started):
+                    self._counts.add()
+            self._entries[-1].add(item)
             self._bytes += item.size_bytes
             self._make_room()
-            if len(self._items) == 1 or self._half_full():
+            if len(self._entries) <= 2 or self._half_full():
                 self._ready.notify()
 
-    def take(self, limit: int) -> list[_Item]:
-        """Up to `limit` items, oldest first; none when there are none."""
+    def take(self, limit: int) -> list[StepItems]:
+        """Up to `limit` steps that are complete, oldest first; none when there are none."""
         with self._ready:
-            taken = [self._items.popleft() for _ in range(min(limit, len(self._items)))]
-            self._bytes -= sum(item.size_bytes for item in taken)
+            taken: list[StepItems] = []
+            while len(taken) < limit and self._complete():
+                taken.append(self._entries.popleft())
+                self._bytes -= taken[-1].size_bytes
             return taken
 
-    def wait_for_items(self, linger_seconds: float, longest_seconds: float) -> None:
-        """Wait for a first item, at most `longest_seconds`, then `linger_seconds` for company; `wake` ends both."""
+    def wait_for_steps(self, linger_seconds: float, longest_seconds: float) -> None:
+        """Wait for a complete step, at most `longest_seconds`, then `linger_seconds` for more; `wake` ends both."""
+        end = time.monotonic() + longest_seconds
         with self._ready:
-            self._ready.wait_for(lambda: bool(self._items) or self._urgent, longest_seconds)
-            if self._items:
-                self._ready.wait_for(lambda: self._urgent or self._half_full(), linger_seconds)
+            while not self._urgent and not self._complete():
+                now = time.monotonic()
+                closes = self._entries[0].begun + self._open_seconds if self._entries else end
+                if now >= end:
+                    return
+                self._ready.wait(max(0.0, min(end, closes) - now))
+            self._ready.wait_for(lambda: self._urgent or self._half_full(), linger_seconds)
 
     def wake(self) -> None:
-        """From now on nobody waits: the run is ending."""
+        """From now on nobody waits, and every step is complete: the run is ending."""
         with self._ready:
             self._urgent = True
             self._ready.notify_all()
 
     def __len__(self) -> int:
         with self._ready:
-            return len(self._items)
+            return len(self._entries)
+
+    def _complete(self) -> bool:
+        """Whether the oldest entry can be taken."""
+        if not self._entries:
+            return False
+        if len(self._entries) > 1 or self._urgent or self._entries[0].is_control:
+            return True
+        return time.monotonic() >= self._entries[0].begun + self._open_seconds
 
     def _half_full(self) -> bool:
-        return 2 * len(self._items) >= self._limit_items or 2 * self._bytes >= self._limit_bytes
+        return 2 * len(self._entries) >= self._limit_steps or 2 * self._bytes >= self._limit_bytes
 
     def _make_room(self) -> None:
-        kept: list[_Item] = []
-        while self._items and (self._bytes > self._limit_bytes or len(self._items) > self._limit_items):
-            oldest = self._items.popleft()
-            if oldest.size_bytes == 0:
+        kept: list[StepItems] = []
+        while self._entries and (self._bytes > self._limit_bytes or len(self._entries) > self._limit_steps):
+            oldest = self._entries.popleft()
+            if oldest.is_control:
                 kept.append(oldest)
             else:
                 self._bytes -= oldest.size_bytes
-                self.dropped += 1
-        self._items.extendleft(reversed(kept))
+                self._counts.drop("queue_full")
+        self._entries.extendleft(reversed(kept))

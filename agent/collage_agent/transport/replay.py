@@ -1,20 +1,24 @@
-"""Sending what earlier processes left in their spools, a little at a time beside the run's own reports."""
+"""What earlier processes left in their spools: sent beside a run's own reports, or all at once by `replay`."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from collage_agent.settings import DeliveryLimits
+from collage_agent.transport.counts import ReportCounts
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Transport
-from collage_agent.transport.spool import SpoolFile, abandoned_spools
-from collage_monitor.errors import CollageError
+from collage_agent.transport.spool import SpoolFile, abandoned_spools, waiting_spools
+from collage_monitor.errors import CollageError, NotAuthorised
 
-__all__ = ["Replay"]
+__all__ = ["Replay", "ReplayOutcome", "SpoolOutcome", "send_spools"]
 
 _LOG = logging.getLogger("collage_agent")
+_ENVELOPES_AT_ONCE = 50
 
 
 class Replay:
@@ -62,7 +66,7 @@ class Replay:
         went = self.current.drain(envelopes)
         if not self.current.spool.is_empty:
             return went
-        _LOG.info("sent %d reports left in %s", self.current.sent, self.current.spool.path)
+        _LOG.info("sent %d reports left in %s", self.current.counts.sent, self.current.spool.path)
         self.current.spool.close()
         self.current = None
         return True
@@ -74,7 +78,9 @@ class Replay:
         if spool is None:
             self._done = True
         else:
-            self.current = Delivery(self._transport, spool, self._limits, wait=self._wait, on_away=self._on_away)
+            self.current = Delivery(
+                self._transport, spool, self._limits, ReportCounts(), wait=self._wait, on_away=self._on_away
+            )
 
     def close(self) -> None:
         """Leave the rest to the next run."""
@@ -82,3 +88,61 @@ class Replay:
         if self.current is not None:
             self.current.spool.close()
             self.current = None
+
+
+@dataclass
+class SpoolOutcome:
+    """What became of one spool file."""
+
+    run_id: str
+    stream_id: str
+    sent: int
+    dropped: dict[str, int]
+    bytes_left: int
+
+
+@dataclass
+class ReplayOutcome:
+    """What became of a folder's spools. `in_use` counts those whose process lives, and so sends them itself."""
+
+    spools: list[SpoolOutcome] = field(default_factory=list)
+    in_use: int = 0
+    error: str | None = None
+
+
+def send_spools(
+    folder: Path,
+    transport: Transport,
+    seconds: float,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> ReplayOutcome:
+    """Send every spool that nobody holds, oldest first; stops where the server does not take one in time."""
+    outcome = ReplayOutcome()
+    deadline = clock() + seconds
+
+    def wait(pause: float) -> bool:
+        sleep(min(pause, max(0.0, deadline - clock())))
+        return clock() >= deadline
+
+    for spool in abandoned_spools(folder, folder):
+        delivery = Delivery(transport, spool, DeliveryLimits(), ReportCounts(), wait=wait, clock=clock)
+        while not spool.is_empty:
+            if delivery.drain(_ENVELOPES_AT_ONCE, now=True):
+                continue
+            if isinstance(delivery.last_error, NotAuthorised) or (
+                delivery.last_error and wait(delivery.pause_seconds)
+            ):
+                break
+        counts, path = delivery.counts, spool.path
+        outcome.spools.append(
+            SpoolOutcome(path.parent.name, path.stem, counts.sent, counts.dropped, spool.bytes_left)
+        )
+        spool.close()
+        if delivery.last_error is not None:
+            outcome.error = str(delivery.last_error)
+            break
+    else:
+        outcome.in_use = len(waiting_spools(folder))
+    return outcome

@@ -3,6 +3,10 @@
 A file is a magic line and records of msgpack envelopes. It is written without a buffer, so a killed process loses
 nothing that was appended. While its writer lives it holds a lock on the file; a file that nobody holds was left
 behind and is sent by whoever takes it over.
+
+A record is a mark, the payload's length, its CRC-32, and the payload, little-endian. Byte 0xC1 is never written by
+msgpack, so the mark is rare in a payload, and where it does occur the checksum tells: records are found again
+behind a damaged one.
 """
 
 from __future__ import annotations
@@ -10,29 +14,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import struct
 import sys
 import time
+import zlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from collage_agent.transport.envelope import Envelope
-from collage_agent.transport.records import (
-    LONGEST_PAYLOAD,
-    MAGIC,
-    copy_range,
-    next_record,
-    packed,
-    records,
-    write_all,
-)
 from collage_monitor.errors import WireError
 from collage_monitor.wire import Gap, ReportBatch
 
 __all__ = ["SpoolFile", "abandoned_spools", "join_gap", "spool_path", "waiting_spools"]
 
 _LOG = logging.getLogger("collage_agent")
+_MAGIC: Final = b"collage-spool-2\n"
+_LONGEST_PAYLOAD: Final = 64 * 2**20
+_MARK: Final = b"\xc1\xf5spool\n"
+_HEADER: Final = struct.Struct("<8sII")
+_BLOCK: Final = 2**20
 _SUFFIX: Final = ".spool"
 _SHORTER_SUFFIX: Final = ".shorter"
 
@@ -68,14 +70,14 @@ class SpoolFile:
         self.path = path
         self._limit_bytes = limit_bytes
         self._descriptor: int | None = None
-        self._read_at = self._end = len(MAGIC)
+        self._read_at = self._end = len(_MAGIC)
         self._peeked_end: int | None = None
-        self._expected_seq: int | None = None
+        self._expected: tuple[str, int] | None = None
         self._skipped = False
-        self.reports = 0
-        """Reports appended here and not read yet; unknown, so 0, for a file taken over."""
-        self.damaged: list[Gap] = []
-        """Reports that stood in damaged records, as far as their neighbours tell; taken away by the reader."""
+        self.taken_over = False
+        """Whether another process wrote it."""
+        self.damaged: list[tuple[str, Gap]] = []
+        """Stream and reports of damaged records, as far as their neighbours tell; taken away by the reader."""
 
     @classmethod
     def take_over(cls, path: Path) -> SpoolFile | None:
@@ -86,9 +88,10 @@ class SpoolFile:
         except OSError:
             return None
         held = _lock(descriptor) and os.fstat(descriptor).st_nlink > 0
-        if not held or os.pread(descriptor, len(MAGIC), 0) != MAGIC:
+        if not held or os.pread(descriptor, len(_MAGIC), 0) != _MAGIC:
             os.close(descriptor)
             return None
+        spool.taken_over = True
         spool._descriptor = descriptor
         spool._end = os.fstat(descriptor).st_size
         return spool
@@ -112,8 +115,8 @@ class SpoolFile:
             OSError: no space, no permission, or longer than the size limit; the file is as it was.
         """
         payload = envelope.to_bytes()
-        record = packed(payload)
-        if len(payload) > LONGEST_PAYLOAD or 2 * len(record) > self._limit_bytes:
+        record = _packed(payload)
+        if len(payload) > _LONGEST_PAYLOAD or 2 * len(record) > self._limit_bytes:
             raise OSError(f"a message of {len(payload)} bytes is too long for it")
         descriptor = self._opened()
         gaps = []
@@ -121,19 +124,18 @@ class SpoolFile:
             gaps = self._shorten()
             descriptor = self._opened()
         try:
-            write_all(descriptor, record, self._end)
+            _write_all(descriptor, record, self._end)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, self._end)
             raise
         self._end += len(record)
-        self.reports += envelope.report_count
         return gaps
 
     def peek(self) -> Envelope | None:
         """The oldest envelope that was not read; None at the end. Damaged records are left out with a log line."""
         while not self.is_empty and self._descriptor is not None:
-            record = next_record(self._descriptor, self._read_at, self._end)
+            record = _next_record(self._descriptor, self._read_at, self._end)
             until = self._end if record is None else record.begin
             if until > self._read_at:
                 self._skip(until, "damaged or torn")
@@ -149,16 +151,15 @@ class SpoolFile:
             return envelope
         return None
 
-    def advance(self, envelope: Envelope) -> None:
+    def advance(self) -> None:
         """The envelope from `peek` is dealt with; after the last one the file is emptied."""
         if self._peeked_end is None:
             # It had to give way in the meantime, and was counted then.
             return
         self._read_at, self._peeked_end = self._peeked_end, None
-        self.reports = max(0, self.reports - envelope.report_count)
         if self.is_empty and self._descriptor is not None:
-            os.ftruncate(self._descriptor, len(MAGIC))
-            self._read_at = self._end = len(MAGIC)
+            os.ftruncate(self._descriptor, len(_MAGIC))
+            self._read_at = self._end = len(_MAGIC)
 
     def close(self) -> None:
         """Let go of the file; remove it, and its folder, when nothing is left to read."""
@@ -195,10 +196,12 @@ class SpoolFile:
         """What stood between the last readable report and this one was lost with the damage."""
         if not isinstance(envelope.body, ReportBatch) or not envelope.body.reports:
             return
-        first, last = _first_and_last(envelope.body)
-        expected, self._expected_seq = self._expected_seq, last + 1
-        if self._skipped and expected is not None and expected < first:
-            self.damaged.append(Gap(first_seq=expected, last_seq=first - 1, reason="spool_damaged"))
+        numbers = [report.seq for report in envelope.body.reports]
+        expected, self._expected = self._expected, (envelope.stream_id, max(numbers) + 1)
+        if self._skipped and expected is not None and expected[0] == envelope.stream_id:
+            gap = Gap(first_seq=expected[1], last_seq=min(numbers) - 1, reason="spool_damaged")
+            if gap.first_seq <= gap.last_seq:
+                self.damaged.append((envelope.stream_id, gap))
         self._skipped = False
 
     def _shorten(self) -> list[Gap]:
@@ -209,10 +212,9 @@ class SpoolFile:
         """
         source = self._opened()
         cut = max(self._read_at, self._end - self._limit_bytes // 2)
-        begin: dict[str, Envelope] = {}
+        begin: dict[tuple[str, str], Envelope] = {}
         given_up: list[Gap] = []
-        to_tell: list[Gap] = []
-        for record in records(source, len(MAGIC), self._end):
+        for record in _records(source, len(_MAGIC), self._end):
             if record.begin >= cut:
                 cut = record.begin
                 break
@@ -220,7 +222,7 @@ class SpoolFile:
             if envelope is None:
                 continue
             if not isinstance(envelope.body, ReportBatch):
-                begin[envelope.kind] = envelope
+                begin[envelope.kind, envelope.stream_id] = envelope
             elif record.begin >= self._read_at:
                 gone = [
                     Gap(first_seq=report.seq, last_seq=report.seq, reason="spool_full")
@@ -228,13 +230,15 @@ class SpoolFile:
                 ]
                 for gap in gone:
                     join_gap(given_up, gap)
+                known = begin.get((envelope.kind, envelope.stream_id))
+                to_tell = list(known.body.gaps) if known and isinstance(known.body, ReportBatch) else []
                 for gap in (*envelope.body.gaps, *gone):
                     join_gap(to_tell, gap)
-                begin[envelope.kind] = replace(envelope, body=ReportBatch(reports=[], gaps=to_tell))
+                told = ReportBatch(reports=[], gaps=to_tell)
+                begin[envelope.kind, envelope.stream_id] = replace(envelope, body=told)
         else:
             cut = self._end
-        self._rewrite(source, [packed(envelope.to_bytes()) for envelope in begin.values()], cut)
-        self.reports = max(0, self.reports - sum(gap.last_seq - gap.first_seq + 1 for gap in given_up))
+        self._rewrite(source, [_packed(envelope.to_bytes()) for envelope in begin.values()], cut)
         return given_up
 
     def _rewrite(self, source: int, first: list[bytes], cut: int) -> None:
@@ -242,9 +246,9 @@ class SpoolFile:
         target = os.open(self._shorter_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _lock(target)
-            begin = MAGIC + b"".join(first)
-            write_all(target, begin, 0)
-            copy_range(source, cut, self._end, target, len(begin))
+            begin = _MAGIC + b"".join(first)
+            _write_all(target, begin, 0)
+            _copy_range(source, cut, self._end, target, len(begin))
             os.replace(self._shorter_path, self.path)
         except OSError:
             os.close(target)
@@ -255,7 +259,7 @@ class SpoolFile:
         self._descriptor = target
         self._end = len(begin) + self._end - cut
         # Introductions are sent again, which does no harm.
-        self._read_at = len(MAGIC)
+        self._read_at = len(_MAGIC)
         self._peeked_end = None
 
     def _opened(self) -> int:
@@ -267,7 +271,7 @@ class SpoolFile:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             if _lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
                 try:
-                    write_all(descriptor, MAGIC, 0)
+                    _write_all(descriptor, _MAGIC, 0)
                 except OSError:
                     os.close(descriptor)
                     raise
@@ -283,11 +287,6 @@ def _readable(payload: bytes) -> Envelope | None:
         return Envelope.from_bytes(payload)
     except WireError:
         return None
-
-
-def _first_and_last(batch: ReportBatch) -> tuple[int, int]:
-    numbers = [report.seq for report in batch.reports]
-    return min(numbers), max(numbers)
 
 
 def join_gap(gaps: list[Gap], gap: Gap) -> None:
@@ -308,3 +307,87 @@ def _lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A whole record: where it begins and ends in the file, and what it holds."""
+
+    begin: int
+    end: int
+    payload: bytes
+
+
+def _packed(payload: bytes) -> bytes:
+    """The record of a payload, as it stands in the file."""
+    return _HEADER.pack(_MARK, len(payload), zlib.crc32(payload)) + payload
+
+
+def _next_record(descriptor: int, begin: int, end: int) -> _Record | None:
+    """The first whole record of a file at or behind `begin` and before `end`; None when there is none."""
+    position: int | None = begin
+    while position is not None:
+        record = _record_at(descriptor, position, end)
+        if record is not None:
+            return record
+        position = _next_mark(descriptor, position + 1, end)
+    return None
+
+
+def _records(descriptor: int, begin: int, end: int) -> Iterator[_Record]:
+    """All whole records between two places of a file."""
+    record = _next_record(descriptor, begin, end)
+    while record is not None:
+        yield record
+        record = _next_record(descriptor, record.end, end)
+
+
+def _copy_range(source: int, begin: int, end: int, target: int, offset: int) -> None:
+    """Copy a part of one file into another, in blocks.
+
+    Raises:
+        OSError: the target has no room.
+    """
+    while begin < end:
+        block = os.pread(source, min(_BLOCK, end - begin), begin)
+        if not block:
+            raise OSError("the file ends too early")
+        _write_all(target, block, offset)
+        begin, offset = begin + len(block), offset + len(block)
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at a place of a file.
+
+    Raises:
+        OSError: no room, or a limit of the system.
+    """
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _record_at(descriptor: int, position: int, end: int) -> _Record | None:
+    begin = position + _HEADER.size
+    header = os.pread(descriptor, _HEADER.size, position)
+    if begin > end or len(header) < _HEADER.size:
+        return None
+    mark, length, checksum = _HEADER.unpack(header)
+    if mark != _MARK or length > min(_LONGEST_PAYLOAD, end - begin):
+        return None
+    payload = os.pread(descriptor, length, begin)
+    return _Record(position, begin + length, payload) if zlib.crc32(payload) == checksum else None
+
+
+def _next_mark(descriptor: int, position: int, end: int) -> int | None:
+    while position < end:
+        # Blocks overlap by a mark's length, so that none is missed on a border.
+        block = os.pread(descriptor, min(_BLOCK + len(_MARK) - 1, end - position), position)
+        found = block.find(_MARK)
+        if found >= 0:
+            return position + found
+        if len(block) < len(_MARK):
+            return None
+        position += len(block) - len(_MARK) + 1
+    return None

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from collage_monitor.transfer import TransferClient
+from collage_monitor.client import Client
 
 
 class Bridge(httpx.BaseTransport):
@@ -34,5 +34,5 @@ class Bridge(httpx.BaseTransport):
 @contextmanager
 def transfer(server, refuse=0):
     """A transfer client that speaks to this server."""
-    with TransferClient("http://127.0.0.1", transport=Bridge(server.client, refuse)) as client:
+    with Client("http://127.0.0.1", transport=Bridge(server.client, refuse)) as client:
         yield client

@@ -1,0 +1,69 @@
+"""What became of a process's reports: the one object that counts them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Literal
+
+__all__ = ["Place", "ReportCounts"]
+
+Place = Literal["pending", "spooled", "sent", "dropped"]
+
+
+class ReportCounts:
+    """Each report is in one place: made = pending + spooled + sent + dropped, at any moment and for any thread.
+
+    A report counts from the moment at which its step is first reported on the training thread: first as one for
+    the step, and as several once it turns out that one does not hold everything.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: Counter[Place] = Counter()
+        self._reasons: Counter[str] = Counter()
+
+    def add(self, reports: int = 1) -> None:
+        """New ones, on their way."""
+        with self._lock:
+            self._places["pending"] += reports
+
+    def move(self, reports: int, source: Place, target: Place, reason: str = "") -> None:
+        """From one place to another, never more than are there; `reason` says why they were dropped."""
+        with self._lock:
+            moved = min(reports, self._places[source])
+            self._places[source] -= moved
+            self._places[target] += moved
+            if target == "dropped" and moved:
+                self._reasons[reason] += moved
+
+    def drop(self, reason: str, reports: int = 1) -> None:
+        """Give up reports on their way."""
+        self.move(reports, "pending", "dropped", reason)
+
+    @property
+    def made(self) -> int:
+        """All of them."""
+        with self._lock:
+            return self._places.total()
+
+    @property
+    def pending(self) -> int:
+        """In the queue, or being sent."""
+        return self._places["pending"]
+
+    @property
+    def spooled(self) -> int:
+        """On disk, waiting for the server."""
+        return self._places["spooled"]
+
+    @property
+    def sent(self) -> int:
+        """Acknowledged by the server, stored now or before."""
+        return self._places["sent"]
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Given up, by reason."""
+        with self._lock:
+            return dict(self._reasons)

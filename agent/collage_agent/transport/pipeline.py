@@ -1,0 +1,192 @@
+"""A process's way out: the queue, and the daemon thread that empties it into delivery."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Literal
+
+from collage_agent.launch.identity import Identity
+from collage_agent.settings import Resume, Settings
+from collage_agent.transport.counts import ReportCounts
+from collage_agent.transport.delivery import Delivery
+from collage_agent.transport.envelope import WORKER_THREAD_NAME, Transport
+from collage_agent.transport.http import HttpTransport
+from collage_agent.transport.queue import BoundedQueue, Item
+from collage_agent.transport.replay import Replay
+from collage_agent.transport.spool import SpoolFile, spool_path
+from collage_agent.transport.stream import StreamSender
+from collage_monitor.errors import CollageError, ServerUnreachable, Unavailable
+
+__all__ = ["DeliveryPipeline", "FinalState"]
+
+_LOG = logging.getLogger("collage_agent")
+_IDLE_SECONDS: Final = 1.0
+_ENVELOPES_PER_CYCLE: Final = 20
+_ANOTHER_TRY_AFTER_SECONDS: Final = 2.0
+
+FinalState = Literal["finished", "failed"] | None
+
+
+class DeliveryPipeline:
+    """Takes items from the training thread without blocking it; everything slow happens on a thread of its own.
+
+    The thread starts with the first call. A given transport is used as it is; otherwise online mode makes one for
+    the server, which then also gets what earlier processes left in the same folder. Offline mode has none.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        transport: Transport | None,
+        *,
+        resume: Resume,
+        on_away: Callable[[CollageError], None],
+    ) -> None:
+        limits = settings.limits
+        self.counts = ReportCounts()
+        self.cpu_seconds = 0.0
+        """CPU that the thread has used, brought up to date after each round."""
+        self._spool = SpoolFile(
+            spool_path(settings.folder, identity.run_id, identity.stream_id), limits.spool_bytes
+        )
+        self._limits = limits
+        self._resume = resume
+        self._queue = BoundedQueue(limits.queue_steps, limits.queue_bytes, limits.step_seconds, self.counts)
+        self._ending = threading.Event()
+        self._replay: Replay | None = None
+        if settings.mode == "offline":
+            transport = None
+        elif transport is None:
+            transport = HttpTransport(
+                settings.address, lambda: settings.token, limits, check_first=settings.server_url is None
+            )
+            self._replay = Replay(settings.folder, self._spool.path, transport, limits, self._ending.wait, on_away)
+        self._transport = transport
+        self._delivery = Delivery(
+            transport, self._spool, limits, self.counts, wait=self._ending.wait, on_away=on_away
+        )
+        self._sender = StreamSender(settings, identity, self._delivery)
+        self._begun = False
+        self._deadline = 0.0
+        self._state: FinalState = None
+        self._named: set[type[Exception]] = set()
+        self._thread = threading.Thread(target=self._run, name=WORKER_THREAD_NAME, daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread, which introduces the run; once."""
+        if not self._begun:
+            self._begun = True
+            self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Leave an item for the thread; when there is no room the oldest step goes."""
+        self.begin()
+        self._queue.put(item)
+
+    def prepare(self, item: Item) -> None:
+        """Leave an item that is needed only if others follow: the thread does not start for it."""
+        self._queue.put(item)
+
+    def finish(self, state: FinalState, seconds: float | None = None) -> bool:
+        """Flush and end, within `limits.finish_seconds` unless told; True when nothing is left to do."""
+        if not self._begun:
+            return True
+        allowed = self._limits.finish_seconds if seconds is None else seconds
+        if not self._ending.is_set():
+            self._state = state
+            self._deadline = time.monotonic() + allowed
+            self._ending.set()
+            self._queue.wake()
+        self._thread.join(allowed)
+        return not self._thread.is_alive()
+
+    def forget(self) -> None:
+        """In a forked child: let go of what belongs to the parent, without touching its locks."""
+        self._spool.forget()
+
+    def _run(self) -> None:
+        self._guarded(self._hold_for_older)
+        self._guarded(lambda: self._sender.introduce_run(self._resume))
+        while not self._ending.is_set():
+            self._queue.wait_for_steps(self._limits.linger_seconds, self._longest_wait())
+            self._round()
+        while len(self._queue):
+            self._round()
+        self._guarded(lambda: self._sender.finish(self._state))
+        self._guarded(self._flush)
+        self._guarded(self._close)
+        self.cpu_seconds = time.thread_time()
+
+    def _round(self) -> None:
+        entries = self._queue.take(self._limits.batch_reports)
+        if entries:
+            self._guarded(lambda: self._sender.take(entries))
+        self._guarded(lambda: self._delivery.drain(_ENVELOPES_PER_CYCLE))
+        self._guarded(self._send_older)
+        self.cpu_seconds = time.thread_time()
+
+    def _longest_wait(self) -> float:
+        """Seconds to wait for the next item: none while there is old work that can be done."""
+        delivery = self._delivery
+        own_work = not (delivery.spool.is_empty or delivery.is_waiting or delivery.held)
+        return 0.0 if self._transport is not None and (own_work or self._may_replay()) else _IDLE_SECONDS
+
+    def _may_replay(self) -> bool:
+        replay = self._replay
+        return replay is not None and replay.can_go_on and self._delivery.last_error is None
+
+    def _send_older(self) -> bool:
+        went = self._replay is not None and self._may_replay() and self._replay.step(_ENVELOPES_PER_CYCLE)
+        self._hold_for_older()
+        return went
+
+    def _hold_for_older(self) -> None:
+        self._delivery.held = self._replay is not None and self._replay.comes_first
+
+    def _flush(self) -> None:
+        while self._replay is not None and self._replay.comes_first:
+            assert self._replay.current is not None
+            if not self._send_all(self._replay.current):
+                break
+            self._replay.step(_ENVELOPES_PER_CYCLE)
+        self._hold_for_older()
+        self._send_all(self._delivery)
+        while time.monotonic() < self._deadline and self._send_older():
+            pass
+
+    def _send_all(self, delivery: Delivery) -> bool:
+        """Empty a spool; True when it is empty.
+
+        A busy server gets until the deadline, an absent one a try, unless it has failed one this moment.
+        """
+        while not delivery.spool.is_empty:
+            just_failed = delivery.seconds_since_failure < _ANOTHER_TRY_AFTER_SECONDS
+            absent = isinstance(delivery.last_error, ServerUnreachable)
+            if time.monotonic() > self._deadline or (absent and just_failed):
+                return False
+            if delivery.drain(_ENVELOPES_PER_CYCLE, now=True):
+                continue
+            resumes_in_time = time.monotonic() + delivery.pause_seconds < self._deadline
+            if not (isinstance(delivery.last_error, Unavailable) and resumes_in_time):
+                return False
+            time.sleep(delivery.pause_seconds)
+        return True
+
+    def _close(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+        self._spool.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _guarded(self, errand: Callable[[], object]) -> None:
+        try:
+            errand()
+        except Exception as error:
+            if type(error) not in self._named:
+                self._named.add(type(error))
+                _LOG.exception("the delivering side failed at one of its errands; training goes on (said once)")

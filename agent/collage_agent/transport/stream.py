@@ -1,0 +1,407 @@
+"""What one stream reports: introductions first, then each step's items as numbered reports, in batches."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_agent.launch.identity import Identity
+from collage_agent.measurement import Layout
+from collage_agent.settings import DeliveryLimits, Resume, Settings
+from collage_agent.transport.delivery import Delivery
+from collage_agent.transport.envelope import Body, Envelope
+from collage_agent.transport.queue import Item, KeptTensor, Logged, Measured, Started, StepItems
+from collage_monitor.statistics import reduce_shards
+from collage_monitor.wire import (
+    LIMITS,
+    AttemptCreate,
+    Layer,
+    Report,
+    ReportBatch,
+    RunCreate,
+    RunUpdate,
+    StreamCreate,
+    WatchInfo,
+    block_to_bytes,
+)
+
+__all__ = ["StreamSender"]
+
+_LOG = logging.getLogger("collage_agent")
+_LARGEST_PART_BYTES = 12 * 2**20
+"""Of a block; what stands before a part is NaN, which compression makes next to nothing."""
+_CLOCK_WAS_SET_SECONDS = 1.0
+"""A report this much older than the one before it means that the clock was set back."""
+
+
+class StreamSender:
+    """Introduces run, attempt and stream, and sends what the queue gives. Belongs to the worker thread.
+
+    The attempt begins with the watched optimizer's first step. Until then scalars are held, because that step
+    decides which older points the attempt hides; without a watch the second logged step begins it. Where training
+    goes back to an earlier step, a new attempt begins with a stream of its own.
+    """
+
+    def __init__(self, settings: Settings, identity: Identity, delivery: Delivery) -> None:
+        self._settings = settings
+        self._limits: DeliveryLimits = settings.limits
+        self._identity = identity
+        self._delivery = delivery
+        self._counts = delivery.counts
+        self._time = SteadyTime()
+        self._maker = ReportMaker(self._time)
+        self._first_step: int | None = None
+        self._last_step = 0
+        self._held: list[StepItems] = []
+        self._told_dropped = 0
+        self._failed = False
+
+    def introduce_run(self, resume: Resume) -> None:
+        """Create the run on the server, or resume it."""
+        settings = self._settings
+        self._send(
+            RunCreate(
+                run_id=self._identity.run_id,
+                name=settings.name,
+                group=settings.group,
+                tags=list(settings.tags),
+                notes=settings.notes,
+                seed=settings.seed,
+                config=settings.config,
+                resume=resume,
+            )
+        )
+
+    def take(self, entries: Iterable[StepItems]) -> None:
+        """Send what the training thread left, in order."""
+        ready: list[StepItems] = []
+        for entry in entries:
+            first = entry.items[0]
+            if isinstance(first, Started) and first.identity is not None:
+                self._send_steps(ready)
+                ready = []
+                self._begin_again(first.first_step, first.identity)
+            elif isinstance(first, Started):
+                ready += self._begin(first.first_step)
+            elif self._first_step is not None:
+                ready.append(entry)
+            elif any(isinstance(item, Measured) for item in entry.items):
+                assert first.step is not None
+                ready += [*self._begin(first.step), entry]
+            else:
+                ready += self._hold(entry)
+        self._send_steps(ready)
+
+    def finish(self, state: Literal["finished", "failed"] | None) -> None:
+        """Send what was held, and mark the run as `state` (None leaves it: another process speaks for the run)."""
+        if self._held:
+            self._send_steps(self._begin(min(entry.items[0].step or 0 for entry in self._held)))
+        dropped = self._dropped
+        if self._first_step is not None and dropped > self._told_dropped and self._delivery.stopped is None:
+            self._counts.add()
+            report = self._maker.scalars_report(self._last_step, time.time(), {"reports_dropped": float(dropped)})
+            self._send(ReportBatch(reports=[report]))
+        if state is not None:
+            self._send(RunUpdate(state=state))
+
+    @property
+    def _dropped(self) -> int:
+        return sum(self._counts.dropped.values())
+
+    def _begin(self, first_step: int) -> list[StepItems]:
+        """Begin the attempt, once; returns the scalars that waited for it."""
+        if self._first_step is not None:
+            return []
+        self._introduce_attempt(first_step)
+        held, self._held = self._held, []
+        return held
+
+    def _begin_again(self, first_step: int, identity: Identity) -> None:
+        """Begin another attempt: its points hide the earlier ones from `first_step` on."""
+        self._identity = identity
+        self._maker = ReportMaker(self._time)
+        self._introduce_attempt(first_step)
+
+    def _introduce_attempt(self, first_step: int) -> None:
+        self._first_step = max(0, first_step)
+        self._send(AttemptCreate(launch_id=self._identity.launch_id, first_step=self._first_step))
+        self._introduce_stream()
+
+    def _hold(self, entry: StepItems) -> list[StepItems]:
+        self._held.append(entry)
+        steps = {item.step for held in self._held for item in held.items if _is_counted(item)}
+        if len(steps) > 1:
+            return self._begin(min(step for step in steps if step is not None))
+        if len(self._held) > self._limits.queue_steps:
+            del self._held[0]
+            self._counts.drop("queue_full")
+        return []
+
+    def _placed(self, item: Item) -> Item:
+        """The item with a step: what was logged before the first step belongs just before it."""
+        assert self._first_step is not None
+        if isinstance(item, Logged) and (item.step is None or (item.counted and item.step < self._first_step)):
+            return replace(item, step=max(0, self._first_step - 1))
+        return item
+
+    def _send_steps(self, entries: list[StepItems]) -> None:
+        measured = [item for entry in entries for item in entry.items if isinstance(item, Measured)]
+        grew = [self._maker.declare(item.measurement.layout, item.watch_index) for item in measured]
+        if any(grew):
+            self._introduce_stream()
+        reports = [report for entry in entries for report in self._reports(entry)]
+        if not reports:
+            return
+        self._last_step = max(self._last_step, reports[-1].step)
+        dropped = self._dropped
+        if dropped > self._told_dropped:
+            reports[-1].scalars["reports_dropped"] = float(dropped)
+            self._told_dropped = dropped
+        for batch in _batches(reports, self._limits):
+            self._send(ReportBatch(reports=batch))
+
+    def _reports(self, entry: StepItems) -> list[Report]:
+        """The reports of one step, counted; none where they cannot be made."""
+        try:
+            reports = self._maker.reports([self._placed(item) for item in entry.items])
+        except Exception:
+            self._counts.drop("worker_error")
+            if not self._failed:
+                self._failed = True
+                _LOG.exception("a step could not be reported; training goes on (said once)")
+            return []
+        if reports:
+            self._counts.add(len(reports) - 1)
+        else:
+            self._counts.drop("no_number")
+        return reports
+
+    def _introduce_stream(self) -> None:
+        identity = self._identity
+        self._send(
+            StreamCreate(
+                stream_id=identity.stream_id,
+                launch_id=identity.launch_id,
+                rank=identity.rank,
+                world_size=identity.world_size,
+                process_id=identity.process_id,
+                layers=list(self._maker.layers),
+                statistics=self._maker.statistics,
+                watch=self._maker.watch,
+            )
+        )
+
+    def _send(self, body: Body) -> None:
+        identity = self._identity
+        self._delivery.send(Envelope(self._settings.project, identity.run_id, identity.stream_id, body))
+
+
+@dataclass
+class _Draft:
+    """A report in the making."""
+
+    step: int
+    time: float
+    scalars: dict[str, float] = field(default_factory=dict)
+    block: NDArray[np.float64] | None = None
+    model: NDArray[np.float64] | None = None
+
+
+class SteadyTime:
+    """Times of one stream that never go backwards, whatever is done to the machine's clock.
+
+    Where the clock was set back, time goes on from the last report at the clock's pace: durations stay right.
+    """
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+        self._offset = 0.0
+
+    def of(self, time: float) -> float:
+        """The time to report for a moment that the clock gave as `time`; Unix seconds."""
+        steady = time + self._offset
+        if steady < self._last - _CLOCK_WAS_SET_SECONDS:
+            self._offset += self._last - steady
+        self._last = max(self._last, time + self._offset)
+        return self._last
+
+
+class ReportMaker:
+    """Layers and statistics of one stream, in the order in which they were first seen, and its next seq.
+
+    Several watches share the stream: each fills its own rows and columns of the common block, NaN elsewhere.
+    """
+
+    def __init__(self, time: SteadyTime) -> None:
+        self.layers: list[Layer] = []
+        self.watch: WatchInfo | None = None
+        self._rows: dict[str, int] = {}
+        self._columns: dict[tuple[object, ...], int] = {}
+        self._names: set[str] = set()
+        self._unreadable: set[str] = set()
+        self._known: dict[int, Layout] = {}
+        self._next_seq = 0
+        self._time = time
+
+    @property
+    def statistics(self) -> list[str]:
+        """Statistic keys in row order."""
+        return list(self._rows)
+
+    def declare(self, layout: Layout, watch_index: int) -> bool:
+        """Take over rows and columns of a layout; True when the stream must be registered anew."""
+        if self._known.get(watch_index) is layout:
+            return False
+        self._known[watch_index] = layout
+        before = (len(self.layers), len(self._rows), self.watch)
+        for layer in layout.layers:
+            column = _column_key(watch_index, layer)
+            if column not in self._columns:
+                self._columns[column] = len(self.layers)
+                self.layers.append(msgspec.structs.replace(layer, name=self._free_name(layer.name)))
+        for key in layout.statistics:
+            self._rows.setdefault(key, len(self._rows))
+        if self.watch is None or watch_index == 0:
+            self.watch = layout.watch
+        return (len(self.layers), len(self._rows), self.watch) != before
+
+    def reports(self, items: list[Item]) -> list[Report]:
+        """Reports of one step's items, whose layouts are declared: one, if it holds everything.
+
+        Reads device tensors: for the worker thread only. A value that is no number is left out with a log line.
+        """
+        drafts: list[_Draft] = []
+        for item in items:
+            if isinstance(item, Started):
+                continue
+            draft = self._measured(item) if isinstance(item, Measured) else self._logged(item)
+            if not (drafts and _joined(drafts[-1], draft)):
+                drafts.append(draft)
+        parts = [part for draft in drafts for part in self._parts(draft)]
+        return [self._numbered(part) for part in parts if part.scalars or part.block is not None]
+
+    def scalars_report(self, step: int, time: float, scalars: dict[str, float]) -> Report:
+        """A report of scalars alone."""
+        return self._numbered(_Draft(step, time, dict(scalars)))
+
+    def _measured(self, item: Measured) -> _Draft:
+        measurement = item.measurement
+        layout = measurement.layout
+        if item.ready is not None:
+            item.ready.synchronize()
+        totals = measurement.to_numpy()
+        merged = reduce_shards(dict(zip(layout.statistics, totals, strict=True)), axis=0)
+        rows = [self._rows[key] for key in layout.statistics]
+        columns = [self._columns[_column_key(item.watch_index, layer)] for layer in layout.layers]
+        block = np.full((max(rows, default=-1) + 1, max(columns, default=-1) + 1), np.nan)
+        block[np.ix_(rows, columns)] = totals
+        model = np.full(block.shape[0], np.nan)
+        model[rows] = [merged.get(key, np.nan) for key in layout.statistics]
+        scalars = {name: float(value) for name, value in measurement.scalars.items()}
+        return _Draft(measurement.step, measurement.time, scalars, block, model)
+
+    def _parts(self, draft: _Draft) -> list[_Draft]:
+        """The draft, in parts of some layers each when its block is too large for one request.
+
+        The parts are reports of one step, which merge as shards do: each has its own layers and their totals.
+        """
+        if draft.block is None or draft.block.nbytes <= _LARGEST_PART_BYTES:
+            return [draft]
+        keys = self.statistics[: draft.block.shape[0]]
+        width = max(1, _LARGEST_PART_BYTES // (draft.block.itemsize * len(keys)))
+        parts: list[_Draft] = []
+        for begin in range(0, draft.block.shape[1], width):
+            block = draft.block[:, : begin + width].copy()
+            block[:, :begin] = np.nan
+            merged = reduce_shards(dict(zip(keys, block, strict=True)), axis=0)
+            model = np.array([merged.get(key, np.nan) for key in keys])
+            parts.append(_Draft(draft.step, draft.time, {} if parts else draft.scalars, block, model))
+        return parts
+
+    def _logged(self, item: Logged) -> _Draft:
+        assert item.step is not None
+        draft = _Draft(item.step, item.time)
+        for name, value in item.values.items():
+            try:
+                draft.scalars[name] = _number(value)
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                self._say_unreadable(name, value)
+        return draft
+
+    def _numbered(self, draft: _Draft) -> Report:
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        time = self._time.of(draft.time)
+        if draft.block is None or draft.model is None:
+            return Report(seq=seq, step=draft.step, time=time, scalars=draft.scalars)
+        return Report(
+            seq=seq,
+            step=draft.step,
+            time=time,
+            scalars=draft.scalars,
+            statistic_count=draft.block.shape[0],
+            layer_count=draft.block.shape[1],
+            statistics=block_to_bytes(draft.block),
+            model=block_to_bytes(draft.model),
+        )
+
+    def _say_unreadable(self, name: str, value: object) -> None:
+        if name not in self._unreadable:
+            self._unreadable.add(name)
+            _LOG.warning("log: %s=%.100r is not a number and is left out (said once)", name, value)
+
+    def _free_name(self, name: str) -> str:
+        """Two watched models may use one name for different tensors; their numbers must not be added up."""
+        free, count = name, 1
+        while free in self._names:
+            count += 1
+            free = f"{name} ({count})"
+        self._names.add(free)
+        return free
+
+
+def _joined(mate: _Draft, draft: _Draft) -> bool:
+    """Put a draft into an earlier one of the same step, if they have room for each other."""
+    if mate.block is not None and draft.block is not None:
+        return False
+    if len(mate.scalars.keys() | draft.scalars.keys()) > LIMITS["scalars_per_report"]:
+        return False
+    mate.scalars.update(draft.scalars)
+    if draft.block is not None:
+        mate.block, mate.model, mate.time = draft.block, draft.model, draft.time
+    return True
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, KeptTensor):
+        return value.number()
+    return float(value.item() if hasattr(value, "item") else value)
+
+
+def _column_key(watch_index: int, layer: Layer) -> tuple[object, ...]:
+    return watch_index, layer.name, tuple(layer.shape), layer.dtype, layer.elements
+
+
+def _is_counted(item: Item) -> bool:
+    return isinstance(item, Logged) and item.counted
+
+
+def _batches(reports: list[Report], limits: DeliveryLimits) -> Iterable[list[Report]]:
+    batch: list[Report] = []
+    size = 0
+    for report in reports:
+        weight = 512 + len(report.statistics or b"") + len(report.model or b"")
+        if batch and (len(batch) >= limits.batch_reports or size + weight > limits.batch_bytes):
+            yield batch
+            batch, size = [], 0
+        batch.append(report)
+        size += weight
+    if batch:
+        yield batch
