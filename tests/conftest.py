@@ -1,6 +1,46 @@
 """Fixtures and rules for every test."""
 
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _home(tmp_path_factory):
+    """No test sees the user's folders, variables or server: a home of its own, and a port that nobody can take.
+
+    The address that is looked at where none is given is that port's, as `up` would announce it.
+    """
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        for name in list(os.environ):
+            if name.startswith(("COLLAGE_", "XDG_")):
+                patch.delenv(name)
+        patch.setenv("HOME", str(home))
+        _announce(home, address)
+        yield home, address
+
+
+@pytest.fixture(autouse=True)
+def _clean_home(_home):
+    """What an earlier test left in the home is gone."""
+    home, address = _home
+    yield
+    shutil.rmtree(home / ".local" / "share", ignore_errors=True)
+    _announce(home, address)
+
+
+def _announce(home: Path, address: str) -> None:
+    path = home / ".local" / "state" / "collage-monitor" / "server.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    server = {"server_url": address, "dashboard_url": address, "folder": str(home), "process_id": os.getpid()}
+    path.write_text(json.dumps(server))
 
 
 def pytest_collection_modifyitems(items):

@@ -10,6 +10,7 @@ from types import FrameType
 import click
 
 from collage_monitor.client import Client
+from collage_monitor.command import require
 from collage_monitor.command.up import Services
 from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
 from collage_studies import summary
@@ -36,6 +37,7 @@ def demo(
     leave: bool, output: Path, folder: Path | None, steps: int, port: int, dashboard_port: int, as_json: bool
 ) -> None:
     """Train a small model under five storage strategies, watch each, and compare them."""
+    require("demo", "dashboard", "server", "studies")
     signal.signal(signal.SIGTERM, _interrupt)
     output.mkdir(parents=True, exist_ok=True)
     data = (folder or output / "data").resolve()

@@ -276,6 +276,7 @@ def test_finish_keeps_its_deadline_when_the_server_hangs(tmp_path, server):
 
 
 def test_nothing_is_sent_to_a_stranger_at_the_default_address(tmp_path, server, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "nobody is announced"))
     monkeypatch.setattr("collage_monitor.local.DEFAULT_SERVER_URL", server.url)
     monkeypatch.setattr(server, "always", 404)
     original = server.http.RequestHandlerClass.do_GET

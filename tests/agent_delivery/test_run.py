@@ -1,6 +1,9 @@
 """A run into memory: what is sent, in which order, and what a report holds."""
 
+import dataclasses
 import math
+import os
+import random
 import threading
 
 import numpy as np
@@ -9,6 +12,8 @@ import torch
 from collage_agent.guard import raise_in_tests
 from collage_agent.transport import MemoryTransport
 
+from collage_monitor.errors import ServerRefusal, Unavailable
+from collage_monitor.local import LocalServer, announced
 from collage_monitor.wire import (
     AttemptCreate,
     ReportBatch,
@@ -17,7 +22,7 @@ from collage_monitor.wire import (
     StreamCreate,
     block_from_bytes,
 )
-from tests.agent_delivery.doubles import QUICK, layout, make_run, measurement
+from tests.agent_delivery.doubles import QUICK, ServerDouble, layout, make_run, measurement
 from tests.waiting import PATIENCE_SECONDS, until
 
 
@@ -191,6 +196,7 @@ def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(tmp_path, monke
     run.finish()
     parts = transport.reports
     assert [(part.seq, part.step, part.layer_count) for part in parts] == [(0, 7, 4), (1, 7, 8), (2, 7, 10)]
+    assert [part.parts for part in parts] == [3, 3, 3]
     assert [sorted(part.scalars) for part in parts] == [["agent_cpu_seconds", "loss"], [], []]
     for number, part in enumerate(parts):
         found = block(part)
@@ -223,6 +229,7 @@ def test_two_watches_fill_their_own_columns_even_under_one_name(tmp_path):
     stream = [message for message in transport.messages if isinstance(message, StreamCreate)][-1]
     assert [layer.name for layer in stream.layers] == ["weight", "weight (2)"]
     first, second = reports_of(transport)
+    assert (first.parts, second.parts) == (2, 2)
     np.testing.assert_array_equal(block(first), [[4.0]])
     np.testing.assert_array_equal(block(second), [[math.nan, 8.0], [math.nan, 2.0]])
     np.testing.assert_array_equal(block_from_bytes(second.model, (2,)), [8.0, 2.0])
@@ -309,15 +316,86 @@ def test_leaving_the_context_by_an_error_marks_the_run_failed(tmp_path):
     assert [report.scalars for report in transport.reports] == [{"loss": 1.0}]
 
 
-def test_finish_prints_verdict_and_address(tmp_path, capsys):
-    run = make_run(tmp_path, MemoryTransport(), name="baseline", server_url="http://example.org:1/")
+def test_finish_prints_the_verdict_once_and_how_to_look_at_the_run(tmp_path, server, capsys):
+    """No page is known to answer beside a server alone: a link would open its API, which asks for a token."""
+    run = make_run(tmp_path, name="baseline", server_url=server.url)
     run.attach(Handle(3))
     run.finish()
     printed = capsys.readouterr().out
-    assert "the verdict" in printed
-    assert f"run baseline: http://example.org:1/api/v1/runs/{run.run_id}" in printed
+    assert printed.count("the verdict") == 1
+    assert f"run baseline ({run.run_id}) is at {server.url}; " in printed
+    assert f"collage-monitor dashboard --server-url {server.url}" in printed
+    assert "/run" not in printed
     run.finish()
     assert capsys.readouterr().out == ""
+
+
+def test_finish_prints_the_page_where_a_dashboard_answers(tmp_path, server, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    dashboard = ServerDouble()
+    try:
+        with announced(LocalServer(server.url, dashboard.url, str(tmp_path), os.getpid())):
+            run = make_run(tmp_path, name="baseline", server_url=server.url)
+            run.finish()
+            assert run.address == f"{dashboard.url}/run/{run.run_id}"
+        assert f"run baseline: {dashboard.url}/run/{run.run_id}\n" in capsys.readouterr().out
+    finally:
+        dashboard.close()
+
+
+def test_a_run_shows_itself_in_a_notebook(tmp_path):
+    run = make_run(tmp_path, MemoryTransport(), name="<b>", server_url="http://example.org:1/")
+    run.finish()
+    shown = run._repr_html_()
+    assert "&lt;b&gt;" in shown
+    assert f'href="http://example.org:1/api/v1/runs/{run.run_id}"' in shown
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_counter_together_is_what_was_made_at_any_moment(tmp_path, seed):
+    """Also while the server is slow, busy and refuses: no report is in two places, and none in none."""
+    random_choice = random.Random(seed)
+
+    class Busy(MemoryTransport):
+        def send(self, envelope, wait):
+            if envelope.kind == "reports" and random_choice.random() < 0.4:
+                raise random_choice.choice(
+                    [
+                        Unavailable("busy", status=503, retry_after_seconds=0.01),
+                        ServerRefusal("no", status=422),
+                        ServerRefusal("long", status=413),
+                    ]
+                )
+            return super().send(envelope, wait)
+
+    limits = dataclasses.replace(QUICK, first_pause_seconds=0.001, longest_pause_seconds=0.002, spool_bytes=20_000)
+    run = make_run(tmp_path, Busy(), limits=limits)
+    counts = run._pipeline.counts
+    run.started(1)
+    for step in range(1, 201):
+        run.measured(measurement(step))
+        run.log({"loss": 1.0}, step=step)
+        with counts._lock:
+            assert min(counts._places.values(), default=0) >= 0
+    run.finish()
+    assert run.reports_pending == 0
+    extra = run.reports_made - 200
+    assert extra in (0, 1), "the agent's own last word on its drops"
+    assert run.reports_sent + run.reports_spooled + sum(run.reports_dropped.values()) == run.reports_made
+
+
+def test_a_step_is_one_report_however_the_worker_is_scheduled(tmp_path):
+    """The worker may come between the measurement and the loss of one step: that made two reports of it."""
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport, limits=dataclasses.replace(QUICK, linger_seconds=0.0, step_seconds=60.0))
+    run.started(1)
+    for step in range(1, 41):
+        run.measured(measurement(step))
+        until(lambda step=step: len(run._pipeline._queue) <= 1)
+        run.log({"loss": 1.0}, step=step)
+    run.finish()
+    assert [report.step for report in transport.reports] == list(range(1, 41))
+    assert (run.reports_made, run.reports_sent) == (40, 40)
 
 
 def test_nothing_is_reported_after_the_end(tmp_path):

@@ -1,5 +1,6 @@
 """The public face with a real training: init, watch, log, finish, and what a process does around them."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import collage_agent as collage
 import numpy as np
 import pytest
 import torch
+from collage_agent.options import DEFAULTS
 from collage_agent.session import _SESSION
 from collage_agent.transport import MemoryTransport
+from collage_agent.watch import watch as attach_watch
 from torch import nn
 
 from collage_monitor.statistics import finish_all
@@ -160,6 +163,37 @@ def test_arguments_win_over_the_environment(monkeypatch):
     run = collage.init("inside", mode="disabled")
     assert run.project == "inside"
     assert collage.watch(*small_training(), every=7).options.every == 7
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "variable"),
+    [
+        ("every", 10, "3"),
+        ("sample", 4096, "128"),
+        ("budget", 0.01, "0.5"),
+        ("budget", None, "0.5"),
+    ],
+)
+def test_what_equals_the_default_wins_too_when_it_is_passed(monkeypatch, option, given, variable):
+    monkeypatch.setenv(f"COLLAGE_{option.upper()}", variable)
+    assert getattr(collage.watch(*small_training(), **{option: given}).options, option) == given
+    assert getattr(collage.watch(*small_training()).options, option) == float(variable)
+
+
+def test_settings_that_equal_the_default_win_too_when_they_are_passed(monkeypatch):
+    monkeypatch.setenv("COLLAGE_MODE", "disabled")
+    monkeypatch.setenv("COLLAGE_TAGS", "from,outside")
+    passed = collage.init(mode="online", tags=(), transport=MemoryTransport()).settings
+    assert (passed.mode, passed.tags) == ("online", ())
+    left_out = collage.init(transport=MemoryTransport()).settings
+    assert (left_out.mode, left_out.tags) == ("disabled", ("from", "outside"))
+
+
+def test_the_signatures_show_the_one_table_of_defaults():
+    for function in (collage.watch, attach_watch):
+        shown = {name: entry.default for name, entry in inspect.signature(function).parameters.items()}
+        assert {name: shown[name] for name in DEFAULTS} == DEFAULTS
+    assert (DEFAULTS["every"], DEFAULTS["sample"], DEFAULTS["budget"]) == (10, 4096, 0.01)
 
 
 def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):

@@ -1,7 +1,9 @@
 """The command: verbs from entry points, absent components, and answers of `list` and `show`."""
 
 import json
-from importlib.metadata import EntryPoint
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, PackageNotFoundError
 
 import click
 import httpx
@@ -11,7 +13,7 @@ from click.testing import CliRunner
 from collage_monitor import command
 from collage_monitor.client import Client
 from collage_monitor.command import root, show
-from collage_monitor.errors import ServerUnreachable
+from collage_monitor.errors import NotAuthorised, ServerUnreachable
 from tests.contract.test_client import RUN
 
 LATEST = {
@@ -56,6 +58,75 @@ def test_an_absent_component_says_what_to_install(monkeypatch):
     assert result.exit_code == 1
     assert "needs collage_studies.no_such_module" in result.output
     assert "collage-monitor[studies]" in result.output
+
+
+_REQUIRED = {
+    "client": ["httpx"],
+    "agent": ["httpx", "torch", "python-ulid", "safetensors"],
+    "server": ["fastapi", "sqlalchemy", "uvicorn"],
+}
+
+
+@pytest.mark.parametrize(
+    ("installed", "verb", "advice"),
+    [
+        ("client", "up", "collage-monitor[dashboard,server]"),
+        ("client", "demo", "collage-monitor[dashboard,server,studies]"),
+        ("agent", "up", "collage-monitor[dashboard,server]"),
+        ("agent", "demo", "collage-monitor[dashboard,server]"),
+    ],
+)
+def test_a_verb_without_its_components_says_what_to_install(monkeypatch, tmp_path, installed, verb, advice):
+    """Nothing is started, no port is guessed at, and nobody is sent to an extra that pulls in torch for nothing."""
+
+    def version_if_installed(name):
+        if name.lower() not in _REQUIRED[installed]:
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(command, "version", version_if_installed)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(root, [verb])
+    assert result.exit_code == 1
+    assert f"pip install '{advice}'" in result.output
+    assert "uvicorn" in result.output
+    assert "port" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_component_is_installed_here():
+    for extra in ("client", "agent", "server", "dashboard", "studies"):
+        command.require("verb", extra)
+
+
+@pytest.mark.parametrize(
+    ("verb", "blocked", "extra"),
+    [("list", "httpx", "client"), ("serve", "fastapi", "server"), ("dashboard", "dash", "dashboard")],
+)
+def test_a_verb_whose_library_is_absent_names_the_smallest_extra(verb, blocked, extra):
+    code = (
+        f"import sys; sys.modules[{blocked!r}] = None\n"
+        "from collage_monitor.command import main\n"
+        f"sys.argv = ['collage-monitor', {verb!r}]; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"needs {blocked}" in done.stderr
+    assert f"pip install 'collage-monitor[{extra}]'" in done.stderr
+
+
+@pytest.mark.parametrize(("token", "said"), [(None, "asks for a token"), ("wrong", "does not know this token")])
+def test_a_token_is_asked_for_in_words_for_people(token, said):
+    def refuse(request):
+        error = {"code": "unauthorised", "message": "no token; send the header Authorization: Bearer TOKEN"}
+        return httpx.Response(401, json={"error": error})
+
+    with (
+        Client("http://server:1", token, transport=httpx.MockTransport(refuse)) as client,
+        pytest.raises(NotAuthorised, match=f"http://server:1 {said}: set COLLAGE_TOKEN") as caught,
+    ):
+        client.runs()
+    assert "Bearer" not in str(caught.value)
 
 
 def test_list_prints_a_run(offline):

@@ -1,12 +1,26 @@
 """The data folder and its token."""
 
+import json
+import os
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
 
-from collage_monitor.local import data_folder, ensure_token, read_token, token_path
+from collage_monitor.local import (
+    LocalServer,
+    announced,
+    data_folder,
+    ensure_token,
+    find_token,
+    local_server,
+    read_token,
+    server_address,
+    token_path,
+)
 
 
 def test_the_folder_comes_from_argument_environment_and_home(tmp_path):
@@ -44,3 +58,62 @@ def test_a_file_without_a_token_is_named(tmp_path, content):
     assert read_token(tmp_path) is None
     with pytest.raises(PermissionError, match="remove it to make a new token"):
         ensure_token(tmp_path)
+
+
+@pytest.fixture
+def places(tmp_path):
+    """An environment whose state folder is empty, and a server over a folder of its own."""
+    folder = tmp_path / "elsewhere"
+    token = ensure_token(folder)
+    environment = {"XDG_STATE_HOME": str(tmp_path / "state"), "COLLAGE_DIR": str(tmp_path / "data")}
+    return (
+        environment,
+        LocalServer("http://127.0.0.1:5000", "http://127.0.0.1:5001", str(folder), os.getpid()),
+        token,
+    )
+
+
+def test_a_server_is_found_with_its_token_while_it_is_announced(places):
+    environment, server, token = places
+    state = data_folder(None, {"XDG_DATA_HOME": environment["XDG_STATE_HOME"]})
+    assert (local_server(environment), server_address(environment)) == (None, "http://127.0.0.1:7420")
+    with announced(server, environment) as found:
+        assert found
+        assert (local_server(environment), server_address(environment)) == (server, server.server_url)
+        assert find_token("http://localhost:5000", environment=environment) == token
+        (path,) = state.iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert token not in path.read_text()
+    assert local_server(environment) is None
+    assert list(state.iterdir()) == []
+
+
+def test_its_token_is_for_this_server_alone(places):
+    environment, server, token = places
+    own = ensure_token(data_folder(None, environment))
+    with announced(server, environment):
+        assert find_token("http://collage.example:5000", environment=environment) is None
+        assert find_token("http://127.0.0.1:7420", environment=environment) == own != token
+
+
+def test_the_first_server_stays_the_one_that_is_found(places):
+    environment, server, _ = places
+    other = LocalServer("http://127.0.0.1:6000", "http://127.0.0.1:6001", server.folder, os.getpid())
+    with announced(server, environment):
+        with announced(other, environment) as found:
+            assert not found
+        assert local_server(environment) == server
+
+
+def test_a_server_that_is_gone_is_not_found(places):
+    environment, server, _ = places
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    gone = LocalServer(server.server_url, server.dashboard_url, server.folder, int(done.stdout))
+    with announced(gone, environment):
+        assert local_server(environment) is None
+        with announced(server, environment) as found:
+            assert found
+    path = data_folder(None, {"XDG_DATA_HOME": environment["XDG_STATE_HOME"]}) / "server.json"
+    for content in ("", "[]", json.dumps({"server_url": 3}), "{"):
+        path.write_text(content)
+        assert local_server(environment) is None

@@ -285,8 +285,9 @@ class ReportMaker:
             draft = self._measured(item) if isinstance(item, Measured) else self._logged(item)
             if not (drafts and _joined(drafts[-1], draft)):
                 drafts.append(draft)
-        parts = [part for draft in drafts for part in self._parts(draft)]
-        return [self._numbered(part) for part in parts if part.scalars or part.block is not None]
+        found = [part for draft in drafts for part in self._parts(draft)]
+        parts = sum(part.block is not None for part in found)
+        return [self._numbered(part, parts) for part in found if part.scalars or part.block is not None]
 
     def scalars_report(self, step: int, time: float, scalars: dict[str, float]) -> Report:
         """A report of scalars alone."""
@@ -336,7 +337,7 @@ class ReportMaker:
                 self._say_unreadable(name, value)
         return draft
 
-    def _numbered(self, draft: _Draft) -> Report:
+    def _numbered(self, draft: _Draft, parts: int = 1) -> Report:
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         time = self._time.of(draft.time)
         if draft.block is None or draft.model is None:
@@ -350,6 +351,7 @@ class ReportMaker:
             layer_count=draft.block.shape[1],
             statistics=block_to_bytes(draft.block),
             model=block_to_bytes(draft.model),
+            parts=parts,
         )
 
     def _say_unreadable(self, name: str, value: object) -> None:
