@@ -95,4 +95,5 @@ def is_audited():
     with tempfile.TemporaryDirectory() as folder:
         audit = audit_checkpoint(saved(Path(folder) / "it.pt", *trained(lambda model: made(model.parameters()))))
     assert [entry.strategy for entry in audit.kept] == [NAME]
+    assert any("rounded stochastically: no update is lost in the mean" in note for note in audit.notes)
     assert "component-missing" not in {finding.code for finding in audit.findings}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_agent.audit.kept import SECOND_MOMENTS, KeptParameter, dtype_name, is_narrow
 from collage_agent.numerics.formats import format_of, ulp
-from collage_agent.optim import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, known_strategy
+from collage_agent.optim import MASTER_PARAMETER, PARAMETER_LOW, StateStorage
 
 __all__ = ["Finding", "Severity", "find"]
 
@@ -73,7 +73,7 @@ def _missing_components(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
     """A strategy that the optimizer declares needs components that are not there."""
     missing: dict[str, list[str]] = {}
     for entry in kept:
-        strategy = known_strategy(str(entry.group.get("strategy")))
+        strategy = entry.declared
         if strategy is None or not entry.has_state or entry.weight is None or not is_narrow(entry.weight.dtype):
             continue
         needed = strategy.parameter_state
@@ -172,8 +172,7 @@ def _stuck_second_moments(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         for name, average in entry.averages.items():
             if name not in SECOND_MOMENTS or name in entry.average_lows or not is_narrow(average.dtype):
                 continue
-            declared = known_strategy(str(entry.group.get("strategy")))
-            stochastic = declared is not None and declared.stochastic_moment(True)
+            stochastic = entry.declared is not None and entry.declared.stochastic_moment(True)
             if (
                 decay is not None
                 and not stochastic

@@ -57,15 +57,19 @@ class KeptParameter:
         yield from ((f"low component of {name}", tensor) for name, tensor in self.average_lows.items())
 
     @property
+    def declared(self) -> StorageStrategy | None:
+        """The strategy that the optimizer's group names, if it is one of ours or of an installed package."""
+        return known_strategy(str(self.group.get("strategy")))
+
+    @property
     def strategy(self) -> str:
         """How it is seen to be kept, as a strategy's name where it is one; "unknown" without states or weight."""
         if self.weight is None or not self.has_state:
             return "unknown"
         if not is_narrow(self.weight.dtype):
             return dtype_name(self.weight.dtype)
-        declared = known_strategy(str(self.group.get("strategy")))
-        if declared is not None and self._is_kept_as(declared):
-            return declared.name
+        if self.declared is not None and self._is_kept_as(self.declared):
+            return self.declared.name
         if self.master is not None:
             return "master-weights"
         second_low = any(name in SECOND_MOMENTS for name in self.average_lows)

@@ -125,7 +125,7 @@ def _losses(kept: Sequence[KeptParameter], learning_rate: float | None) -> tuple
     with_states = [entry for entry in kept if entry.has_state]
     if with_states and not any("exp_avg" in entry.averages for entry in with_states):
         return {}, ["the updates of this optimizer are not of the learning rate's size: what it loses is left out"]
-    at_random = [entry for entry in kept if str(entry.group.get("strategy", "")).endswith("stochastic")]
+    at_random = [entry for entry in kept if entry.declared is not None and entry.declared.stochastic]
     notes = [f"{len(at_random)} parameters are rounded stochastically: no update is lost in the mean"]
     losses = {
         entry.name: loss

@@ -10,8 +10,7 @@ from collage_agent.numerics.expansions import (
     scale_expansion,
     split,
 )
-from collage_agent.numerics.formats import gap_towards, neighbour, round_to, ulp
-from collage_agent.numerics.stochastic import stochastic_round
+from collage_agent.numerics.formats import gap_towards, neighbour, round_to, stochastic_round, ulp
 from collage_agent.numerics.transformations import fast_two_sum, two_product, two_sum
 
 __all__ = [

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.formats import round_to
-from collage_agent.numerics.operations import add, multiply, negate, same_format
-from collage_agent.numerics.transformations import fast_two_sum, two_product, two_sum
+from collage_agent.numerics.transformations import (
+    add,
+    fast_two_sum,
+    multiply,
+    negate,
+    same_format,
+    two_product,
+    two_sum,
+)
 
 __all__ = [
     "add_expansions",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.expansions import grow
-from collage_agent.numerics.stochastic import stochastic_round
+from collage_agent.numerics.formats import stochastic_round
 from collage_agent.numerics.transformations import fast_two_sum, two_sum
 from collage_agent.optim.arithmetic import Scalar, State, Storage, Working, Workspace
 from collage_agent.optim.random_numbers import Seeding

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.expansions import grow, multiply_expansions, split_scalar
-from collage_agent.numerics.stochastic import stochastic_round
+from collage_agent.numerics.formats import stochastic_round
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX
 
 __all__ = [
