@@ -1,4 +1,4 @@
-"""The pieces that pages are made of: number cards, chart cards, notices, badges. They only arrange."""
+"""The pieces that pages are made of: cards, notices, badges, and controls that are set from the view."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ from collage_dashboard.descriptions import Description, describe
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
 from collage_dashboard.identities import Identity, is_stochastic
 from collage_dashboard.reader import Problem
+from collage_dashboard.view import View
 from collage_monitor.judgement import LIMITS, Judgement
 
 __all__ = [
+    "AXIS_CHOICES",
+    "LIVE_MILLISECONDS",
     "Entry",
+    "axis_control",
     "chart_card",
     "chart_note",
     "help_text",
+    "labelled",
     "limits_note",
     "notice",
     "number_card",
+    "pace",
     "problem_page",
     "run_label",
+    "smoothing_control",
     "state_badge",
     "verdict_line",
 ]
@@ -163,3 +170,40 @@ def _entry(entry: Entry, *, big: bool) -> html.Div:
         return html.Div([value, detail], className="entry single")
     label = run_label(entry.identity) if entry.identity else None
     return html.Div([label, value, detail], className="entry")
+
+
+LIVE_MILLISECONDS: Final = 3000
+AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
+
+
+def pace(seconds: float) -> int:
+    """Milliseconds until the next refresh after one that took `seconds`: a slow server is asked less often."""
+    return max(LIVE_MILLISECONDS, round(4000 * seconds))
+
+
+def axis_control(identifier: str, view: View) -> Any:
+    """What the curves run over."""
+    data = [{"value": value, "label": label} for value, label in AXIS_CHOICES]
+    return labelled("Axis", dmc.SegmentedControl(id=identifier, data=data, value=view.axis, size="xs"))
+
+
+def smoothing_control(identifier: str, view: View) -> Any:
+    """How much the past weighs in logged curves."""
+    slider = dmc.Slider(
+        id=identifier,
+        value=view.smoothing,
+        min=0,
+        max=0.99,
+        step=0.01,
+        precision=2,
+        size="sm",
+        w=180,
+        my=9,
+        updatemode="mouseup",
+    )
+    return labelled("Smoothing of logged curves", slider)
+
+
+def labelled(text: str, control: Any) -> html.Div:
+    """A control under its name."""
+    return html.Div([dmc.Text(text, size="xs", c="dimmed", mb=2), control])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from collage_dashboard.figures.palette import DASHES, strategy_colour
+from collage_dashboard.figures.style import DASHES, strategy_colour
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["Identity", "identify", "is_stochastic", "strategy_title"]

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from collage_dashboard.formatting import byte_count, count, finite, interval, number, when
+from collage_dashboard.descriptions import byte_count, count, finite, interval, number, when
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from collage_dashboard.figures.palette import REFERENCE, STRATEGY_COLOURS, strategy_colour
+from collage_dashboard.figures.style import REFERENCE, STRATEGY_COLOURS, strategy_colour
 from collage_dashboard.identities import identify, is_stochastic, strategy_title
 
 from collage_monitor.strategies import STRATEGIES

@@ -4,12 +4,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from collage_dashboard.app import render
+from collage_dashboard.components import LIVE_MILLISECONDS, pace
 from collage_dashboard.pages.comparison import figure
-from collage_dashboard.pages.comparison_parts import COLUMNS, numbers, table, verdicts
-from collage_dashboard.pages.controls import LIVE_MILLISECONDS, pace
-from collage_dashboard.pages.run_figures import draw
-from collage_dashboard.pages.run_parts import about, head, summary
-from collage_dashboard.pages.run_tabs import TABS, panel
+from collage_dashboard.pages.comparison_content import COLUMNS, numbers, table, verdicts
+from collage_dashboard.pages.run_content import TABS, about, draw, head, panel, summary
 from collage_dashboard.pages.runs import compare_link, rows
 from collage_dashboard.view import View, read_address
 

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from collage_dashboard.throughput import lacks_throughput, rate, with_throughput
+from collage_dashboard.pages.comparison_content import lacks_throughput, rate, with_throughput
 
 from tests.dashboard.figures.answers import series
 

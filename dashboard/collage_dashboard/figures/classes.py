@@ -7,10 +7,8 @@ from typing import Final
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import AXIS_TITLES, describe
-from collage_dashboard.figures.palette import CLASS_COLOURS, translucent
-from collage_dashboard.figures.style import axis, base_figure, empty_figure
-from collage_dashboard.formatting import count, finite, number
+from collage_dashboard.descriptions import AXIS_TITLES, count, describe, finite, number
+from collage_dashboard.figures.style import CLASS_COLOURS, axis, base_figure, empty_figure, translucent
 from collage_monitor import wire
 
 __all__ = ["CLASSES", "class_shares"]

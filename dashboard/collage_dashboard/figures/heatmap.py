@@ -7,10 +7,16 @@ from typing import Any, Final
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import Description, describe
-from collage_dashboard.figures.palette import DIVERGING, SEQUENTIAL
-from collage_dashboard.figures.style import add_note, axis, base_figure, empty_figure, literal
-from collage_dashboard.formatting import finite
+from collage_dashboard.descriptions import Description, describe, finite
+from collage_dashboard.figures.style import (
+    DIVERGING,
+    SEQUENTIAL,
+    add_note,
+    axis,
+    base_figure,
+    empty_figure,
+    literal,
+)
 from collage_monitor import wire
 
 __all__ = ["heatmap", "short_layer"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from collage_dashboard.figures.palette import ACCENT, BELOW
-from collage_dashboard.figures.style import INK, axis, base_figure, empty_figure
-from collage_dashboard.formatting import count, finite, number
+from collage_dashboard.descriptions import count, finite, number
+from collage_dashboard.figures.style import ACCENT, BELOW, INK, axis, base_figure, empty_figure
 from collage_monitor import wire
 from collage_monitor.metrics import HISTOGRAM_OCTAVES
 

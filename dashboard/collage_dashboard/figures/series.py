@@ -8,13 +8,11 @@ from typing import Final
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import AXIS_TITLES, Description, describe
-from collage_dashboard.figures.palette import translucent
-from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal
-from collage_dashboard.formatting import finite, number
+from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite, number
+from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, translucent
 from collage_monitor import wire
 
-__all__ = ["Curve", "curves", "smooth"]
+__all__ = ["NamedCurve", "curves", "smooth"]
 
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
@@ -25,7 +23,7 @@ Values = list[float | None]
 
 
 @dataclass(frozen=True)
-class Curve:
+class NamedCurve:
     """One line: a series with the name, colour and dash under which its run appears everywhere."""
 
     name: str
@@ -34,7 +32,7 @@ class Curve:
     dash: str = "solid"
 
 
-def curves(metric: str, lines: Sequence[Curve], *, smoothing: float = 0.0, height: int = 300) -> go.Figure:
+def curves(metric: str, lines: Sequence[NamedCurve], *, smoothing: float = 0.0, height: int = 300) -> go.Figure:
     """The curves of `metric`; `smoothing` in [0, 1) applies to dense logged scalars, raw values behind.
 
     Earlier lines are drawn wider, so that they stay visible where a later one covers them.
@@ -81,7 +79,7 @@ def smooth(values: Values, weight: float) -> Values:
     return smoothed
 
 
-def _traces(line: Curve, description: Description, smoothing: float, width: float) -> Iterator[go.Scatter]:
+def _traces(line: NamedCurve, description: Description, smoothing: float, width: float) -> Iterator[go.Scatter]:
     series = line.series
     positions = [finite(position) for position in series.positions]
     values = [finite(value) for value in series.values]
@@ -110,7 +108,7 @@ def _traces(line: Curve, description: Description, smoothing: float, width: floa
         )
 
 
-def _faint(line: Curve, positions: Values, values: Values) -> go.Scatter:
+def _faint(line: NamedCurve, positions: Values, values: Values) -> go.Scatter:
     return go.Scatter(
         x=positions,
         y=values,
@@ -135,7 +133,7 @@ def _marker_sizes(values: Values) -> list[float]:
     ]
 
 
-def _partial_points(line: Curve, positions: Values, values: Values) -> go.Scatter:
+def _partial_points(line: NamedCurve, positions: Values, values: Values) -> go.Scatter:
     return go.Scatter(
         x=positions,
         y=values,
@@ -148,7 +146,7 @@ def _partial_points(line: Curve, positions: Values, values: Values) -> go.Scatte
     )
 
 
-def _band(line: Curve, positions: Values, partial: Sequence[bool]) -> Iterator[go.Scatter]:
+def _band(line: NamedCurve, positions: Values, partial: Sequence[bool]) -> Iterator[go.Scatter]:
     series = line.series
     if series.low is None or series.high is None:
         return
@@ -218,7 +216,7 @@ def _not_finite(series: wire.Series) -> int:
     return sum(value is not None and finite(value) is None for value in series.values)
 
 
-def _least_span(lines: Sequence[Curve], description: Description) -> list[float] | None:
+def _least_span(lines: Sequence[NamedCurve], description: Description) -> list[float] | None:
     if description.unit != "ratio":
         return None
     values = [value for line in lines for value in map(finite, line.series.values) if value is not None]
@@ -231,7 +229,7 @@ def _least_span(lines: Sequence[Curve], description: Description) -> list[float]
     return [start, start + SMALLEST_SPAN]
 
 
-def _why_empty(metric: str, lines: Sequence[Curve]) -> str:
+def _why_empty(metric: str, lines: Sequence[NamedCurve]) -> str:
     if any(line.series.values for line in lines):
         return "undefined at every measured step"
     if metric.startswith(("edq_oracle", "oracle_")):

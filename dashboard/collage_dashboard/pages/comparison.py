@@ -12,15 +12,23 @@ import dash_mantine_components as dmc
 import plotly.graph_objects as go
 from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
-from collage_dashboard.components import chart_card, chart_note, limits_note, notice, problem_page
+from collage_dashboard.components import (
+    LIVE_MILLISECONDS,
+    axis_control,
+    chart_card,
+    chart_note,
+    limits_note,
+    notice,
+    pace,
+    problem_page,
+    smoothing_control,
+)
 from collage_dashboard.descriptions import describe, metric_choices
-from collage_dashboard.figures import Curve, curves
+from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.style import empty_figure
 from collage_dashboard.identities import identify
-from collage_dashboard.pages.comparison_parts import numbers, table, verdicts
-from collage_dashboard.pages.controls import LIVE_MILLISECONDS, axis_control, pace, smoothing_control
+from collage_dashboard.pages.comparison_content import lacks_throughput, numbers, table, verdicts, with_throughput
 from collage_dashboard.reader import Problem, Reader, explain
-from collage_dashboard.throughput import lacks_throughput, with_throughput
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
@@ -74,7 +82,7 @@ def layout(view: View, reader: Reader) -> html.Div:
 def figure(comparison: wire.Comparison, smoothing: float) -> go.Figure:
     """The curves of one comparison under the names and colours that the runs have everywhere on the page."""
     lines = [
-        Curve(identity.label, identity.colour, run.series, identity.dash)
+        NamedCurve(identity.label, identity.colour, run.series, identity.dash)
         for identity, run in zip(identify(comparison.runs), comparison.runs, strict=True)
     ]
     return curves(comparison.metric, lines, smoothing=smoothing)

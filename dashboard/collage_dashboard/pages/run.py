@@ -10,13 +10,18 @@ import dash
 import dash_mantine_components as dmc
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
 
-from collage_dashboard.components import limits_note, notice
+from collage_dashboard.components import (
+    LIVE_MILLISECONDS,
+    axis_control,
+    labelled,
+    limits_note,
+    notice,
+    pace,
+    smoothing_control,
+)
 from collage_dashboard.descriptions import metric_choices
 from collage_dashboard.figures.heatmap import short_layer
-from collage_dashboard.pages.controls import LIVE_MILLISECONDS, axis_control, labelled, pace, smoothing_control
-from collage_dashboard.pages.run_figures import draw
-from collage_dashboard.pages.run_parts import head, summary
-from collage_dashboard.pages.run_tabs import DEFAULT_METRIC, TABS, layer_metrics, panel
+from collage_dashboard.pages.run_content import DEFAULT_METRIC, TABS, draw, head, layer_metrics, panel, summary
 from collage_dashboard.reader import Reader, explain
 from collage_dashboard.view import View, read_address, write_address
 from collage_monitor import wire

@@ -11,8 +11,7 @@ import dash_mantine_components as dmc
 from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import limits_note, notice, problem_page
-from collage_dashboard.descriptions import describe, state_key
-from collage_dashboard.formatting import share_of_runs
+from collage_dashboard.descriptions import describe, share_of_runs, state_key
 from collage_dashboard.identities import strategy_title
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address

@@ -2,7 +2,7 @@
 
 from collage_dashboard.figures import update_histogram
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.palette import ACCENT, BELOW
+from collage_dashboard.figures.style import ACCENT, BELOW
 
 from tests.dashboard.figures.answers import histogram_answer
 

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from collage_dashboard.figures import Curve, curves
+from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import SMALLEST_SPAN, smooth
 
 from tests.dashboard.figures.answers import series
@@ -15,7 +15,7 @@ def drawn(figure, name):
 
 
 def test_the_figure_of_one_curve():
-    figure = curves("grad_norm", [Curve("run", RED, series([1.0, 2.0], "grad_norm"))]).to_dict()
+    figure = curves("grad_norm", [NamedCurve("run", RED, series([1.0, 2.0], "grad_norm"))]).to_dict()
     assert figure["data"] == [
         {
             "type": "scatter",
@@ -37,7 +37,7 @@ def test_the_figure_of_one_curve():
 
 
 def test_several_runs_have_a_legend_with_their_names():
-    lines = [Curve("plain", RED, series([0.9])), Curve("plus", BLUE, series([1.0]), "dash")]
+    lines = [NamedCurve("plain", RED, series([0.9])), NamedCurve("plus", BLUE, series([1.0]), "dash")]
     figure = curves("edq_ratio", lines).to_dict()
     assert [trace["name"] for trace in figure["data"]] == ["plain", "plus"]
     assert [trace["line"]["color"] for trace in figure["data"]] == [RED, BLUE]
@@ -45,14 +45,14 @@ def test_several_runs_have_a_legend_with_their_names():
 
 
 def test_undefined_and_non_finite_values_are_gaps_and_the_latter_are_counted():
-    figure = curves("loss", [Curve("run", RED, series([1.0, None, "NaN", "Infinity", 2.0], "loss"))])
+    figure = curves("loss", [NamedCurve("run", RED, series([1.0, None, "NaN", "Infinity", 2.0], "loss"))])
     assert list(drawn(figure, "run")["y"]) == [1.0, None, None, None, 2.0]
     assert figure.layout.annotations[0].text == "2 points are not finite and cannot be drawn"
 
 
 def test_a_band_follows_the_interval_and_breaks_at_a_gap():
     answer = series([0.9, 0.8, None, 0.7], low=[0.8, 0.7, None, 0.6], high=[1.0, 0.9, None, 0.8])
-    band = drawn(curves("edq_ratio", [Curve("run", RED, answer)]), "run, 95 % interval")
+    band = drawn(curves("edq_ratio", [NamedCurve("run", RED, answer)]), "run, 95 % interval")
     assert list(band["x"]) == [10, 20, 20, 10, 10, None, 40, 40, 40, None]
     assert list(band["y"]) == [0.8, 0.7, 0.9, 1.0, 0.8, None, 0.6, 0.8, 0.6, None]
     assert band["fill"] == "toself"
@@ -60,7 +60,7 @@ def test_a_band_follows_the_interval_and_breaks_at_a_gap():
 
 def test_a_partial_point_is_no_part_of_the_line():
     answer = series([0.9, 0.5, 0.8], ranks=[2, 1, 2], world_size=2)
-    figure = curves("edq_ratio", [Curve("run", RED, answer)])
+    figure = curves("edq_ratio", [NamedCurve("run", RED, answer)])
     assert list(drawn(figure, "run")["y"]) == [0.9, None, 0.8]
     torn = drawn(figure, "run (partial)")
     assert list(torn["y"]) == [None, 0.5, None]
@@ -69,14 +69,16 @@ def test_a_partial_point_is_no_part_of_the_line():
 
 def test_a_long_curve_marks_only_points_without_a_neighbour():
     values = [1.0] * 30 + [None, 2.0, None] + [1.0] * 30
-    sizes = drawn(curves("grad_norm", [Curve("run", RED, series(values, "grad_norm"))]), "run")["marker"]["size"]
+    sizes = drawn(curves("grad_norm", [NamedCurve("run", RED, series(values, "grad_norm"))]), "run")["marker"][
+        "size"
+    ]
     assert sizes[31] == 5.0
     assert list(sizes[:30]) == [0.0] * 30
 
 
 def test_smoothing_is_for_dense_logged_scalars_only():
     def names(metric, values):
-        line = Curve("run", RED, series(values, metric))
+        line = NamedCurve("run", RED, series(values, metric))
         return [trace.name for trace in curves(metric, [line], smoothing=0.5).data]
 
     assert names("loss", [4.0, 2.0] * 20) == ["run, not smoothed", "run"]
@@ -85,7 +87,7 @@ def test_smoothing_is_for_dense_logged_scalars_only():
 
 
 def test_a_name_is_shown_as_it_is_and_never_read_as_markup():
-    lines = [Curve('<a href="x">&', RED, series([0.9])), Curve("b", BLUE, series([0.9]))]
+    lines = [NamedCurve('<a href="x">&', RED, series([0.9])), NamedCurve("b", BLUE, series([0.9]))]
     assert curves("edq_ratio", lines).data[0].name == '&lt;a href="x"&gt;&amp;'
 
 
@@ -102,17 +104,17 @@ def test_smooth_against_the_weighted_mean_written_out():
 
 
 def test_rounding_noise_does_not_fill_the_axis():
-    figure = curves("edq_ratio", [Curve("run", RED, series([0.99999, 1.00001]))])
+    figure = curves("edq_ratio", [NamedCurve("run", RED, series([0.99999, 1.00001]))])
     low, high = figure.layout.yaxis.autorangeoptions.include
     assert high - low == pytest.approx(SMALLEST_SPAN)
     assert low < 0.99999 < 1.00001 < high
-    wide = curves("edq_ratio", [Curve("run", RED, series([0.5, 1.0]))])
+    wide = curves("edq_ratio", [NamedCurve("run", RED, series([0.5, 1.0]))])
     assert wide.layout.yaxis.autorangeoptions.include is None
 
 
 def test_the_ideal_is_a_dotted_line_where_there_is_one():
-    assert curves("edq_ratio", [Curve("run", RED, series([0.9]))]).layout.shapes[0].y0 == 1.0
-    assert not curves("grad_norm", [Curve("run", RED, series([0.9], "grad_norm"))]).layout.shapes
+    assert curves("edq_ratio", [NamedCurve("run", RED, series([0.9]))]).layout.shapes[0].y0 == 1.0
+    assert not curves("grad_norm", [NamedCurve("run", RED, series([0.9], "grad_norm"))]).layout.shapes
 
 
 @pytest.mark.parametrize(
@@ -125,14 +127,14 @@ def test_the_ideal_is_a_dotted_line_where_there_is_one():
     ],
 )
 def test_an_empty_figure_says_why(metric, values, words):
-    figure = curves(metric, [Curve("run", RED, series(values, metric))])
+    figure = curves(metric, [NamedCurve("run", RED, series(values, metric))])
     assert not figure.data
     assert words in figure.layout.annotations[0].text
 
 
 def test_a_live_update_keeps_the_zoom_and_another_metric_does_not():
     def revision(metric, values):
-        return curves(metric, [Curve("run", RED, series(values, metric))]).layout.uirevision
+        return curves(metric, [NamedCurve("run", RED, series(values, metric))]).layout.uirevision
 
     assert revision("loss", [1.0]) == revision("loss", [1.0, 2.0])
     assert revision("loss", [1.0]) != revision("validation_loss", [1.0])
@@ -140,7 +142,7 @@ def test_a_live_update_keeps_the_zoom_and_another_metric_does_not():
 
 def test_hover_says_what_the_axis_does_not():
     def texts(answer):
-        return list(drawn(curves(answer.metric, [Curve("run", RED, answer)]), "run")["customdata"])
+        return list(drawn(curves(answer.metric, [NamedCurve("run", RED, answer)]), "run")["customdata"])
 
     assert texts(series([1.0], "loss", axis="tokens")) == ["1.000, step 10"]
     assert texts(series([0.9], low=[0.8], high=[1.0])) == ["0.9000 (95 %: 0.8000 … 1.000)"]
@@ -149,5 +151,5 @@ def test_hover_says_what_the_axis_does_not():
 
 
 def test_positions_and_title_follow_the_axis():
-    figure = curves("loss", [Curve("run", RED, series([1.0], "loss", axis="tokens"))])
+    figure = curves("loss", [NamedCurve("run", RED, series([1.0], "loss", axis="tokens"))])
     assert figure.layout.xaxis.title.text == "tokens"

@@ -7,17 +7,57 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import dash_mantine_components as dmc
+import msgspec
 from dash import html
 
 from collage_dashboard.components import Entry, number_card, run_label, verdict_line
-from collage_dashboard.descriptions import describe, state_key
-from collage_dashboard.formatting import count, interval, number
+from collage_dashboard.descriptions import count, describe, finite, interval, number, state_key
 from collage_dashboard.identities import Identity, identify, is_stochastic, strategy_title
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.judgement import judge
 
-__all__ = ["COLUMNS", "Column", "numbers", "table", "verdicts"]
+__all__ = [
+    "COLUMNS",
+    "Column",
+    "lacks_throughput",
+    "numbers",
+    "rate",
+    "table",
+    "verdicts",
+    "with_throughput",
+]
+
+_NAME = "tokens_per_second"
+
+
+def lacks_throughput(runs: Sequence[wire.ComparedRun]) -> bool:
+    """Whether some run logs `tokens` but no `tokens_per_second`."""
+    return any(_NAME not in run.mean_scalars and "tokens" in run.scalars for run in runs)
+
+
+def with_throughput(runs: Sequence[wire.ComparedRun], tokens: wire.Comparison) -> list[wire.ComparedRun]:
+    """The runs with their throughput filled in where it was not logged; `tokens` compares `tokens` over time."""
+    rates = {run.run_id: rate(run.series) for run in tokens.runs}
+    return [
+        run
+        if _NAME in run.mean_scalars or (known := rates.get(run.run_id)) is None
+        else msgspec.structs.replace(run, mean_scalars={**run.mean_scalars, _NAME: known})
+        for run in runs
+    ]
+
+
+def rate(series: wire.Series) -> float | None:
+    """Tokens per second of wall clock between the first and the last point; None with fewer than two."""
+    points = [
+        (seconds, tokens)
+        for position, value in zip(series.positions, series.values, strict=True)
+        if (seconds := finite(position)) is not None and (tokens := finite(value)) is not None
+    ]
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        return None
+    return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+
 
 _MEAN_LOSS = "loss, mean of the last 20"
 Cell = tuple[str, str]

@@ -1,22 +1,40 @@
-"""The run page in words and numbers: who the run is, three numbers with a verdict, all that is known."""
+"""The content of the run page: head and summary, the cards behind each tab, and the figures in them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import dash_mantine_components as dmc
+import plotly.graph_objects as go
 from dash import html
 
-from collage_dashboard.components import Entry, number_card, state_badge, verdict_line
-from collage_dashboard.descriptions import state_key
-from collage_dashboard.formatting import byte_count, count, interval, number, when
+from collage_dashboard.components import Entry, chart_card, chart_note, number_card, state_badge, verdict_line
+from collage_dashboard.descriptions import STATE, byte_count, count, describe, interval, number, state_key, when
+from collage_dashboard.figures import NamedCurve, class_shares, curves, heatmap, update_histogram
+from collage_dashboard.figures.classes import CLASSES
+from collage_dashboard.figures.histogram import PREDICTS
+from collage_dashboard.figures.style import ACCENT, empty_figure
 from collage_dashboard.identities import strategy_title
+from collage_dashboard.reader import Reader
+from collage_dashboard.view import Tab, View
 from collage_monitor import wire
+from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.judgement import judge
+from collage_monitor.metrics import METRICS, split_key
 
-__all__ = ["about", "head", "summary"]
+__all__ = [
+    "DEFAULT_METRIC",
+    "SERIES",
+    "TABS",
+    "about",
+    "draw",
+    "head",
+    "layer_metrics",
+    "panel",
+    "summary",
+]
 
 _INTENT = {
     "shadow": "an fp64 shadow step on sampled elements",
@@ -137,3 +155,121 @@ def _table(facts: Sequence[tuple[str, str]]) -> dmc.Table:
 
 def _badge(text: str) -> dmc.Badge:
     return dmc.Badge(text, variant="outline", color="gray", radius="sm", tt="none")
+
+
+DEFAULT_METRIC: Final = "edq_ratio"
+TABS: Final[dict[Tab, str]] = {
+    "layers": "Layers",
+    "curves": "Curves",
+    "norms": "Norms",
+    "states": "States",
+    "classes": "Elements",
+    "oracle": "Oracle",
+    "about": "About",
+}
+SERIES: Final[dict[Tab, tuple[str, ...]]] = {
+    "curves": ("loss", "validation_loss", "edq_ratio", "lost_update_ratio", "edq_visible_ratio", "half_ulp_margin"),
+    "norms": ("grad_norm", "param_norm", "intended_norm", "effective_norm", "update_to_weight_ratio"),
+    "oracle": (
+        "edq_oracle_ratio",
+        "oracle_displacement_ratio",
+        "oracle_step_norm_ratio",
+        "oracle_drift_ratio",
+    ),
+}
+"""The curves of each tab that has a fixed list of them."""
+_NOT_MAPPED: Final = frozenset({"elements", "sampled", "oracle_steps", "edq"})
+
+
+def panel(view: View, run: wire.Run) -> Any:
+    """The content of the view's tab."""
+    if view.tab == "about":
+        return about(run)
+    if view.tab == "layers":
+        return html.Div(_layers(view, run), className="charts")
+    if view.tab == "classes":
+        note = "Lost: intended, and rounded away. Idle: nothing was intended. Distorted: off by more than half."
+        return html.Div(_card("classes", "lost", title="What became of each element", note=note, wide=True))
+    keys = SERIES.get(view.tab) or tuple(sorted(key for key in run.latest if split_key(key)[0] == STATE))
+    if not keys:
+        return html.P("The optimizer's states were not measured.", className="crumbs")
+    return html.Div([_card("series", key, strategy=_strategy(run)) for key in keys], className="charts")
+
+
+def layer_metrics(run: wire.Run) -> list[str]:
+    """Metrics that a heatmap of this run can show."""
+    known = [key for key in run.latest if split_key(key)[0] in METRICS and key not in _NOT_MAPPED]
+    return known or [DEFAULT_METRIC]
+
+
+def _layers(view: View, run: wire.Run) -> list[Any]:
+    metric = view.metric or DEFAULT_METRIC
+    strategy = _strategy(run)
+    hint = "Click a cell to see its layer at that step below."
+    return [
+        _card("heatmap", metric, strategy=strategy, wide=True, note=hint),
+        _card("series", metric, strategy=strategy),
+        _card(
+            "histogram",
+            "predicted_plain_lost_ratio",
+            title="Update size against the grid",
+            note=PREDICTS,
+        ),
+    ]
+
+
+def _card(
+    kind: str, metric: str, *, strategy: str | None = None, title: str = "", note: str = "", wide: bool = False
+) -> html.Div:
+    notes = " ".join(filter(None, (note, chart_note(metric, [strategy]) if kind != "heatmap" else "")))
+    identifier = {"type": "run-figure", "kind": kind, "metric": metric}
+    return html.Div(chart_card(metric, identifier, title=title, note=notes), className="wide" if wide else "")
+
+
+def _strategy(run: wire.Run) -> str | None:
+    return (run.watch.strategy or run.watch.observed_strategy) if run.watch else None
+
+
+def draw(kind: str, metric: str, view: View, reader: Reader) -> go.Figure:
+    """The figure of `kind` ("series", "heatmap", "histogram", "classes") for `metric`.
+
+    A metric that the server refuses is an empty figure with its reason.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    try:
+        return _DRAWERS[kind](metric, view, reader)
+    except NotAuthorised:
+        raise
+    except ServerRefusal as error:
+        return empty_figure(str(error))
+
+
+def _series(metric: str, view: View, reader: Reader) -> go.Figure:
+    answer = _read_series(metric, view, reader)
+    name = view.layer or "whole model"
+    return curves(metric, [NamedCurve(name, ACCENT, answer)], smoothing=view.smoothing)
+
+
+def _heatmap(metric: str, view: View, reader: Reader) -> go.Figure:
+    answer = reader.ask(lambda client: client.heatmap(view.runs[0], metric, order=view.order))
+    return heatmap(answer, selected=view.layer)
+
+
+def _histogram(_metric: str, view: View, reader: Reader) -> go.Figure:
+    return update_histogram(
+        reader.ask(lambda client: client.histogram(view.runs[0], layer=view.layer, step=view.step))
+    )
+
+
+def _classes(_metric: str, view: View, reader: Reader) -> go.Figure:
+    return class_shares({name: _read_series(name, view, reader) for name in CLASSES})
+
+
+def _read_series(metric: str, view: View, reader: Reader) -> wire.Series:
+    layer = None if describe(metric).scalar else view.layer
+    return reader.ask(lambda client: client.series(view.runs[0], metric, layer=layer, axis=view.axis, points=500))
+
+
+_DRAWERS = {"series": _series, "heatmap": _heatmap, "histogram": _histogram, "classes": _classes}
