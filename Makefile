@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo up test check format nightly exhaustive torture gpu bench clean
+.PHONY: demo up test quick check format nightly exhaustive torture gpu bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -28,6 +28,9 @@ up: $(VENV)/.stamp  ## Start server and dashboard
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly and not gpu"
+
+quick: $(VENV)/.stamp-dev  ## The fast half, for while you work: no test that starts processes or is marked slow
+	$(BIN)/python -m pytest -n 2 --quick -m "not slow and not nightly and not gpu"
 
 check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, compose file
 	$(BIN)/ruff format --check .

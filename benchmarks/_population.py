@@ -41,7 +41,7 @@ STATISTICS: Final = (
     "covariance/edq_ratio",
 )
 """Twenty, with all that the interval of `edq_ratio` needs."""
-LAYERED: Final = {**{f"layers-{i}": 2_000 for i in range(20)}, "layers-long": 10_000}
+LAYERED: Final = {**{f"layers-{i}": 2_000 for i in range(10)}, "layers-long": 10_000}
 MODELS: Final = {**{f"model-{i}": 10_000 for i in range(50)}, "model-long": 100_000}
 _POINTS_A_BATCH: Final = 256
 _NOW: Final = 1.7e9

@@ -1,4 +1,8 @@
-"""A server process of a benchmark's own, and a keep-alive connection that costs its client little."""
+"""Servers in processes of their own, and a keep-alive connection that costs its client little.
+
+`python -m benchmarks._serving KIND FOLDER [DATABASE]` prints its address. Nothing is sealed until a line arrives on
+standard input; the CPU seconds that sealing took are printed when all is sealed.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,41 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from collage_monitor import wire
+import msgspec
+import uvicorn
+from collage_server.app import make_store
+from collage_server.command.serve import Server
+from collage_server.settings import Settings
+from collage_server.store import GroupOutcome, PostgresqlStore, ReportGroup, SqliteStore, Store
+from collage_server.store.journal.reports import SqlJournal
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-__all__ = ["Connection", "Server", "cpu_seconds", "request_of", "run_server"]
+from collage_monitor import wire
+from tests.server.store.postgresql import Cluster, find_programs
+
+__all__ = [
+    "KINDS",
+    "Connection",
+    "NullStore",
+    "ServerProcess",
+    "cpu_seconds",
+    "request_of",
+    "run_cluster",
+    "run_server",
+]
 
 _SOCKET_SECONDS: Final = 60.0
 _CLOSED: Final = "the server closed the connection in the middle of an answer"
@@ -100,8 +130,8 @@ def cpu_seconds(process_id: int) -> float:
     return total
 
 
-class Server:
-    """A server process (`_ingest_server`), and the PostgreSQL behind it where there is one."""
+class ServerProcess:
+    """A server process (this module's command), and the PostgreSQL behind it where there is one."""
 
     def __init__(self, kind: str, process: subprocess.Popen[str], postgres: int | None) -> None:
         self.kind = kind
@@ -135,14 +165,109 @@ class Server:
 @contextmanager
 def run_server(
     kind: str, folder: Path, database: str | None = None, postgres: int | None = None
-) -> Iterator[Server]:
+) -> Iterator[ServerProcess]:
     """A server on a free port while the context lasts; `postgres` is the process id of its cluster."""
     arguments: Sequence[str] = (kind, str(folder), *((database,) if database else ()))
-    command = [sys.executable, "-m", "benchmarks._ingest_server", *arguments]
+    command = [sys.executable, "-m", "benchmarks._serving", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         try:
-            yield Server(kind, process, postgres)
+            yield ServerProcess(kind, process, postgres)
         finally:
             process.terminate()
             process.wait(30)
+
+
+@contextmanager
+def run_cluster() -> Iterator[tuple[str, int] | None]:
+    """(URL of a database with this server's schema, process id of the cluster); None without PostgreSQL here."""
+    programs = find_programs()
+    if programs is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(folder, programs)
+        cluster.create()
+        cluster.start()
+        try:
+            cluster.execute("CREATE DATABASE benchmark")
+            url = cluster.url("benchmark")
+            PostgresqlStore(url, stale_after_seconds=600.0).migrate()
+            if cluster.process is None:
+                raise RuntimeError("the cluster ended at once")
+            yield url, cluster.process.pid
+        finally:
+            cluster.stop()
+
+
+KINDS: Final = ("sqlite", "null", "single", "postgresql", "bare")
+"""`single` commits each request on its own, instead of all that wait; `bare` is no server of ours."""
+_NEVER: Final = 1e6
+
+
+class _NullJournal(SqlJournal):
+    """Acknowledges reports without writing them."""
+
+    def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
+        """Accept everything."""
+        return [GroupOutcome(len(group.reports), 0) for group in groups]
+
+
+class NullStore(SqliteStore):
+    """Keeps runs and streams as SQLite does, and acknowledges reports without writing them."""
+
+    def __init__(self, path: Path, *, stale_after_seconds: float) -> None:
+        super().__init__(path, stale_after_seconds=stale_after_seconds)
+        self.journal = _NullJournal(self, self.journal.driver)
+
+
+def _seal_when_told(store: Store) -> None:
+    for _ in sys.stdin:
+        started = time.thread_time()
+        for run_id in store.journal.runs():
+            while store.sealing.seal(run_id, time.time()):
+                pass
+        print(time.thread_time() - started, flush=True)
+
+
+async def _take(request: Request) -> Response:
+    """The least that a server can do with a body: read it, decode it, look at each byte once, and answer."""
+    body = await request.body()
+    batch = wire.ReportBatch(reports=[])
+    if request.url.path.endswith("/reports"):
+        batch = msgspec.msgpack.decode(body, type=wire.ReportBatch)
+    zlib.crc32(body)
+    answer = wire.BatchAnswer(accepted=len(batch.reports), duplicates=0)
+    return Response(wire.encode_json(answer), media_type=wire.JSON)
+
+
+def serve_bare() -> None:
+    """One Starlette route on uvicorn as it comes: what a rate is compared with that holds on any machine."""
+    app = Starlette(routes=[Route("/{path:path}", _take, methods=["POST"])])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(json.dumps({"server_url": f"http://127.0.0.1:{listener.getsockname()[1]}"}), flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run([listener])
+
+
+def serve(kind: str, folder: Path, database: str | None = None) -> None:
+    """Serve on a free port of loopback until terminated."""
+    if kind == "bare":
+        serve_bare()
+        return
+    settings = Settings(
+        folder=folder,
+        database=database,
+        port=0,
+        no_auth=True,
+        seal_interval_seconds=_NEVER,
+        commit_bytes=1 if kind == "single" else Settings.commit_bytes,
+    )
+    store = make_store(settings)
+    if kind == "null":
+        store = NullStore(folder / "collage.sqlite", stale_after_seconds=settings.stale_after_seconds)
+    threading.Thread(target=_seal_when_told, args=(store,), daemon=True).start()
+    Server(settings, store, as_json=True).run()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:4])

@@ -1,7 +1,7 @@
 """What reporting costs the training thread: 500 numbers handed over, beside sending them on that thread.
 
 `python -m benchmarks.deliver`: wall time of the calling thread for one step's report, a median over many steps for
-each round. `--gate` ends with 1 when handing over takes more than 0.1 ms.
+each round. Held is handing over against sending, so that the gate holds on any machine.
 """
 
 import sys
@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -24,7 +25,7 @@ from benchmarks._harness import Figure, Options, main
 from collage_monitor.metrics import STATISTICS
 from collage_monitor.wire import BatchAnswer, Layer, Report, ReportBatch, WatchInfo, block_to_bytes, encode_json
 
-MILLISECONDS_ALLOWED = 0.1
+SHARE_ALLOWED = 0.1
 STEPS = 300
 LAYERS = 25
 STATISTIC_COUNT = 20
@@ -33,16 +34,24 @@ STATISTIC_COUNT = 20
 def measure(options: Options) -> tuple[list[str], list[Figure]]:
     """Rounds of each alternative, in turn."""
     rounds = options.rounds or (3 if options.gate else 5)
-    ways: dict[str, Callable[[], float]] = {"handed over (ms)": handed_over}
+    figures = handing_over(rounds)
     if not options.gate:
-        ways |= {"logged, ten scalars (ms)": logged, "sent by the caller (ms)": sent_by_the_caller}
-    values: dict[str, list[float]] = {name: [] for name in ways}
+        values = tuple(1e3 * logged() for _ in range(rounds))
+        figures.append(Figure("logged, ten scalars", "ms", values))
+    return [f"{LAYERS} layers × {STATISTIC_COUNT} statistics = 500 numbers, {STEPS} steps a round"], figures
+
+
+def handing_over(rounds: int) -> list[Figure]:
+    """A report handed over, over the same one sent by the caller, which is the first figure, and both."""
+    ours, sent = [], []
     for _ in range(rounds):
-        for name, way in ways.items():
-            values[name].append(1e3 * way())
-    notes = [f"{LAYERS} layers × {STATISTIC_COUNT} statistics = 500 numbers, {STEPS} steps a round"]
-    limits = {"handed over (ms)": MILLISECONDS_ALLOWED}
-    return notes, [Figure(name, "ms", tuple(taken), limits.get(name)) for name, taken in values.items()]
+        ours.append(1e3 * handed_over())
+        sent.append(1e3 * sent_by_the_caller())
+    return [
+        Figure("a report handed over / sent by the caller", "×", tuple(map(truediv, ours, sent)), SHARE_ALLOWED),
+        Figure("a report handed over", "ms", tuple(ours)),
+        Figure("a report sent by the caller", "ms", tuple(sent)),
+    ]
 
 
 def handed_over() -> float:

@@ -1,5 +1,8 @@
 """What keeping reports durably costs: server CPU and time, beside a server that only says yes.
 
+That one ("null") is compared with one Starlette route that reads the same bodies, decodes them and looks at each
+byte once ("bare"): no rate is held to a number, so every gate holds on any machine.
+
 Reports of 500 numbers (50 layers × 10 statistics) over loopback HTTP, msgpack, keep-alive, encoded beforehand. The
 servers of a case stand side by side and take turns, so that they meet the same machine; nothing is sealed
 meanwhile, sealing has figures of its own. `--gate` leaves out the reports of 200 layers and the peers.
@@ -20,14 +23,15 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from benchmarks._harness import Figure, Options, main
 from benchmarks._peers import peer_figures
-from benchmarks._postgresql import run_cluster
 from benchmarks._reports import LARGE, SMALL, Shape, register, requests
-from benchmarks._sealing import disk_figures, sealing_figures
-from benchmarks._serving import Connection, Server, run_server
+from benchmarks._serving import Connection, ServerProcess, run_cluster, run_server
 from collage_monitor import wire
+
+__all__ = ["Case", "Round", "check"]
 
 ROUNDS, GATE_ROUNDS = 9, 5
 WARM_UP_REQUESTS = 200
@@ -59,7 +63,7 @@ class Round:
 
 
 Rounds = dict[str, list[Round]]
-_KINDS: Final = ("sqlite", "null", "postgresql")
+_KINDS: Final = ("sqlite", "null", "bare", "postgresql")
 ONE: Final = Case("1 connection × 1 report", SMALL, 1, 1, 1000, _KINDS)
 TEN: Final = Case("1 connection × 10 reports", SMALL, 1, 10, 400, _KINDS)
 EIGHT: Final = Case("8 connections × 1 report", SMALL, 8, 1, 1600, ("sqlite", "single", "null", "postgresql"))
@@ -70,7 +74,7 @@ LARGE_EIGHT: Final = Case("8 connections × 1 large report", LARGE, 8, 1, 240, _
 class Target:
     """A server, and for one case the streams on it whose next report number is known."""
 
-    def __init__(self, server: Server, case: Case) -> None:
+    def __init__(self, server: ServerProcess, case: Case) -> None:
         self.server = server
         self.case = case
         self.next_seq = 0
@@ -151,7 +155,7 @@ def sync_waits(folder: Path, count: int) -> list[float]:
     return waits
 
 
-def measure_case(case: Case, servers: dict[str, Server], folder: Path, rounds: int) -> Rounds:
+def measure_case(case: Case, servers: dict[str, ServerProcess], folder: Path, rounds: int) -> Rounds:
     """All rounds of a case, servers in turns; servers that are not there are left out."""
     targets = {kind: Target(servers[kind], case) for kind in case.kinds if kind in servers}
     for target in targets.values():
@@ -192,12 +196,7 @@ def ratios_of_one(rounds: Rounds) -> list[Figure]:
     return [
         *ratio(rounds, ("sqlite", "null"), cpu, f"{ONE.name}: CPU per report, SQLite / null", limit=4.0),
         Figure(f"{ONE.name}: (SQLite p50 − fdatasync) / null p50", "×", waiting, limit=3.0),
-        Figure(
-            f"{ONE.name}: null store's rate",
-            "M numbers/s",
-            tuple(entry.numbers_per_second / 1e6 for entry in rounds["null"]),
-            floor=1.5,
-        ),
+        *ratio(rounds, ("null", "bare"), cpu, f"{ONE.name}: CPU per report, null / bare route", limit=2.5),
         *ratio(rounds, ("postgresql", "sqlite"), rate, f"{ONE.name}: rate, PostgreSQL / SQLite", floor=0.6),
     ]
 
@@ -206,6 +205,7 @@ def ratios_of_ten(rounds: Rounds) -> list[Figure]:
     """What is held at ten reports a request."""
     return [
         *ratio(rounds, ("sqlite", "null"), cpu, f"{TEN.name}: CPU per report, SQLite / null", limit=5.0),
+        *ratio(rounds, ("null", "bare"), cpu, f"{TEN.name}: CPU per report, null / bare route", limit=3.5),
         *ratio(rounds, ("postgresql", "sqlite"), rate, f"{TEN.name}: rate, PostgreSQL / SQLite", floor=0.6),
     ]
 
@@ -241,7 +241,8 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         servers = {
-            kind: stack.enter_context(run_server(kind, folder / kind)) for kind in ("sqlite", "null", "single")
+            kind: stack.enter_context(run_server(kind, folder / kind))
+            for kind in ("sqlite", "null", "bare", "single")
         }
         cluster = stack.enter_context(run_cluster())
         if cluster is not None:
@@ -264,6 +265,117 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
         *peers,
     ]
     return notes, figures
+
+
+BACKLOG: Final = 512
+"""Reports of a run that wait to be sealed while others are sent."""
+WIDE: Final = Shape("wide", 200, SMALL.statistics)
+LEAST: Final = 300
+"""Answers of a round at least: p99 of fewer says nothing."""
+DISK_REPORTS: Final = 32_768
+DISK_SLICE: Final = 8_192
+"""Reports between two sealings: what a server under full load takes in while it pauses."""
+CONNECTIONS: Final = 8
+
+
+class _Sender:
+    """One connection that posts on one stream until told to stop."""
+
+    def __init__(self, server: ServerProcess, run_id: str, rank: int) -> None:
+        self.waits: list[float] = []
+        self._server = server
+        self._stream_id = f"{run_id}-{rank}"
+        self._next_seq = 0
+
+    def send(self, stop: threading.Event, least: int) -> None:
+        """Post until told to stop, and `least` times at least."""
+        self.waits = []
+        with Connection(self._server.port) as connection:
+            while len(self.waits) < least or not stop.is_set():
+                for request in requests(self._stream_id, SMALL, self._next_seq, 50, 1):
+                    self._next_seq += 1
+                    started = time.perf_counter()
+                    status, answer = connection.exchange(request)
+                    self.waits.append(time.perf_counter() - started)
+                    if status != 200:
+                        raise RuntimeError(f"{status}: {answer[:300]!r}")
+
+
+def _fill(server: ServerProcess, run_id: str, shape: Shape, count: int) -> None:
+    register(server.port, run_id, shape, 1)
+    _post(server, requests(f"{run_id}-0", shape, 0, count, 16))
+
+
+def _post(server: ServerProcess, encoded: list[bytes]) -> None:
+    with Connection(server.port) as connection:
+        for request in encoded:
+            status, answer = connection.exchange(request)
+            if status != 200:
+                raise RuntimeError(f"{status}: {answer[:300]!r}")
+
+
+def _round(senders: list[_Sender], server: ServerProcess | None) -> list[float]:
+    """Seconds of every answer; with a server, as long as it seals."""
+    stop = threading.Event()
+    least = -(-LEAST // len(senders))
+    threads = [threading.Thread(target=sender.send, args=(stop, least)) for sender in senders]
+    if server is not None:
+        server.start_sealing()
+    for thread in threads:
+        thread.start()
+    if server is not None:
+        server.wait_sealed()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return [wait for sender in senders for wait in sender.waits]
+
+
+def p99(waits: list[float]) -> float:
+    """The 99th percentile."""
+    return float(np.percentile(waits, 99))
+
+
+def sealing_figures(server: ServerProcess, rounds: int) -> list[Figure]:
+    """Acknowledgements at eight connections beside a run that is being sealed, and without."""
+    register(server.port, "beside", SMALL, CONNECTIONS)
+    senders = [_Sender(server, "beside", rank) for rank in range(CONNECTIONS)]
+    _round(senders, None)
+    quiet: list[list[float]] = []
+    sealing: list[list[float]] = []
+    for number in range(rounds):
+        _fill(server, f"sealed-{number}", WIDE, BACKLOG)
+        quiet.append(_round(senders, None))
+        sealing.append(_round(senders, server))
+    ratios = tuple(p99(a) / p99(b) for a, b in zip(sealing, quiet, strict=True))
+    name = f"{CONNECTIONS} connections × 1 report"
+    figures = [Figure(f"{name}: p99 while sealing / without", "×", ratios, limit=4.0)]
+    for what, kept in (("while sealing", sealing), ("without", quiet)):
+        figures += [
+            Figure(f"{name}: p50 {what}", "ms", tuple(1e3 * statistics.median(waits) for waits in kept)),
+            Figure(f"{name}: p99 {what}", "ms", tuple(1e3 * p99(waits) for waits in kept)),
+        ]
+    return figures
+
+
+def disk_figures(server: ServerProcess, folder: Path) -> list[Figure]:
+    """Send, seal, and look at what the folder takes: database, write-ahead log, dead space."""
+    before = _bytes_of(folder)
+    register(server.port, "disk", SMALL, 1)
+    cpu = 0.0
+    for start in range(0, DISK_REPORTS, DISK_SLICE):
+        _post(server, requests("disk-0", SMALL, start, DISK_SLICE, 16))
+        server.start_sealing()
+        cpu += server.wait_sealed()
+    numbers = DISK_REPORTS * SMALL.numbers
+    return [
+        Figure("disk after sealing", "bytes a number", ((_bytes_of(folder) - before) / numbers,), limit=12.0),
+        Figure("sealing: CPU per report", "µs", (1e6 * cpu / DISK_REPORTS,)),
+    ]
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
 
 
 if __name__ == "__main__":

@@ -1,54 +1,101 @@
 """How long questions take through HTTP, on a store with millions of sealed numbers, SQLite and PostgreSQL in turns.
 
-Two populations: runs of 200 layers × 20 statistics (20 of 2,000 points, one of 10,000), and runs with model totals
+Two populations: runs of 200 layers × 20 statistics (10 of 2,000 points, one of 10,000), and runs with model totals
 only (50 of 10,000 points, one of 100,000). Over one connection, encoding included. Each round asks for another
-number of points, so that no curve is kept from the last (what stands beside the curves of a comparison is); "asked
-again" is the same question once more, from the answers kept; "CPU" that of server and database together; "cold" the
-first answer of a fresh server whose files were dropped from the page cache (a PostgreSQL keeps its own buffers).
+number of points, so that no curve is kept from the last (what stands beside the curves of a comparison is).
+
+Held is no time but the ratio to a reference measured just before: the blocks that the question is about, read by
+their key on a connection of the benchmark's own, and summed in one pass of numpy. Warm answers are compared by the
+CPU of server and database, which does not depend on what else the machine does; cold ones by the time that passes.
+Cold is the first answer of a fresh server whose files were dropped from the page cache (a PostgreSQL keeps its own
+buffers), beside a reference as cold. "Asked again" is the same question once more, from the answers kept.
 """
 
 from __future__ import annotations
 
 import os
+import sqlite3
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import psycopg
 from collage_server.store import PostgresqlStore
 
 from benchmarks._harness import Figure, Options, main
 from benchmarks._population import LAYERED, MODELS, FillingStore, populate
-from benchmarks._postgresql import run_cluster
-from benchmarks._serving import Connection, Server, run_server
+from benchmarks._serving import Connection, ServerProcess, cpu_seconds, run_cluster, run_server
 
-ROUNDS: Final = 15
-GATE_ROUNDS: Final = 9
+ROUNDS, GATE_ROUNDS = 15, 9
+COLD_ROUNDS, GATE_COLD_ROUNDS = 5, 3
 _TEN: Final = [run for run in LAYERED if run != "layers-long"][:10]
 _FIFTY: Final = [run for run in MODELS if run != "model-long"]
 _EDQ: Final = "metric=edq_ratio"
+_RATIO: Final = ("measured_steps", "intended_effective_sum", "intended_squared_sum")
+_INTERVAL: Final = (
+    *_RATIO,
+    "active_blocks",
+    "variance_numerator/edq_ratio",
+    "variance_denominator/edq_ratio",
+    "covariance/edq_ratio",
+)
+_LAYER: Final = 100
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a question is about: columns of a table, of these runs at one level; `layer` cuts one layer out."""
+
+    table: str
+    runs: Sequence[str]
+    level: int = 1
+    statistics: Sequence[str] = ()
+    layer: int | None = None
+
+    def statement(self, mark: str) -> str:
+        """SQL that reads them; parameters are the run and, where there are some, the statistics."""
+        data = "points" if self.table == "point_chunk" else "data"
+        if self.layer is not None:
+            data = f"substr(data, 1 + 8 * point_count * {self.layer}, 8 * point_count)"
+        if self.table == "scalar_chunk":
+            return f"SELECT data FROM scalar_chunk WHERE run_id = {mark} AND name = 'loss' ORDER BY part"
+        place = f"run_id = {mark} AND attempt = 1 AND level = {self.level}"
+        if not self.statistics:
+            return f"SELECT {data} FROM {self.table} WHERE {place} ORDER BY chunk, part"
+        keys = ", ".join([mark] * len(self.statistics))
+        wanted = f"SELECT entry FROM entry WHERE run_id = {mark} AND key IN ({keys})"
+        return f"SELECT {data} FROM {self.table} WHERE {place} AND entry IN ({wanted}) ORDER BY entry, chunk, part"
+
+    def parameters(self, run: str) -> tuple[str, ...]:
+        """Of the statement, for one run."""
+        return (run, run, *self.statistics) if self.statistics else (run,)
 
 
 @dataclass(frozen=True)
 class Question:
-    """Paths asked one after the other, so many points of each, and the most that the median of all may take.
+    """Paths asked one after the other, so many points of each, and the blocks that they are about.
 
-    `limits_ms` are those of SQLite and PostgreSQL; None is stated, not held.
+    `limits` are how many times the reference the median may take, warm and cold, on SQLite and then on PostgreSQL;
+    None is stated, not held.
     """
 
     name: str
     paths: list[str]
     points: int
-    limits_ms: tuple[float, float] | None
+    blocks: Sequence[Blocks]
+    limits: tuple[tuple[float, float], tuple[float, float]] | None = None
 
 
 @dataclass
 class Side:
-    """A database full of runs, and what was measured on it: milliseconds by question."""
+    """A database full of runs, and what was measured on it, by figure and question."""
 
     kind: str
     folder: Path
@@ -56,24 +103,93 @@ class Side:
     database: str | None = None
     postgres: int | None = None
     seconds: float = 0.0
-    warm: dict[str, list[float]] = field(default_factory=dict)
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-    kept: dict[str, list[float]] = field(default_factory=dict)
-    cold: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def note(self, figure: str, question: Question, value: float) -> None:
+        """One more round's value."""
+        self.measured.setdefault(figure, {}).setdefault(question.name, []).append(value)
+
+    @contextmanager
+    def reference(self) -> Iterator[Callable[[Question], tuple[float, float]]]:
+        """Measures the reference of a question, (milliseconds, CPU in milliseconds), on a connection of its own."""
+        opened: Any = sqlite3.connect(self.data) if self.database is None else psycopg.connect(self.database)
+        cursor = opened.cursor() if self.database is None else opened.cursor(binary=True)
+
+        def measure_reference(question: Question) -> tuple[float, float]:
+            started, before = time.perf_counter(), self._cpu_seconds()
+            read_by_key(cursor, question.blocks, "?" if self.database is None else "%s")
+            return 1e3 * (time.perf_counter() - started), 1e3 * (self._cpu_seconds() - before)
+
+        try:
+            yield measure_reference
+        finally:
+            opened.close()
+
+    def _cpu_seconds(self) -> float:
+        return time.process_time() + (0.0 if self.postgres is None else cpu_seconds(self.postgres))
+
+
+def read_by_key(cursor: Any, blocks: Sequence[Blocks], mark: str) -> int:
+    """Read these blocks and add up all that is in them; how many numbers that was."""
+    count = 0
+    for entry in blocks:
+        statement = entry.statement(mark)
+        for run in entry.runs:
+            rows = cursor.execute(statement, entry.parameters(run)).fetchall()
+            values = np.frombuffer(b"".join([row[0] for row in rows]), dtype="<f8")
+            np.add.reduce(values)
+            count += len(values)
+    return count
 
 
 def questions() -> list[Question]:
-    """What the dashboard asks."""
+    """What the dashboard asks. Points are read at the level that leaves at least half of those asked for."""
     ten, fifty = ("&".join(f"run={run}" for run in runs) for runs in (_TEN, _FIFTY))
-    layer = f"{_EDQ}&layer=layer.100"
+    layer = f"{_EDQ}&layer=layer.{_LAYER}"
+
+    def layered(run: str) -> list[Blocks]:
+        return [Blocks("point_chunk", [run], 16), Blocks("layer_chunk", [run], 16, _RATIO)]
+
+    def model(runs: Sequence[str]) -> list[Blocks]:
+        return [Blocks("point_chunk", runs, 16), Blocks("model_chunk", runs, 16)]
+
+    one_layer = [Blocks("point_chunk", _TEN), Blocks("layer_chunk", _TEN, 1, _INTERVAL, _LAYER)]
     return [
-        Question("heatmap, 2,000 points × 200 layers", [f"/runs/layers-0/heatmap?{_EDQ}"], 200, (50, 100)),
-        Question("heatmap, 10,000 points × 200 layers", [f"/runs/layers-long/heatmap?{_EDQ}"], 200, (50, 100)),
-        Question("one layer over 10 runs", [f"/compare?{ten}&{layer}"], 1000, (50, 100)),
-        Question("one layer, 10 runs one by one", [f"/runs/{run}/series?{layer}" for run in _TEN], 1000, None),
-        Question("50 runs × 10,000 points", [f"/compare?{fifty}&{_EDQ}"], 1000, (60, 200)),
-        Question("a curve of 100,000 points", [f"/runs/model-long/series?{_EDQ}"], 1000, (20, 40)),
-        Question("a loss of 100,000 points", ["/runs/model-long/series?metric=loss"], 1000, (20, 40)),
+        Question(
+            "heatmap, 2,000 points × 200 layers",
+            [f"/runs/layers-0/heatmap?{_EDQ}"],
+            200,
+            layered("layers-0"),
+            ((100, 1000), (100, 1000)),
+        ),
+        Question(
+            "heatmap, 10,000 points × 200 layers",
+            [f"/runs/layers-long/heatmap?{_EDQ}"],
+            200,
+            layered("layers-long"),
+            ((100, 1000), (100, 1000)),
+        ),
+        Question(
+            "one layer over 10 runs", [f"/compare?{ten}&{layer}"], 1000, one_layer, ((100, 1000), (100, 1000))
+        ),
+        Question("one layer, 10 runs one by one", [f"/runs/{run}/series?{layer}" for run in _TEN], 1000, one_layer),
+        Question(
+            "50 runs × 10,000 points", [f"/compare?{fifty}&{_EDQ}"], 1000, model(_FIFTY), ((100, 1000), (100, 1000))
+        ),
+        Question(
+            "a curve of 100,000 points",
+            [f"/runs/model-long/series?{_EDQ}"],
+            1000,
+            model(["model-long"]),
+            ((100, 1000), (100, 1000)),
+        ),
+        Question(
+            "a loss of 100,000 points",
+            ["/runs/model-long/series?metric=loss"],
+            1000,
+            [Blocks("scalar_chunk", ["model-long"])],
+            ((100, 1000), (100, 1000)),
+        ),
     ]
 
 
@@ -91,20 +207,23 @@ def ask(connection: Connection, question: Question, fewer: int = 0) -> float:
 def measure(options: Options) -> tuple[list[str], list[Figure]]:
     """Populate, then ask every question of both databases, warm and cold."""
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
+    asked = [question for question in questions() if question.limits is not None or not options.gate]
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sides = [_sqlite(root, options.seed)]
         found = stack.enter_context(run_cluster())
         if found is not None:
             sides.append(_postgresql(root, options.seed, *found))
-        _warm(sides, rounds)
-        for side in sides:
-            _cold(side)
+        _warm(sides, asked, rounds)
+        for _ in range(GATE_COLD_ROUNDS if options.gate else COLD_ROUNDS):
+            for question in asked:
+                for side in sides:
+                    _cold(side, question)
     notes = [f"{_numbers() / 1e6:.0f} M numbers on each; {rounds} rounds, databases and questions in turns"]
     notes += [f"{side.kind}: filled in {side.seconds:.0f} s" for side in sides]
     if found is None:
         notes.append("no PostgreSQL programs on this machine: only SQLite was measured")
-    return notes, [figure for place, side in enumerate(sides) for figure in _figures(side, place)]
+    return notes, [figure for place, side in enumerate(sides) for figure in _figures(side, place, asked)]
 
 
 def _sqlite(root: Path, seed: int) -> Side:
@@ -130,54 +249,70 @@ def _numbers() -> int:
     return 20 * (201 * sum(LAYERED.values()) + sum(MODELS.values()))
 
 
-def _serve(stack: ExitStack, side: Side) -> tuple[Server, Connection]:
+def _serve(stack: ExitStack, side: Side) -> tuple[ServerProcess, Connection]:
     kind = "sqlite" if side.database is None else "postgresql"
     server = stack.enter_context(run_server(kind, side.folder, side.database, side.postgres))
     return server, stack.enter_context(Connection(server.port))
 
 
-def _warm(sides: Sequence[Side], rounds: int) -> None:
+def _warm(sides: Sequence[Side], asked: Sequence[Question], rounds: int) -> None:
     with ExitStack() as stack:
-        served = [(side, *_serve(stack, side)) for side in sides]
-        for question in questions():
-            for _, _, connection in served:
+        served = [(side, *_serve(stack, side), stack.enter_context(side.reference())) for side in sides]
+        for question in asked:
+            for _, _, connection, reference in served:
                 ask(connection, question)
+                reference(question)
         for number in range(1, rounds + 1):
-            for question in questions():
-                for side, server, connection in served:
+            for question in asked:
+                for side, server, connection, reference in served:
+                    known = [reference(question) for _ in range(3)]
+                    read, read_cpu = map(statistics.median, zip(*known, strict=True))
                     before = server.cpu_seconds()
-                    side.warm.setdefault(question.name, []).append(ask(connection, question, number))
-                    side.cpu.setdefault(question.name, []).append(1e3 * (server.cpu_seconds() - before))
-                    side.kept.setdefault(question.name, []).append(ask(connection, question, number))
+                    side.note("answer", question, ask(connection, question, number))
+                    cpu = 1e3 * (server.cpu_seconds() - before)
+                    side.note("CPU", question, cpu)
+                    side.note("reference", question, read)
+                    side.note("reference, CPU", question, read_cpu)
+                    side.note("CPU of a warm answer", question, cpu / read_cpu)
+                    side.note("asked again", question, ask(connection, question, number))
 
 
-def _cold(side: Side) -> None:
-    for question in questions():
-        for path in [side.data] if side.data.is_file() else [p for p in side.data.rglob("*") if p.is_file()]:
-            _forget(path)
-        with ExitStack() as stack:
-            side.cold[question.name] = ask(_serve(stack, side)[1], question)
+def _cold(side: Side, question: Question) -> None:
+    """The first answer of a fresh server, beside the first read of a fresh connection."""
+    _forget(side.data)
+    with side.reference() as reference:
+        known, _ = reference(question)
+    _forget(side.data)
+    with ExitStack() as stack:
+        took = ask(_serve(stack, side)[1], question)
+    side.note("cold reference", question, known)
+    side.note("cold answer", question, took)
+    side.note("cold answer's time", question, took / known)
 
 
-def _forget(path: Path) -> None:
-    """Drop a file from the page cache."""
-    try:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    except FileNotFoundError:
-        return
+def _forget(data: Path) -> None:
+    """Drop a file, or all files below a folder, from the page cache."""
+    for path in [data] if data.is_file() else [path for path in data.rglob("*") if path.is_file()]:
+        try:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except FileNotFoundError:
+            continue
 
 
-def _figures(side: Side, place: int) -> list[Figure]:
+def _figures(side: Side, place: int, asked: Sequence[Question]) -> list[Figure]:
     figures = []
-    for asked in questions():
-        limit = None if asked.limits_ms is None else asked.limits_ms[place]
-        figures.append(Figure(f"{side.kind}: {asked.name}", "ms", tuple(side.warm[asked.name]), limit))
-    for asked in questions():
-        figures.append(Figure(f"{side.kind}: {asked.name}, CPU", "ms", tuple(side.cpu[asked.name])))
-        figures.append(Figure(f"{side.kind}: {asked.name}, asked again", "ms", tuple(side.kept[asked.name])))
-        figures.append(Figure(f"{side.kind}: {asked.name}, cold", "ms", (side.cold[asked.name],)))
+    for index, what in enumerate(("CPU of a warm answer", "cold answer's time")):
+        for question in asked:
+            limit = None if question.limits is None else question.limits[place][index]
+            values = tuple(side.measured[what][question.name])
+            figures.append(Figure(f"{side.kind}: {question.name}, {what} / reference", "×", values, limit))
+    for what in ("answer", "reference", "CPU", "reference, CPU", "asked again", "cold answer", "cold reference"):
+        for question in asked:
+            figures.append(
+                Figure(f"{side.kind}: {question.name}, {what}", "ms", tuple(side.measured[what][question.name]))
+            )
     return figures
 
 

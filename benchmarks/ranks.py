@@ -25,9 +25,8 @@ import msgspec
 import numpy as np
 
 from benchmarks._harness import Figure, Options, main
-from benchmarks._postgresql import run_cluster
 from benchmarks._reports import LARGE, register
-from benchmarks._serving import Connection, cpu_seconds, request_of
+from benchmarks._serving import Connection, cpu_seconds, request_of, run_cluster
 from benchmarks.load import serving
 from collage_monitor import wire
 

@@ -8,46 +8,67 @@ from __future__ import annotations
 
 import gc
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import truediv
 from typing import Any
 
 import torch
+from collage_agent.optim import CollageAdamW
 from collage_agent.watch import Watch, watch
 from torch.optim import Optimizer
 
-from benchmarks._gpt import BATCH, CONTEXT, Training
 from benchmarks._harness import Figure, Options, main
-from benchmarks._looking import HistogramLoop, ItemLoop, Method
-from benchmarks._watching import further_figures
+from benchmarks._training import BATCH, CONTEXT, HistogramLoop, ItemLoop, Method, Training, WandbWatch
+from benchmarks.deliver import handing_over
+
+__all__ = ["ALTERNATIVES", "measure"]
 
 DEFAULT_ROUND, EVERY_STEP_ROUND = 10, 5
 GATE_ROUNDS, ROUNDS = 8, 10
-IDLE_MICROSECONDS, IDLE_CALLS, IDLE_ROUNDS = 2.0, 2_000, 8
+IDLE_RATIO, IDLE_CALLS, IDLE_ROUNDS = 20.0, 2_000, 8
+NORMS_A_ROUND = 5
 BUFFER_MEGABYTES = 64.0
+REPORT_ROUNDS = 3
+DEVICE_MEGABYTES, MEMORY_MEGABYTES = 32.0, 64.0
+BUDGET, WATCHED_STEPS = 0.01, 40
+TAIL_ROUNDS, TAIL_STEPS, HEAVY_STEPS = 10, 10, 2
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A way of watching, how many steps a round takes, and the ratio that it must keep."""
+    """A way of watching, how many steps a round takes, and what it may cost: of a step, and in norms."""
 
     name: str
     attach: Callable[[Training], Method]
     steps: int
     limit: float | None = None
+    norms: float | None = None
+
+
+@dataclass
+class Rounds:
+    """What the rounds of one alternative came to: hooks over the rest of the step, in norms, in milliseconds."""
+
+    ratios: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)
 
 
 ALTERNATIVES = (
     Alternative(
-        "watch(), defaults: every 10th step, 4096 a tensor", lambda t: watch(t.model, t.optimizer), 10, 0.005
+        "watch(), defaults: every 10th step, 4096 a tensor", lambda t: watch(t.model, t.optimizer), 10, 0.005, 0.6
     ),
     Alternative(
         "watch(every=1, sample=2048, budget=None)",
         lambda t: watch(t.model, t.optimizer, every=1, sample=2048, budget=None),
         EVERY_STEP_ROUND,
         0.02,
+        4.0,
     ),
     Alternative(
         "watch(every=1, sample=2048, budget=None, oracle=True)",
@@ -59,6 +80,7 @@ ALTERNATIVES = (
         lambda t: watch(t.model, t.optimizer, every=1, budget=None, oracle=True),
         EVERY_STEP_ROUND,
         0.035,
+        6.0,
     ),
     Alternative("a loop of .item() over whole tensors, every step", lambda t: ItemLoop(t.model, t.optimizer), 3),
     Alternative(
@@ -94,15 +116,28 @@ def hooks_timed(optimizer: Optimizer) -> Iterator[list[float]]:
             table.update(original)
 
 
-def round_of(training: Training, alternative: Alternative, method: Method) -> tuple[float, float]:
-    """(hooks over the rest of the step, hook milliseconds a step) of one round."""
-    del method
+def add_round(training: Training, alternative: Alternative, rounds: Rounds) -> None:
+    """One round's ratios, and what a norm of the last step's gradients takes just after it."""
     with hooks_timed(training.optimizer) as spent:
         started = time.process_time()
         for _ in range(alternative.steps):
             training.step()
         total = time.process_time() - started
-    return spent[0] / (total - spent[0]), 1e3 * spent[0] / alternative.steps
+    a_step = spent[0] / alternative.steps
+    rounds.ratios.append(spent[0] / (total - spent[0]))
+    rounds.norms.append(a_step / norm_seconds(training))
+    rounds.milliseconds.append(1e3 * a_step)
+
+
+def norm_seconds(training: Training) -> float:
+    """CPU of one `torch._foreach_norm` of all gradients: the least that any look at all of them costs."""
+    gradients = [parameter.grad for parameter in training.model.parameters() if parameter.grad is not None]
+    taken = []
+    for _ in range(NORMS_A_ROUND):
+        started = time.thread_time()
+        torch._foreach_norm(gradients)
+        taken.append(time.thread_time() - started)
+    return statistics.median(taken)
 
 
 def measure(options: Options) -> tuple[list[str], list[Figure]]:
@@ -113,54 +148,66 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
     for _ in range(3):
         training.step()
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
-    ratios: dict[str, list[float]] = {entry.name: [] for entry in chosen}
-    milliseconds: dict[str, list[float]] = {entry.name: [] for entry in chosen}
+    found = {entry.name: Rounds() for entry in chosen}
     steps: list[float] = []
+    norms: list[float] = []
     switched_on: list[str] = []
     for _ in range(rounds):
         started = time.process_time()
         training.step()
         steps.append(1e3 * (time.process_time() - started))
+        norms.append(1e3 * norm_seconds(training))
         for entry in chosen:
             method = entry.attach(training)
             _warm_up(training, method)
-            ratio, spent = round_of(training, entry, method)
+            add_round(training, entry, found[entry.name])
             method.remove()
-            ratios[entry.name].append(ratio)
-            milliseconds[entry.name].append(spent)
             if isinstance(method, Watch):
                 switched_on = sorted(method.summary()["model"])
     notes = [
         f"bf16 GPT, {training.parameters / 1e6:.1f} M parameters, {BATCH} x {CONTEXT} tokens, AdamW, one thread, "
-        f"step {statistics.median(steps):.0f} ms without hooks; {rounds} rounds, taking turns",
+        f"step {statistics.median(steps):.0f} ms without hooks, a norm of its gradients "
+        f"{statistics.median(norms):.2f} ms; {rounds} rounds, taking turns",
         f"statistics switched on: {', '.join(switched_on)}",
     ]
     figures = []
     for entry in chosen:
-        figures.append(Figure(entry.name, "hook CPU / step CPU", tuple(ratios[entry.name]), entry.limit))
-        figures.append(Figure("", "ms a step", tuple(milliseconds[entry.name])))
-    figures.append(Figure("hooks of a step that is not measured", "µs", idle_hooks(training), IDLE_MICROSECONDS))
+        own = found[entry.name]
+        figures.append(Figure(entry.name, "hook CPU / step CPU", tuple(own.ratios), entry.limit))
+        figures.append(Figure("", "foreach norms a step", tuple(own.norms), entry.norms))
+        figures.append(Figure("", "ms a step", tuple(own.milliseconds)))
+    figures += idle_figures(training)
     figures.append(
         Figure("buffers kept, every step, 4096 a tensor, oracle", "MB", (buffers_kept(training),), BUFFER_MEGABYTES)
     )
     return notes, figures + further_figures(options, training)
 
 
-def idle_hooks(training: Training) -> tuple[float, ...]:
-    """Microseconds that both hooks take on a step that is not measured: the hooks alone, called in a loop."""
+def idle_figures(training: Training) -> list[Figure]:
+    """What the hooks take on a step that is not measured, called in a loop in turns with hooks that do nothing."""
     method = watch(training.model, training.optimizer, every=10**9, budget=None)
     optimizer: Any = training.optimizer
-    before = list(optimizer._optimizer_step_pre_hooks.values())
-    after = list(optimizer._optimizer_step_post_hooks.values())
-    found = []
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    empty = [lambda *arguments: None for _ in hooks]
+    ours, nothing = [], []
     for _ in range(IDLE_ROUNDS):
-        started = time.thread_time()
-        for _ in range(IDLE_CALLS):
-            for hook in (*before, *after):
-                hook(optimizer, (optimizer,), {})
-        found.append(1e6 * (time.thread_time() - started) / IDLE_CALLS)
+        ours.append(_microseconds(hooks, optimizer))
+        nothing.append(_microseconds(empty, optimizer))
     method.remove()
-    return tuple(found)
+    name = "a hook of a step that is not measured"
+    return [
+        Figure(f"{name} / one that does nothing", "×", tuple(map(truediv, ours, nothing)), IDLE_RATIO),
+        Figure(name, "µs", tuple(ours)),
+    ]
+
+
+def _microseconds(hooks: Sequence[Callable[..., Any]], optimizer: Optimizer) -> float:
+    """Of one hook, on average over all of them."""
+    started = time.thread_time()
+    for _ in range(IDLE_CALLS):
+        for hook in hooks:
+            hook(optimizer, (optimizer,), {})
+    return 1e6 * (time.thread_time() - started) / IDLE_CALLS / len(hooks)
 
 
 def buffers_kept(training: Training) -> float:
@@ -193,6 +240,132 @@ def _warm_up(training: Training, method: Method) -> None:
         training.step()
     for _ in range(2 * (method.options.every == 1)):
         training.step()
+
+
+def further_figures(options: Options, training: Training) -> list[Figure]:
+    """The gated figures, and without --gate whole steps beside what people do today."""
+    figures = [
+        handing_over(REPORT_ROUNDS)[0],
+        Figure("buffers on the model's device, defaults", "MB", (kept_on_device(training),), DEVICE_MEGABYTES),
+        Figure("process memory added by the agent, every 2nd step", "MB", memory_added(), MEMORY_MEGABYTES),
+        Figure("our optimizer, defaults: agent CPU / rest", "ratio", (within_budget(options.seed),), BUDGET),
+    ]
+    return figures if options.gate else figures + whole_steps(training)
+
+
+def within_budget(seed: int) -> float:
+    """Agent CPU over the rest's, with our own optimizer."""
+    training = Training(seed, lambda parameters: CollageAdamW(parameters, lr=2e-4, strategy="plus"))
+    training.step()
+    handle = watch(training.model, training.optimizer, budget=BUDGET)
+    governor = handle._governor
+    agent, process = governor.agent_cpu_seconds, time.process_time()
+    for _ in range(WATCHED_STEPS):
+        training.step()
+    agent, process = governor.agent_cpu_seconds - agent, time.process_time() - process
+    handle.remove()
+    return agent / (process - agent)
+
+
+def kept_on_device(training: Training, **options: Any) -> float:
+    """Megabytes of tensors that a watch keeps where the model is, as it reports them itself."""
+    handle = watch(training.model, training.optimizer, budget=None, **options)
+    while handle.step is None or handle.step % handle.options.every:
+        training.step()
+    assert handle._last is not None
+    kept = handle._last.scalars["agent_memory_bytes"]
+    handle.remove()
+    return float(kept) / 1e6
+
+
+_MEMORY = """
+import gc, os, sys
+import torch
+from benchmarks._training import Training
+
+torch.set_num_threads(1)
+
+def resident():
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+training = Training(0)
+for _ in range(2):
+    training.step()
+before = resident()
+if sys.argv[1] == "watched":
+    import tempfile
+    import collage_agent as collage
+    from collage_agent.transport import MemoryTransport
+    collage.init("memory", transport=MemoryTransport(), dir=tempfile.mkdtemp())
+    collage.watch(training.model, training.optimizer, every=2, budget=None)
+for _ in range(6):
+    training.step()
+print((resident() - before) / 1e6)
+os._exit(0)
+"""
+
+
+def memory_added() -> tuple[float, ...]:
+    """Megabytes that a process's resident memory grows by: the agent's import, run, watch and measured steps.
+
+    What the same training without the agent grows by in as many steps is taken off. Linux only.
+    """
+
+    def grown(how: str) -> float:
+        program = [sys.executable, "-c", _MEMORY, how]
+        answer = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600)
+        return float(answer.stdout.splitlines()[-1])
+
+    return (grown("watched") - grown("alone"),)
+
+
+def whole_steps(training: Training) -> list[Figure]:
+    """CPU that each way adds to a step, in turns with steps without it; and the tails of the steps' durations."""
+    ways: dict[str, tuple[Callable[[], Method], int]] = {
+        "watch(), defaults": (lambda: watch(training.model, training.optimizer), TAIL_STEPS),
+        "a loop of .item(), every step": (lambda: ItemLoop(training.model, training.optimizer), HEAVY_STEPS),
+        "wandb.watch of all, every step": (lambda: WandbWatch(training.model, training.optimizer), HEAVY_STEPS),
+    }
+    figures = []
+    tails: dict[str, list[float]] = {"without": [], "watch(), defaults": []}
+    for name, (attach, steps) in ways.items():
+        added: list[float] = []
+        for _ in range(TAIL_ROUNDS if steps == TAIL_STEPS else 3):
+            alone, walls = _timed(training, steps)
+            try:
+                method = attach()
+            except ImportError:
+                break
+            training.step()
+            with_it, with_walls = _timed(training, steps)
+            method.remove()
+            added.append(with_it / alone - 1)
+            if name in tails:
+                tails["without"] += walls
+                tails[name] += with_walls
+        label = f"whole step with {name}, CPU added"
+        figures.append(
+            Figure(label if added else f"{label}: not installed", "ratio", tuple(added or [float("nan")]))
+        )
+    for name, walls in tails.items():
+        percentiles = statistics.quantiles(walls, n=100)
+        for percentile in (50, 99):
+            label = f"step {name}, percentile {percentile} of {len(walls)}"
+            figures.append(Figure(label, "ms", (1e3 * percentiles[percentile - 1],)))
+    return figures
+
+
+def _timed(training: Training, steps: int) -> tuple[float, list[float]]:
+    """(CPU seconds, duration of each step in seconds)."""
+    gc.collect()
+    cpu, walls = time.process_time(), []
+    for _ in range(steps):
+        started = time.perf_counter()
+        training.step()
+        walls.append(time.perf_counter() - started)
+    return time.process_time() - cpu, walls
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import is_slow, starts_processes
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _home(tmp_path_factory):
@@ -43,8 +45,22 @@ def _announce(home: Path, address: str) -> None:
     path.write_text(json.dumps(server))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="leave out what starts processes or is marked slow")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Modules that start processes are not even imported for the fast half."""
+    quick = config.getoption("--quick") and collection_path.name.startswith("test_")
+    return True if quick and starts_processes(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A CUDA test says why it is skipped where there is no device."""
+    """What starts processes is slow; a CUDA test says why it is skipped where there is no device."""
+    for item in items:
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -1,0 +1,163 @@
+"""A bf16 byte-level GPT of about 10 million parameters, and what people do today to look at its training."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["BATCH", "CONTEXT", "HistogramLoop", "ItemLoop", "Method", "Training", "WandbWatch", "adamw"]
+
+CONTEXT, BATCH, VOCABULARY = 128, 8, 256
+WIDTH, LAYERS, HEADS = 384, 6, 6
+
+
+def adamw(parameters: Any) -> Optimizer:
+    """Torch's AdamW with its default implementation."""
+    return torch.optim.AdamW(parameters, lr=2e-4, weight_decay=0.1)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.attention(self.norm_attention(x)).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.project(mixed)
+        return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
+
+
+class Gpt(nn.Module):
+    """A byte-level GPT with a tied embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.position.weight
+        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+
+class Training:
+    """The model, its optimizer, and one training step at a time."""
+
+    def __init__(self, seed: int, make: Callable[[Any], Optimizer] = adamw) -> None:
+        torch.manual_seed(seed)
+        self.model = Gpt().to(torch.bfloat16)
+        self.optimizer = make(self.model.parameters())
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self) -> None:
+        """Forward, backward, optimizer."""
+        tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=self.generator)
+        logits = self.model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+
+
+class Method(Protocol):
+    """Something that looks at every optimizer step while it is attached."""
+
+    def remove(self) -> None:
+        """Stop looking."""
+
+
+class ItemLoop:
+    """As people do today: norms and changed elements of each whole tensor, read back one by one."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._named = list(model.named_parameters())
+        self._before: dict[str, torch.Tensor] = {}
+        self.seen: dict[str, float] = {}
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def _before_step(self, *_: Any) -> None:
+        self._before = {name: parameter.detach().clone() for name, parameter in self._named}
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for name, parameter in self._named:
+            if parameter.grad is not None:
+                self.seen[f"{name}.grad_norm"] = parameter.grad.norm().item()
+            self.seen[f"{name}.norm"] = parameter.norm().item()
+            self.seen[f"{name}.change"] = (parameter - self._before[name]).float().norm().item()
+            self.seen[f"{name}.unchanged"] = (parameter == self._before[name]).sum().item()
+
+
+class HistogramLoop:
+    """As experiment trackers do: a histogram of each weight and each gradient tensor."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._named = list(model.named_parameters())
+        self.seen: dict[str, list[float]] = {}
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for name, parameter in self._named:
+            self.seen[name] = torch.histc(parameter.float(), 64).tolist()
+            if parameter.grad is not None:
+                self.seen[f"{name}.grad"] = torch.histc(parameter.grad.float(), 64).tolist()
+
+
+class WandbWatch:
+    """`wandb.watch` of gradients and weights at every step, its run kept on this machine.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        os.environ.setdefault("WANDB_SILENT", "true")
+        self._wandb: Any = wandb
+        self._folder = tempfile.TemporaryDirectory()
+        self._run: Any = wandb.init(project="benchmark", mode="offline", dir=self._folder.name)
+        self._model = model
+        wandb.watch(model, log="all", log_freq=1)
+        # The histograms leave with the next logged step.
+        self._handle = optimizer.register_step_post_hook(lambda *_: self._run.log({"step": 1}))
+
+    def remove(self) -> None:
+        """End the run and take the hooks off."""
+        self._handle.remove()
+        self._wandb.unwatch(self._model)
+        self._run.finish()
+        self._folder.cleanup()
