@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 from collage_agent.optim import CollageAdamW
-from collage_agent.optim.arithmetic import Working, Workspace, release_scratch, shared_workspace
+from collage_agent.optim.arithmetic import WideArithmetic, Workspace, release_scratch, shared_workspace
 from collage_agent.optim.stepping import chunks, longest_chunk
 
 from tests.optim.models import parameters, train
@@ -22,7 +22,7 @@ def test_square_root_is_correctly_rounded():
     generator = torch.Generator().manual_seed(1)
     scale = torch.exp2(torch.randint(-126, 126, (3000,), generator=generator).float())
     x = torch.rand(3000, generator=generator) * scale
-    root = Working(workspace(3000)).square_root(x)
+    root = WideArithmetic(workspace(3000)).square_root(x)
     below = torch.nextafter(root, torch.zeros(()))
     above = torch.nextafter(root, torch.full((), math.inf))
     rows = zip(*(part.tolist() for part in (x, below, root, above)), strict=True)
@@ -37,14 +37,14 @@ def test_with_and_without_scratch_agree(dtype):
     x = torch.cat(
         [torch.rand(5000, dtype=dtype), torch.tensor([0.0, -0.0, 1e-45, math.inf, math.nan], dtype=dtype)]
     )
-    roots = [Working(space, dtype).square_root(x) for space in (None, workspace(x.numel(), dtype))]
+    roots = [WideArithmetic(space, dtype).square_root(x) for space in (None, workspace(x.numel(), dtype))]
     expected = torch.from_numpy(numpy.sqrt(x.numpy()))
     torch.testing.assert_close(roots[0], expected, rtol=2.0**-52, atol=0, equal_nan=True)
     torch.testing.assert_close(roots[1], expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_root_of_a_negative_number_is_not_a_number_and_no_warning():
-    assert torch.isnan(Working(workspace(1)).square_root(torch.tensor([-1.0]))).all()
+    assert torch.isnan(WideArithmetic(workspace(1)).square_root(torch.tensor([-1.0]))).all()
 
 
 def test_scratch_is_handed_out_in_turn_and_again():

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD, compiled
-from collage_agent.optim.advance import advance_in_working
-from collage_agent.optim.arithmetic import Working
+from collage_agent.optim.advance import advance_in_wide
+from collage_agent.optim.arithmetic import WideArithmetic
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
 
@@ -77,9 +77,9 @@ def folding(advance):
 
 def uncompiled(structure, root):
     """The step as compiled.py writes it, without the compiler."""
-    wide = Working(None, torch.float32, root)
+    wide = WideArithmetic(None, torch.float32, root)
     step = compiled._step(structure, {})
-    return lambda components, scalars: advance_in_working(step, wide, components, scalars)
+    return lambda components, scalars: advance_in_wide(step, wide, components, scalars)
 
 
 def test_self_test_notices_folded_low_components(monkeypatch):

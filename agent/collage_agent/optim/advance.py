@@ -13,7 +13,7 @@ from torch import Tensor
 from collage_agent.numerics.expansions import grow
 from collage_agent.numerics.formats import stochastic_round
 from collage_agent.numerics.transformations import fast_two_sum, two_sum
-from collage_agent.optim.arithmetic import Scalar, State, Storage, Working, Workspace
+from collage_agent.optim.arithmetic import Scalar, State, StorageArithmetic, WideArithmetic, Workspace
 from collage_agent.optim.random_numbers import Seeding
 from collage_agent.optim.rules import Moment, UpdateRule
 from collage_agent.optim.strategies import (
@@ -24,14 +24,14 @@ from collage_agent.optim.strategies import (
     StorageStrategy,
 )
 
-__all__ = ["Step", "advance_in_storage", "advance_in_working"]
+__all__ = ["Step", "advance_in_storage", "advance_in_wide"]
 
 _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
 
 
 @dataclass(frozen=True)
 class Step:
-    """All that one tensor's step needs to know beside its tensors."""
+    """Everything that a step needs besides the tensors."""
 
     rule: UpdateRule
     strategy: StorageStrategy
@@ -44,9 +44,9 @@ class Step:
     compiled: Callable[[State, Mapping[str, Scalar]], None] | None = None
 
 
-def advance_in_working(
+def advance_in_wide(
     step: Step,
-    arithmetic: Working,
+    arithmetic: WideArithmetic,
     chunk: State,
     scalars: Mapping[str, Scalar] | None = None,
     generator: torch.Generator | None = None,
@@ -74,13 +74,13 @@ def advance_in_working(
 
 def _store_parameter(
     step: Step,
-    arithmetic: Working,
+    arithmetic: WideArithmetic,
     value: Tensor,
     displacement: Tensor,
     chunk: State,
     generator: torch.Generator | None,
 ) -> None:
-    """Store the weight, given its wide value, after its displacement, as the strategy says; both are left alone."""
+    """Store `value` + `displacement` as the strategy keeps a weight; changes neither of the two."""
     parameter, low = chunk["parameter"], chunk.get(PARAMETER_LOW)
     if step.strategy.parameter is StateStorage.COMPENSATED and low is not None:
         # The compensation takes the displacement up before the weight does: two small numbers, added in fp32.
@@ -96,9 +96,9 @@ def _store_parameter(
 
 
 def _store(
-    arithmetic: Working, value: Tensor, high: Tensor, low: Tensor | None, generator: torch.Generator | None
+    arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor | None, generator: torch.Generator | None
 ) -> None:
-    """Round a wide value into its components; the last one at random where there is a generator."""
+    """Round a wide value into its components, the last one at random if there is a generator."""
     if low is None:
         _round_into(value, high, generator)
         return
@@ -117,7 +117,7 @@ def advance_in_storage(step: Step, chunk: State, generator: torch.Generator | No
     gradient = -chunk["gradient"] if step.maximize else chunk["gradient"]
     moments = {name: tensor for name, tensor in chunk.items() if name not in _NOT_MOMENTS}
     names = frozenset(moment.name for moment in step.moments if step.strategy.stochastic_moment(moment.second))
-    arithmetic = Storage(names, generator)
+    arithmetic = StorageArithmetic(names, generator)
     displacement = step.rule.displacement(arithmetic, chunk["parameter"], gradient, moments, step.scalars)
     for name, value in moments.items():
         if value is not chunk[name]:

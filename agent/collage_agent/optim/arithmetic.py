@@ -1,8 +1,9 @@
-"""The two arithmetics in which an update rule can be carried out, behind one small set of operations.
+"""The two arithmetics that can carry out an update rule, behind one small set of operations.
 
-A rule is written once, in terms of `product`, `quotient`, `square_root`, `average` and in-place operations on
-what these return. `Working` computes in the tensors' own wide format (fp32 in a step, fp64 for the exact rule);
-`Storage` rounds every named operation to the format in which the values are kept, as the published algorithms do.
+A rule is written once, with `product`, `quotient`, `square_root`, `average` and in-place operations on their
+results. `WideArithmetic` computes in the tensors' own wide format: fp32 in a step, fp64 for the exact rule.
+`StorageArithmetic` rounds every named operation to the format that the values are kept in, as the published
+algorithms do.
 """
 
 import threading
@@ -21,8 +22,8 @@ __all__ = [
     "Arithmetic",
     "Scalar",
     "State",
-    "Storage",
-    "Working",
+    "StorageArithmetic",
+    "WideArithmetic",
     "Workspace",
     "release_scratch",
     "shared_workspace",
@@ -54,7 +55,7 @@ class Arithmetic(Protocol):
 
 
 class Workspace:
-    """Scratch vectors of one device and dtype, allocated once and used again, the warmest first.
+    """Scratch vectors of one device and dtype, allocated once and reused, the most recently used first.
 
     Without reuse of addresses the allocator gives pages back and faults them in again, which costs five times the
     arithmetic.
@@ -70,7 +71,7 @@ class Workspace:
         self._length = elements
 
     def restart(self, length: int) -> None:
-        """Begin a chunk of so many elements: all scratch is free again."""
+        """Begin a chunk of `length` elements: all scratch is free again."""
         if length != self._length:
             self._views = [buffer[:length] for buffer in self._buffers]
             self._length = length
@@ -85,7 +86,7 @@ class Workspace:
         return self._free.pop()
 
     def give_back(self, vector: Tensor) -> None:
-        """Let the next `take` return this vector, which it returned before."""
+        """Free a vector that `take` returned; the next `take` returns it."""
         self._free.append(vector)
 
 
@@ -93,9 +94,9 @@ _SCRATCH = threading.local()
 
 
 def shared_workspace(device: torch.device, dtype: torch.dtype, elements: int) -> Workspace:
-    """The scratch for a device and wide format: one a thread, for all optimizers.
+    """The scratch for a device and wide format: one per thread, shared by all optimizers.
 
-    Training that steps in the backward pass has an optimizer for every parameter, and would have as many scratches.
+    Training that steps in the backward pass has one optimizer per parameter; each would need scratch of its own.
     """
     spaces: dict[tuple[torch.device, torch.dtype], Workspace] = _SCRATCH.__dict__.setdefault("spaces", {})
     found = spaces.get((device, dtype))
@@ -105,11 +106,11 @@ def shared_workspace(device: torch.device, dtype: torch.dtype, elements: int) ->
 
 
 def release_scratch() -> None:
-    """Free this thread's scratch; the next step makes it anew."""
+    """Free this thread's scratch; the next step allocates it again."""
     _SCRATCH.__dict__.pop("spaces", None)
 
 
-class Working:
+class WideArithmetic:
     """Wide arithmetic: every operation in the operands' own format, into scratch where a workspace is given.
 
     Only products, sums and quotients, which are rounded correctly everywhere, so that results don't depend on the
@@ -134,7 +135,7 @@ class Working:
         return torch.empty_like(like, dtype=self._dtype) if self._workspace is None else self._workspace.take()
 
     def give_back(self, vector: Tensor) -> None:
-        """Say that a result is not needed any more."""
+        """Free a result that is no longer needed."""
         if self._workspace is not None:
             self._workspace.give_back(vector)
 
@@ -190,7 +191,7 @@ def _scalar_pair(value: float, dtype: torch.dtype, device: torch.device) -> tupl
     return torch.full((), hi, dtype=dtype, device=device), torch.full((), lo, dtype=dtype, device=device)
 
 
-class Storage:
+class StorageArithmetic:
     """Strict arithmetic: every named operation is rounded to the format in which the values are kept.
 
     stochastic: the names of states that are rounded at random, in one rounding of the whole average, with numbers

@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from collage_agent.optim import checkpoints
 from collage_agent.optim.advance import Step
-from collage_agent.optim.arithmetic import State, Working, shared_workspace
+from collage_agent.optim.arithmetic import State, WideArithmetic, shared_workspace
 from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
 from collage_agent.optim.guards import (
     check_moments,
@@ -20,7 +20,7 @@ from collage_agent.optim.guards import (
 )
 from collage_agent.optim.random_numbers import Seeding
 from collage_agent.optim.rules import Group, Moment, UpdateRule
-from collage_agent.optim.stepping import Member, longest_chunk, step_tensors, working_dtype
+from collage_agent.optim.stepping import Member, longest_chunk, step_tensors, wide_dtype
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -37,8 +37,7 @@ ARITHMETICS = ("fp32", "storage")
 
 
 class CollageOptimizer(Optimizer):
-    """A torch optimizer made of an update rule and a storage strategy; subclasses name the rule, or override
-    `rule_of`.
+    """A torch optimizer made of an update rule and a storage strategy; a subclass sets `rule` or `rule_of`.
 
     Per-group options include `strategy` and `arithmetic`. State keys are torch's, beside them `parameter_low`,
     `master_parameter`, and KEY_low for an average kept as an expansion. Elements never mix, so shards may be
@@ -114,7 +113,7 @@ class CollageOptimizer(Optimizer):
         return loss
 
     def _members(self, group: dict[str, Any], first_position: int) -> list[Member]:
-        """The group's parameters that have a gradient, with their states, made where there are none yet."""
+        """The group's parameters that have a gradient, with their states; missing states are created."""
         strategy = strategy_named(group["strategy"])
         members, new = [], []
         for position, parameter in enumerate(group["params"], start=first_position):
@@ -137,7 +136,7 @@ class CollageOptimizer(Optimizer):
         return members
 
     def _planned(self, group: dict[str, Any], members: list[Member]) -> list[tuple[Step, list[Member]]]:
-        """Count the step for each member and gather those that take the same one; torch's own are made here."""
+        """Count the step of each member and group those that take the same one; torch's own steps are made here."""
         strategy = strategy_named(group["strategy"])
         strict = group["arithmetic"] == "storage" and not strategy.keeps_wide
         rule = self.rule_of(group)
@@ -175,14 +174,14 @@ class CollageOptimizer(Optimizer):
             moments=moments,
             storage_arithmetic=strict,
             maximize=group["maximize"],
-            scalars=scalars if compiled is None else scalar_tensors(scalars, working_dtype(dtype)),
-            workspace=shared_workspace(device, working_dtype(dtype), longest_chunk(device)),
+            scalars=scalars if compiled is None else scalar_tensors(scalars, wide_dtype(dtype)),
+            workspace=shared_workspace(device, wide_dtype(dtype), longest_chunk(device)),
             seeding=Seeding(group["seed"], number, self._generator(device)) if strategy.stochastic else None,
             compiled=compiled,
         )
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """The source of stochastic rounding on a device, beside the process-wide generators."""
+        """The random generator for stochastic rounding on a device; the process-wide ones are left alone."""
         found = self._generators.get(device)
         if found is None:
             found = self._generators[device] = torch.Generator(device)
@@ -247,7 +246,7 @@ class CollageOptimizer(Optimizer):
             for moment in rule.moments(group)
         }
         scalars = rule.scalars(group, step)
-        return rule.displacement(Working(), value, intended, after, scalars), after
+        return rule.displacement(WideArithmetic(), value, intended, after, scalars), after
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this or another strategy, or of the torch optimizer with the same rule.

@@ -1,4 +1,4 @@
-"""Loading states: fp32 beside 16-bit parameters survive, and states of one strategy become those of another."""
+"""Loading states: fp32 states of 16-bit parameters survive; states of another strategy are converted."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -21,7 +21,7 @@ from collage_agent.optim.strategies import (
 __all__ = ["convert", "load"]
 
 BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "rule")
-"""Group options that say how values are kept and computed here, and that a checkpoint therefore does not change."""
+"""Group options that belong to this optimizer: a checkpoint does not change them."""
 
 
 def load(
@@ -73,7 +73,7 @@ def _loaded(
 def convert(
     state: dict[str, Tensor], moments: dict[str, bool], parameter: Tensor, strategy: StorageStrategy
 ) -> dict[str, Tensor]:
-    """States of any strategy as those of `strategy`; keys that already fit keep their very tensors.
+    """States of any strategy, converted to those of `strategy`; tensors that already fit are kept as they are.
 
     moments: name to whether it averages squares. The joined value of each component is kept as well as the new
     form can: a single number by rounding to nearest, a pair by splitting, fp32 by rounding hi + lo.
@@ -106,7 +106,7 @@ def _kept(name: str, high: Tensor, low: Tensor | None, kept: StateStorage, dtype
 def _parameter_components(
     state: dict[str, Tensor], parameter: Tensor, strategy: StorageStrategy
 ) -> dict[str, Tensor]:
-    """The weight's own further component: the part that the visible weight lacks, or the whole in fp32."""
+    """The weight's second component: what the visible weight lacks, or the whole weight in fp32."""
     needed = strategy.parameter_state
     if needed is None:
         return {}

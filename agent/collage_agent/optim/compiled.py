@@ -2,7 +2,7 @@
 
 By default the compiler keeps fp32 between two casts, so that `value - value.to(bfloat16)` folds to zero and every
 low component with it. Emulated casts prevent that; the self-test proves it on this machine before the first real
-step.
+step. A compiled step of `plus` takes a third to a fifth of the eager step's CPU time (`benchmarks.optimizer`).
 """
 
 import warnings
@@ -13,10 +13,10 @@ from types import FunctionType
 
 import torch
 
-from collage_agent.optim.advance import Step, advance_in_working
-from collage_agent.optim.arithmetic import Scalar, State, Working, Workspace
+from collage_agent.optim.advance import Step, advance_in_wide
+from collage_agent.optim.arithmetic import Scalar, State, WideArithmetic, Workspace
 from collage_agent.optim.rules import Moment, UpdateRule
-from collage_agent.optim.stepping import Member, component_names, step_tensors, working_dtype
+from collage_agent.optim.stepping import Member, component_names, step_tensors, wide_dtype
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, StateStorage, StorageStrategy
 
 __all__ = [
@@ -97,7 +97,7 @@ def _root_dtype(structure: Structure) -> torch.dtype:
     An ulp of the root shows in one of a thousand components or fewer, so the step's own self-test is too weak for
     it.
     """
-    wide = working_dtype(structure.dtype)
+    wide = wide_dtype(structure.dtype)
     if structure.form == "fast" or _rounds_roots_correctly(structure.device_type):
         return wide
     return torch.float64
@@ -112,11 +112,11 @@ def _rounds_roots_correctly(device_type: str) -> bool:
 
 
 def _compile(structure: Structure, root: torch.dtype) -> Advance:
-    wide = working_dtype(structure.dtype)
+    wide = wide_dtype(structure.dtype)
     step = _step(structure, {})
 
     def advance(components: State, scalars: Mapping[str, Scalar]) -> None:
-        advance_in_working(step, Working(None, wide, root), components, scalars)
+        advance_in_wide(step, WideArithmetic(None, wide, root), components, scalars)
 
     # The compiler counts recompilations by code object: each structure gets its own, or the ninth would be refused.
     code = advance.__code__.replace(co_name=f"advance_{structure.strategy.name.replace('-', '_')}")

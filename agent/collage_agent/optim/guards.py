@@ -1,4 +1,4 @@
-"""Guards: what a storage format cannot carry is refused, and what it carries badly is said.
+"""Guards: refuse what a storage format cannot hold, and warn of what it holds badly.
 
 What torch itself accepts in silence is logged, once each, under `collage_agent.optim`: a warning that a test
 suite turns into an error would forbid the very runs that people want to compare.
@@ -71,7 +71,7 @@ def check_range(
 
 
 def range_findings(strategy: StorageStrategy, moments: Sequence[Moment], dtype: torch.dtype) -> Iterator[str]:
-    """What the strategy cannot follow with these decay factors and this dtype, each with what to use instead."""
+    """Warnings: decay factors that the strategy cannot follow in this dtype, each with what to use instead."""
     if dtype not in (torch.bfloat16, torch.float16):
         return
     for moment in moments:
@@ -113,7 +113,7 @@ def _better(kept: StateStorage, second: bool) -> str:
 def learning_rate_finding(
     group: Mapping[str, Any], strategy: StorageStrategy, parameters: Sequence[Tensor]
 ) -> str | None:
-    """Say when the learning rate lies below half an ulp of what is kept, in tensors whose steps are about as large.
+    """Warn of a learning rate below half an ulp of the weights, for rules whose steps are about that large.
 
     parameters: those about to take their first step; only such as live on the CPU are read, so that no device
     waits. The weight's size is its root mean square; the learning rate is the schedule's own where it warms up

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_agent.optim.advance import Step, advance_in_storage, advance_in_working
-from collage_agent.optim.arithmetic import State, Working
+from collage_agent.optim.advance import Step, advance_in_storage, advance_in_wide
+from collage_agent.optim.arithmetic import State, WideArithmetic
 from collage_agent.optim.random_numbers import shard_number
 from collage_agent.optim.rules import Moment
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, StateStorage, StorageStrategy
@@ -20,7 +20,7 @@ __all__ = [
     "component_names",
     "longest_chunk",
     "step_tensors",
-    "working_dtype",
+    "wide_dtype",
 ]
 
 _CPU_CHUNK_ELEMENTS = 1 << 17
@@ -31,7 +31,7 @@ _TOGETHER_ELEMENTS = 1 << 16
 
 
 def chunk_elements(device: torch.device, allocating: bool = False) -> int:
-    """The elements of a chunk: its scratch fits the outer cache of a CPU; elsewhere launches must be few.
+    """Elements per chunk: on a CPU its scratch fits the outer cache, on other devices launches must be few.
 
     allocating: the step makes temporaries instead of using scratch, which stay cheap only while they are small.
     The random numbers of stochastic rounding are drawn chunk by chunk: another size gives other roundings.
@@ -42,11 +42,11 @@ def chunk_elements(device: torch.device, allocating: bool = False) -> int:
 
 
 def longest_chunk(device: torch.device) -> int:
-    """The most elements that `chunks` puts into one chunk here, which scratch must hold."""
+    """The longest chunk that `chunks` makes on this device: the length of the scratch."""
     return chunk_elements(device) * 3 // 2
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The format of wide arithmetic for parameters of `dtype`: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -73,7 +73,7 @@ class Member:
 
 
 def chunks(tensors: State, size: int) -> Iterator[State]:
-    """Slice flat tensors of one length into chunks of nearly equal length: half as much again as `size` at most."""
+    """Slice flat tensors of one length into chunks of nearly equal length, at most 1.5 times `size`."""
     elements = tensors["parameter"].numel()
     length = math.ceil(elements / max(1, round(elements / size)))
     if length == elements:
@@ -83,7 +83,7 @@ def chunks(tensors: State, size: int) -> Iterator[State]:
 
 
 def component_names(strategy: StorageStrategy, moments: tuple[Moment, ...]) -> list[str]:
-    """The state keys of all elementwise components that a tensor's step reads and writes."""
+    """The state keys of all elementwise components that a step reads and writes."""
     names = []
     for moment in moments:
         names.append(moment.name)
@@ -95,10 +95,11 @@ def component_names(strategy: StorageStrategy, moments: tuple[Moment, ...]) -> l
 
 
 def step_tensors(step: Step, members: list[Member]) -> None:
-    """Move parameters by the same step, in place, with all elementwise states; the counters are the caller's.
+    """Apply one step to these parameters and their elementwise states, in place; the caller counts the steps.
 
-    Small tensors are stepped together as one: a call costs as much as some ten thousand elements. The bits are
-    the same, as elements never mix; random numbers are drawn by tensor, so stochastic strategies go one by one.
+    Small tensors are stepped together as one vector, because a call costs as much as some ten thousand elements:
+    one by one, a step of a small GPT (28 tensors, 250,000 elements) takes 1.4 times as long. The bits are the
+    same, because elements never mix. Random numbers are drawn by tensor: stochastic strategies go one by one.
     """
     names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
     small: list[State] = []
@@ -153,4 +154,4 @@ def _step_flat(step: Step, flat: State, position: int, shard: int) -> None:
             advance_in_storage(step, chunk, generator)
         else:
             step.workspace.restart(chunk["parameter"].numel())
-            advance_in_working(step, Working(step.workspace), chunk, generator=generator)
+            advance_in_wide(step, WideArithmetic(step.workspace), chunk, generator=generator)
