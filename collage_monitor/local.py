@@ -152,9 +152,9 @@ def find_token(
     if not is_loopback(server_url):
         return None
     found = local_server(environment)
-    if found and _port(found.server_url) == _port(server_url):
-        return read_token(Path(found.folder))
-    return read_token(data_folder(folder, environment))
+    named = found is not None and _port(found.server_url) == _port(server_url)
+    token = read_token(Path(found.folder)) if found is not None and named else None
+    return token or read_token(data_folder(folder, environment))
 
 
 def is_loopback(url: str) -> bool:

@@ -22,7 +22,7 @@ from collage_agent.settings import Settings
 from collage_agent.transport import Transport
 from collage_agent.transport.http import page_answers
 from collage_agent.transport.pipeline import DeliveryPipeline
-from collage_agent.transport.queue import Item, KeptTensor, Logged, Measured, Started, moment_on
+from collage_agent.transport.queue import Item, Logged, Measured, Started, TensorSnapshot, moment_on
 from collage_monitor.errors import CollageError
 from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL, local_server
 from collage_monitor.wire import LIMITS
@@ -328,7 +328,7 @@ _HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor replay` s
 def _kept(value: Any) -> Any:
     """A value that nobody can change any more. A tensor is cloned on its device, which does not wait for it."""
     if isinstance(value, torch.Tensor):
-        return KeptTensor.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
+        return TensorSnapshot.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     return value
 
 

@@ -11,10 +11,9 @@ import httpx
 import pytest
 import torch
 from click.testing import CliRunner
+from collage_agent import doctor as machine
 from collage_agent.command.doctor import doctor
-from collage_agent.doctor import machine
-from collage_agent.doctor.delivery import delivery_checks
-from collage_agent.doctor.machine import TRIED, machine_checks
+from collage_agent.doctor import TRIED, delivery_checks, machine_checks
 from collage_agent.transport.spool import spool_path
 
 from tests.doors.programs import bootstrap

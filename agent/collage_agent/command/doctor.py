@@ -17,8 +17,7 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
     """Say what the agent sees here: torch, devices, optimizers, server, waiting reports. Status 1 on a problem."""
-    from collage_agent.doctor.delivery import delivery_checks
-    from collage_agent.doctor.machine import machine_checks
+    from collage_agent.doctor import delivery_checks, machine_checks
 
     checks = [*machine_checks(os.environ), *delivery_checks(os.environ)]
     problems = sum(check.status == "problem" for check in checks)

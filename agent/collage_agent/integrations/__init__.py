@@ -1,4 +1,4 @@
-"""Doors for training frameworks, one framework a file; nothing here is imported before it is asked for.
+"""Integrations of training frameworks, one framework a file; nothing here is imported before it is asked for.
 
 collage_agent.integrations.transformers.CollageCallback     Hugging Face Trainer
 collage_agent.integrations.lightning.CollageCallback        Lightning Trainer

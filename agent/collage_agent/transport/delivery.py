@@ -57,7 +57,7 @@ class Delivery:
         self.counts = counts
         self.stopped: str | None = None
         """Why nothing is sent any more, as a reason for dropping."""
-        self.held = False
+        self.after_older = False
         """Whether older messages must go another way first; until then everything is kept in the spool."""
         self.last_error: CollageError | None = None
         """Why the server did not take the last message for now; None when it did."""
@@ -83,13 +83,13 @@ class Delivery:
         if envelope.kind == "attempt":
             # The stream so far is an older attempt's.
             self._registrations.pop("stream", None)
-        must_wait = self._transport is None or self.held or not self.spool.is_empty or self.is_waiting
+        must_wait = self._transport is None or self.after_older or not self.spool.is_empty or self.is_waiting
         if must_wait or not self._deliver(envelope):
             self._keep(envelope)
 
     def drain(self, envelopes: int, *, now: bool = False) -> bool:
         """Send up to `envelopes` of the spool, unless a pause is on (`now` ends it); True if some went."""
-        if self._transport is None or self.held or (self.is_waiting and not now):
+        if self._transport is None or self.after_older or (self.is_waiting and not now):
             return False
         some = False
         self._source = "spooled"

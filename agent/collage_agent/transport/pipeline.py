@@ -132,7 +132,7 @@ class DeliveryPipeline:
     def _longest_wait(self) -> float:
         """Seconds to wait for the next item: none while there is old work that can be done."""
         delivery = self._delivery
-        own_work = not (delivery.spool.is_empty or delivery.is_waiting or delivery.held)
+        own_work = not (delivery.spool.is_empty or delivery.is_waiting or delivery.after_older)
         return 0.0 if self._transport is not None and (own_work or self._may_replay()) else _IDLE_SECONDS
 
     def _may_replay(self) -> bool:
@@ -145,7 +145,7 @@ class DeliveryPipeline:
         return went
 
     def _hold_for_older(self) -> None:
-        self._delivery.held = self._replay is not None and self._replay.comes_first
+        self._delivery.after_older = self._replay is not None and self._replay.comes_first
 
     def _flush(self) -> None:
         while self._replay is not None and self._replay.comes_first:

@@ -14,7 +14,7 @@ from collage_agent.launch.identity import Identity
 from collage_agent.measurement import Measurement
 from collage_agent.transport.counts import ReportCounts
 
-__all__ = ["BoundedQueue", "Item", "KeptTensor", "Logged", "Measured", "Started", "StepItems", "moment_on"]
+__all__ = ["BoundedQueue", "Item", "TensorSnapshot", "Logged", "Measured", "Started", "StepItems", "moment_on"]
 
 _ITEM_BYTES: Final = 512
 _MOST_ITEMS: Final = 64
@@ -31,14 +31,14 @@ def moment_on(device: torch.device) -> torch.cuda.Event | None:
 
 
 @dataclass(frozen=True)
-class KeptTensor:
+class TensorSnapshot:
     """One number, cloned on its device when it was logged."""
 
     tensor: torch.Tensor
     ready: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> KeptTensor:
+    def of(cls, tensor: torch.Tensor) -> TensorSnapshot:
         """A clone that later changes of the tensor do not reach. Does not synchronise."""
         clone = tensor.detach().clone()
         return cls(clone, moment_on(clone.device))
@@ -86,7 +86,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Logged:
-    """Scalars as they were logged; tensors are `KeptTensor`.
+    """Scalars as they were logged; tensors are `TensorSnapshot`.
 
     `step` None: logged before the watched optimizer's first step. `counted`: the step is only the number of the
     `log` call, because nothing was watched.

@@ -18,7 +18,7 @@ from collage_agent.measurement import Layout
 from collage_agent.settings import DeliveryLimits, Resume, Settings
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Body, Envelope
-from collage_agent.transport.queue import Item, KeptTensor, Logged, Measured, Started, StepItems
+from collage_agent.transport.queue import Item, Logged, Measured, Started, StepItems, TensorSnapshot
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.wire import (
     LIMITS,
@@ -382,7 +382,7 @@ def _joined(mate: _Draft, draft: _Draft) -> bool:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, KeptTensor):
+    if isinstance(value, TensorSnapshot):
         return value.number()
     return float(value.item() if hasattr(value, "item") else value)
 
