@@ -23,6 +23,7 @@ __all__ = [
     "Need",
     "OverShards",
     "OverSteps",
+    "SAMPLE",
     "Statistic",
     "Strategy",
     "as_is",
@@ -38,6 +39,8 @@ Need = Literal["intended", "gradient"]
 
 HISTOGRAM_OCTAVES: Final = tuple(range(-24, 8))
 """Octave k holds |u| / gap in [2**k, 2**(k+1))."""
+SAMPLE: Final = ("sampled", "elements", "active_blocks")
+"""What all statistics of a step are measured on."""
 HISTOGRAM_LABELS: Final = ("underflow", *(str(octave) for octave in HISTOGRAM_OCTAVES), "overflow")
 
 
@@ -46,7 +49,7 @@ class Statistic:
     """One estimated total: what it is and how it merges. `label` names what stands behind the slash of its key.
 
     `needs`: what a step must have for it to be known, the intended update or the gradient; without, it is reported
-    as missing.
+    as missing. `raw`: it says what was looked at, and is never multiplied by elements / sampled.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Statistic:
     help: str
     label: str | None = None
     needs: tuple[Need, ...] = ()
+    raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Interval:
     numerator: str
     denominator: str
     share: bool = False
-    sample: tuple[str, str, str] = ("sampled", "elements", "active_blocks")
+    sample: tuple[str, str, str] = SAMPLE
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,11 @@ class Strategy:
     stochastic: bool = False
 
 
-def sums(unit: str, *, needs: tuple[Need, ...] = (), label: str | None = None, **help_of: str) -> list[Statistic]:
+def sums(
+    unit: str, *, needs: tuple[Need, ...] = (), label: str | None = None, raw: bool = False, **help_of: str
+) -> list[Statistic]:
     """Totals that add up over shards and over steps: name=help."""
-    return [Statistic(name, "sum", "sum", unit, text, label, needs) for name, text in help_of.items()]
+    return [Statistic(name, "sum", "sum", unit, text, label, needs, raw) for name, text in help_of.items()]
 
 
 def ratio(numerator: Array, under: Array) -> Array:

@@ -10,19 +10,22 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
-from collage_agent.measure.joining import Joined
+from collage_agent.intent.choose import Intents
+from collage_agent.measure.union import TableUnion
+from collage_agent.measure.windows import Schedule
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions
+from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import most_skipped
 from collage_agent.training.subgroups import SubGroup, shown, sub_groups
-from collage_agent.watching.attached import Attached, Intents, steps_taken
 from collage_agent.watching.description import bytes_per_parameter, joined
 from collage_agent.watching.governor import Governor
+from collage_agent.watching.hooks import OptimizerHooks, steps_taken
 from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.summary import summarise
 from collage_agent.watching.verdict import verdict
-from collage_agent.windows.schedule import Schedule
 from collage_monitor import wire
+from collage_monitor.table import Table
 
 __all__ = ["Optimizers", "Watch", "watch"]
 
@@ -87,7 +90,7 @@ class Watch:
         self._guard = Guard()
         cycle = Schedule(options.windows, options.every).cycle
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds, cycle=cycle)
-        self._attached: list[Attached] = []
+        self._attached: list[OptimizerHooks] = []
         intents, names = Intents(), dict[str, None]()
         # Sub-groups that an optimizer steps in turn are like several optimizers: one iteration, one report.
         parts: list[tuple[Optimizer, SubGroup | None]] = []
@@ -95,7 +98,7 @@ class Watch:
             parts += [(optimizer, part) for part in sub_groups(model, optimizer)] or [(optimizer, None)]
         for number, (optimizer, part) in enumerate(parts):
             with shown(optimizer, part):
-                attached = Attached(
+                attached = OptimizerHooks(
                     model,
                     optimizer,
                     options,
@@ -109,10 +112,9 @@ class Watch:
                     sub_group=part,
                 )
             self._attached.append(attached)
-            names.update((watched.name, None) for watched in attached.meter.watched)
         if not names and all(attached.stepping is attached.optimizer for attached in self._attached):
             raise ValueError(_nothing_to_watch(options, [name for own in self._attached for name in own.left_out]))
-        self._joined = Joined([attached.meter for attached in self._attached])
+        self._union = TableUnion()
         self._bytes_per_parameter: float | None = None
         self._layout: Layout | None = None
         self._last: Measurement | None = None
@@ -161,7 +163,7 @@ class Watch:
 
     def __repr__(self) -> str:
         at = "not started" if self.step is None else f"at step {self.step}"
-        return f"<Watch of {self.info.optimizer}, {len(self._joined.watched)} layers, {at}>"
+        return f"<Watch of {self.info.optimizer}, {len(self._watched())} layers, {at}>"
 
     def _repr_markdown_(self) -> str:
         return f"```text\n{self}\n```"
@@ -184,7 +186,8 @@ class Watch:
     def _report(self) -> None:
         try:
             with self._governor.timing():
-                self._hand_over(self._joined.totals([attached.totals for attached in self._attached]))
+                parts = [part for attached in self._attached for part in attached.totals or ()]
+                self._hand_over(self._union.of(parts, self._watched()))
         except Exception as error:
             self._guard.caught("reporting a step", error)
         for attached in self._attached:
@@ -193,7 +196,7 @@ class Watch:
             for attached in self._attached:
                 attached.meter.shrink_sample(int(self._governor.sample))
 
-    def _hand_over(self, totals: Tensor) -> None:
+    def _hand_over(self, table: Table[Tensor]) -> None:
         if self._bytes_per_parameter is None:
             self._bytes_per_parameter = bytes_per_parameter([attached.stepping for attached in self._attached])
         scalars: dict[str, float | Tensor] = {
@@ -215,23 +218,28 @@ class Watch:
         if skipped is not None:
             scalars["skipped_steps"] = skipped
         assert self.step is not None
-        self._last = Measurement(self._current_layout(), self.step, time.time(), totals, scalars)
+        self._last = Measurement(self._current_layout(), self.step, time.time(), table.array, scalars)
         for attached in self._attached:
             if attached.totals is not None:
                 self._rarer.update(dict.fromkeys(attached.meter.rarer, self._last))
         if self._reporter is not None:
             self._reporter.measured(self._last)
 
+    def _watched(self) -> dict[str, WatchedParameter]:
+        """All watched parameters by the names of their layers."""
+        return {entry.name: entry for attached in self._attached for entry in attached.meter.watched}
+
     def _current_layout(self) -> Layout:
         layout = self._layout
         if (
             layout is None
-            or len(layout.statistics) != len(self._joined.statistics)
-            or len(layout.layers) != len(self._joined.watched)
+            or len(layout.statistics) != len(self._union.statistics)
+            or len(layout.layers) != len(self._union.layers)
             or (layout.watch.intent != "before-after" and any(own.closure_seen for own in self._attached))
         ):
-            layers = tuple(watched.layer() for watched in self._joined.watched)
-            layout = self._layout = Layout(layers, tuple(self._joined.statistics), self.info)
+            watched = self._watched()
+            layers = tuple(watched[name].layer() for name in self._union.layers)
+            layout = self._layout = Layout(layers, tuple(self._union.statistics), self.info)
         return layout
 
 

@@ -9,6 +9,7 @@ __all__ = ["DEFINITION"]
 
 _SIZES = sums(
     "elements",
+    raw=True,
     elements="Elements of the tensor shard.",
     sampled="Elements really looked at: raw, never scaled up.",
 )
@@ -23,7 +24,7 @@ def _count(entry: Statistic) -> Metric:
 
 DEFINITION = Definition(
     statistics=(
-        Statistic("measured_steps", "max", "sum", "steps", "Measured steps merged into the totals."),
+        Statistic("measured_steps", "max", "sum", "steps", "Measured steps merged into the totals.", raw=True),
         *_SIZES,
         Statistic(
             "active_blocks",
@@ -32,6 +33,7 @@ DEFINITION = Definition(
             "blocks",
             "Sampled blocks with some u ≠ 0: raw, never scaled up.",
             needs=("intended",),
+            raw=True,
         ),
         *sums("elements", needs=("gradient",), nonfinite_gradients="Elements whose gradient is not finite."),
         Statistic("nonfinite_parameters", "sum", "max", "elements", "Elements whose weight is not finite."),

@@ -13,13 +13,14 @@ def _since_attach(name: str, text: str) -> Statistic:
 
 DEFINITION = Definition(
     statistics=(
-        Statistic("oracle_steps", "max", "last", "steps", "Steps since the oracle was attached."),
+        Statistic("oracle_steps", "max", "last", "steps", "Steps since the oracle was attached.", raw=True),
         *sums(
             "elements",
+            raw=True,
             oracle_sampled="Elements that the oracle follows: raw.",
             oracle_elements="Elements that they stand for.",
         ),
-        Statistic("oracle_active_blocks", "sum", "max", "blocks", "Oracle blocks with some o ≠ 0: raw."),
+        Statistic("oracle_active_blocks", "sum", "max", "blocks", "Oracle blocks with some o ≠ 0: raw.", raw=True),
         *sums(
             "weight²",
             needs=("intended",),

@@ -14,7 +14,10 @@ DEFINITION = Definition(
             "last",
             "1",
             "Of the sampled weights' bits after the step, below 2³² a tensor: raw, equal in replicas.",
+            raw=True,
         ),
-        Statistic("replica_checksum_elements", "sum", "last", "elements", "Elements that it was made of: raw."),
+        Statistic(
+            "replica_checksum_elements", "sum", "last", "elements", "Elements that it was made of: raw.", raw=True
+        ),
     )
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.measure import meter
+from collage_agent.measure import oracles
 from collage_agent.optim import CollageAdamW
 
 from tests.agent.coverage import INTERVALS, Coverage, byte_gpt, rare_rows, study
@@ -15,7 +15,7 @@ VISIBLE = ("edq_visible_ratio", "lost_visible_ratio")
 @pytest.fixture(autouse=True)
 def everything_by_samples(monkeypatch):
     """The oracle follows the same sample, the whole tensor for the truth."""
-    monkeypatch.setattr(meter, "ORACLE_SAMPLE", 10**9)
+    monkeypatch.setattr(oracles, "ORACLE_SAMPLE", 10**9)
 
 
 def plain(draws, sample, measured) -> tuple[Coverage, Coverage]:

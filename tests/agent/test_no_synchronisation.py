@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent.buckets import chunk, totals
+from collage_agent.buckets import observation
 from collage_agent.optim import CollageAdamW
-from collage_agent.stats import segments
+from collage_agent.stats import blocks, oracle, states
 from collage_agent.watch import watch
-from collage_agent.watching.attached import Attached
+from collage_agent.watching.hooks import OptimizerHooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.agent.training import mlp, train
@@ -34,7 +34,7 @@ class Listening(TorchDispatchMode):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, CollageAdamW], ids=["AdamW", "SGD", "ours"])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
 def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypatch):
-    for module in (chunk, segments, totals):
+    for module in (observation, blocks, oracle, states):
         monkeypatch.setattr(module, "on_host", lambda values: on_host)
     model = mlp()
     optimizer = make(model.parameters(), lr=1e-3)
@@ -42,13 +42,13 @@ def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypa
     train(model, optimizer, 3)
     listening = Listening()
     for name in ("_look", "_measure"):
-        original = getattr(Attached, name)
+        original = getattr(OptimizerHooks, name)
 
         def listened(*arguments, _original=original):
             with listening:
                 return _original(*arguments)
 
-        monkeypatch.setattr(Attached, name, listened)
+        monkeypatch.setattr(OptimizerHooks, name, listened)
     train(model, optimizer, 5, start=3)
     assert handle.summary()["step"] == 8
     assert handle.summary()["model"]["edq_window_ratio/2"] is not None

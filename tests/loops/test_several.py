@@ -10,7 +10,7 @@ from collage_agent.intent import choose
 from collage_agent.optim import CollageAdamW
 from collage_agent.transport import MemoryTransport
 from collage_agent.watch import watch
-from collage_agent.watching.attached import Attached
+from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
 from torch import nn
 
@@ -86,7 +86,7 @@ def test_a_call_that_is_not_measured_looks_at_nothing(monkeypatch):
     optimizers = in_backward(model, MAKERS["AdamW"])
     watch(model, list(optimizers.values()), every=5)
     looks = []
-    monkeypatch.setattr(Attached, "_look", lambda *arguments, **_: looks.append(arguments))
+    monkeypatch.setattr(OptimizerHooks, "_look", lambda *arguments, **_: looks.append(arguments))
     for step in range(4):
         mlp_loss(model, step).backward()
     assert looks == []

@@ -2,81 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from collage_agent.buckets.chunk import BlockTotals, Chunk, Observation
-from collage_agent.buckets.intended import Before, Intended, Workspace
+from collage_agent.buckets.intended import IntendedUpdate, StepInputs, Workspace
+from collage_agent.buckets.observation import Observation, view_of
+from collage_agent.buckets.oracle import SLOTS_AT_ONCE, OracleView
+from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
-from collage_agent.intent.oracle import Oracle
 from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.stats import fp8_scales
-from collage_agent.stats.histogram import BINS
+from collage_agent.stats import MEASURES, StepView, Sums
+from collage_agent.stats.counterfactuals import fp8_scales
+from collage_agent.stats.view import table_of
+from collage_monitor.definitions import Need
+from collage_monitor.table import Table
 
-__all__ = ["Bucket", "Followed"]
-
-_SAME: Final = 1e-6
-CHUNK_SLOTS: Final = 196_608
-
-
-class Followed:
-    """The blocks of a bucket that an oracle follows, and u, e and θ after the step at its elements."""
-
-    def __init__(self, oracle: Oracle, bucket: Bucket) -> None:
-        self.oracle = oracle
-        tensors = [bucket.members.index(member) for member in oracle.members]
-        positions = torch.from_numpy(bucket.layout.positions_of(oracle.layout, tensors))
-        blocks = CHUNK_SLOTS // bucket.layout.block
-        self.columns = torch.tensor(tensors)[torch.from_numpy(oracle.layout.host_columns)].to(oracle.layout.device)
-        self._where = []
-        for start in range(0, bucket.layout.blocks, blocks):
-            target = torch.nonzero((positions >= start) & (positions < start + blocks)).view(-1)
-            source = positions[target] - start
-            self._where.append((source.to(oracle.layout.device), target.to(oracle.layout.device)))
-        self.padding = torch.tensor(oracle.layout.padding, dtype=torch.int64).to(oracle.layout.device)
-        self.rows = torch.zeros(3, oracle.layout.slots, dtype=torch.float64, device=oracle.layout.device)
-        self.left_out = torch.zeros(oracle.layout.slots, dtype=torch.uint8, device=oracle.layout.device)
-
-    def take(self, chunk: int, rows: Sequence[Tensor], left_out: Tensor) -> None:
-        """Copy the followed elements of a chunk's rows (u, e, θ after)."""
-        source, target = self._where[chunk]
-        block = self.oracle.layout.block
-        complete = len(target) == self.oracle.layout.blocks
-        for row, values in zip((*self.rows, self.left_out), (*rows, left_out), strict=True):
-            chosen, into = values.view(-1, block), row.view(-1, block)
-            if complete:
-                torch.index_select(chosen, 0, source, out=into)
-            else:
-                into.index_copy_(0, target, chosen.index_select(0, source))
-
-    def differs(self, weights: Tensor) -> bool:
-        """Whether these stored weights, fp64 [slots] on the host, are others than the last step left.
-
-        By more than adding and subtracting them in fp64 can explain; what was not finite is not compared.
-        """
-        expected, now = self.rows[2].numpy(), weights.numpy()
-        compared = self.left_out.numpy() == 0
-        if len(self.padding):
-            compared[self.padding.numpy()] = False
-        error = np.abs(now - expected)[compared]
-        size = np.abs(expected)[compared]
-        return bool((error > _SAME * (size + size.max(initial=0.0) * _SAME)).any())
+__all__ = ["Bucket"]
 
 
 class Bucket:
     """Gathers before and after a step and reduces the sample to block totals.
 
     `members` are indices of watched parameters. Buffers are made once: live values in their own dtype, the fp64
-    work in chunks that stay in the cache, in a `workspace` that buckets measured in turn may share. Nothing here
-    synchronises a device.
+    work in runs of slots that stay in the cache, in a `workspace` that buckets measured in turn may share. Nothing
+    here synchronises a device.
     """
 
     def __init__(
@@ -103,12 +59,19 @@ class Bucket:
         self._keys_before: tuple[str, ...] = ()
         self._scales: Tensor | None = None
         self._workspace = workspace or Workspace()
-        self._padding = [
-            torch.tensor([slot - start for slot in self.layout.padding if start <= slot < start + CHUNK_SLOTS])
-            .to(torch.int64)
-            .to(self.layout.device)
-            for start in range(0, self.layout.slots, CHUNK_SLOTS)
-        ]
+        self._padding, self._held = [], []
+        for slots in self._runs():
+            padding = [slot - slots.start for slot in self.layout.padding if slots.start <= slot < slots.stop]
+            held = torch.full((slots.stop - slots.start,), 1.0, dtype=torch.float64)
+            held[padding] = 0.0
+            self._padding.append(torch.tensor(padding).to(torch.int64).to(self.layout.device))
+            self._held.append(held.view(-1, self.layout.block).sum(1).to(self.layout.device))
+
+    @property
+    def missing(self) -> frozenset[Need]:
+        """What its steps lack of what statistics need."""
+        lacking: list[Need] = [] if self.knows_gradient else ["gradient"]
+        return frozenset([*lacking, "intended"] if self.intent.kind == "before-after" else lacking)
 
     @property
     def parameter_after(self) -> Tensor:
@@ -143,7 +106,7 @@ class Bucket:
         self,
         states: Sequence[Mapping[str, Any]],
         scale: Tensor | None,
-        followed: Sequence[Followed],
+        followed: Sequence[OracleView],
         *,
         counterfactuals: bool = False,
     ) -> BlockTotals:
@@ -157,23 +120,21 @@ class Bucket:
         self._gather(self._after, stored.PARAMETER, self.parameters)
         for key in keys_after[1:]:
             self._gather_state(self._after, key, states)
-        pieces = []
-        octaves, fills = torch.zeros(2, BINS, len(self.members), dtype=torch.float64, device=self.layout.device)
-        for index, start in enumerate(range(0, self.layout.slots, CHUNK_SLOTS)):
-            chunk = Chunk(self._observation(index, slice(start, start + CHUNK_SLOTS), keys_after, scale))
-            pieces.append(chunk.totals(octaves, fills))
+        found = []
+        for index, slots in enumerate(self._runs()):
+            view = view_of(self._observation(index, slots, keys_after, scale))
+            found.append(_measured(view))
             for oracle in followed:
-                oracle.take(index, (chunk.intended, chunk.effective, chunk.parameter_after), chunk.left_out)
-        return _put_together(pieces)
+                oracle.take(index, (view.intended, view.effective, view.parameter + view.effective), view.left_out)
+        return _put_together(found)
 
     def intended(self, scale: Tensor | None) -> Tensor:
         """u of what was gathered before the step, fp64 [slots], valid until the next call; see `measure`."""
         found = self._workspace.buffer("intended", self.layout.device, self.layout.slots)
-        for start in range(0, self.layout.slots, CHUNK_SLOTS):
-            slots = slice(start, start + CHUNK_SLOTS)
+        for slots in self._runs():
             intended = found[slots]
             rows = self._workspace.buffer("rows", self.layout.device, 2, len(intended))
-            Intended(self._seen_before(slots, scale), rows[0], rows[1], intended)
+            IntendedUpdate(self._seen_before(slots, scale), rows[0], rows[1], intended)
         return found
 
     def weights_before(self) -> dict[str, Tensor]:
@@ -192,16 +153,21 @@ class Bucket:
 
     def without_padding(self, values: Tensor) -> Tensor:
         """The same fp64 [slots] with 0 in the slots that hold nothing, in place."""
-        for index, start in enumerate(range(0, self.layout.slots, CHUNK_SLOTS)):
-            if len(self._padding[index]):
-                values[start : start + CHUNK_SLOTS].index_fill_(0, self._padding[index], 0.0)
+        for slots, padding in zip(self._runs(), self._padding, strict=True):
+            if len(padding):
+                values[slots].index_fill_(0, padding, 0.0)
         return values
+
+    def _runs(self) -> Iterator[slice]:
+        """The slots that are worked on together, one run of them after the other."""
+        slots = self.layout.slots
+        return (slice(start, min(start + SLOTS_AT_ONCE, slots)) for start in range(0, slots, SLOTS_AT_ONCE))
 
     def _weights(self, keys: Sequence[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys((stored.PARAMETER, *stored.stored_parameter(keys, self.intent.kept))))
 
-    def _seen_before(self, slots: slice, scale: Tensor | None) -> Before:
-        return Before(
+    def _seen_before(self, slots: slice, scale: Tensor | None) -> StepInputs:
+        return StepInputs(
             before={key: self._before[key].values[slots] for key in self._keys_before},
             group=self._group,
             scalars=self._scalars,
@@ -211,17 +177,16 @@ class Bucket:
             workspace=self._workspace,
         )
 
-    def _observation(
-        self, chunk: int, slots: slice, keys_after: Sequence[str], scale: Tensor | None
-    ) -> Observation:
+    def _observation(self, run: int, slots: slice, keys_after: Sequence[str], scale: Tensor | None) -> Observation:
         block = self.layout.block
         return Observation(
             **vars(self._seen_before(slots, scale)),
             after={key: self._after[key].values[slots] for key in keys_after},
             block=block,
             columns=self.layout.columns[slots.start // block : slots.stop // block],
+            held=self._held[run],
             tensors=len(self.members),
-            padding=self._padding[chunk],
+            padding=self._padding[run],
             scales=None if self._scales is None else self._scales[slots.start // block : slots.stop // block],
         )
 
@@ -245,17 +210,30 @@ class Bucket:
             staging.values.neg_()
 
 
-def _put_together(pieces: Sequence[BlockTotals]) -> BlockTotals:
-    if len(pieces) == 1:
-        return pieces[0]
-    return BlockTotals(
-        squares=torch.cat([piece.squares for piece in pieces], 1),
-        products=torch.cat([piece.products for piece in pieces], 1),
-        classes=torch.cat([piece.classes for piece in pieces], 1),
-        further=[
-            (alike[0][0], torch.cat([sums for _, sums in alike], 1))
-            for alike in zip(*(piece.further for piece in pieces), strict=True)
-        ],
-        octaves=pieces[0].octaves,
-        fills=pieces[0].fills,
-    )
+def _measured(view: StepView) -> list[Sums]:
+    found = []
+    for measure in MEASURES.values():
+        sums = measure(view)
+        found.append(sums if isinstance(sums, Sums) else Sums(sums))
+    return found
+
+
+def _put_together(runs: Sequence[Sequence[Sums]]) -> BlockTotals:
+    """Sums by block side by side, run after run; those by tensor added up."""
+    by_block: list[Table[Tensor]] = []
+    by_tensor: list[Table[Tensor]] = []
+    for alike in zip(*runs, strict=True):
+        tables = [table for sums in alike if (table := table_of(sums.by_block)) is not None]
+        if tables:
+            by_block.append(_joined(tables, [table.array for table in tables]))
+        tables = [table for sums in alike if (table := table_of(sums.by_tensor)) is not None]
+        if tables:
+            total = tables[0].array
+            for table in tables[1:]:
+                total = total + table.array
+            by_tensor.append(Table(tables[0].statistics, None, total))
+    return BlockTotals(by_block, by_tensor)
+
+
+def _joined(tables: Sequence[Table[Tensor]], arrays: list[Tensor]) -> Table[Tensor]:
+    return tables[0] if len(tables) == 1 else Table(tables[0].statistics, None, torch.cat(arrays, 1))

@@ -14,13 +14,13 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.sample import stored
 
-__all__ = ["Before", "Intended", "Values", "Workspace", "add_up"]
+__all__ = ["IntendedUpdate", "StepInputs", "Values", "Workspace", "add_up"]
 
 Values = Mapping[str, Tensor]
 
 
 class Workspace:
-    """Large fp64 buffers that one chunk after the other writes over: a fresh one costs a page fault every 4 KiB."""
+    """Large fp64 buffers that each run of slots writes over: a fresh one costs a page fault every 4 KiB."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
@@ -35,7 +35,7 @@ class Workspace:
 
 
 @dataclass(frozen=True)
-class Before:
+class StepInputs:
     """A run of gathered slots before the live step: values by key, in their stored dtypes.
 
     `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
@@ -51,14 +51,14 @@ class Before:
     workspace: Workspace
 
 
-class Intended:
+class IntendedUpdate:
     """u, and the moving averages before the step and after it in exact arithmetic. Synchronises nothing.
 
     Fills θ, g and u: fp64 [slots]. `averages` are the names of the rows of `states` fp64 [3, averages, slots]: |s|
     before the step, s after it, and room for s as stored after it. `known`: there is a u; without, it is 0.
     """
 
-    def __init__(self, seen: Before, parameter: Tensor, gradient: Tensor, intended: Tensor) -> None:
+    def __init__(self, seen: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> None:
         kept, before = seen.intent.kept, seen.before
         add_up(before, stored.stored_parameter(before, kept), parameter)
         _fill_gradient(seen, gradient)
@@ -68,7 +68,7 @@ class Intended:
         self.states = seen.workspace.buffer("states", parameter.device, 3, len(self.averages), slots)
         self.known = self._intend(seen, parameter, gradient, intended)
 
-    def _intend(self, seen: Before, parameter: Tensor, gradient: Tensor, intended: Tensor) -> bool:
+    def _intend(self, seen: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> bool:
         kept = seen.intent.kept
         state: dict[str, Any] = clone_value(seen.scalars)
         for name in stored.average_names(seen.before, kept):
@@ -86,7 +86,7 @@ class Intended:
         return True
 
 
-def _fill_gradient(seen: Before, target: Tensor) -> None:
+def _fill_gradient(seen: StepInputs, target: Tensor) -> None:
     gradient = seen.before.get(stored.GRADIENT)
     if gradient is None:
         target.zero_()

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from collage_agent import session
 from collage_agent.guard import Guard
 from collage_agent.training.subgroups import is_shown_to
-from collage_agent.watching.attached import Attached
+from collage_agent.watching.hooks import OptimizerHooks
 
 __all__ = ["ATTACH", "environment_of", "find_model", "step_begins"]
 
@@ -124,7 +124,7 @@ def _is_module(value: object) -> bool:
 
 def _is_watched(optimizer: Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), Attached) for hook in hooks)
+    return any(isinstance(getattr(hook, "__self__", None), OptimizerHooks) for hook in hooks)
 
 
 def _is_container(optimizer: Optimizer) -> bool:

@@ -24,7 +24,7 @@ from collage_agent.optim import CollageOptimizer
 from collage_agent.sample.gather import local
 from collage_agent.sample.stored import Composition
 
-__all__ = ["Intent", "choose_intent"]
+__all__ = ["Intent", "Intents", "choose_intent"]
 
 
 class Intent(Protocol):
@@ -49,6 +49,20 @@ class Intent(Protocol):
         self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
     ) -> bool:
         """Write u [n] fp64 to `out` and advance `state` in place; False where there is no u."""
+
+
+class Intents:
+    """Where u comes from, group by group; optimizers with equal settings share an answer, and so its self-test."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[Intent]] = {}
+
+    def of(self, optimizer: Optimizer) -> list[Intent]:
+        """One Intent for each of the optimizer's groups."""
+        settings = _settings_of(optimizer)
+        if settings not in self._known:
+            self._known[settings] = choose_intent(optimizer)
+        return self._known[settings]
 
 
 def choose_intent(optimizer: Optimizer) -> list[Intent]:
@@ -130,3 +144,24 @@ def _kind_of(group: dict[str, Any]) -> object:
     tensors = sorted(key for key, value in group.items() if isinstance(value, Tensor) and key != "params")
     dtypes = frozenset(parameter.dtype for parameter in group["params"])
     return (tuple(switches), tuple(tensors), dtypes, torch.get_default_dtype())
+
+
+def _settings_of(optimizer: Optimizer) -> object:
+    """Equal for optimizers that step alike: class, what is kept on the instance, groups' settings and dtypes."""
+    own = {key: _setting(value) for key, value in vars(optimizer).items() if not _of_every_optimizer(key, value)}
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: _setting(value) for key, value in group.items() if key != "params"}
+        kinds = {(parameter.dtype, parameter.device) for parameter in group["params"]}
+        groups.append((tuple(sorted(settings.items())), frozenset(kinds)))
+    return type(optimizer), tuple(sorted(own.items())), tuple(groups)
+
+
+def _of_every_optimizer(name: str, value: object) -> bool:
+    return name in ("state", "param_groups", "defaults") or name.endswith("_hooks") or callable(value)
+
+
+def _setting(value: object) -> str:
+    """What tells one setting from another; an object that can change is equal to itself alone."""
+    plain = isinstance(value, int | float | str | tuple | None)
+    return repr(value) if plain else f"{type(value).__name__} {id(value)}"

@@ -1,1 +1,1 @@
-"""Measured steps of one optimizer: the meter, whole tensors in rotation, one table."""
+"""Measured steps of one optimizer: which tensors are stepped alike, oracles, rotation, and one table of all."""

@@ -6,30 +6,29 @@ the model's numbers are never those of a part of its tensors. Each tensor's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.bucket import Bucket, Followed
-from collage_agent.buckets.chunk import BlockTotals
+from collage_agent.buckets.bucket import Bucket
 from collage_agent.buckets.intended import Workspace
-from collage_agent.buckets.planned import Planned
-from collage_agent.buckets.totals import SampleSizes, bucket_totals
-from collage_agent.intent.choose import Intent
+from collage_agent.buckets.oracle import OracleView
+from collage_agent.buckets.plan import BucketPlan
+from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.whole_tensor import Turn, WholeTensor
+from collage_agent.measure.planning import Planner
 from collage_agent.sample.gather import local
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.training.parameters import WatchedParameter
+from collage_monitor.table import Table
 
 __all__ = ["ELEMENTS_A_STEP", "Rotation", "too_large"]
 
 ELEMENTS_A_STEP: Final = 2**20
 """Elements stepped whole at one measured step, at most: 8 bytes each for θ, g, u and every state."""
-
-_Columns = tuple[tuple[str, ...], Tensor, Tensor]
 
 
 class Rotation:
@@ -42,43 +41,35 @@ class Rotation:
     def __init__(self, bound: int | None = ELEMENTS_A_STEP) -> None:
         """bound: elements a step; None: no bound, every tensor at every measured step."""
         self._bound = bound
-        self.kept: tuple[Planned, ...] = ()
-        self._turn: tuple[Planned, ...] = ()
+        self.kept: tuple[BucketPlan, ...] = ()
+        self._turn: tuple[BucketPlan, ...] = ()
         self._made_for: list[tuple[int, WholeTensor]] = []
-        self._held: dict[int, _Columns] = {}
+        self._held: dict[int, Table[Tensor]] = {}
         self._waiting: set[int] = set()
 
-    def before(
-        self,
-        optimizer: Optimizer,
-        watched: Sequence[WatchedParameter],
-        intents: Sequence[Intent],
-        draw: Callable[[int], TensorSample],
-    ) -> None:
+    def before(self, optimizer: Optimizer, planner: Planner) -> None:
         """Copy the tensors whose turn it is, before the live step. Runs inside `isolated`; synchronises nothing."""
         eligible = {
             index: intent
-            for index, entry in enumerate(watched)
-            if isinstance(intent := intents[entry.group], WholeTensor)
+            for index, entry in enumerate(planner.watched)
+            if isinstance(intent := planner.intents[entry.group], WholeTensor)
             and _is_whole(entry)
             and not too_large(entry, self._bound)
         }
         self._waiting = eligible.keys() - self._held.keys()
-        chosen = [(index, eligible[index]) for index in self._next(watched)]
+        chosen = [(index, eligible[index]) for index in self._next(planner.watched)]
         if not self.kept or chosen != self._made_for:
             # What was kept goes before its successors come.
             self.kept = self._turn = ()
             self._made_for = chosen
             workspace = Workspace()
-            self._turn = tuple(
-                _planned(index, watched[index], intent, draw(index), workspace) for index, intent in chosen
-            )
+            self._turn = tuple(_planned(index, planner, intent, workspace) for index, intent in chosen)
         else:
             self._turn = self.kept
         for planned in self._turn:
             planned.gather_before(optimizer)
 
-    def after(self, optimizer: Optimizer, scale: Tensor | None, skipped: Tensor | None) -> list[_Columns]:
+    def after(self, optimizer: Optimizer, scale: Tensor | None, skipped: Tensor | None) -> list[Table[Tensor]]:
         """Totals of all tensors if this step ends the round, else none yet. Runs inside `isolated`.
 
         scale: what gradients are to be divided by; skipped: not 0 where the loss scaler skipped the step,
@@ -86,12 +77,12 @@ class Rotation:
         """
         turn, self._turn = self._turn, ()
         for planned in turn:
-            blocks = planned.bucket.measure(planned.states(optimizer), scale, [])
-            keys, totals = bucket_totals(planned.bucket, planned.sizes, blocks)
+            (table,) = planned.measure(optimizer, scale)
             if skipped is not None:
-                totals = torch.where(skipped.to(totals.device).reshape(()).ne(0), torch.nan, totals)
+                skip = skipped.to(table.array.device).reshape(()).ne(0)
+                table = Table(table.statistics, table.layers, torch.where(skip, torch.nan, table.array))
             index = planned.bucket.members[0]
-            self._held[index] = keys, totals, planned.columns
+            self._held[index] = table
             self._waiting.discard(index)
         if self._bound is not None and not self._waiting and len(turn) == len(self._held):
             self.kept = turn
@@ -131,7 +122,7 @@ class _WholeBucket(Bucket):
         self,
         states: Sequence[Mapping[str, Any]],
         scale: Tensor | None,
-        followed: Sequence[Followed],
+        followed: Sequence[OracleView],
         *,
         counterfactuals: bool = False,
     ) -> BlockTotals:
@@ -154,9 +145,8 @@ def _is_whole(entry: WatchedParameter) -> bool:
     return whole and gradient is not None and not gradient.is_sparse and tuple(parameter.shape) == shard.shape
 
 
-def _planned(
-    index: int, entry: WatchedParameter, intent: WholeTensor, sample: TensorSample, workspace: Workspace
-) -> Planned:
-    bucket = _WholeBucket(index, entry.parameter, sample, Turn(intent, entry.parameter), workspace)
-    columns = torch.tensor([index]).to(bucket.layout.device)
-    return Planned(bucket, entry.group, SampleSizes([sample], bucket.layout), columns, [])
+def _planned(index: int, planner: Planner, intent: WholeTensor, workspace: Workspace) -> BucketPlan:
+    entry = planner.watched[index]
+    turn = Turn(intent, entry.parameter)
+    bucket = _WholeBucket(index, entry.parameter, planner.drawn(index, "all"), turn, workspace)
+    return BucketPlan(bucket, entry.group, planner.names_of([index]))

@@ -1,44 +1,54 @@
-"""Pure diagnostics: tensors in, totals out, still on the device. Nothing here reads a value back."""
+"""How each statistic is measured: pure functions from a view of the step to sums, still on the device.
 
-from collage_agent.stats.classes import CLASS_COUNTS, class_codes, count_classes
-from collage_agent.stats.counterfactual import COUNTERFACTUAL_SUMS, counterfactual_block_sums, fp8_scales
-from collage_agent.stats.decay import decay_block_sums, decay_is_lost
-from collage_agent.stats.edq import edq_block_sums, edq_products
-from collage_agent.stats.finite import leave_out, nonfinite
-from collage_agent.stats.histogram import ulp_octave_counts
-from collage_agent.stats.norms import squared_block_sums
-from collage_agent.stats.residuals import RESIDUAL_SUMS, residual_block_sums
-from collage_agent.stats.segments import Columns, block_sums, on_host
-from collage_agent.stats.states import state_decrement_block_sums
-from collage_agent.stats.variance import population_factor, product_rows, ratio_variances
-from collage_agent.stats.windows import WINDOW_SUMS, window_block_sums
-from collage_agent.stats.zeros import zero_block_counts
+A module here measures what the module of the same name in `collage_monitor.statistics` defines. What is measured
+at every measured step has a function `measure(step: StepView)`; other packages add theirs through the entry-point
+group `collage_agent.statistics`, under the name of their definition. Nothing here reads a value back.
+"""
 
-__all__ = [
-    "CLASS_COUNTS",
-    "COUNTERFACTUAL_SUMS",
-    "Columns",
-    "RESIDUAL_SUMS",
-    "WINDOW_SUMS",
-    "block_sums",
-    "class_codes",
-    "count_classes",
-    "counterfactual_block_sums",
-    "decay_block_sums",
-    "decay_is_lost",
-    "edq_block_sums",
-    "edq_products",
-    "fp8_scales",
-    "leave_out",
-    "nonfinite",
-    "on_host",
-    "population_factor",
-    "product_rows",
-    "ratio_variances",
-    "residual_block_sums",
-    "squared_block_sums",
-    "state_decrement_block_sums",
-    "ulp_octave_counts",
-    "window_block_sums",
-    "zero_block_counts",
-]
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import Tensor
+
+from collage_agent.stats import classes, counterfactuals, decay, edq, norms, residuals, states, updates
+from collage_agent.stats.view import MovingAverages, StepView, Sums
+from collage_monitor.errors import CatalogueError
+from collage_monitor.extensions import extensions
+from collage_monitor.statistics.catalogue import DEFINITIONS
+
+__all__ = ["MEASURES", "Measure", "MovingAverages", "StepView", "Sums", "measures_of"]
+
+Measure = Callable[[StepView], Sums | Mapping[str, Tensor]]
+"""Sums by statistic key; a plain mapping holds sums by block, fp64 [blocks]."""
+
+_OWN: Final[Mapping[str, Measure]] = {
+    "norms": norms.measure,
+    "edq": edq.measure,
+    "classes": classes.measure,
+    "updates": updates.measure,
+    "states": states.measure,
+    "decay": decay.measure,
+    "residuals": residuals.measure,
+    "counterfactuals": counterfactuals.measure,
+}
+
+
+def measures_of(own: Mapping[str, Measure], added: Mapping[str, Any]) -> dict[str, Measure]:
+    """How statistics are measured, by the name of their definition, those that other packages add last.
+
+    Raises:
+        CatalogueError: what was added cannot be called, or has no definition under its name.
+    """
+    for name, measure in added.items():
+        if not callable(measure) or name in own:
+            raise CatalogueError(f"collage_agent.statistics {name!r} must be a function, under a name of its own")
+        if name not in DEFINITIONS:
+            raise CatalogueError(
+                f"collage_agent.statistics {name!r} has no definition: add one to collage_monitor.statistics"
+            )
+    return {**own, **added}
+
+
+MEASURES: Final = measures_of(_OWN, extensions("collage_agent.statistics"))

@@ -6,6 +6,7 @@ words of a block are added, and the fields read out of the sum. So ten counts co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Final
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from collage_agent.sample.sampling import MAXIMUM_BLOCK
+from collage_agent.stats.view import StepView, Sums, named
+from collage_monitor.table import Table
 
-__all__ = ["CLASS_COUNTS", "class_codes", "count_classes"]
+__all__ = ["CLASS_COUNTS", "KEYS", "active_elements", "class_codes", "class_counts", "count_classes", "measure"]
 
 CLASS_COUNTS: Final = (
     "lost",
@@ -30,10 +33,32 @@ CLASS_COUNTS: Final = (
 )
 """Rows of `count_classes`. Idle elements are those in none of nonfinite, lost, distorted and faithful."""
 
+KEYS: Final = (*CLASS_COUNTS, "idle", "active_blocks")
 _FIELD_BITS: Final = 6
 _NO_INTENT, _NO_EFFECT, _NO_VISIBLE, _FAR, _REVERSED, _LEFT_OUT, _GRADIENT, _PARAMETER = (
     1 << bit for bit in range(8)
 )
+
+
+def measure(step: StepView) -> Sums:
+    """Elements of each class, and whether a block has some u ≠ 0."""
+    active = active_elements(step.classes)
+    idle = step.held - step.classes["nonfinite"] - active
+    more = torch.stack((idle, active.clamp(max=1.0)))
+    return Sums(named(KEYS, torch.cat((step.classes.array, more))))
+
+
+def active_elements(counts: Mapping[str, Tensor]) -> Tensor:
+    """Elements with u ≠ 0, from the counts of the classes."""
+    return (counts["lost"] + counts["distorted"]).add_(counts["faithful"])
+
+
+def class_counts(codes: Tensor, block: int, held: Tensor) -> Table[Tensor]:
+    """`count_classes` by name; slots that hold nothing, all but `held` fp64 [blocks], are of no class."""
+    counts = named(CLASS_COUNTS, count_classes(codes, block))
+    # They were left out as what is not finite. Counts are whole numbers: the difference is exact.
+    counts["nonfinite"].sub_(block - held)
+    return counts
 
 
 def class_codes(

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from collage_agent.numerics import round_to
-from collage_agent.stats.segments import block_sums
+from collage_agent.stats.blocks import block_sums, leave_out
+from collage_agent.stats.norms import squared_block_sums
+from collage_agent.stats.view import StepView, Sums, named
 
-__all__ = ["decay_block_sums", "decay_is_lost"]
+__all__ = ["decay_block_sums", "decay_is_lost", "measure"]
+
+_KEYS: Final = ("decay_kept_sum", "decay_squared_sum")
+
+
+def measure(step: StepView) -> Sums:
+    """What decoupled decay alone would keep; nothing where there is none."""
+    rate, dtype = step.decay, step.registered.dtype
+    if rate is None:
+        return Sums()
+    if not decay_is_lost(rate, dtype):
+        return Sums(named(_KEYS, decay_block_sums(step.visible_parameter, rate, dtype, step.left_out, step.block)))
+    if step.visible_parameter is step.parameter:
+        visible_squares = step.squares["parameter"]
+    else:
+        finite = step.visible_parameter.clone().unsqueeze(0)
+        leave_out(finite, step.left_out)
+        visible_squares = squared_block_sums(finite, step.block)[0]
+    squares = visible_squares * rate**2
+    return Sums(named(_KEYS, torch.stack((torch.zeros_like(squares), squares))))
 
 
 def decay_is_lost(rate: float | Tensor, dtype: torch.dtype) -> bool:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from torch import Tensor
 
-from collage_agent.stats.segments import block_sums
+from collage_agent.stats.blocks import block_sums
+from collage_agent.stats.view import StepView, Sums, named
 
-__all__ = ["edq_block_sums", "edq_products"]
+__all__ = ["KEYS", "edq_block_sums", "edq_products", "measure"]
+
+KEYS: Final = ("intended_effective_sum", "intended_visible_sum")
+
+
+def measure(step: StepView) -> Sums:
+    """Σ u·e and Σ u·eᵛ."""
+    return Sums(named(KEYS, edq_block_sums(step.products, step.block).expand(len(KEYS), -1)))
 
 
 def edq_products(intended: Tensor, updates: Tensor) -> Tensor:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
-__all__ = ["squared_block_sums"]
+from collage_agent.stats.view import ROWS, StepView, Sums, named
+
+__all__ = ["KEYS", "measure", "squared_block_sums"]
+
+KEYS: Final = tuple(f"{row}_squared_sum" for row in ROWS)
+
+
+def measure(step: StepView) -> Sums:
+    """Σ θ², g², e², eᵛ², u²."""
+    return Sums(named(KEYS, torch.stack([step.squares[row] for row in ROWS])))
 
 
 def squared_block_sums(rows: Tensor, block: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.segments import block_sums
+from collage_agent.stats.blocks import block_sums
 
 __all__ = ["WINDOW_SUMS", "window_block_sums"]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats import CLASS_COUNTS, class_codes, count_classes, edq_products, leave_out, nonfinite
+from collage_agent.stats.blocks import leave_out, nonfinite
+from collage_agent.stats.classes import CLASS_COUNTS, class_codes, count_classes
+from collage_agent.stats.edq import edq_products
 
 from tests.reference import diagnostics
 

@@ -1,10 +1,11 @@
-"""Decrements of moving averages against exact fractions."""
+"""Moving averages: decrements against exact fractions, zeros where the gradient is not against plain counting."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats import state_decrement_block_sums
+from collage_agent.stats import states as module
+from collage_agent.stats.states import state_decrement_block_sums, zero_block_counts
 
 from tests.reference import diagnostics
 
@@ -39,3 +40,33 @@ def test_states_that_are_not_finite_enter_no_sum_where_nothing_else_is_left_out(
     intended = torch.tensor([[0.5, 0.25, torch.inf, torch.nan]], dtype=torch.float64) * sign
     states = torch.stack((before, intended, intended))
     assert state_decrement_block_sums(states, None, 4)[:, 0, 0].tolist() == [-1.25, -1.25]
+
+
+def test_zeros_equal_plain_counting():
+    generator = torch.Generator().manual_seed(8)
+    gradient, *states = (
+        torch.randn(320, generator=generator, dtype=torch.float64)
+        * torch.randint(0, 2, (320,), generator=generator)
+        for _ in range(3)
+    )
+    left_out = torch.zeros(320, dtype=torch.uint8)
+    live = [gradient.float(), *states]
+    found = zero_block_counts(live, gradient, states, left_out, 32).sum(1).tolist()
+    for state, count in zip(states, found[1:], strict=True):
+        nonzero, zero = diagnostics.zeros(diagnostics.exact(gradient), diagnostics.exact(state))
+        assert (320 - found[0], count) == (nonzero, zero)
+    left_out[:] = 1
+    assert not zero_block_counts(live, gradient, states, left_out, 32).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_host_and_device_count_zeros_alike(dtype, monkeypatch):
+    gradient = torch.tensor([0.0, -0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0], dtype=torch.float64)
+    high = torch.tensor([0.0, 1.0, 0.0, -0.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    low = torch.tensor([0.0, 0.0, 0.0, 0.0, 1e-9, 0.0, 0.0, 0.0], dtype=torch.float64)
+    left_out = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1], dtype=torch.uint8)
+    arguments = ([gradient.to(dtype), high.to(dtype)], gradient, [high + low], left_out, 4)
+    expected = [[2.0, 0.0], [2.0, 0.0]]
+    assert zero_block_counts(*arguments).tolist() == expected
+    monkeypatch.setattr(module, "on_host", lambda _: False)
+    assert zero_block_counts(*arguments).tolist() == expected

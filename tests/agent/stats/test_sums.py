@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from collage_agent.stats import Columns, edq_block_sums, edq_products, squared_block_sums
-from collage_agent.stats.variance import population_factor, product_rows, ratio_variances
+from collage_agent.stats.blocks import Columns
+from collage_agent.stats.edq import edq_block_sums, edq_products
+from collage_agent.stats.intervals import population_factor, product_rows, ratio_variances, variance_keys
+from collage_agent.stats.norms import squared_block_sums
 
 from tests.reference import diagnostics
 
@@ -40,30 +42,30 @@ def test_variances_equal_the_textbook_formula():
     of_block = torch.tensor([tensor for tensor, size in enumerate(sizes) for _ in range(size)])
     a, b = (torch.from_numpy(generator.normal(3.0, 1.0, len(of_block))) for _ in range(2))
     columns = Columns(of_block, 3)
-    numerators, denominators = a.view(1, 1, -1), b.view(1, -1)
-    sums = columns.sums(torch.stack((a, b)))
+    numerators, denominators = a.view(1, -1), b.view(1, -1)
     found = ratio_variances(
         columns.sums(product_rows(numerators, denominators)),
-        sums[:1].unsqueeze(0),
-        sums[1:],
+        columns.sums(numerators),
+        columns.sums(denominators),
         torch.tensor(sizes, dtype=torch.float64),
         population_factor(torch.tensor(sizes, dtype=torch.float64), torch.tensor(populations, dtype=torch.float64)),
     )
     for tensor in (0, 2):
         mine = of_block == tensor
         expected = diagnostics.variances(a[mine].tolist(), b[mine].tolist(), populations[tensor])
-        assert found[:, 0, tensor].tolist() == pytest.approx(expected, rel=1e-10)
-    assert found[:, 0, 1].tolist() == [0.0, 0.0, 0.0]
+        assert found[:, tensor].tolist() == pytest.approx(expected, rel=1e-10)
+    assert found[:, 1].tolist() == [0.0, 0.0, 0.0]
+    assert variance_keys(("x",)) == ("variance_numerator/x", "variance_denominator/x", "covariance/x")
 
 
 def test_one_block_of_many_has_no_variance_and_a_whole_tensor_of_one_block_has_none_to_speak_of():
     one = torch.ones(3, 2, dtype=torch.float64)
     found = ratio_variances(
         one,
-        torch.ones(1, 1, 2, dtype=torch.float64),
+        one[:1],
         one[:1],
         one[0],
         population_factor(one[0], torch.tensor([9.0, 1.0], dtype=torch.float64)),
     )
-    assert found[:, 0, 0].isnan().all()
-    assert found[:, 0, 1].tolist() == [0.0, 0.0, 0.0]
+    assert found[:, 0].isnan().all()
+    assert found[:, 1].tolist() == [0.0, 0.0, 0.0]

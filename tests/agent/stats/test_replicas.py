@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from collage_agent.buckets.checksum import block_checksums
+from collage_agent.stats.replicas import block_checksums
 
 BLOCK = 16
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,24 +1,57 @@
-"""The bursts under way: u of each step is added up, and at a window's end compared with θ's displacement."""
+"""Windows: u added up over bursts of consecutive steps, against what the weights have moved by since."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.planned import Planned
+from collage_agent.buckets.plan import BucketPlan
 from collage_agent.sample import stored
-from collage_agent.stats import WINDOW_SUMS, nonfinite, window_block_sums
+from collage_agent.stats.blocks import nonfinite
+from collage_agent.stats.windows import WINDOW_SUMS, window_block_sums
 from collage_agent.training.scaling import loss_scaling
-from collage_agent.windows.schedule import Schedule, Span
+from collage_monitor.table import Axis, Table
 
-__all__ = ["Windows"]
+__all__ = ["CYCLE_WINDOWS", "Schedule", "Span", "Windows"]
 
-Rows = tuple[tuple[str, ...], Tensor, Tensor]
-"""Statistic keys, totals fp64 [keys, tensors], and the tensors' columns."""
+CYCLE_WINDOWS: Final = 4
+"""A window of k steps ends every 4·k steps, rounded up to measured ones: one step in four lies in its bursts."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A window of `length` steps, from the state after step `begin` to that after step `end`, a measured one."""
+
+    length: int
+    begin: int
+    end: int
+
+
+class Schedule:
+    """The windows of `lengths` steps, for steps measured every `every`; they share steps and end together."""
+
+    def __init__(self, lengths: Sequence[int], every: int) -> None:
+        self._cycles = {length: every * -(-CYCLE_WINDOWS * length // every) for length in lengths}
+
+    @property
+    def cycle(self) -> int:
+        """Steps from one end of the longest window to the next, before the governor doubles it."""
+        return max(self._cycles.values(), default=0)
+
+    def covering(self, step: int, doublings: int) -> list[Span]:
+        """The windows that step number `step`, about to be taken, belongs to; `doublings` are the governor's."""
+        found = []
+        for length, cycle in self._cycles.items():
+            stretched = cycle << doublings
+            end = -(-step // stretched) * stretched
+            if step > end - length:
+                found.append(Span(length, end - length, end))
+        return found
 
 
 @dataclass
@@ -29,6 +62,11 @@ class _Burst:
     intended: list[Tensor] = field(default_factory=list)
     start: list[dict[str, Tensor]] = field(default_factory=list)
     spoilt: Tensor | None = None
+
+    @property
+    def statistics(self) -> Axis:
+        """The keys of its totals."""
+        return Axis(f"{name}/{self.span.length}" for name in WINDOW_SUMS)
 
 
 class Windows:
@@ -41,7 +79,7 @@ class Windows:
     def __init__(self, lengths: Sequence[int], every: int) -> None:
         self.schedule = Schedule(lengths, every)
         self._bursts: dict[int, _Burst] = {}
-        self.plan: list[Planned] = []
+        self.plan: list[BucketPlan] = []
         self._signature: Hashable = None
         self._step = -1
 
@@ -60,7 +98,7 @@ class Windows:
         step: int,
         doublings: int,
         signature: Hashable,
-        plan: Callable[[], list[Planned]],
+        plan: Callable[[], list[BucketPlan]],
     ) -> None:
         """Add u of step number `step`, which the optimizer is about to take, to the windows that it belongs to.
 
@@ -93,10 +131,10 @@ class Windows:
             for burst in self._bursts.values():
                 burst.spoilt = _either(burst.spoilt, skipped.ne(0))
 
-    def after(self, optimizer: Optimizer) -> list[Rows]:
+    def after(self, optimizer: Optimizer) -> list[Table[Tensor]]:
         """The totals of the windows that the step just taken ends: estimated, not a number where spoilt."""
         ending = [burst for burst in self._bursts.values() if burst.span.end == self._step]
-        found: list[Rows] = []
+        found: list[tuple[_Burst, BucketPlan, Tensor]] = []
         for burst in ending:
             del self._bursts[burst.span.length]
         for index, planned in enumerate(self.plan if ending else []):
@@ -110,12 +148,10 @@ class Windows:
                 sums = planned.sizes.columns.sums(
                     window_block_sums(intended, effective, visible, planned.bucket.layout.block)
                 )
-                keys = tuple(f"{name}/{burst.span.length}" for name in WINDOW_SUMS)
-                found.append((keys, sums * planned.sizes.scale, planned.columns))
-        spoilt = {f"/{burst.span.length}": burst.spoilt for burst in ending}
+                found.append((burst, planned, sums * planned.sizes.scale))
         return [
-            (keys, _unless(spoilt["/" + keys[0].rpartition("/")[2]], totals), columns)
-            for keys, totals, columns in found
+            Table(burst.statistics, planned.layers, _unless(burst.spoilt, totals))
+            for burst, planned, totals in found
         ]
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from collage_agent.stats import COUNTERFACTUAL_SUMS, counterfactual_block_sums, fp8_scales
+from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS, counterfactual_block_sums, fp8_scales
 
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS

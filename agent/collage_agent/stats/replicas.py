@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.totals import SampleSizes
-from collage_agent.training.parameters import WatchedParameter
+from collage_agent.stats.blocks import Columns
 
-__all__ = ["CHECKSUM_STATISTICS", "Checksums", "block_checksums"]
+__all__ = ["KEYS", "block_checksums", "replica_sums"]
 
-CHECKSUM_STATISTICS: Final = ("replica_checksum", "replica_checksum_elements")
+KEYS: Final = ("replica_checksum", "replica_checksum_elements")
 _BITS: Final = 2**32 - 1
 _AT_ONCE: Final = 2**18
 _PATTERNS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -37,16 +34,10 @@ def block_checksums(values: Tensor, block: int) -> Tensor:
     return torch.cat(sums).to(torch.int64).bitwise_and_(_BITS)
 
 
-class Checksums:
-    """Which tensors of a bucket are replicas of others, and their checksums after a step."""
+def replica_sums(values: Tensor, block: int, columns: Columns, sampled: Tensor, replicated: Tensor) -> Tensor:
+    """Each tensor's checksum and what it was made of: fp64 [KEYS, tensors], NaN where not `replicated` [tensors].
 
-    def __init__(self, members: Sequence[WatchedParameter], sizes: SampleSizes, device: torch.device) -> None:
-        self._sizes = sizes
-        self._elsewhere = torch.tensor([watched.shard.replicated for watched in members]).to(device)
-
-    def rows(self, bucket: Bucket) -> Tensor:
-        """fp64 [2, tensors] in the order of CHECKSUM_STATISTICS, NaN for tensors without a replica elsewhere."""
-        blocks = block_checksums(bucket.parameter_after, bucket.layout.block)
-        sums = self._sizes.columns.sums(blocks.unsqueeze(0)).bitwise_and_(_BITS).to(torch.float64)
-        both = torch.cat((sums, self._sizes.sampled.unsqueeze(0)))
-        return torch.where(self._elsewhere, both, torch.nan)
+    values: the weights after the step, [slots] in their own dtype; sampled fp64 [tensors]. No synchronisation.
+    """
+    sums = columns.sums(block_checksums(values, block).unsqueeze(0)).bitwise_and_(_BITS).to(torch.float64)
+    return torch.where(replicated, torch.cat((sums, sampled.unsqueeze(0))), torch.nan)

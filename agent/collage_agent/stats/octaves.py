@@ -1,4 +1,4 @@
-"""Where the intended update stands against the grid: octaves of |u| / gap, by exponents alone."""
+"""Where a number stands against the grid of its weight: octaves of |u| / gap, by exponents alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_monitor.metrics import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES
+from collage_monitor.definitions import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES
 
 __all__ = ["BINS", "binade_fields", "exponent_of", "ulp_octave_counts"]
 

@@ -7,9 +7,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.segments import block_sums
+from collage_agent.stats.blocks import block_sums
+from collage_agent.stats.view import StepView, Sums, named
 
-__all__ = ["COUNTERFACTUAL_SUMS", "counterfactual_block_sums", "fp8_scales"]
+__all__ = ["COUNTERFACTUAL_SUMS", "counterfactual_block_sums", "fp8_scales", "measure"]
 
 COUNTERFACTUAL_SUMS: Final = (
     "counterfactual_squared_sum",
@@ -28,6 +29,14 @@ _EXPONENT: Final = 0x7FF << 52
 _ROUNDS_TO_WHOLE: Final = 1.5 * 2.0**52
 _AT_ONCE: Final = 32_768
 """Elements worked on together: the many temporaries then stay in the cache."""
+
+
+def measure(step: StepView) -> Sums:
+    """What other ways of keeping the weights would have kept of u; nothing unless they are asked for."""
+    if step.scales is None or not step.known:
+        return Sums()
+    sums = counterfactual_block_sums(step.parameter, step.intended, step.scales, step.block)
+    return Sums(named(COUNTERFACTUAL_SUMS, sums))
 
 
 def counterfactual_block_sums(parameter: Tensor, intended: Tensor, scales: Tensor, block: int) -> Tensor:

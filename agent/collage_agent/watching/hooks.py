@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, Final
@@ -14,9 +14,10 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
-from collage_agent.intent.choose import Intent, choose_intent
+from collage_agent.intent.choose import Intents, choose_intent
 from collage_agent.intent.clone import isolated
 from collage_agent.measure.meter import Meter
+from collage_agent.measure.windows import Windows
 from collage_agent.options import WatchOptions
 from collage_agent.training.parameters import WatchedParameter, watched_parameters
 from collage_agent.training.scaling import SkippedSteps
@@ -25,34 +26,20 @@ from collage_agent.training.subgroups import SubGroup
 from collage_agent.watching.description import describe
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.iterations import Iterations
-from collage_agent.windows import Windows
 from collage_monitor import wire
+from collage_monitor.table import Table
 
-__all__ = ["Attached", "Intents", "steps_taken"]
+__all__ = ["OptimizerHooks", "steps_taken"]
 
 _HOST: Final = torch.device("cpu")
 _HOOKS_FILE: Final = torch_optimizer.__file__
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Intents:
-    """Where u comes from, group by group; optimizers with equal settings share an answer, and so its self-test."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, list[Intent]] = {}
-
-    def of(self, optimizer: Optimizer) -> list[Intent]:
-        """One Intent for each of the optimizer's groups."""
-        settings = _settings_of(optimizer)
-        if settings not in self._known:
-            self._known[settings] = choose_intent(optimizer)
-        return self._known[settings]
-
-
-class Attached:
+class OptimizerHooks:
     """One optimizer under a watch. `totals` are those of its last measured step, until somebody takes them.
 
-    `number` tells it from the others that the watch has; `named` are the layers that these go by. With a
+    `number` tells it from the others that the watch has; `named` are the layers of all of them so far. With a
     `sub_group` it is one of those that the optimizer steps in turn, and is made while that one is shown.
     """
 
@@ -66,7 +53,7 @@ class Attached:
         intents: Intents,
         *,
         number: int,
-        named: Iterable[str],
+        named: dict[str, None],
         seed: int,
         shard: int,
         sub_group: SubGroup | None = None,
@@ -74,10 +61,11 @@ class Attached:
         self.optimizer = optimizer
         self.stepping = stepping_optimizer(optimizer)
         self.options = options
-        self.totals: Tensor | None = None
+        self.totals: list[Table[Tensor]] | None = None
         self.closure_seen = False
         self._model = model
         self._number = number
+        self._named = named
         self._sub_group = sub_group
         self._governor = governor
         self._guard = guard
@@ -90,7 +78,7 @@ class Attached:
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._entered = 0
         self.meter = Meter(
-            _apart(watched, number, set(named)),
+            _apart(watched, number, named),
             self._chosen,
             options.sample,
             oracle=options.oracle,
@@ -259,17 +247,15 @@ class Attached:
             return
         self._groups = sizes
         self._chosen = choose_intent(optimizer)
-        known = {id(watched.parameter): watched.name for watched in self.meter.watched}
+        known = {id(watched.parameter) for watched in self.meter.watched}
         found, self.left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
         new = [watched for watched in found if id(watched.parameter) not in known]
-        self.meter.extend(_apart(new, self._number, set(known.values())), self._chosen)
+        self.meter.extend(_apart(new, self._number, self._named), self._chosen)
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
-        self.meter.restart_oracle()
-        if self._windows is not None:
-            self._windows.drop()
+        self.meter.state_was_loaded()
 
     def _notes(self) -> list[str]:
         notes = [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
@@ -283,12 +269,14 @@ class Attached:
         return notes
 
 
-def _apart(watched: Sequence[WatchedParameter], number: int, named: set[str]) -> list[WatchedParameter]:
-    """Parameters under names that no other optimizer's have: those that no module knows are called alike."""
-    return [
+def _apart(watched: Sequence[WatchedParameter], number: int, named: dict[str, None]) -> list[WatchedParameter]:
+    """Parameters under names that nobody has yet: those that no module knows are called alike."""
+    found = [
         replace(entry, name=f"optimizer{number}.{entry.name}") if entry.name in named else entry
         for entry in watched
     ]
+    named.update((entry.name, None) for entry in found)
+    return found
 
 
 def _inside_own_step(optimizer: Optimizer) -> bool:
@@ -314,27 +302,6 @@ def steps_taken(optimizer: Optimizer) -> int:
     """The largest `step` in the optimizer's state. Synchronises, once, a device on which it is kept."""
     steps = [state.get("step", 0) for state in optimizer.state.values() if isinstance(state, dict)]
     return max((int(step.max().item()) if isinstance(step, Tensor) else int(step) for step in steps), default=0)
-
-
-def _settings_of(optimizer: Optimizer) -> object:
-    """Equal for optimizers that step alike: class, what is kept on the instance, groups' settings and dtypes."""
-    own = {key: _setting(value) for key, value in vars(optimizer).items() if not _of_every_optimizer(key, value)}
-    groups = []
-    for group in optimizer.param_groups:
-        settings = {key: _setting(value) for key, value in group.items() if key != "params"}
-        kinds = {(parameter.dtype, parameter.device) for parameter in group["params"]}
-        groups.append((tuple(sorted(settings.items())), frozenset(kinds)))
-    return type(optimizer), tuple(sorted(own.items())), tuple(groups)
-
-
-def _of_every_optimizer(name: str, value: object) -> bool:
-    return name in ("state", "param_groups", "defaults") or name.endswith("_hooks") or callable(value)
-
-
-def _setting(value: object) -> str:
-    """What tells one setting from another; an object that can change is equal to itself alone."""
-    plain = isinstance(value, int | float | str | tuple | None)
-    return repr(value) if plain else f"{type(value).__name__} {id(value)}"
 
 
 def _sizes_of(optimizer: Optimizer) -> tuple[int, ...]:

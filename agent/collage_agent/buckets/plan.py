@@ -1,0 +1,113 @@
+"""A bucket with what is fixed until the next plan: its sample's sizes, its layers, the oracles that look on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.buckets.bucket import Bucket
+from collage_agent.buckets.oracle import OracleView
+from collage_agent.buckets.totals import SampleSizes, estimated_totals
+from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion
+from collage_agent.stats import replicas
+from collage_monitor.table import Axis, Table
+
+__all__ = ["BucketPlan", "decoupled_rate", "differing", "out_of_lock_step"]
+
+_ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
+_CHECKSUMS: Final = Axis(replicas.KEYS)
+
+
+@dataclass
+class BucketPlan:
+    """A bucket of parameter group number `group`, whose tensors are the layers `layers`.
+
+    `replicated` bool [tensors] says which of them other ranks have, too; None: no one. `apart` says which are out
+    of step this time.
+    """
+
+    bucket: Bucket
+    group: int
+    layers: Axis
+    oracles: Sequence[OracleView] = ()
+    replicated: Tensor | None = None
+    apart: Tensor | None = None
+    sizes: SampleSizes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sizes = SampleSizes(self.bucket.samples, self.bucket.layout)
+
+    def states(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """What the optimizer keeps for each tensor of the bucket."""
+        # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
+        return [optimizer.state.get(parameter, {}) for parameter in self.bucket.parameters]
+
+    def gather_before(self, optimizer: Optimizer) -> None:
+        """Copy the sample before the optimizer's step, and find out who is out of step. Synchronises nothing."""
+        self.bucket.intent.refresh(optimizer)
+        states = self.states(optimizer)
+        self.apart = out_of_lock_step(states)
+        group = optimizer.param_groups[self.group]
+        self.bucket.gather_before(group, states, decoupled_rate(optimizer, group))
+
+    def measure(
+        self, optimizer: Optimizer, scale: Tensor | None, *, counterfactuals: bool = False
+    ) -> list[Table[Tensor]]:
+        """Estimated totals of the step just taken: the bucket's, its replicas' checksums, its oracles'.
+
+        See `Bucket.measure`. Runs inside `isolated`; synchronises nothing.
+        """
+        blocks = self.bucket.measure(self.states(optimizer), scale, self.oracles, counterfactuals=counterfactuals)
+        table = estimated_totals(blocks, self.sizes, self.layers, self.bucket.missing)
+        if self.apart is not None:
+            table = Table(table.statistics, self.layers, torch.where(self.apart, torch.nan, table.array))
+        found = [table]
+        if self.replicated is not None:
+            values, sizes = self.bucket.parameter_after, self.sizes
+            sums = replicas.replica_sums(
+                values, self.bucket.layout.block, sizes.columns, sizes.sampled, self.replicated
+            )
+            found.append(Table(_CHECKSUMS, self.layers, sums))
+        return found + [oracle.totals() for oracle in self.oracles]
+
+
+def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """bool [tensors]: whose step counter differs from the first one's; None where counters live on the host.
+
+    On the host counters decide about the buckets. On a device reading them would synchronise it: tensors that
+    missed a step there are stepped with a wrong counter by the shadow, and so not reported.
+    """
+    steps = [state.get("step") for state in states]
+    if not all(isinstance(step, Tensor) and not step.is_cpu for step in steps):
+        return None
+    return differing([step.reshape(()) for step in steps if isinstance(step, Tensor)])
+
+
+def differing(counters: Sequence[Tensor]) -> Tensor:
+    """bool [n]: which of n counters [()] differ from the first. No synchronisation."""
+    stacked = torch.stack(list(counters))
+    return stacked.ne(stacked[0])
+
+
+def decoupled_rate(optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor | None:
+    """lr·λ of a parameter group, a tensor where the learning rate is one on a device; None: coupled, or not known.
+
+    Torch says so in the group (`decoupled_weight_decay`); of other classes only ours are known. Synchronises
+    nothing: tensors on the host are read, others not.
+    """
+    always = isinstance(optimizer, _ALWAYS_DECOUPLED) and not isinstance(optimizer, CollageAdam)
+    if not group.get("decoupled_weight_decay", always):
+        return None
+    rate, decay = _number(group.get("lr")), _number(group.get("weight_decay"))
+    return None if rate is None or decay is None else rate * decay
+
+
+def _number(value: Any) -> float | Tensor | None:
+    if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
+        return float(value)
+    return value if isinstance(value, Tensor | float | int) else None

@@ -1,0 +1,184 @@
+"""The oracles of one optimizer: fp64 optimizers kept running beside it on a sample of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from collage_agent.buckets.oracle import OracleView
+from collage_agent.intent.clone import clone_value
+from collage_agent.intent.oracle import Oracle
+from collage_agent.measure.planning import Planner, steps_taken
+from collage_agent.sample import stored
+from collage_agent.sample.gather import BlockLayout, Staging, local
+from collage_agent.sample.quantised import reading
+from collage_agent.stats.blocks import on_host
+from collage_agent.training.parameters import WatchedParameter
+from collage_agent.training.scaling import loss_scaling
+from collage_agent.training.shards import placed_alike
+
+__all__ = ["Oracles"]
+
+ORACLE_SAMPLE: Final = 1024
+
+
+class Oracles:
+    """Attaches oracles before the first step, lets them step, and anew where somebody else moved the weights.
+
+    `running`: one for each kind of tensor, None before they attach. `restarts` counts how often they had to.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self.running: list[Oracle] | None = None
+        self.restarts = 0
+        self._left_behind: list[OracleView] = []
+
+    def restart(self) -> None:
+        """Attach anew before the next step: the live weights and states were replaced."""
+        self.running = None
+
+    def broken_off(self) -> None:
+        """The live step raised: the step that they have taken was not taken, or in part."""
+        if self.running is not None:
+            self.restart()
+            self.restarts += 1
+
+    def measured(self, views: Sequence[OracleView]) -> None:
+        """A step was measured: what these have seen is how it left the weights."""
+        self._left_behind = list(views)
+
+    def follow(self, optimizer: Optimizer, sample: int | Literal["all"], *, written: bool) -> None:
+        """Take the step that the optimizer is about to take; `written`: somebody wrote to a weight since."""
+        if written or self._moved_since(optimizer):
+            self.restart()
+            self.restarts += 1
+        if self.running is None:
+            self.running = self._attached(optimizer, sample)
+        scale, skipped = loss_scaling(optimizer)
+        for oracle in self._in_lock_step(self.running):
+            watched = self._planner.watched[oracle.members[0]]
+            intent = self._planner.intents[watched.group]
+            intent.refresh(optimizer)
+            gradients = [_gradient(self._planner.watched[member]) for member in oracle.members]
+            oracle.step(intent, optimizer.param_groups[watched.group], gradients, scale, skipped)
+
+    def split_unlike(self, optimizer: Optimizer) -> None:
+        """Split those whose tensors have states, which came after they attached, that are not kept alike."""
+        if self.running is None:
+            return
+        parts: list[Oracle] = []
+        parameters = self._parameters()
+        for oracle in self.running:
+            kinds: dict[object, list[int]] = {}
+            for member in oracle.members:
+                state = optimizer.state.get(parameters[member], {})
+                kind = len(state), stored.elementwise_dtypes(parameters[member], state)
+                kinds.setdefault(kind, []).append(member)
+            alone = len(kinds) == 1
+            parts += [oracle] if alone else [oracle.split(members, parameters) for members in kinds.values()]
+        self.running = parts
+
+    def _moved_since(self, optimizer: Optimizer) -> bool:
+        """Whether followed weights are not those that the last step left, if it was measured.
+
+        So a write that torch does not count, through `.data`, is noticed too; on the host only, where comparing
+        waits for nothing.
+        """
+        followers, self._left_behind = self._left_behind, []
+        current = {id(oracle) for oracle in self.running or ()}
+        for follower in followers:
+            oracle = follower.oracle
+            if id(oracle) in current and on_host(follower.rows):
+                weights = self._state_of(optimizer, oracle.members, oracle.layout, averages=False)
+                if follower.differs(weights[stored.PARAMETER]):
+                    return True
+        return False
+
+    def _attached(self, optimizer: Optimizer, sample: int | Literal["all"]) -> list[Oracle]:
+        cap = ORACLE_SAMPLE if sample == "all" else min(sample, ORACLE_SAMPLE)
+        oracles = []
+        kinds: dict[object, list[int]] = {}
+        for index, watched in enumerate(self._planner.watched):
+            if self._planner.intents[watched.group].kind == "before-after" or not _followed(watched):
+                continue
+            own = optimizer.state.get(watched.parameter, {})
+            key = (
+                watched.group,
+                steps_taken(own),
+                len(own),
+                local(watched.parameter).device,
+                watched.parameter.dtype,
+                stored.elementwise_dtypes(watched.parameter, own),
+            )
+            kinds.setdefault(key, []).append(index)
+        for members in kinds.values():
+            parameters = [self._planner.watched[member].parameter for member in members]
+            samples = [self._planner.drawn(member, cap) for member in members]
+            layout = BlockLayout(samples, parameters)
+            state = self._state_of(optimizer, members, layout)
+            oracles.append(Oracle(members, samples, layout, state.pop(stored.PARAMETER), state))
+        return oracles
+
+    def _state_of(
+        self, optimizer: Optimizer, members: Sequence[int], layout: BlockLayout, *, averages: bool = True
+    ) -> dict[str, Any]:
+        """Stored weight, and averages, of the members' samples in fp64, scalars beside them."""
+        kept = self._planner.intents[self._planner.watched[members[0]].group].kept
+        parameters = [self._planner.watched[member].parameter for member in members]
+        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        keys = tuple(stored.elementwise_state(parameters[0], states[0]))
+        present = (stored.PARAMETER, *keys)
+
+        def gathered(names: list[str]) -> Tensor:
+            total: Tensor | None = None
+            for name in names:
+                tensors = parameters if name == stored.PARAMETER else [reading(state, name) for state in states]
+                staging = Staging(layout, tensors[0].dtype)
+                layout.gather(tensors, staging)
+                if not tensors[0].is_floating_point():
+                    return staging.values
+                sign = kept.sign if name == kept.residual else 1
+                total = staging.values.double() * sign if total is None else total.add_(staging.values, alpha=sign)
+            assert total is not None
+            return total
+
+        state: dict[str, Any] = clone_value(stored.scalar_state(parameters[0], states[0]))
+        for name in stored.average_names(keys, kept) if averages else ():
+            state[name] = gathered(stored.components(name, keys, kept))
+        state[stored.PARAMETER] = gathered(stored.stored_parameter(present, kept))
+        return state
+
+    def _in_lock_step(self, oracles: Sequence[Oracle]) -> list[Oracle]:
+        """The oracles whose tensors all have a gradient now; one that lost part of its tensors is split first."""
+        parameters = self._parameters()
+        stepping: list[Oracle] = []
+        everyone: list[Oracle] = []
+        for oracle in oracles:
+            present = [member for member in oracle.members if parameters[member].grad is not None]
+            if 0 < len(present) < len(oracle.members):
+                absent = [member for member in oracle.members if member not in present]
+                parts = [oracle.split(present, parameters), oracle.split(absent, parameters)]
+            else:
+                parts = [oracle]
+            everyone += parts
+            stepping += parts[:1] if present else []
+        self.running = everyone
+        return stepping
+
+    def _parameters(self) -> dict[int, Tensor]:
+        return {index: watched.parameter for index, watched in enumerate(self._planner.watched)}
+
+
+def _followed(watched: WatchedParameter) -> bool:
+    gradient = watched.parameter.grad
+    return gradient is not None and watched.shard.elements > 0 and placed_alike(watched.parameter, gradient)
+
+
+def _gradient(watched: WatchedParameter) -> Tensor:
+    gradient = watched.parameter.grad
+    assert gradient is not None
+    return gradient

@@ -1,0 +1,50 @@
+"""The oracle's step and displacement beside ours, on the oracle's own sample."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collage_agent.stats.blocks import block_sums, leave_out, nonfinite, on_host
+from collage_agent.stats.norms import squared_block_sums
+from collage_agent.stats.view import named
+from collage_monitor.table import Table
+
+__all__ = ["KEYS", "oracle_block_sums"]
+
+_SQUARES: Final = (
+    "oracle_squared_sum",
+    "oracle_intended_squared_sum",
+    "oracle_displacement_squared_sum",
+    "oracle_drift_squared_sum",
+)
+_PRODUCTS: Final = ("oracle_effective_sum", "oracle_displacement_effective_sum")
+KEYS: Final = (*_SQUARES, *_PRODUCTS)
+
+
+def oracle_block_sums(rows: Tensor, left_out: Tensor, padding: Tensor, block: int) -> Table[Tensor]:
+    """Σ x² of o, u, O, E − O, and Σ o·e, Σ E·O by block, of rows o, u, O, E − O, e, E: fp64 [6, slots], weight.
+
+    `left_out` uint8 [slots]: elements that enter no sum, nor does what is not finite; `padding` lists those among
+    them that hold nothing. Writes to `rows`. No synchronisation.
+    """
+    if len(padding):
+        rows.index_fill_(1, padding, 0.0)
+    squares, products = _squares_and_products(rows, block)
+    # Where the host can see that all is finite and nothing was left out, nothing needs to be looked for.
+    if not (
+        on_host(rows)
+        and np.isfinite(squares.numpy().sum() + products.numpy().sum())
+        and np.count_nonzero(left_out.numpy()) == len(padding)
+    ):
+        leave_out(rows, nonfinite(rows.sum(0)).bitwise_or_(left_out).index_fill_(0, padding, 1))
+        squares, products = _squares_and_products(rows, block)
+    return named(KEYS, torch.cat((squares, products)))
+
+
+def _squares_and_products(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    products = torch.stack((rows[0] * rows[4], rows[2] * rows[5]))
+    return squared_block_sums(rows[:4], block), block_sums(products, block)

@@ -1,0 +1,98 @@
+"""What is seen of one measured step, and what is measured of it: the seam between a sample and its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from collage_monitor.table import Axis, Table
+
+__all__ = ["MovingAverages", "ROWS", "StepView", "Sums", "named", "table_of"]
+
+ROWS: Final = ("parameter", "gradient", "effective", "visible", "intended")
+"""What is kept of an element: θ before the step, g, e, eᵛ, u."""
+
+
+@dataclass(frozen=True)
+class MovingAverages:
+    """The averages that an optimizer keeps, in a measured step.
+
+    names: the rows of `states` fp64 [3, names, slots]: |s| before the step, s after it in exact arithmetic, and s
+    as stored after it. judged: those that can be judged by how they shrink; one that is not among `names` is new.
+    kept: what is kept of each after the step, leading components only, in its own dtype; live_gradient: g alike.
+    """
+
+    names: tuple[str, ...]
+    states: Tensor
+    judged: tuple[str, ...]
+    kept: Mapping[str, Tensor]
+    live_gradient: Tensor
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A run of sampled elements of one measured step: what statistics are measured from, and never write to.
+
+    parameter θ before the step, gradient g, intended u, effective e, visible eᵛ: fp64 [slots], 0 where `left_out`
+    uint8 [slots] is 1: what is not finite, and slots that hold nothing. e and eᵛ are one tensor where the
+    registered parameter is all that is stored. `known`: there is a u; without, it is 0.
+    registered: θᵛ before the step in its own dtype [slots].
+    Slots come in blocks of `block`, each of one tensor: `columns` int64 [blocks] says of which, below `tensors`;
+    `held` fp64 [blocks] counts the slots that hold something.
+
+    `classes` counts by block what became of the elements, by the names of the catalogue.
+
+    The rest is for the project's own statistics: `squares`, sums of squares by block of each of ROWS; `products`,
+    u·e and, where it is another, u·eᵛ of each element: fp64 [1 or 2, slots]; flags of what was not finite (None:
+    nothing was); averages; `visible_parameter` θᵛ in fp64; `residual` r before the step, fp64
+    (None: the weight is not kept as a sum); `decay` lr·λ of decoupled decay; `scales` fp64 [blocks] of fp8 where
+    counterfactuals are asked for.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    intended: Tensor
+    effective: Tensor
+    visible: Tensor
+    left_out: Tensor
+    known: bool
+    registered: Tensor
+    block: int
+    columns: Tensor
+    tensors: int
+    held: Tensor
+    classes: Table[Tensor]
+    squares: Mapping[str, Tensor]
+    products: Tensor
+    bad_gradient: Tensor | None
+    bad_parameter: Tensor | None
+    averages: MovingAverages
+    visible_parameter: Tensor
+    residual: Tensor | None
+    decay: float | Tensor | None
+    scales: Tensor | None
+    padded: int
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a statistic adds up of one view, by its key: fp64 [blocks], and fp64 [tensors] of what has no blocks."""
+
+    by_block: Mapping[str, Tensor] = field(default_factory=dict)
+    by_tensor: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def table_of(sums: Mapping[str, Tensor]) -> Table[Tensor] | None:
+    """The sums as one table, None where there are none."""
+    if isinstance(sums, Table):
+        return sums
+    return Table(Axis(sums), None, torch.stack(list(sums.values()))) if sums else None
+
+
+def named(keys: Sequence[str], rows: Tensor) -> Table[Tensor]:
+    """Rows of sums under these keys."""
+    return Table(Axis(keys), None, rows)
