@@ -25,7 +25,7 @@ from benchmarks._harness import Figure, Options, main
 from collage_monitor.metrics import STATISTICS
 from collage_monitor.wire import BatchAnswer, Layer, Report, ReportBatch, WatchInfo, block_to_bytes, encode_json
 
-SHARE_ALLOWED = 0.1
+SHARE_ALLOWED = 0.05
 STEPS = 300
 LAYERS = 25
 STATISTIC_COUNT = 20

@@ -29,8 +29,8 @@ from benchmarks.deliver import handing_over
 __all__ = ["ALTERNATIVES", "measure"]
 
 DEFAULT_ROUND, EVERY_STEP_ROUND = 10, 5
-GATE_ROUNDS, ROUNDS = 8, 10
-IDLE_RATIO, IDLE_CALLS, IDLE_ROUNDS = 20.0, 2_000, 8
+GATE_ROUNDS, ROUNDS = 5, 10
+IDLE_RATIO, IDLE_CALLS, IDLE_ROUNDS = 15.0, 2_000, 8
 NORMS_A_ROUND = 5
 BUFFER_MEGABYTES = 64.0
 REPORT_ROUNDS = 3
@@ -61,14 +61,14 @@ class Rounds:
 
 ALTERNATIVES = (
     Alternative(
-        "watch(), defaults: every 10th step, 4096 a tensor", lambda t: watch(t.model, t.optimizer), 10, 0.005, 0.6
+        "watch(), defaults: every 10th step, 4096 a tensor", lambda t: watch(t.model, t.optimizer), 10, 0.005, 0.9
     ),
     Alternative(
         "watch(every=1, sample=2048, budget=None)",
         lambda t: watch(t.model, t.optimizer, every=1, sample=2048, budget=None),
         EVERY_STEP_ROUND,
         0.02,
-        4.0,
+        5.5,
     ),
     Alternative(
         "watch(every=1, sample=2048, budget=None, oracle=True)",
@@ -80,7 +80,7 @@ ALTERNATIVES = (
         lambda t: watch(t.model, t.optimizer, every=1, budget=None, oracle=True),
         EVERY_STEP_ROUND,
         0.035,
-        6.0,
+        9.0,
     ),
     Alternative("a loop of .item() over whole tensors, every step", lambda t: ItemLoop(t.model, t.optimizer), 3),
     Alternative(

@@ -26,7 +26,11 @@ def starts_processes(path):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     if any(name.partition(".")[0] in STARTERS for name in names):
         return True
-    own = (ROOT / f"{name.replace('.', '/')}.py" for name in sorted(names) if name.startswith("tests."))
+    own = (
+        ROOT / f"{name.replace('.', '/')}.py"
+        for name in sorted(names)
+        if name.startswith(("tests.", "benchmarks."))
+    )
     return any(starts_processes(module) for module in own if module.exists() and module != path)
 
 

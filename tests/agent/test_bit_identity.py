@@ -14,6 +14,8 @@ from collage_agent.watch import watch
 
 from tests.agent.training import gpt_loss, small_gpt, train
 
+pytestmark = pytest.mark.slow
+
 STEPS = 50
 OPTIMIZERS = {
     "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, foreach=False),

@@ -9,6 +9,8 @@ from collage_agent.optim import CollageAdamW
 
 from tests.agent.coverage import INTERVALS, Coverage, byte_gpt, rare_rows, study
 
+pytestmark = pytest.mark.slow
+
 VISIBLE = ("edq_visible_ratio", "lost_visible_ratio")
 
 

@@ -7,6 +7,8 @@ from collage_agent.numerics import fast_two_sum, two_product, two_sum, ulp
 from tests.numerics.bits import random_finite, to_bits
 from tests.reference.expansions import LAYOUTS
 
+pytestmark = pytest.mark.slow
+
 CASES = 230_000
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 PRODUCT_DOMAIN = {"bfloat16": 2.0**-118, "float16": 2.0**-3}

@@ -10,6 +10,8 @@ from collage_agent.optim.arithmetic import WideArithmetic
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of
 
+pytestmark = pytest.mark.slow
+
 SHAPES = ((300, 70), (30, 50), (7,), (1,), (10_007,))
 
 

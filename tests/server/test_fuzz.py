@@ -6,6 +6,8 @@ import pytest
 
 from tests.server.fuzz import fuzz, raw, target
 
+pytestmark = pytest.mark.slow
+
 
 def test_no_answer_is_a_failure(tmp_path):
     statuses, _ = fuzz(tmp_path, cases=450, seed=7)
