@@ -218,7 +218,7 @@ class NullStore(SqliteStore):
 
     def __init__(self, path: Path, *, stale_after_seconds: float) -> None:
         super().__init__(path, stale_after_seconds=stale_after_seconds)
-        self.journal = _NullJournal(self, self.journal.driver)
+        self.journal = _NullJournal(self)
 
 
 def _seal_when_told(store: Store) -> None:

@@ -17,7 +17,6 @@ from collage_server.errors import StoreUnusable
 from collage_server.logs import configure
 from collage_server.settings import Settings, settings_from_environment
 from collage_server.store import Store
-from collage_server.web.protocol import OneWriteProtocol
 
 __all__ = ["Server", "serve"]
 
@@ -92,7 +91,6 @@ class Server(uvicorn.Server):
             create_app(settings, store=store),
             host=settings.host,
             port=settings.port,
-            http=OneWriteProtocol,
             ws="none",
             log_config=None,
             log_level="warning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collage_server.store.access.tokens import SqlAccess
 from collage_server.store.contract import SealLimits
 from collage_server.store.engine.database import Database
-from collage_server.store.journal.reports import JournalDriver, SqlJournal
+from collage_server.store.journal.reports import SqlJournal
 from collage_server.store.journal.streams import SqlStreams
 from collage_server.store.reading.reader import SqlPoints
 from collage_server.store.runs.events import SqlEvents
@@ -18,12 +18,12 @@ __all__ = ["SqlStore"]
 class SqlStore(Database):
     """Implements `Store`; a backend is one of these, and adds its dialect."""
 
-    def __init__(self, stale_after_seconds: float, limits: SealLimits, driver: JournalDriver) -> None:
+    def __init__(self, stale_after_seconds: float, limits: SealLimits) -> None:
         super().__init__()
         self.access = SqlAccess(self.reading, self.writing)
         self.events = SqlEvents(self)
         self.streams = SqlStreams(self)
-        self.journal = SqlJournal(self, driver)
+        self.journal = SqlJournal(self)
         self.points = SqlPoints(self, stale_after_seconds)
         self.sealing = SqlSealing(self, self.journal, limits, stale_after_seconds)
         self.retention = SqlRetention(self, self.sealing.settle)

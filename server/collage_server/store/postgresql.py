@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, make_url, select, text
-from sqlalchemy.dialects.postgresql import dialect, insert
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 
 from collage_server.errors import StoreUnusable
@@ -16,31 +16,10 @@ from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import reads_only
-from collage_server.store.engine.kept import KeptConnection
-from collage_server.store.engine.pipeline import PipelineCursor, array, forget_prepared, pipeline_cursor
-from collage_server.store.journal.reports import REPORT_COLUMNS, JournalDriver, ReportRow
 from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
 
 __all__ = ["PostgresqlStore"]
 
-_TYPES: Final = {
-    "run_id": "text",
-    "stream_id": "text",
-    "seq": "bigint",
-    "step": "bigint",
-    "time": "float8",
-    "scalars": "text",
-    "statistic_count": "int",
-    "layer_count": "int",
-    "model": "bytea",
-    "statistics": "bytea",
-}
-_NUMBERED: Final = tuple(enumerate(REPORT_COLUMNS, 1))
-_INTO: Final = f"INSERT INTO report ({', '.join(REPORT_COLUMNS)})"
-_ONE: Final = f"{_INTO} VALUES ({', '.join(f'${number}' for number, _ in _NUMBERED)})"
-_SEVERAL: Final = f"{_INTO} SELECT {', '.join(f'unnest(${i}::{_TYPES[name]}[])' for i, name in _NUMBERED)}"
-"""Functions side by side in a SELECT hand on row after row; in a FROM they would be copied into a table first."""
-_NEW_ONLY: Final = " ON CONFLICT DO NOTHING RETURNING stream_id, seq"
 _DURABLE: Final = ("fsync", "synchronous_commit", "full_page_writes")
 _BINARY: Final = 1
 _NETWORK: Final = {
@@ -71,11 +50,10 @@ class PostgresqlStore(SqlStore):
         unsafe: bool = False,
         lock_timeout_seconds: float = 5.0,
     ) -> None:
-        super().__init__(stale_after_seconds, limits or SealLimits(), _JOURNAL_DRIVER)
+        super().__init__(stale_after_seconds, limits or SealLimits())
         self._url = url
         self._unsafe = unsafe
         self._lock_timeout_seconds = lock_timeout_seconds
-        self._appender = KeptConnection()
         self._claimed: Connection | None = None
 
     def migrate(self) -> None:
@@ -101,7 +79,6 @@ class PostgresqlStore(SqlStore):
             given = {name: value for name, value in _NETWORK.items() if name not in url.query}
             engine = create_engine(url, **POOL, connect_args={**given, "client_encoding": "utf8"})
             event.listen(engine, "before_cursor_execute", _ask_for_binary)
-            event.listen(engine, "rollback", forget_prepared)
             event.listen(engine, "handle_error", _give_up_what_only_reads)
         except ValueError:
             # Its own words would repeat what was taken for the port: of a password with an @ or a colon, a part.
@@ -161,18 +138,6 @@ class PostgresqlStore(SqlStore):
             yield connection
 
     @contextmanager
-    def _begin_appending(self) -> Iterator[Connection]:
-        """Past the engine, whose part would cost a tenth of every commit; what is sent through it joins in."""
-        with self._appender.held(self.engine) as connection:
-            yield connection
-            connection.commit()
-
-    def close(self) -> None:
-        """Close every connection; one that still writes is left to the end of the process."""
-        self._appender.close()
-        super().close()
-
-    @contextmanager
     def _claim(self, run_id: str) -> Iterator[bool]:
         """The run's claim is a row lock: it ends with this process, however that ends, and with its connection."""
         table = schema.seal_claim
@@ -208,29 +173,6 @@ class PostgresqlStore(SqlStore):
         """Keep others from adding runs or tags to the project in this transaction."""
         lock = text("SELECT pg_advisory_xact_lock(:space, hashtext(:project))")
         connection.execute(lock, {"space": _PROJECT_LOCKS, "project": project})
-
-
-def _insert_reports(cursor: PipelineCursor, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:
-    """What is known to be new is sent without waiting for the answer."""
-    if not rows:
-        return []
-    one = len(rows) == 1
-    columns = zip(_TYPES.values(), zip(*rows, strict=True), strict=True)
-    values = rows[0] if one else [array(kind, column) for kind, column in columns]
-    cursor.execute((_ONE if one else _SEVERAL) + ("" if fresh else _NEW_ONLY), values)
-    if fresh:
-        return [True] * len(rows)
-    stored = set(cursor.fetchall())
-    flags = []
-    for row in rows:
-        key = (row[1], row[2])
-        flags.append(key in stored)
-        stored.discard(key)
-    return flags
-
-
-_NUMBERING: Final = dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
-_JOURNAL_DRIVER: Final = JournalDriver(_NUMBERING, pipeline_cursor, _insert_reports, PipelineCursor.commit)
 
 
 def _ask_for_binary(

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
-from sqlalchemy.dialects import sqlite
-from sqlalchemy.dialects.sqlite import insert
 
 from collage_server.errors import StoreUnusable
-from collage_server.store import schema
 from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
 from collage_server.store.engine.database import POOL
-from collage_server.store.engine.driver import driver_cursor, told_by_sqlalchemy
+from collage_server.store.engine.driver import driver_cursor
 from collage_server.store.engine.folder import file_identity, folder_lock, network_file_system
-from collage_server.store.engine.kept import KeptConnection
 from collage_server.store.engine.space import fold_log, return_pages, sqlite_sizes
-from collage_server.store.journal.reports import JournalDriver, ReportRow
 from collage_server.store.migrate import migrate
 
 __all__ = ["SqliteStore"]
@@ -32,7 +28,6 @@ _MAPPED_BYTES: Final = 2**31 - 2**16
 """As much of the file as SQLite can map: readers then take pages from the system's cache without a copy."""
 _LOG_BYTES: Final = 64 * 2**20
 """What the write-ahead log keeps of the disk; beside a long reader it grows beyond that, and shrinks again."""
-_INSERT: Final = str(insert(schema.report).on_conflict_do_nothing().compile(dialect=sqlite.dialect()))
 _PRAGMAS: Final = (
     "synchronous = FULL",
     "foreign_keys = ON",
@@ -57,11 +52,11 @@ class SqliteStore(SqlStore):
         limits: SealLimits | None = None,
         unsafe: bool = False,
     ) -> None:
-        super().__init__(stale_after_seconds, limits or SealLimits(), _JOURNAL_DRIVER)
+        super().__init__(stale_after_seconds, limits or SealLimits())
         self.path = path
         self._unsafe = unsafe
         self._busy_timeout_seconds = busy_timeout_seconds
-        self._writer = KeptConnection(begin="IMMEDIATE")
+        self._write_lock = Lock()
         self._longest_log = _LOG_BYTES
         self._identity: tuple[int, int] | None = None
 
@@ -115,23 +110,10 @@ class SqliteStore(SqlStore):
     @contextmanager
     def _begin_writing(self) -> Iterator[Connection]:
         """This process's writers take turns: they would else poll for the file's own lock."""
-        with self._writer.held(self.engine) as connection, connection.begin():
-            yield connection
-
-    @contextmanager
-    def _begin_appending(self) -> Iterator[Connection]:
-        """Past the engine, whose part would cost a tenth of every commit; what is sent through it joins in."""
-        with self._writer.held(self.engine) as connection, told_by_sqlalchemy(connection):
-            driver: Any = connection.connection.dbapi_connection
-            driver.execute("BEGIN IMMEDIATE").close()
-            yield connection
-            connection.commit()
-            driver.commit()
-
-    def close(self) -> None:
-        """Close every connection; one that still writes is left to the end of the process."""
-        self._writer.close()
-        super().close()
+        with self._write_lock, self.engine.connect() as plain:
+            connection = plain.execution_options(begin="IMMEDIATE")
+            with connection.begin():
+                yield connection
 
     def sizes(self) -> Sizes:
         """How much space there is.
@@ -154,12 +136,12 @@ class SqliteStore(SqlStore):
         log = self.path.with_name(f"{self.path.name}-wal")
         size = log.stat().st_size if log.exists() else 0
         if size > self._longest_log and self._is_there:
-            with self._writer.lock:
+            with self._write_lock:
                 self._longest_log = _LOG_BYTES if fold_log(self.path) else 2 * size
 
     def return_space(self) -> bool:
         """Give a slice of free pages back to the disk; True if there are more."""
-        with self._writer.lock:
+        with self._write_lock:
             return self._is_there and return_pages(self.path, self._busy_timeout_seconds)
 
     @property
@@ -169,14 +151,6 @@ class SqliteStore(SqlStore):
 
     def lock_project(self, connection: Connection, project: str) -> None:
         """The file has one writer."""
-
-
-def _insert_reports(cursor: Any, rows: Sequence[ReportRow], fresh: bool) -> list[bool]:
-    """To ask for what is there costs nothing here, so `fresh` changes nothing."""
-    return [cursor.execute(_INSERT, row).rowcount == 1 for row in rows]
-
-
-_JOURNAL_DRIVER: Final = JournalDriver(sqlite.dialect(), driver_cursor, _insert_reports)
 
 
 def _prepare(path: Path, timeout_seconds: float) -> None:

@@ -16,8 +16,7 @@ from collage_server.store.contract import CONNECTIONS, Sizes
 
 __all__ = ["POOL", "Database"]
 
-POOL: Final = {"pool_size": 10, "max_overflow": CONNECTIONS - 11}
-"""One connection is kept beside the pool."""
+POOL: Final = {"pool_size": 10, "max_overflow": CONNECTIONS - 10}
 
 
 @contextmanager
@@ -53,10 +52,6 @@ class Database(ABC):
     @abstractmethod
     def _begin_writing(self) -> AbstractContextManager[Connection]:
         """A write transaction, committed durably on leaving."""
-
-    def _begin_appending(self) -> AbstractContextManager[Connection]:
-        """The same for a commit of reports."""
-        return self._begin_writing()
 
     @abstractmethod
     def _claim(self, run_id: str) -> AbstractContextManager[bool]:
@@ -121,12 +116,6 @@ class Database(ABC):
     def writing(self) -> Iterator[Connection]:
         """A write transaction, committed durably on leaving."""
         with _translated(), self._begin_writing() as connection:
-            yield connection
-
-    @contextmanager
-    def appending(self) -> Iterator[Connection]:
-        """A write transaction for reports; from one thread at a time."""
-        with _translated(), self._begin_appending() as connection:
             yield connection
 
     @contextmanager

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Final
 
 from sqlalchemy import Connection, Dialect
 from sqlalchemy.exc import DataError, InternalError, OperationalError
 from sqlalchemy.sql.expression import ClauseElement
 
-__all__ = ["Statement", "driver_cursor", "reads_only", "told_by_sqlalchemy"]
+__all__ = ["Statement", "driver_cursor", "reads_only"]
 
 _READS_ONLY: Final = "25006"
 
@@ -34,8 +34,8 @@ def reads_only(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def told_by_sqlalchemy(connection: Connection) -> Iterator[None]:
-    """What the driver raises is told as SQLAlchemy tells it.
+def _translate_driver_errors(connection: Connection) -> Iterator[None]:
+    """Raise the driver's errors as SQLAlchemy's.
 
     After a lost connection the pool's other ones are given up, too: they went to the same server.
     """
@@ -56,7 +56,12 @@ def told_by_sqlalchemy(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def driver_cursor(connection: Connection) -> Iterator[Any]:
-    """The driver's own cursor in the connection's transaction."""
-    driver: Any = connection.connection
-    with told_by_sqlalchemy(connection), closing(driver.cursor()) as cursor:
+    """The driver's own cursor in the connection's transaction.
+
+    On PostgreSQL in pipeline mode: statements are sent as they come, and awaited where rows are fetched and when
+    the context ends.
+    """
+    driver: Any = connection.connection.dbapi_connection
+    pipeline = driver.pipeline() if connection.dialect.name == "postgresql" else nullcontext()
+    with _translate_driver_errors(connection), pipeline, closing(driver.cursor()) as cursor:
         yield cursor
