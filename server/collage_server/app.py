@@ -9,13 +9,16 @@ from contextlib import asynccontextmanager
 
 from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 
 from collage_monitor import __version__
 from collage_server import health
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
-from collage_server.api.routing import Routes
 from collage_server.auth.bearer import Access
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
@@ -26,6 +29,7 @@ from collage_server.maintenance import Maintenance
 from collage_server.settings import Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
 from collage_server.web.description import add_description
+from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, RequestIdentity
 from collage_server.web.read_only import ReadOnlyGate
 
@@ -41,11 +45,18 @@ def create_app(
     what waits is committed first.
     """
     components = _components(settings, store or make_store(settings), clock)
-    app = _Application(
+    app = FastAPI(
         title="Collage Monitor",
         version=__version__,
         description="What low precision does to an optimizer's updates.",
         lifespan=_lifespan,
+        middleware=[
+            Middleware(RequestIdentity),
+            Middleware(AccessControl, access=Access(settings, components.directory, components.store.access)),
+            Middleware(ReadOnlyGate, guard=components.guard),
+        ],
+        # Every other error goes through to `RequestIdentity`; for these two the framework has words of its own.
+        exception_handlers={HTTPException: _failed, RequestValidationError: _failed},
         docs_url=None,
         redoc_url=None,
         # What this server tells of itself stands at /metrics; FastAPI would look for tracers at each request.
@@ -58,14 +69,8 @@ def create_app(
     return app
 
 
-class _Application(FastAPI):
-    """FastAPI behind our own door alone: the layers that it would put around it handle errors and limits again."""
-
-    def build_middleware_stack(self) -> ASGIApp:
-        components: Components = self.state.components
-        access = Access(components.settings, components.directory, components.store.access)
-        gate = ReadOnlyGate(Routes(self.router), components.guard)
-        return RequestIdentity(AccessControl(gate, access))
+async def _failed(request: Request, error: Exception) -> Response:
+    return answer_to(error, request.scope)
 
 
 @asynccontextmanager

@@ -7,12 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from collage_server.api.routing import DirectRoute
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from fastapi.routing import APIRoute
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
@@ -153,14 +150,6 @@ def test_an_id_that_is_too_long_is_named_with_its_bound(server):
         assert error.field == "stream_id"
     assert (error.code, error.limit) == ("unprocessable", 64)
     assert error.message == "stream_id: String should have at most 64 characters"
-
-
-def test_a_direct_route_refuses_a_signature_that_it_would_not_serve():
-    async def endpoint(request: Request, run_id: str, limit: int = 1) -> Response:
-        return Response()
-
-    with pytest.raises(TypeError, match="takes more than the request"):
-        DirectRoute("/runs/{run_id}", endpoint)
 
 
 def test_a_reserved_scalar_that_nobody_logged_is_an_empty_series(server):

@@ -16,7 +16,7 @@ from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import content_type_of, held_body, read_body, unreadable
-from collage_server.api.routing import PREFIX, DirectRoute
+from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest import check_batch
@@ -24,7 +24,7 @@ from collage_server.store import ReportGroup
 
 __all__ = ["router"]
 
-router = APIRouter(prefix=PREFIX, tags=["reports"], route_class=DirectRoute)
+router = APIRouter(prefix=PREFIX, tags=["reports"])
 
 
 @router.post("/streams/{stream_id}/reports", **describes(wire.BatchAnswer, bytes))
