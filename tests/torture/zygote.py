@@ -115,14 +115,13 @@ def _arm(point, count):
         Writer._deliver = deliver_or_die  # type: ignore[method-assign]
         return
     if point == "commit":
-        append = journal.append
+        commit = journal._commit
 
-        def append_or_die(connection, groups, now):
-            outcomes = append(connection, groups, now)
+        def die_or_commit(cursor):
             passed()
-            return outcomes
+            commit(cursor)
 
-        journal.append = append_or_die
+        journal._commit = die_or_commit
         return
     pattern = re.compile(POINTS[point])
 
