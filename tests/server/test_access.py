@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 from collage_server.app import create_app
 from collage_server.settings import Settings, SettingsError, settings_from_environment
 from starlette.testclient import TestClient
 
+from collage_monitor import wire
+from tests.server.guarded import door
+
+ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-some-length"
 
 
@@ -96,3 +103,31 @@ def test_a_setting_that_cannot_be_read_is_named(tmp_path, name, value):
     environment = {"COLLAGE_SERVER_FOLDER": str(tmp_path), "COLLAGE_SERVER_TOKEN": TOKEN}
     with pytest.raises(SettingsError, match=f"COLLAGE_SERVER_{name}"):
         settings_from_environment({**environment, f"COLLAGE_SERVER_{name}": value})
+
+
+def test_a_project_with_a_slash_in_its_name_is_a_project(tmp_path):
+    """Clients send it as %2F; it was answered 404, as an unknown route."""
+    with door(tmp_path) as opened:
+        path = "/api/v1/projects/team%2Fvision/runs"
+        run = opened.ask("POST", path, message=wire.RunCreate(run_id="r1"))
+        assert (run.status_code, run.json()["project"]) == (201, "team/vision")
+        allowed, other = (opened.token("ingest", [project])[0] for project in ("team/vision", "team"))
+        assert opened.ask("POST", path, allowed, wire.RunCreate(run_id="r2")).status_code == 201
+        assert opened.ask("POST", path, other, wire.RunCreate(run_id="r3")).status_code == 403
+        [listed] = opened.ask("GET", "/api/v1/runs?project=team%2Fvision&limit=1").json()["runs"]
+        assert listed["project"] == "team/vision"
+
+
+@pytest.mark.parametrize("path", ["/", "/runs/a-run"])
+def test_a_browser_that_asks_the_server_for_a_run_is_told_where_pages_are(guarded, path):
+    response = guarded.get(path)
+    assert response.status_code == 200
+    assert response.headers["Content-Type"].startswith("text/html")
+    assert "collage-monitor dashboard --server-url" in response.text
+
+
+def test_the_servers_extra_brings_what_its_verbs_import():
+    """`token` speaks to a server over HTTP: without the client's library it could not be imported."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "collage-monitor[client]" in extras["server"]
+    assert any(entry.startswith("httpx") for entry in extras["client"])

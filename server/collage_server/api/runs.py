@@ -49,7 +49,7 @@ def _check(create: wire.RunCreate) -> None:
         raise Unprocessable(f"config cannot be kept as JSON: {error}; send plain values", field="config") from error
 
 
-@router.post("/projects/{project}/runs", **describes(wire.Run, wire.RunCreate))
+@router.post("/projects/{project:path}/runs", **describes(wire.Run, wire.RunCreate))
 async def create_run(request: Request, project: Annotated[str, Path(min_length=1, max_length=512)]) -> Response:
     """Create a run (201), or resume the one with this run_id (200)."""
     components = components_of(request)

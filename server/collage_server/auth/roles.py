@@ -28,6 +28,8 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
     ("GET", "/readyz"): "open",
     ("GET", "/docs"): "open",
     ("GET", "/openapi.json"): "open",
+    ("GET", "/"): "open",
+    ("GET", "/runs/{run_id}"): "open",
     ("GET", "/metrics"): "read",
     ("GET", "/api/v1/metrics-catalogue"): "any",
     ("GET", "/api/v1/alerts-catalogue"): "any",
@@ -64,6 +66,9 @@ def matched_rule(method: str, path: str) -> tuple[Capability, dict[str, str]] | 
     `path` is decoded, as routing sees it.
     """
     given = path.split("/")
+    if path.startswith(_PROJECTS) and path.endswith("/runs"):
+        # A project may have a slash in its name; here as in the route, all between is the name.
+        given = [*_PROJECTS.split("/")[:-1], path[len(_PROJECTS) : -len("/runs")], "runs"]
     for parts, capability in _BY_SHAPE.get((method, len(given)), ()):
         if all(part == value if part[:1] != "{" else value for part, value in zip(parts, given, strict=True)):
             ids = {part[1:-1]: value for part, value in zip(parts, given, strict=True) if part[:1] == "{"}
@@ -83,6 +88,9 @@ def _rows() -> Iterator[str]:
         allowed = [capability == "open", *(capability == "open" or capability in GRANTS[role] for role in ROLES)]
         cells = " | ".join("yes" if entry else "–" for entry in allowed)
         yield f"| `{method} {path}` | {cells} |"
+
+
+_PROJECTS: Final = "/api/v1/projects/"
 
 
 def _by_shape() -> dict[tuple[str, int], list[tuple[list[str], Capability]]]:

@@ -1,4 +1,4 @@
-"""/openapi.json and a small /docs page that loads nothing from anywhere."""
+"""/openapi.json, and the pages for people: /docs, and where to find the dashboard. They load nothing."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ td{{padding:.2rem .8rem .2rem 0;vertical-align:top}}code{{white-space:nowrap}}</
 <table>{rows}</table></body></html>"""
 
 
+_NO_DASHBOARD: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Collage Monitor</title>
+<style>body{font:15px/1.5 system-ui,sans-serif;max-width:40rem;margin:2rem auto;padding:0 1rem}</style></head><body>
+<h1>Collage Monitor</h1>
+<p>This is the server: it keeps runs, and answers programs. The pages are the dashboard's, which runs beside it:
+<code>collage-monitor dashboard --server-url ADDRESS</code>, with this page's address, prints where to open them.
+On one machine <code>collage-monitor up</code> starts both.</p>
+<p>In a terminal: <code>collage-monitor list</code>, <code>collage-monitor show RUN</code>. For programs:
+<a href="/docs">the API</a>.</p></body></html>"""
+
+
 def add_description(app: FastAPI) -> None:
     """Describe messages and answers by the wire's own schemas, and serve the page of routes."""
 
@@ -37,6 +47,12 @@ def add_description(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/runs/{run_id}", include_in_schema=False)
+    def page() -> HTMLResponse:
+        """Where a run's page is looked for at the server: it has none, the dashboard does."""
+        return HTMLResponse(_NO_DASHBOARD)
 
     @app.get("/docs", include_in_schema=False)
     def docs(request: Request) -> HTMLResponse:
