@@ -196,7 +196,7 @@ def ratios_of_one(rounds: Rounds) -> list[Figure]:
     return [
         *ratio(rounds, ("sqlite", "null"), cpu, f"{ONE.name}: CPU per report, SQLite / null", limit=4.0),
         Figure(f"{ONE.name}: (SQLite p50 − fdatasync) / null p50", "×", waiting, limit=3.0),
-        *ratio(rounds, ("null", "bare"), cpu, f"{ONE.name}: CPU per report, null / bare route", limit=2.5),
+        *ratio(rounds, ("null", "bare"), cpu, f"{ONE.name}: CPU per report, null / bare route", limit=3.0),
         *ratio(rounds, ("postgresql", "sqlite"), rate, f"{ONE.name}: rate, PostgreSQL / SQLite", floor=0.6),
     ]
 
