@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from collage_monitor import wire
+from collage_monitor.table import Axis, Table
 
 __all__ = ["Layout", "Measurement", "Reporter"]
 
@@ -41,10 +42,10 @@ class Measurement:
     totals: torch.Tensor
     scalars: dict[str, float | torch.Tensor] = field(default_factory=dict)
 
-    def to_numpy(self) -> NDArray[np.float64]:
-        """The totals on the host. Synchronises the device: for the worker thread and for `summary()` only."""
-        host: NDArray[np.float64] = self.totals.detach().cpu().numpy()
-        return host
+    def table(self) -> Table[NDArray[np.float64]]:
+        """The totals on the host, by name. Synchronises the device: for the worker thread and for `summary()`."""
+        names = (layer.name for layer in self.layout.layers)
+        return Table(Axis(self.layout.statistics), Axis(names), self.totals.detach().cpu().numpy())
 
 
 class Reporter(Protocol):

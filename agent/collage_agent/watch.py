@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -22,8 +23,7 @@ from collage_agent.watching.description import bytes_per_parameter, joined
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.hooks import OptimizerHooks, steps_taken
 from collage_agent.watching.iterations import Iterations
-from collage_agent.watching.summary import summarise
-from collage_agent.watching.verdict import verdict
+from collage_agent.watching.verdict import summarise, verdict
 from collage_monitor import wire
 from collage_monitor.table import Table
 
@@ -165,8 +165,8 @@ class Watch:
         at = "not started" if self.step is None else f"at step {self.step}"
         return f"<Watch of {self.info.optimizer}, {len(self._watched())} layers, {at}>"
 
-    def _repr_markdown_(self) -> str:
-        return f"```text\n{self}\n```"
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _begun(self) -> int:
         """The first optimizer is about to take its first step: the number of the last one before it."""

@@ -114,7 +114,7 @@ def _train(optimizer, loss_of_step, steps: Iterable[int]) -> None:
 def _rows(handle: Watch) -> Rows:
     measurement = handle._last
     assert measurement is not None
-    return dict(zip(measurement.layout.statistics, measurement.to_numpy(), strict=True))
+    return dict(measurement.table())
 
 
 def _counted(truth: Rows, found: list[Rows]) -> Coverage:

@@ -68,7 +68,7 @@ def test_stored_sums_equal_a_look_at_the_whole_stored_weight(strategy):
             intended[name] = optimizer.exact_displacement(group, joined, before[name], p.grad.double(), step + 1)[0]
         optimizer.step()
     measurement: Any = handle._last
-    rows = dict(zip(measurement.layout.statistics, measurement.to_numpy(), strict=True))
+    rows = measurement.table()
     for column, layer in enumerate(measurement.layout.layers):
         p = dict(model.named_parameters())[layer.name]
         u = intended[layer.name].flatten()

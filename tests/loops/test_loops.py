@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import multiprocessing
 import os
 from typing import Any
@@ -275,7 +276,7 @@ def test_a_notebook_shows_the_verdict():
     handle = watch(model, optimizer, every=1)
     assert "not started" in repr(handle)
     train(model, optimizer, 2)
-    assert handle._repr_markdown_() == f"```text\n{handle}\n```"
+    assert html.unescape(handle._repr_html_()) == f"<pre>{handle}</pre>"
     assert "AdamW" in repr(handle)
     assert "at step 2" in repr(handle)
 

@@ -20,7 +20,7 @@ from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 
 
 def totals_by_layer(measurement):
-    block = measurement.to_numpy()
+    block = measurement.table().array
     statistics = measurement.layout.statistics
     return {
         layer.name: dict(zip(statistics, block[:, column], strict=True))

@@ -48,7 +48,7 @@ def measured(model, optimizer, sample="all", steps=STEPS, **options):
     return {
         "layers": [measurement.layout.layers for measurement in recorder.measurements],
         "statistics": [measurement.layout.statistics for measurement in recorder.measurements],
-        "totals": [measurement.to_numpy() for measurement in recorder.measurements],
+        "totals": [measurement.table().array for measurement in recorder.measurements],
         "info": handle.info,
         "summary": handle.summary(),
         "text": str(handle),

@@ -43,7 +43,7 @@ if "collage_agent" in sys.modules:
         "run": current_run().run_id,
         "step": watched.step,
         "replicas": {layer.name: layer.replica for layer in layout.layers},
-        "totals": watched._last.to_numpy()[layout.statistics.index("intended_effective_sum")].tolist(),
+        "totals": watched._last.table()["intended_effective_sum"].tolist(),
     }
 with open(f"{sys.argv[1]}-{distributed.get_rank()}.json", "w") as file:
     json.dump(told, file)

@@ -298,12 +298,12 @@ class ReportMaker:
         layout = measurement.layout
         if item.ready is not None:
             item.ready.synchronize()
-        totals = measurement.to_numpy()
-        merged = reduce_shards(dict(zip(layout.statistics, totals, strict=True)), axis=0)
+        table = measurement.table()
+        merged = reduce_shards(table, axis=0)
         rows = [self._rows[key] for key in layout.statistics]
         columns = [self._columns[_column_key(item.watch_index, layer)] for layer in layout.layers]
         block = np.full((max(rows, default=-1) + 1, max(columns, default=-1) + 1), np.nan)
-        block[np.ix_(rows, columns)] = totals
+        block[np.ix_(rows, columns)] = table.array
         model = np.full(block.shape[0], np.nan)
         model[rows] = [merged.get(key, np.nan) for key in layout.statistics]
         scalars = {name: float(value) for name, value in measurement.scalars.items()}

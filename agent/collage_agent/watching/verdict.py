@@ -1,4 +1,4 @@
-"""The verdict in words: what was lost, where, whether the states are healthy, and what to try.
+"""What people are told of a measured step: its numbers, and in words what was lost, where, and what to try.
 
 EDQ alone never makes a run healthy: an error that already sits in the optimizer's state is invisible to it, so
 the states' decrements or the oracle must agree. Otherwise the verdict is "unknown".
@@ -6,18 +6,53 @@ the states' decrements or the oracle must agree. Otherwise the verdict is "unkno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_agent.measurement import Measurement
 from collage_monitor import wire
 from collage_monitor.judgement import STATE_TOLERANCE, judge, longest_window, state_decrements
+from collage_monitor.statistics import finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["verdict"]
+__all__ = ["summarise", "verdict"]
 
 Values = Mapping[str, float | None]
 
 _WORST: Final = 3
+NONE: Final[Mapping[tuple[str, ...], Measurement]] = {}
+
+
+def summarise(
+    measurement: Measurement | None, rarer: Mapping[tuple[str, ...], Measurement] = NONE
+) -> dict[str, Any]:
+    """{"step", "model": {key: value}, "layers": {name: {key: value}}}; empty before the first measured step.
+
+    `rarer`: keys of statistics that not every step reports, and the last step that did, where they are taken from.
+    Layers merge into the model as shards do. Undefined values are None. Synchronises the device.
+    """
+    if measurement is None:
+        return {"step": None, "model": {}, "layers": {}}
+    totals = _totals(measurement)
+    for keys, earlier in rarer.items():
+        found = _totals(earlier)
+        for key in keys:
+            totals[key] = np.full_like(totals["elements"], np.nan)
+            totals[key][: len(found[key])] = found[key]
+    finished = finish_all(totals)
+    model = finish_all(reduce_shards(totals, axis=0))
+    return {
+        "step": measurement.step,
+        "model": {key: _value(value) for key, value in model.items()},
+        "layers": {
+            layer.name: {key: _value(values[index]) for key, values in finished.items()}
+            for index, layer in enumerate(measurement.layout.layers)
+        },
+    }
 
 
 def verdict(summary: Mapping[str, Any], info: wire.WatchInfo) -> str:
@@ -136,3 +171,12 @@ def _advice(model: Values, info: wire.WatchInfo) -> Iterator[str]:
 def _interval(model: Values, name: str, form: str = ".4f") -> str:
     low, high = model.get(f"{name}_low"), model.get(f"{name}_high")
     return "" if low is None or high is None else f" ({low:{form}} to {high:{form}})"
+
+
+def _totals(measurement: Measurement) -> dict[str, NDArray[np.float64]]:
+    return dict(measurement.table())
+
+
+def _value(value: NDArray[np.float64] | np.float64) -> float | None:
+    number = float(value)
+    return None if math.isnan(number) else number

@@ -55,9 +55,9 @@ def step_with_reference(model, optimizer, step):
 
 def totals_of(handle):
     measurement = handle._last
-    rows = measurement.to_numpy()
+    table = measurement.table()
     return {
-        layer.name: {key: rows[index, column] for index, key in enumerate(measurement.layout.statistics)}
+        layer.name: {key: row[column] for key, row in table.items()}
         for column, layer in enumerate(measurement.layout.layers)
     }
 

@@ -33,7 +33,7 @@ def test_the_words_name_loss_layers_states_grid_and_what_to_try():
         'strategy="plus"',
     ):
         assert words in text
-    assert "losing updates" in handle._repr_markdown_()
+    assert "losing updates" in handle._repr_html_()
     assert "6 layers, at step 5" in repr(handle)
 
 

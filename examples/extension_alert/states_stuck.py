@@ -1,0 +1,23 @@
+"""An alert on what edq_ratio cannot see: a second moment that no longer decays makes later steps too small."""
+
+from __future__ import annotations
+
+from collage_monitor.alerts import Alert
+
+__all__ = ["ALERT"]
+
+ALERT = Alert(
+    name="StatesStuck",
+    expression='collage_state_decrement_ratio{state="exp_avg_sq"} < 0.5 and collage_step > $warm_up',
+    window_seconds=0.0,
+    for_seconds=1800.0,
+    warm_up_steps=1000,
+    severity="warning",
+    summary="the second moment decays by less than half of what it should",
+    meaning=(
+        "Its format rounds the decay of exp_avg_sq away: the average can grow, but hardly shrink. As gradients "
+        "fall, steps become too small, and edq_ratio still reads 1."
+    ),
+    other_causes=("gradients that grow in every step: few elements should have shrunk, and the ratio is noisy",),
+    first_step='Keep the states wider: strategy="plus" or "fp32-states" from the next checkpoint on.',
+)
