@@ -10,7 +10,7 @@ from collage_agent.optim import RuleOptimizer
 from collage_agent.watch import watch
 
 from tests.agent.training import gpt_loss, small_gpt, train
-from tests.optim.models import assert_same_bits, parameters
+from tests.optim.models import assert_same_bits, give_gradients, parameters
 from tests.optim.models import train as give_steps
 from tests.reference.streams import noisy_gradients
 
@@ -25,6 +25,7 @@ def run():
         follows_fp64(strategy)
     follows_fp64("plus", arithmetic="storage", within=0.05)
     compiles_to_the_same_bits()
+    steps_inside_a_compiled_step_of_the_user()
     resumes()
     is_watched()
     refuses_what_it_has_not()
@@ -83,6 +84,20 @@ def compiles_to_the_same_bits():
     give_steps(eager, first, 5)
     give_steps(compiled, second, 5)
     assert_same_bits(eager, compiled)
+
+
+def steps_inside_a_compiled_step_of_the_user():
+    first, second = parameters(), parameters()
+    plain, wrapped = (
+        RuleOptimizer(members, "adabelief", strategy="plus", **OPTIONS) for members in (first, second)
+    )
+    step = torch.compile(wrapped.step, backend="eager")
+    for number in range(2):
+        give_gradients(first, second, step=number)
+        plain.step()
+        step()
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
 
 
 def resumes():

@@ -8,7 +8,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -84,13 +83,18 @@ class UpdateRule(ABC):
         return False
 
 
-@cache
+_ADDED: dict[str, UpdateRule] = {}
+"""Those that were asked for: no `functools.cache`, which a user's torch.compile cannot trace."""
+
+
 def rule_named(name: str) -> UpdateRule:
     """The rule that an installed package adds under this name (entry-point group `collage_agent.rules`).
 
     Raises:
         ValueError: no package adds it, or what it adds is no `UpdateRule`.
     """
+    if name in _ADDED:
+        return _ADDED[name]
     added = extensions("collage_agent.rules")
     rule = added.get(name)
     if rule is None:
@@ -98,6 +102,7 @@ def rule_named(name: str) -> UpdateRule:
         raise ValueError(f"Invalid rule: {name!r}; {known}")
     if not isinstance(rule, UpdateRule):
         raise ValueError(f"collage_agent.rules {name!r} must be an UpdateRule object, not {type(rule).__name__}")
+    _ADDED[name] = rule
     return rule
 
 

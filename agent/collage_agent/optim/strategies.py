@@ -7,7 +7,6 @@ one works with any of the other where both make sense.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -113,17 +112,26 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _HIGH_PRECISION = (torch.float32, torch.float64)
 
 
-@cache
+_ADDED: dict[str, StorageStrategy] = {}
+"""Those of other packages that were asked for: no `functools.cache`, which a user's torch.compile cannot trace."""
+
+
 def known_strategy(name: str) -> StorageStrategy | None:
     """The strategy of that name, ours or one that an installed package adds; None where there is none.
 
     Raises:
         ValueError: what a package adds under the name is no `StorageStrategy`, or is called otherwise.
     """
-    found = STRATEGIES.get(name) or extensions("collage_agent.strategies").get(name)
-    if found is None or (isinstance(found, StorageStrategy) and found.name == name):
-        return found
-    raise ValueError(f"collage_agent.strategies {name!r} must be a StorageStrategy of that name, not {found!r}")
+    known = STRATEGIES.get(name) or _ADDED.get(name)
+    if known is not None:
+        return known
+    found = extensions("collage_agent.strategies").get(name)
+    if found is None:
+        return None
+    if not isinstance(found, StorageStrategy) or found.name != name:
+        raise ValueError(f"collage_agent.strategies {name!r} must be a StorageStrategy of that name, not {found!r}")
+    _ADDED[name] = found
+    return found
 
 
 def strategy_named(name: str) -> StorageStrategy:
