@@ -203,6 +203,7 @@ def run_cluster() -> Iterator[tuple[str, int] | None]:
 KINDS: Final = ("sqlite", "null", "single", "postgresql", "bare")
 """`single` commits each request on its own, instead of all that wait; `bare` is no server of ours."""
 _NEVER: Final = 1e6
+_NO_BOUND: Final = 2**60
 
 
 class _NullJournal(SqlJournal):
@@ -260,6 +261,8 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
         port=0,
         no_auth=True,
         seal_interval_seconds=_NEVER,
+        journal_run_bytes=_NO_BOUND,
+        journal_bytes=_NO_BOUND,
         commit_bytes=1 if kind == "single" else Settings.commit_bytes,
     )
     store = make_store(settings)

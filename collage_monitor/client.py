@@ -147,7 +147,7 @@ class Client:
     def series(
         self,
         run_id: str,
-        metric: str,
+        metric: str | Sequence[str],
         *,
         layer: str | None = None,
         pattern: str | None = None,
@@ -161,10 +161,11 @@ class Client:
     ) -> wire.Series:
         """A metric or logged scalar over the run: of a layer, of layers by glob or module type, or of the model.
 
-        `cursor` follows it: empty at first, then that of the last answer.
+        Of several metrics the first is the answer, the others stand in its `more`. `cursor` follows a single one:
+        empty at first, then that of the last answer.
         """
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
-        query = {"metric": metric, "points": points, "axis": axis, "cursor": cursor, **chosen}
+        query = {"metric": _several(metric), "points": points, "axis": axis, "cursor": cursor, **chosen}
         return self._get(f"/runs/{quoted(run_id)}/series", wire.Series, query)
 
     def heatmap(
@@ -207,7 +208,7 @@ class Client:
     def compare(
         self,
         run_ids: Sequence[str],
-        metric: str,
+        metric: str | Sequence[str],
         *,
         layer: str | None = None,
         pattern: str | None = None,
@@ -218,9 +219,12 @@ class Client:
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> wire.Comparison:
-        """Several runs on one metric, of the model or of layers, with their merged metrics and last scalars."""
+        """Several runs on a metric, of the model or of layers, with their merged metrics and last scalars.
+
+        Of several metrics each run's `series` is that of the first, the others stand in its `more`.
+        """
         chosen = _chosen(layer, pattern, module_type, rank, first_step, last_step)
-        query = {"run": list(run_ids), "metric": metric, "points": points, "axis": axis, **chosen}
+        query = {"run": list(run_ids), "metric": _several(metric), "points": points, "axis": axis, **chosen}
         return self._get("/compare", wire.Comparison, query)
 
     def correlation(
@@ -368,6 +372,10 @@ def _sendable(token: str) -> str:
 def quoted(part: str) -> str:
     """A part of a path, whatever characters it has."""
     return quote(part, safe="")
+
+
+def _several(metric: str | Sequence[str]) -> list[str]:
+    return [metric] if isinstance(metric, str) else list(metric)
 
 
 def _chosen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from collage_monitor.wire.messages import Attempt, Layer, Stream, WatchInfo
 from collage_monitor.wire.numbers import Number
@@ -136,7 +136,7 @@ class Series(Struct, kw_only=True, frozen=True):
     inside the point; `low` and `high` the 95 % interval of the merged value, if the metric has one.
     `ranks` counts the ranks that reported the point; fewer than `world_size` is a partial point.
     `cursor`, if requested, gets what comes later. If the next answer `continues`, append its points to those of
-    this one; otherwise its points replace them.
+    this one; otherwise its points replace them. `more` holds the series of further metrics, if several were asked.
     """
 
     run_id: str
@@ -155,6 +155,7 @@ class Series(Struct, kw_only=True, frozen=True):
     world_size: int | None = None
     cursor: str | None = None
     continues: bool = False
+    more: dict[str, Series] | UnsetType = UNSET
 
 
 class Heatmap(Struct, kw_only=True, frozen=True):

@@ -27,7 +27,7 @@ from collage_server.disk import DiskGuard
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.maintenance import Maintenance
 from collage_server.settings import Settings
-from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
+from collage_server.store import READERS, JournalBounds, PostgresqlStore, SqliteStore, Store
 from collage_server.web.description import add_description
 from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, RequestIdentity
@@ -99,12 +99,19 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _components(settings: Settings, store: Store, clock: Callable[[], float]) -> Components:
     counters = IngestCounters()
     guard = DiskGuard(store, budget_bytes=settings.disk_budget_bytes, reserve_bytes=settings.disk_reserve_bytes)
+    bounds = JournalBounds(settings.journal_run_bytes, settings.journal_bytes)
     return Components(
         settings=settings,
         store=store,
+        bounds=bounds,
         writer=Writer(store.journal, counters, clock=clock, commit_bytes=settings.commit_bytes),
         sealer=Sealer(
-            store.journal.runs, store.sealing.seal, clock=clock, interval_seconds=settings.seal_interval_seconds
+            store.journal.runs,
+            store.sealing.seal,
+            store.journal.bytes_of,
+            bounds,
+            clock=clock,
+            interval_seconds=settings.seal_interval_seconds,
         ),
         maintenance=Maintenance(store, guard, clock=clock, days=settings.retention_days),
         guard=guard,

@@ -21,6 +21,7 @@ class Background(ABC):
 
     def __init__(self, name: str, *, interval_seconds: float) -> None:
         self.stopping = Event()
+        self._woken = Event()
         self._name = name
         self._interval_seconds = interval_seconds
         self._thread: Thread | None = None
@@ -38,9 +39,14 @@ class Background(ABC):
     def stop(self, deadline_seconds: float) -> None:
         """End after the slice at hand, or leave it unfinished at the deadline."""
         self.stopping.set()
+        self.wake()
         if self._thread is not None:
             self._thread.join(deadline_seconds)
             self._thread = None
+
+    def wake(self) -> None:
+        """Look now, whatever is left of the interval."""
+        self._woken.set()
 
     def attempt(self, work: Callable[[], object]) -> None:
         """Do it; what fails is logged and ends nothing."""
@@ -50,5 +56,8 @@ class Background(ABC):
             _LOG.exception("%s failed; the next look tries again", self._name)
 
     def _run(self) -> None:
-        while not self.stopping.wait(self._interval_seconds):
-            self.attempt(self.look)
+        while not self.stopping.is_set():
+            self._woken.wait(self._interval_seconds)
+            self._woken.clear()
+            if not self.stopping.is_set():
+                self.attempt(self.look)

@@ -14,7 +14,7 @@ from collage_server.disk import DiskGuard
 from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
 from collage_server.maintenance import Maintenance
 from collage_server.settings import Settings
-from collage_server.store import Store
+from collage_server.store import JournalBounds, Store
 
 __all__ = ["Components", "components_of"]
 
@@ -25,6 +25,7 @@ class Components:
 
     settings: Settings
     store: Store
+    bounds: JournalBounds
     writer: Writer
     sealer: Sealer
     maintenance: Maintenance

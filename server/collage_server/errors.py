@@ -10,6 +10,7 @@ ServerError
 ├── TooLarge              413  a body beyond its limit
 ├── UnsupportedMediaType  415  a content type or encoding that is not spoken here
 ├── Unprocessable         422  well-formed, but a value is not acceptable
+├── JournalFull           429  too much waits to be sealed: the same reports may be taken later
 ├── Busy                  503  too much in flight: the same request may succeed later
 └── StoreUnusable         500  the database cannot be opened; the server does not start
 """
@@ -26,6 +27,7 @@ __all__ = [
     "Conflict",
     "Forbidden",
     "Gone",
+    "JournalFull",
     "NotFound",
     "ServerError",
     "StoreUnusable",
@@ -120,6 +122,13 @@ class Unprocessable(ServerError):
 
     status = 422
     code = "unprocessable"
+
+
+class JournalFull(ServerError):
+    """Too much waits to be sealed; the same reports may be taken after Retry-After."""
+
+    status = 429
+    code = "journal_full"
 
 
 class Busy(ServerError):

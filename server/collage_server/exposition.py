@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from collage_monitor import __version__
 from collage_monitor.wire import Number
-from collage_server.api.parameters import worst_of
+from collage_server.api.reading import worst_of
 from collage_server.components import Components
 from collage_server.errors import Gone, NotFound
 from collage_server.ingest.counters import COMMIT_BUCKETS
@@ -107,8 +107,9 @@ class _Families:
     def add(self, record: RunRecord, components: Components) -> None:
         """One run's series."""
         labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
-        point = components.store.points.latest(record.run_id)
-        worst = worst_of(components.store, record.run_id, point, "edq_ratio", WORST_LAYERS)
+        with components.store.points.snapshot() as now:
+            point = now.latest(record.run_id)
+            worst = worst_of(now, record.run_id, point, "edq_ratio", WORST_LAYERS)
         latest = latest_answer(record, point, worst)
         for name in MODEL_GAUGES:
             self._set(name, labels, latest.model.get(name))

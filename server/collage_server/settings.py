@@ -29,6 +29,8 @@ _POSITIVE = (
     "body_bytes",
     "decompressed_bytes",
     "in_flight_bytes",
+    "journal_run_bytes",
+    "journal_bytes",
     "commit_bytes",
     "answer_cache_bytes",
     "seal_interval_seconds",
@@ -58,6 +60,9 @@ class Settings:
     `no_auth` does without one, on loopback only. `in_flight_bytes` bounds the report bodies that are read but not
     yet acknowledged: beyond it the answer is 503.
 
+    `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
+    chunks: beyond them the answer is 429. A reader takes all that waits of a run into memory.
+
     `retention_raw_days` is how long single measured points are kept, `retention_coarse_days` how long points of 16,
     both for good when None; points of 256 always are. Beyond `disk_budget_bytes` of data, or with less than
     `disk_reserve_bytes` left on the disk, the server reads only.
@@ -73,6 +78,8 @@ class Settings:
     body_bytes: int = LIMITS["body_bytes"]
     decompressed_bytes: int = 64 * 2**20
     in_flight_bytes: int = 128 * 2**20
+    journal_run_bytes: int = 128 * 2**20
+    journal_bytes: int = 2**30
     commit_bytes: int = 16 * 2**20
     answer_cache_bytes: int = 64 * 2**20
     stale_after_seconds: float = 600.0

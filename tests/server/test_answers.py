@@ -7,6 +7,7 @@ import tracemalloc
 import msgspec
 import pytest
 from collage_server.answer_cache import AnswerCache
+from collage_server.store.reading.snapshot import SqlSnapshot
 
 from collage_monitor import wire
 from tests.server.samples import STATISTICS, block, layer, report, watch
@@ -40,16 +41,7 @@ def test_an_answer_changes_with_its_run_and_not_before(server, path, monkeypatch
     assert unchanged.headers["etag"] == first.headers["etag"]
     store = server.app.state.components.store
     with monkeypatch.context() as patch:
-        for name in (
-            "model_points",
-            "layer_points",
-            "points_of",
-            "compared",
-            "scalar_points",
-            "scalars_of",
-            "latest",
-        ):
-            patch.setattr(store.points, name, lambda *_: 1 / 0)
+        patch.setattr(store.points, "snapshot", lambda: 1 / 0)
         again = fetch(server, path)
         assert (again.status_code, again.content) == (200, first.content), "kept: the store is not asked"
     values = block(70)
@@ -67,15 +59,14 @@ def test_in_a_comparison_only_the_run_that_changed_is_read_again(server, monkeyp
     path = "/compare?run=r1&run=r2&metric=edq_ratio"
     fetch(server, path)
     server.reports([report(9, 70)], "s1")
-    store = server.app.state.components.store
     read: list[str] = []
-    compared = store.points.compared
+    newest = SqlSnapshot.newest_scalars
 
-    def counted(run_ids, *more):
+    def counted(now, run_ids, count):
         read.extend(run_ids)
-        return compared(run_ids, *more)
+        return newest(now, run_ids, count)
 
-    monkeypatch.setattr(store.points, "compared", counted)
+    monkeypatch.setattr(SqlSnapshot, "newest_scalars", counted)
     answer = wire.decode_message(fetch(server, path).content, wire.Comparison, wire.JSON)
     assert read == ["r1"]
     assert [run.reports for run in answer.runs] == [6, 5]
@@ -89,7 +80,7 @@ def test_another_curve_of_the_same_runs_reads_only_the_curve(server, monkeypatch
         alone = wire.decode_message(fetch(server, paths[1]).content, wire.Comparison, wire.JSON)
         server.reports([report(9, 70)], "s1")
         first = wire.decode_message(fetch(server, paths[0]).content, wire.Comparison, wire.JSON)
-        patch.setattr(server.app.state.components.store.points, "compared", lambda *_: 1 / 0)
+        patch.setattr(SqlSnapshot, "newest_scalars", lambda *_: 1 / 0)
         second = wire.decode_message(fetch(server, paths[1]).content, wire.Comparison, wire.JSON)
     assert [run.reports for run in second.runs] == [6, 5]
     assert [run.merged for run in second.runs] == [run.merged for run in first.runs]

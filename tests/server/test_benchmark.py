@@ -14,6 +14,7 @@ from benchmarks._reports import LARGE, SMALL, batches, requests
 from benchmarks._serving import NullStore
 from benchmarks.query import Blocks, questions, read_by_key
 from collage_monitor import wire
+from tests.server.reads import layer_points, model_points
 from tests.server.samples import layer, stream_create
 
 
@@ -52,7 +53,7 @@ def test_the_null_store_acknowledges_without_writing(tmp_path):
     [batch] = batches(SMALL, 0, 5, 5, seed=0)
     [outcome] = store.journal.append([ReportGroup(store.streams.record("s0"), batch.reports)], 0.0)
     assert outcome.accepted == 5
-    assert len(store.points.model_points("r1", None, Selection()).steps) == 0
+    assert len(model_points(store, "r1", None, Selection()).steps) == 0
     store.close()
 
 
@@ -70,7 +71,9 @@ def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_pat
     store = _population.FillingStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
     assert _population.populate(store, 0) == 20 * (600 * 201 + 256)
-    found = store.points.points_of(["layers-0", "layers-1"], ("lost",), Selection(), "layer.100")
+    found = {
+        run: layer_points(store, run, ("lost",), Selection(), ["layer.100"]) for run in ("layers-0", "layers-1")
+    }
     assert len(found["layers-0"].steps) == 300
     assert found["layers-0"].totals["lost"].tolist() == found["layers-1"].totals["lost"].tolist()
     assert store.streams.of_run("layers-1")[0].stream_id == "layers-1"

@@ -9,6 +9,7 @@ from collage_server.app import create_app
 from collage_server.errors import Gone
 from collage_server.ingest import Sealer
 from collage_server.settings import Settings
+from collage_server.store import JournalBounds
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
@@ -25,7 +26,7 @@ class Store:
         self.done = threading.Event()
         self.error = None
 
-    def waiting(self):
+    def runs(self):
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -33,7 +34,7 @@ class Store:
             self.done.set()
         return list(self.due)
 
-    def seal(self, run_id, now):
+    def seal(self, run_id, now, *, pressed=False):
         if run_id == "deleted":
             self.due[run_id] = 0
             raise Gone("deleted")
@@ -43,12 +44,20 @@ class Store:
         self.sealed.append((run_id, now))
         return True
 
+    def bytes_of(self, run_id):
+        return 0
+
+
+def sealer_of(store):
+    bounds = JournalBounds(2**20, 2**20)
+    return Sealer(store.runs, store.seal, store.bytes_of, bounds, clock=lambda: 5.0, interval_seconds=0.001)
+
 
 @pytest.mark.parametrize("error", [None, OSError("disk full")])
 def test_every_journal_is_sealed_as_far_as_it_is_due(error):
     store = Store({"a": 2, "deleted": 1, "b": 1})
     store.error = error
-    sealer = Sealer(store.waiting, store.seal, clock=lambda: 5.0, interval_seconds=0.001)
+    sealer = sealer_of(store)
     sealer.start()
     assert store.done.wait(PATIENCE_SECONDS)
     sealer.stop(5.0)
@@ -61,15 +70,15 @@ def test_every_journal_is_sealed_as_far_as_it_is_due(error):
 class WithPoison(Store):
     """Run "a" cannot be sealed, whatever is tried."""
 
-    def seal(self, run_id, now):
+    def seal(self, run_id, now, *, pressed=False):
         if run_id == "a":
             raise ValueError("a statistic of a newer server")
-        return super().seal(run_id, now)
+        return super().seal(run_id, now, pressed=pressed)
 
 
 def test_a_run_that_cannot_be_sealed_holds_up_no_other(caplog):
     store = WithPoison({"a": 1, "b": 1, "c": 1})
-    sealer = Sealer(store.waiting, store.seal, clock=lambda: 5.0, interval_seconds=0.001)
+    sealer = sealer_of(store)
     sealer.start()
     until(lambda: len(store.sealed) == 2, "the sealing of the two others")
     sealer.stop(PATIENCE_SECONDS)

@@ -9,6 +9,7 @@ import numpy as np
 from collage_server.store import Selection, SqliteStore
 
 from collage_monitor import wire
+from tests.server.reads import layer_points, model_points, scalar_points
 from tests.torture.clients import ask
 from tests.torture.ledger import RANKS, report_of
 from tests.waiting import until
@@ -55,9 +56,9 @@ def _compare(ledger, store, run_id):
     steps = np.arange(1, last + 1)
     there = np.array([[step <= end for step in steps] for end in ledger.acknowledged])
     weights = (there * (1 + np.arange(RANKS))[:, None]).sum(axis=0)
-    model = store.points.model_points(run_id, ["lost", "measured_steps"], Selection())
-    layers = store.points.layer_points(run_id, ["lost"], Selection())
-    loss = store.points.scalar_points(run_id, ["loss"], Selection())["loss"]
+    model = model_points(store, run_id, ["lost", "measured_steps"], Selection())
+    layers = layer_points(store, run_id, ["lost"], Selection())
+    loss = scalar_points(store, run_id, ["loss"], Selection())["loss"]
     for what, found, expected in (
         ("steps", model.steps, steps),
         ("ranks", model.ranks, there.sum(axis=0)),

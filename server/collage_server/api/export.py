@@ -36,7 +36,7 @@ def export_run(
 ) -> Response:
     """All that is stored of a run, ranks merged, streamed; `Collage-Lines` says how many lines will come.
 
-    The run is read a slab at a time, so a long export keeps no other reader or writer waiting.
+    The run is read a batch of steps at a time, so a long export keeps no other reader or writer waiting.
     """
     components = components_of(request)
     plan = plan_export(components.store, run_id, layers=layers, ranks=ranks)
@@ -60,6 +60,7 @@ def _content(components: Components, plan: ExportPlan, export_format: str) -> It
         return csv_bytes(store, plan)
     if export_format == "parquet":
         return parquet_bytes(store, plan)
-    point = store.points.latest(plan.run.run_id)
+    with store.points.snapshot() as now:
+        point = now.latest(plan.run.run_id)
     run = run_answer(plan.run, point, components.clock(), components.settings.stale_after_seconds)
     return jsonl_bytes(store, plan, run)

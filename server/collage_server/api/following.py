@@ -21,7 +21,7 @@ from collage_monitor import wire
 from collage_server.errors import Unprocessable
 from collage_server.store import Points, RunRevision, ScalarPoints, Selection
 
-__all__ = ["Curve", "follow"]
+__all__ = ["FollowedCurve", "follow"]
 
 _DIGEST_BYTES = 16
 
@@ -36,7 +36,7 @@ _DECODE: Final = msgspec.msgpack.Decoder(_Cursor).decode
 
 
 @dataclass(frozen=True)
-class Curve:
+class FollowedCurve:
     """One question about one run: `read` gives the stored numbers, `answer` the curve, of a selection.
 
     `complete` is the newest step that every rank has reached; None: whatever was read is as complete as it gets.
@@ -47,7 +47,7 @@ class Curve:
     complete: Callable[[], int | None]
 
 
-def follow(curve: Curve, selection: Selection, cursor: str, revision: RunRevision) -> wire.Series:
+def follow(curve: FollowedCurve, selection: Selection, cursor: str, revision: RunRevision) -> wire.Series:
     """The curve since the answer that gave `cursor`; the whole one where that is empty or what it told has changed.
 
     Raises:
@@ -60,7 +60,7 @@ def follow(curve: Curve, selection: Selection, cursor: str, revision: RunRevisio
         return msgspec.structs.replace(curve.answer(nothing), cursor=cursor, continues=True)
     complete = curve.complete()
     ends = [step for step in (selection.last_step, complete) if step is not None]
-    held = curve.read(replace(selection, last_step=min(ends, default=None), points=None, extremes_of=None))
+    held = curve.read(replace(selection, last_step=min(ends, default=None), points=None))
     last = int(held.steps[-1]) if len(held.steps) else -1
     goes_on = known is not None and known.step <= last and _told(held, known.step) == known.told
     first = selection.first_step

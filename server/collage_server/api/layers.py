@@ -1,22 +1,127 @@
-"""Layers: the run's dictionary."""
+"""Layers beside each other: a heatmap, the worst of them, and a histogram of updates against the grid."""
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_server.api.answers import answer, describes
-from collage_server.api.parameters import RunId
+from collage_monitor.metrics import HISTOGRAM_LABELS, STATISTICS
+from collage_monitor.statistics import statistics_for
+from collage_server import queries
+from collage_server.api import parameters
+from collage_server.api.answers import describes
+from collage_server.api.cache import respond
+from collage_server.api.reading import LayerChoice, measured_at, points_of, positions_of, worst_of
 from collage_server.api.routing import resource
 from collage_server.components import components_of
+from collage_server.errors import Unprocessable
+from collage_server.store import Selection
 
 __all__ = ["router"]
 
 router = resource("reading")
+_MOST_CELLS = 5_000_000
 
 
-@router.get("/runs/{run_id}/layers", **describes(wire.LayerList))
-def list_layers(request: Request, run_id: RunId) -> Response:
-    """The run's layers in the order in which they were first seen; `elements` counts the whole tensor."""
-    return answer(wire.LayerList(run_id=run_id, layers=components_of(request).store.streams.layers(run_id)))
+@router.get("/runs/{run_id}/heatmap", **describes(wire.Heatmap))
+def get_heatmap(
+    request: Request,
+    run_id: parameters.RunId,
+    metric: parameters.MetricKey,
+    points: parameters.PointCount = 200,
+    order: Literal["depth", "worst"] = "depth",
+    pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
+    first_step: parameters.FirstStep = None,
+    last_step: parameters.LastStep = None,
+    axis: parameters.AxisName = "step",
+) -> Response:
+    """values[layer][point]; layers in the order first seen, or worst first over all that is asked for."""
+    store = components_of(request).store
+    keys = statistics_for(parameters.checked_metric(metric), intervals=False)
+
+    def make() -> wire.Heatmap:
+        with store.points.snapshot() as now:
+            chosen = LayerChoice(None, pattern, module_type).names(now, run_id)
+            most = _MOST_CELLS // max(len(chosen or now.layers(run_id)), 1)
+            if points > most:
+                raise Unprocessable(
+                    f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
+                )
+            selection = Selection(
+                first_step=first_step, last_step=last_step, points=points, by_layer=True, layers=chosen
+            )
+            measured = now.points([run_id], keys, selection)[run_id]
+            positions = positions_of(now, [run_id], axis)[run_id]
+        found = queries.heatmap(run_id, metric, measured, points, order)
+        times = measured.times[np.searchsorted(measured.steps, found.steps)]
+        places = positions.of(np.array(found.steps), times)
+        return msgspec.structs.replace(found, axis=axis, positions=wire.undefined_to_none(places))
+
+    return respond(request, [run_id], make)
+
+
+@router.get("/runs/{run_id}/histogram", **describes(wire.Histogram))
+def get_histogram(
+    request: Request,
+    run_id: parameters.RunId,
+    name: Annotated[str, Query(max_length=512)] = "update_ulp_histogram",
+    layer: parameters.LayerName = None,
+    pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
+    rank: parameters.Rank = None,
+    step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    first_step: parameters.FirstStep = None,
+    last_step: parameters.LastStep = None,
+) -> Response:
+    """Merged over the whole run or from one step to another, or at the measured step at or before `step`."""
+    known = [entry.name for entry in STATISTICS.values() if entry.label == "octave"]
+    if name not in known:
+        raise Unprocessable(f"no histogram is called {name!r}; there are: {', '.join(known)}", field="name")
+    if step is not None and (first_step is not None or last_step is not None):
+        raise Unprocessable("give step, or from and to, not both", field="step")
+    store = components_of(request).store
+    keys = tuple(f"{name}/{label}" for label in HISTOGRAM_LABELS)
+    layers = LayerChoice(layer, pattern, module_type)
+
+    def make() -> wire.Histogram:
+        selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=1)
+        with store.points.snapshot() as now:
+            if step is not None:
+                selection = measured_at(now, run_id, step, rank)
+            measured = points_of(now, [run_id], keys, selection, layers)[run_id]
+        return queries.histogram(run_id, name, measured, layers.shown, merged=step is None)
+
+    return respond(request, [run_id], make)
+
+
+@router.get("/runs/{run_id}/worst", **describes(wire.WorstLayer, many=True))
+def get_worst(
+    request: Request,
+    run_id: parameters.RunId,
+    metric: parameters.MetricKey = "edq_ratio",
+    k: Annotated[int, Query(ge=1, le=1000)] = 10,
+    pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
+    step: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+) -> Response:
+    """The k layers worst in a metric: lowest where more is better, |1 − x| against the oracle, else highest.
+
+    At the newest measured step, or at the one at or before `step`.
+    """
+    store = components_of(request).store
+    key = parameters.checked_metric(metric)
+
+    def make() -> list[wire.WorstLayer]:
+        with store.points.snapshot() as now:
+            chosen = LayerChoice(None, pattern, module_type).names(now, run_id)
+            at = now.latest(run_id) if step is None else measured_at(now, run_id, step)
+            return worst_of(now, run_id, at, key, k, chosen)
+
+    return respond(request, [run_id], make)

@@ -20,7 +20,7 @@ from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest import check_batch
-from collage_server.store import ReportGroup
+from collage_server.store import ReportGroup, report_bytes
 
 __all__ = ["router"]
 
@@ -82,6 +82,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
         await run_in_threadpool(components.store.journal.note_gaps, stream, batch.gaps, components.clock())
     if not kept:
         return wire.BatchAnswer(accepted=0, duplicates=0, rejected=rejected)
+    components.bounds.admit(stream.run_id, sum(map(report_bytes, kept)))
     outcome = await components.writer.submit(ReportGroup(stream, kept, size))
     if outcome.gone:
         components.registry.forget_run(stream.run_id)

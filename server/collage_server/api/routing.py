@@ -6,7 +6,7 @@ from typing import Final
 
 from fastapi import APIRouter, Depends
 
-from collage_server.api.questions import refuse_unknown_parameters
+from collage_server.api.parameters import refuse_unknown_parameters
 
 __all__ = ["PREFIX", "resource"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_server.export.slabs import ExportPlan, Slab, read_ranks, read_slabs
+from collage_server.export.steps import ExportPlan, StepBatch, read_batches, read_ranks
 from collage_server.store import Points, Store
 
 __all__ = ["VERSION", "jsonl_bytes"]
@@ -34,13 +34,13 @@ def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Iterator[bytes
     for layer in plan.layers:
         yield _line({"kind": "layer", "layer": layer})
     steps = 0
-    for slab in read_slabs(store, plan):
-        for line in _steps(slab):
+    for batch in read_batches(store, plan):
+        for line in _steps(batch):
             yield _line(line)
-        for rank, points in read_ranks(store, plan, slab):
+        for rank, points in read_ranks(store, plan, batch):
             for line in _of_rank(rank, points):
                 yield _line(line)
-        steps += len(slab.steps)
+        steps += len(batch.steps)
     for event in plan.events:
         yield _line({"kind": "event", "event": event})
     yield _line({"kind": "end", "steps": steps})
@@ -50,15 +50,17 @@ def _line(value: Mapping[str, Any]) -> bytes:
     return wire.encode_json(value) + b"\n"
 
 
-def _steps(slab: Slab) -> Iterator[dict[str, Any]]:
-    points = slab.points
+def _steps(batch: StepBatch) -> Iterator[dict[str, Any]]:
+    points = batch.points
     single = bool((points.counts == 1).all())
-    model, layers = _kept(points.totals, single), _kept(slab.layers, single)
+    model, layers = _kept(points.totals, single), _kept(batch.layers, single)
     measured = {step: index for index, step in enumerate(points.steps.tolist())}
-    for row, (step, time) in enumerate(zip(slab.steps.tolist(), slab.times.tolist(), strict=True)):
+    for row, (step, time) in enumerate(zip(batch.steps.tolist(), batch.times.tolist(), strict=True)):
         line: dict[str, Any] = {"kind": "step", "step": step, "time": time}
         logged = {
-            name: wire.to_number(float(values[row])) for name, (values, there) in slab.scalars.items() if there[row]
+            name: wire.to_number(float(values[row]))
+            for name, (values, there) in batch.scalars.items()
+            if there[row]
         }
         if logged:
             line["scalars"] = logged

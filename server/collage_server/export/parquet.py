@@ -1,4 +1,4 @@
-"""Parquet: the wide table in columns, a row group a slab. Needs the extra `parquet` (pyarrow)."""
+"""Parquet: the wide table in columns, a row group a batch of steps. Needs the extra `parquet` (pyarrow)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from collage_server.errors import Unprocessable
-from collage_server.export.slabs import ExportPlan
-from collage_server.export.table import Columns, column_names, read_columns
+from collage_server.export.steps import ExportPlan
+from collage_server.export.table import TableRows, column_names, read_rows
 from collage_server.store import Store
 
 __all__ = ["parquet_bytes"]
@@ -41,13 +41,13 @@ def _write(store: Store, plan: ExportPlan) -> Iterator[bytes]:
     schema = pyarrow.schema(places + [(name, pyarrow.float64()) for name in names])
     sink = _Sink()
     with parquet.ParquetWriter(sink, schema, compression="zstd") as writer:
-        for columns in read_columns(store, plan):
+        for columns in read_rows(store, plan):
             writer.write_table(_table(pyarrow, schema, columns, names))
             yield sink.taken()
     yield sink.taken()
 
 
-def _table(pyarrow: Any, schema: Any, columns: Columns, names: list[str]) -> Any:
+def _table(pyarrow: Any, schema: Any, columns: TableRows, names: list[str]) -> Any:
     arrays = [columns.steps, columns.first_steps, columns.times, columns.ranks]
     layers = pyarrow.array([name or None for name in columns.layers], pyarrow.string())
     built = [*map(pyarrow.array, arrays), layers.dictionary_encode()]

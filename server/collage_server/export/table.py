@@ -1,10 +1,13 @@
 """A run as one wide table: a row a step for the model, one a step and layer, where asked for one a step and rank.
 
-CSV and Parquet are made of it.
+CSV is written here; Parquet is made of it, too.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -13,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor.statistics import finish_all, has_interval, metric_keys
-from collage_server.export.slabs import ExportPlan, Slab, read_ranks, read_slabs
+from collage_server.export.steps import ExportPlan, StepBatch, read_batches, read_ranks
 from collage_server.store import Store
 
-__all__ = ["Columns", "column_names", "place_names", "read_columns", "scalar_columns"]
+__all__ = ["TableRows", "column_names", "csv_bytes", "place_names", "read_rows", "scalar_columns"]
 
 _PLACES: Final = ("step", "first_step", "time", "ranks", "layer")
 _RANK: Final = "rank"
@@ -24,7 +27,7 @@ FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class TableRows:
     """Some rows, oldest first, the model before its layers; or those of one `rank`, of the whole model.
 
     Values are (numbers [rows], present [rows]).
@@ -66,71 +69,71 @@ def _computed(plan: ExportPlan) -> list[str]:
     return list(dict.fromkeys([*names, *plan.statistics]))
 
 
-def read_columns(store: Store, plan: ExportPlan) -> Iterator[Columns]:
+def read_rows(store: Store, plan: ExportPlan) -> Iterator[TableRows]:
     """The table, some rows at a time: all ranks merged, then each of them over the same steps."""
     scalars, computed = scalar_columns(plan), _computed(plan)
     names = [layer.name for layer in plan.layers]
-    for slab in read_slabs(store, plan):
-        yield _columns(slab, names, scalars, computed)
-        for rank, points in read_ranks(store, plan, slab):
-            alone = Slab(slab.selection, points.steps, points.times, points, {}, {})
-            yield replace(_columns(alone, [], scalars, computed), rank=rank)
+    for batch in read_batches(store, plan):
+        yield _rows_of(batch, names, scalars, computed)
+        for rank, points in read_ranks(store, plan, batch):
+            alone = StepBatch(batch.selection, points.steps, points.times, points, {}, {})
+            yield replace(_rows_of(alone, [], scalars, computed), rank=rank)
 
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """Where each row comes from: its step within the slab, and its layer, −1 for the model."""
+    """Where each row comes from: its step within the batch, and its layer, −1 for the model."""
 
     steps: NDArray[np.int64]
     layers: NDArray[np.int64]
     order: NDArray[np.intp]
 
 
-def _order(slab: Slab, place: NDArray[np.intp], wide: int) -> _Order:
+def _order(batch: StepBatch, place: NDArray[np.intp], wide: int) -> _Order:
     """The rows of the model and then those of the layers, put in order."""
-    count = len(slab.steps)
+    count = len(batch.steps)
     steps = np.concatenate([np.arange(count), np.repeat(place, wide)])
     layers = np.concatenate([np.full(count, -1), np.tile(np.arange(wide), len(place))])
     order = np.lexsort((layers, steps))
     return _Order(steps[order], layers[order], order)
 
 
-def _columns(slab: Slab, names: list[str], scalars: dict[str, str], computed: list[str]) -> Columns:
-    points = slab.points
-    place = np.searchsorted(slab.steps, points.steps)
-    rows = _order(slab, place, len(names) if slab.layers else 0)
-    first_steps, ranks = slab.steps.copy(), np.zeros(len(slab.steps), dtype=np.int64)
+def _rows_of(batch: StepBatch, names: list[str], scalars: dict[str, str], computed: list[str]) -> TableRows:
+    points = batch.points
+    place = np.searchsorted(batch.steps, points.steps)
+    rows = _order(batch, place, len(names) if batch.layers else 0)
+    first_steps, ranks = batch.steps.copy(), np.zeros(len(batch.steps), dtype=np.int64)
     first_steps[place], ranks[place] = points.first_steps, points.ranks
-    values = {column: _logged(slab, name, rows) for name, column in scalars.items()}
+    values = {column: _logged(batch, name, rows) for name, column in scalars.items()}
     titles = ["", *names]
-    return Columns(
-        steps=slab.steps[rows.steps],
+    return TableRows(
+        steps=batch.steps[rows.steps],
         first_steps=first_steps[rows.steps],
-        times=slab.times[rows.steps],
+        times=batch.times[rows.steps],
         ranks=ranks[rows.steps],
         layers=[titles[index + 1] for index in rows.layers.tolist()],
-        values=values | _measured(slab, place, rows, computed),
+        values=values | _measured(batch, place, rows, computed),
     )
 
 
-def _logged(slab: Slab, name: str, rows: _Order) -> tuple[FloatArray, NDArray[np.bool_]]:
+def _logged(batch: StepBatch, name: str, rows: _Order) -> tuple[FloatArray, NDArray[np.bool_]]:
     there = np.zeros(len(rows.order), dtype=bool)
     numbers = np.full(len(rows.order), np.nan)
-    if name in slab.scalars:
-        values, present = slab.scalars[name]
+    if name in batch.scalars:
+        values, present = batch.scalars[name]
         model = rows.layers < 0
         numbers[model], there[model] = values[rows.steps[model]], present[rows.steps[model]]
     return numbers, there
 
 
 def _measured(
-    slab: Slab, place: NDArray[np.intp], rows: _Order, computed: list[str]
+    batch: StepBatch, place: NDArray[np.intp], rows: _Order, computed: list[str]
 ) -> dict[str, tuple[FloatArray, NDArray[np.bool_]]]:
-    model, layers = _finished(slab.points.totals), _finished(slab.layers)
-    wide = (len(rows.order) - len(slab.steps)) // max(len(place), 1)
+    model, layers = _finished(batch.points.totals), _finished(batch.layers)
+    wide = (len(rows.order) - len(batch.steps)) // max(len(place), 1)
     values = {}
     for key in computed:
-        stacked = np.full(len(slab.steps), np.nan)
+        stacked = np.full(len(batch.steps), np.nan)
         stacked[place] = model.get(key, np.nan)
         by_layer = np.full((len(place), wide), np.nan)
         by_layer[:] = layers.get(key, np.nan)
@@ -144,3 +147,36 @@ def _finished(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
         return {}
     with np.errstate(divide="ignore", invalid="ignore"):
         return {**finish_all(totals), **totals}
+
+
+def csv_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
+    """The export, some rows at a time; absent values are empty cells, non-finite ones as on the wire."""
+    names = column_names(plan)
+    yield _text([[*place_names(plan), *names]])
+    for columns in read_rows(store, plan):
+        yield _text(_rows(plan, columns, names))
+
+
+def _rows(plan: ExportPlan, columns: TableRows, names: list[str]) -> Iterator[tuple[object, ...]]:
+    cells = [_cells(columns, name) for name in names]
+    places = (columns.steps.tolist(), columns.first_steps.tolist(), columns.times.tolist(), columns.ranks.tolist())
+    rank = "" if columns.rank is None else columns.rank
+    ranks = [[rank] * len(columns.layers)] if plan.ranks else []
+    return zip(*places, columns.layers, *ranks, *cells, strict=True)
+
+
+def _cells(columns: TableRows, name: str) -> list[float | str]:
+    values, there = columns.values[name]
+    return [_cell(value) if present else "" for value, present in zip(values.tolist(), there.tolist(), strict=True)]
+
+
+def _cell(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _text(rows: object) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)  # type: ignore[arg-type]
+    return text.getvalue().encode()

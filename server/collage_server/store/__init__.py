@@ -20,9 +20,12 @@ from collage_server.store.contract import (
     SealLimits,
     Selection,
     Sizes,
+    Snapshot,
     Store,
     StreamRecord,
 )
+from collage_server.store.journal.bounds import JournalBounds
+from collage_server.store.journal.reports import report_bytes
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.quota import CountedRows
 from collage_server.store.sqlite import SqliteStore
@@ -32,6 +35,7 @@ __all__ = [
     "CountedRows",
     "EventStore",
     "GroupOutcome",
+    "JournalBounds",
     "LatestPoint",
     "NewEvent",
     "Points",
@@ -50,7 +54,9 @@ __all__ = [
     "Sealing",
     "Selection",
     "Sizes",
+    "Snapshot",
     "SqliteStore",
     "Store",
     "StreamRecord",
+    "report_bytes",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -15,7 +16,6 @@ from collage_server.store.quota import QuotaCheck
 
 __all__ = [
     "CONNECTIONS",
-    "ComparedRecord",
     "EventStore",
     "GroupOutcome",
     "LatestPoint",
@@ -36,6 +36,7 @@ __all__ = [
     "Sealing",
     "Selection",
     "Sizes",
+    "Snapshot",
     "Store",
     "StreamRecord",
     "StreamStore",
@@ -164,20 +165,21 @@ class RunPageRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which points of a run are read, and how fine.
+    """Which points of a run are read, of what, and how fine.
 
-    Both ends are inclusive, None is open. `rank` None merges all ranks. `points` is how many are wanted at most:
-    points that are merged already may then stand for several measured ones, never so many that fewer than half of
-    those wanted are left. `extremes_of` names a metric whose extremes over the single steps are needed beside it.
-    `buckets`: the points go into `bucket_starts(…, points)`, so those of one bucket may be merged already.
+    Both ends are inclusive, None is open. `rank` None merges all ranks. Without `by_layer` totals are those of the
+    whole model; with it those of each of `layers` (None: of all). `points` is how many are wanted at most: points
+    that are merged already may then stand for several measured ones, never so many that fewer than half of those
+    wanted are left. `extremes_of` names metrics whose extremes over the single steps are needed beside them.
     """
 
     rank: int | None = None
     first_step: int | None = None
     last_step: int | None = None
     points: int | None = None
-    extremes_of: str | None = None
-    buckets: bool = False
+    by_layer: bool = False
+    layers: tuple[str, ...] | None = None
+    extremes_of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -215,15 +217,6 @@ class ScalarPoints:
 
 
 @dataclass(frozen=True, eq=False)
-class ComparedRecord:
-    """A run beside others: all totals of its model, in few points, and the last logged values by name."""
-
-    record: RunRecord
-    points: Points
-    newest: dict[str, FloatArray]
-
-
-@dataclass(frozen=True, eq=False)
 class LatestPoint:
     """The newest measured step of a run, with the model's totals (0-dimensional)."""
 
@@ -247,6 +240,7 @@ class NewEvent:
 @dataclass(frozen=True, kw_only=True)
 class SealLimits:
     """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
+    The journal's bound for a run must be larger than `bytes`.
 
     `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
     removes from the journal, so that acknowledgements do not wait; `coarse_bytes` what is read at once of a whole
@@ -255,7 +249,7 @@ class SealLimits:
 
     points: int = 256
     part_points: int = 64
-    bytes: int = 64 * 2**20
+    bytes: int = 32 * 2**20
     rows: int = 8192
     late_rows: int = 64
     slice_rows: int = 6
@@ -345,6 +339,9 @@ class ReportJournal(Protocol):
     def runs(self) -> list[str]:
         """Runs that have reports in the journal."""
 
+    def bytes_of(self, run_id: str) -> int:
+        """What the run's reports in the journal take of its bounds."""
+
 
 class EventStore(Protocol):
     """What happened to runs."""
@@ -356,48 +353,56 @@ class EventStore(Protocol):
         """What happened to a run, oldest first: events numbered above `after`."""
 
 
-class PointStore(Protocol):
-    """Points, logged values and comparisons; each question is answered from one snapshot."""
+class Snapshot(Protocol):
+    """Runs as they stood at one moment: whatever is asked of it fits together."""
 
-    def model_points(self, run_id: str, keys: Collection[str] | None, selection: Selection) -> Points:
-        """The whole model's totals, only those of `keys` (None: all)."""
+    def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
+        """Several runs, in the order given."""
 
-    def layer_points(
-        self, run_id: str, keys: Collection[str], selection: Selection, layers: Sequence[str] | None = None
-    ) -> Points:
-        """Totals by layer, only those of `keys`, only these layers (None: all)."""
+    def streams(self, run_id: str) -> list[wire.Stream]:
+        """The run's streams, by attempt and rank."""
 
-    def points_of(
-        self,
-        run_ids: Sequence[str],
-        keys: Collection[str] | None,
-        selection: Selection,
-        layer: str | None = None,
+    def layers(self, run_id: str) -> list[wire.Layer]:
+        """The run's layers, as `StreamStore.layers` has them."""
+
+    def events(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
+        """What happened to a run, as `EventStore.read` has it."""
+
+    def points(
+        self, run_ids: Sequence[str], keys: Collection[str] | None, selection: Selection
     ) -> dict[str, Points]:
-        """The model's totals of several runs, or those of one layer, read together; in the order given."""
+        """Totals of each run, only those of `keys` (None: all), in the order given; all runs are read together.
 
-    def scalar_points(
-        self, run_id: str, names: Collection[str] | None, selection: Selection
-    ) -> dict[str, ScalarPoints]:
-        """Logged values by name, only `names` (None: all)."""
+        By layer several runs are read together only where the selection names the layers.
+        """
 
-    def scalars_of(
-        self, run_ids: Sequence[str], names: Collection[str], selection: Selection
+    def scalars(
+        self, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
     ) -> dict[str, dict[str, ScalarPoints]]:
-        """Logged values of several runs by name, read together."""
+        """Logged values by run and name, only `names` (None: all)."""
 
-    def compared(self, run_ids: Sequence[str], newest: int) -> dict[str, ComparedRecord]:
-        """What a comparison shows of each run, from one snapshot; `newest` values of each logged name."""
+    def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
+        """The last `count` logged values by run and name, oldest first."""
 
     def latest(self, run_id: str) -> LatestPoint | None:
-        """The newest measured step, None before the first."""
+        """The newest measured step that is whole, None before the first."""
+
+
+class PointStore(Protocol):
+    """Points and logged values: every question is answered from one snapshot."""
+
+    def snapshot(self) -> AbstractContextManager[Snapshot]:
+        """Runs as they are at this moment, to be asked several things while the context lasts."""
 
 
 class Sealing(Protocol):
     """From the journal to chunks."""
 
-    def seal(self, run_id: str, now: float) -> int:
-        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
+    def seal(self, run_id: str, now: float, *, pressed: bool = False) -> int:
+        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due.
+
+        `pressed`: there is no room for more, so all of it is due, whoever is waited for.
+        """
 
     def replica_mismatches(self) -> int:
         """At how many layers and steps replicas differed, over all runs."""

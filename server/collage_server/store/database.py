@@ -7,7 +7,7 @@ from collage_server.store.contract import SealLimits
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.reports import SqlJournal
 from collage_server.store.journal.streams import SqlStreams
-from collage_server.store.reading.reader import SqlPoints
+from collage_server.store.reading.snapshot import SqlPoints
 from collage_server.store.runs.events import SqlEvents
 from collage_server.store.runs.runs import SqlRuns
 from collage_server.store.sealing.retention import SqlRetention, SqlSealing

@@ -153,6 +153,7 @@ report: Final = Table(
     Column("scalars", Text),
     Column("statistic_count", Integer, nullable=False),
     Column("layer_count", Integer, nullable=False),
+    Column("parts", Integer, nullable=False, server_default="1"),
     Column("model", LargeBinary),
     Column("statistics", LargeBinary),
 )
@@ -178,10 +179,12 @@ run_latest: Final = Table(
     Column("given_up", Text, nullable=False, server_default="[]"),
     Column("clock_skew_seconds", Double),
     Column("frozen_step", BigInteger),
+    Column("unfinished", Text, nullable=False, server_default="{}"),
 )
 """Per stream, written with its reports: counts, newest places, `scalars` {name: [step, value]}; `sealed`, the
 ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come;
-`frozen_step`, up to which the attempt takes no more totals."""
+`frozen_step`, up to which the attempt takes no more totals; `unfinished` {step: [parts that came, parts there are]}
+of the newest steps that are told in several reports and not whole yet."""
 
 entry: Final = Table(
     "entry",
@@ -207,11 +210,15 @@ point_chunk: Final = Table(
     Column("points", LargeBinary, nullable=False),
     Column("contributor_ranks", LargeBinary, nullable=False),
     Column("contributors", LargeBinary, nullable=False),
+    Column("contributor_streams", LargeBinary),
+    Column("unfinished", LargeBinary),
 )
 """The points of a chunk, one part each time some were sealed; a part without a row here does not exist yet.
 
 `points` packs [5][point_count] of eight bytes each: first steps, steps, times, ranks, measured points merged.
-`contributors` packs bits [point_count][contributor_ranks]; empty: every rank contributed to every point.
+`contributors` packs bits [point_count][contributor_streams]; empty: every stream contributed to every point.
+`contributor_ranks` are the ranks of these streams; older servers wrote these alone, and a bit a rank.
+`unfinished` packs rows of four int64: step, stream, and how many of how many parts of the step have come.
 """
 
 Index(

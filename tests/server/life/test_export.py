@@ -1,4 +1,4 @@
-"""Export: every number that was stored, ranks merged, in each format; streamed in slabs without a seam."""
+"""Export: every number that was stored, ranks merged, in each format; streamed a batch of steps at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import json
 
 import numpy as np
 import pytest
-from collage_server.export import csv_bytes, jsonl_bytes, slabs
+from collage_server.export import csv_bytes, jsonl_bytes
+from collage_server.export import steps as export_steps
 from collage_server.store import Selection
 
 from collage_monitor import wire
+from tests.server.reads import model_points
 from tests.server.samples import LAYERS, STATISTICS, block, model_of, report
 from tests.waiting import until
 
@@ -36,9 +38,9 @@ def filled(server):
     return server
 
 
-@pytest.mark.parametrize("slab_numbers", [2**22, 100])
-def test_json_lines_hold_what_was_sent(filled, monkeypatch, slab_numbers):
-    monkeypatch.setattr(slabs, "_NUMBERS", slab_numbers)
+@pytest.mark.parametrize("batch_numbers", [2**22, 100])
+def test_json_lines_hold_what_was_sent(filled, monkeypatch, batch_numbers):
+    monkeypatch.setattr(export_steps, "_NUMBERS", batch_numbers)
     answer, lines = lines_of(filled)
     assert answer.headers["content-type"] == "application/x-ndjson"
     assert answer.headers["collage-lines"] == str(len(lines))
@@ -133,7 +135,7 @@ def test_ranks_are_merged(server):
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, sealed):
-    monkeypatch.setattr(slabs, "_POINTS", 2)
+    monkeypatch.setattr(export_steps, "_POINTS", 2)
     server.run()
     server.attempt()
     for rank, steps in ((0, (10, 20, 30)), (3, (10, 30))):
@@ -169,12 +171,12 @@ def test_single_ranks_where_they_are_asked_for(server, clock, monkeypatch, seale
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
-def test_between_slabs_no_transaction_is_open_and_reports_arrive(server, monkeypatch, form):
+def test_between_batches_no_transaction_is_open_and_reports_arrive(server, monkeypatch, form):
     """A long export, or a slow reader of one, keeps neither the log of SQLite nor dead rows of PostgreSQL alive."""
-    monkeypatch.setattr(slabs, "_POINTS", 2)
+    monkeypatch.setattr(export_steps, "_POINTS", 2)
     server.filled(steps=range(10, 60, 10))
     store = server.app.state.components.store
-    plan = slabs.plan_export(store, "r1", layers=True, ranks=True)
+    plan = export_steps.plan_export(store, "r1", layers=True, ranks=True)
     parts = (
         jsonl_bytes(store, plan, server.get("/runs/r1", wire.Run)) if form == "jsonl" else csv_bytes(store, plan)
     )
@@ -195,15 +197,15 @@ def test_an_empty_run_and_unknown_ones(server):
     assert server.get("/runs/r1/export", status=410).code == "gone"
 
 
-def test_a_slab_is_bounded_by_measured_points_and_by_steps(server):
+def test_a_batch_is_bounded_by_measured_points_and_by_steps(server):
     server.filled(steps=range(1, 40))
-    plan = slabs.plan_export(server.app.state.components.store, "r1", layers=True)
-    narrow = slabs.ExportPlan(**{**vars(plan), "slab_points": 7})
-    read = list(slabs.read_slabs(server.app.state.components.store, narrow))
-    assert [len(slab.points.steps) for slab in read] == [7, 7, 7, 7, 7, 4]
-    assert np.concatenate([slab.steps for slab in read]).tolist() == list(range(1, 40))
-    whole = server.app.state.components.store.points.model_points("r1", ("lost",), Selection()).totals["lost"]
-    assert np.concatenate([slab.points.totals["lost"] for slab in read]).tolist() == whole.tolist()
+    plan = export_steps.plan_export(server.app.state.components.store, "r1", layers=True)
+    narrow = export_steps.ExportPlan(**{**vars(plan), "batch_points": 7})
+    read = list(export_steps.read_batches(server.app.state.components.store, narrow))
+    assert [len(batch.points.steps) for batch in read] == [7, 7, 7, 7, 7, 4]
+    assert np.concatenate([batch.steps for batch in read]).tolist() == list(range(1, 40))
+    whole = model_points(server.app.state.components.store, "r1", ("lost",), Selection()).totals["lost"]
+    assert np.concatenate([batch.points.totals["lost"] for batch in read]).tolist() == whole.tolist()
 
 
 def test_parquet_without_its_library_says_what_to_install(filled, monkeypatch):

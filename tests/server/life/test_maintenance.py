@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, Server
+from tests.server.reads import model_points
 from tests.server.samples import report
 
 DAY = 86_400.0
@@ -119,7 +120,7 @@ def test_retention_by_settings(tmp_path):
             pass
 
         def counts():
-            return components.store.points.model_points("r1", ["lost"], Selection()).counts.tolist()
+            return model_points(components.store, "r1", ["lost"], Selection()).counts.tolist()
 
         for days, expected in ((29, [1] * 600), (31, [16] * 32 + [1] * 88), (366, [256] * 2 + [1] * 88)):
             clock.now = NOW + days * DAY

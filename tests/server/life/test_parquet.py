@@ -14,7 +14,7 @@ parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `parquet` is 
 
 
 def test_parquet_holds_what_csv_holds(server, monkeypatch):
-    monkeypatch.setattr("collage_server.export.slabs._POINTS", 2)
+    monkeypatch.setattr("collage_server.export.steps._POINTS", 2)
     server.filled(steps=range(10, 60, 10))
     server.reports([report(90, 55, measured=False, scalars={"loss": float("nan")})])
     answer = server.client.get("/api/v1/runs/r1/export?format=parquet")

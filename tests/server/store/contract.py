@@ -16,6 +16,7 @@ from collage_server.store.contract import CONNECTIONS
 from collage_server.store.journal import streams
 
 from collage_monitor import metrics, wire
+from tests.server.reads import latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 
 NOW = 1_700_000_000.0
@@ -50,7 +51,7 @@ class StoreContract:
         assert (first.accepted, first.duplicates) == (2, 0)
         assert (again.accepted, again.duplicates) == (1, 1)
         assert store.streams.of_run("r1")[0].reports == 3
-        assert store.points.model_points("r1", None, ALL).steps.tolist() == [10, 20, 30]
+        assert model_points(store, "r1", None, ALL).steps.tolist() == [10, 20, 30]
 
     def test_duplicates_within_one_commit_are_counted(self, store):
         stream = self.fill(store)
@@ -62,7 +63,7 @@ class StoreContract:
         stream = self.fill(store)
         self.append(store, stream, report(0, 10, scalars={"loss": 1.0}))
         self.append(store, stream, report(0, 10, scalars={"loss": 2.0}))
-        assert store.points.scalar_points("r1", None, ALL)["loss"].values.tolist() == [1.0]
+        assert scalar_points(store, "r1", None, ALL)["loss"].values.tolist() == [1.0]
         assert store.runs.get("r1").scalars["loss"].value == 1.0
 
     def test_reports_out_of_order_are_kept_and_the_newest_stays_newest(self, store):
@@ -71,7 +72,7 @@ class StoreContract:
             self.append(store, stream, report(seq, 10 * (seq + 1)))
         [known] = store.streams.of_run("r1")
         assert (known.reports, known.last_seq, known.last_step) == (4, 3, 40)
-        assert store.points.latest("r1").step == 40
+        assert latest_point(store, "r1").step == 40
         assert store.runs.get("r1").scalars["loss"].step == 40
         assert (store.runs.get("r1").first_step, store.runs.get("r1").first_time) == (10, NOW + 10)
 
@@ -109,12 +110,10 @@ class StoreContract:
         stream = self.fill(store)
         self.append(store, stream, *(report(i, 10 * i) for i in range(1, 6)))
         chosen = Selection(first_step=20, last_step=40)
-        assert store.points.model_points("r1", ("lost",), chosen).steps.tolist() == [20, 30, 40]
-        assert list(store.points.model_points("r1", ("lost",), chosen).totals) == ["lost"]
-        assert (
-            store.points.layer_points("r1", ("lost",), chosen, [LAYERS[1]]).totals["lost"].tolist() == [[20.0]] * 3
-        )
-        assert store.points.scalar_points("r1", ("loss",), chosen)["loss"].steps.tolist() == [20, 30, 40]
+        assert model_points(store, "r1", ("lost",), chosen).steps.tolist() == [20, 30, 40]
+        assert list(model_points(store, "r1", ("lost",), chosen).totals) == ["lost"]
+        assert layer_points(store, "r1", ("lost",), chosen, [LAYERS[1]]).totals["lost"].tolist() == [[20.0]] * 3
+        assert scalar_points(store, "r1", ("loss",), chosen)["loss"].steps.tolist() == [20, 30, 40]
 
     def test_unknown_ids(self, store):
         self.fill(store)
@@ -123,15 +122,15 @@ class StoreContract:
             lambda: store.streams.of_run("zz"),
             lambda: store.streams.layers("zz"),
             lambda: store.streams.record("zz"),
-            lambda: store.points.model_points("zz", None, ALL),
-            lambda: store.points.scalar_points("zz", None, ALL),
-            lambda: store.points.latest("zz"),
+            lambda: model_points(store, "zz", None, ALL),
+            lambda: scalar_points(store, "zz", None, ALL),
+            lambda: latest_point(store, "zz"),
             lambda: store.runs.delete("zz", NOW),
             lambda: store.runs.update("zz", wire.RunUpdate(), NOW),
             lambda: store.streams.create_attempt("zz", wire.AttemptCreate(launch_id="l", first_step=0), NOW),
             lambda: store.streams.create("zz", stream_create(), NOW),
-            lambda: store.points.layer_points("r1", ("lost",), ALL, ["zz"]),
-            lambda: store.points.model_points("r1", None, Selection(rank=7)),
+            lambda: layer_points(store, "r1", ("lost",), ALL, ["zz"]),
+            lambda: model_points(store, "r1", None, Selection(rank=7)),
         ):
             with pytest.raises(NotFound):
                 call()
@@ -165,12 +164,12 @@ class StoreContract:
         stream = self.fill(store)
         self.fill(store, "r2", "s1")
         self.append(store, stream, report(0, 10))
-        assert store.points.latest("r1").step == 10
+        assert latest_point(store, "r1").step == 10
         store.runs.delete("r1", NOW)
         for call in (
             lambda: store.runs.get("r1"),
-            lambda: store.points.latest("r1"),
-            lambda: store.points.model_points("r1", None, ALL),
+            lambda: latest_point(store, "r1"),
+            lambda: model_points(store, "r1", None, ALL),
             lambda: store.streams.record("s0"),
             lambda: store.runs.delete("r1", NOW),
             lambda: store.runs.create("p", wire.RunCreate(run_id="r1"), NOW),
@@ -293,7 +292,7 @@ class StoreContract:
         store.streams.create("r1", stream_create(layers=[*map(layer, LAYERS), layer("head.weight")]), NOW)
         stream = store.streams.record("s0")
         self.append(store, stream, report(1, 20, values=block(20, layers=4)))
-        points = store.points.layer_points("r1", ("lost",), ALL)
+        points = layer_points(store, "r1", ("lost",), ALL)
         assert points.layers == [*LAYERS, "head.weight"]
         assert points.totals["lost"][1].tolist() == [10.0, 20.0, 30.0, 40.0]
         assert str(points.totals["lost"][0].tolist()) == "[10.0, 20.0, 30.0, nan]"
@@ -304,7 +303,7 @@ class StoreContract:
 
         def read():
             while not done.is_set():
-                points = store.points.model_points("r1", ("lost",), ALL)
+                points = model_points(store, "r1", ("lost",), ALL)
                 if len(points.steps) % 5:
                     torn.append(len(points.steps))
 
@@ -333,8 +332,6 @@ class StoreContract:
         self.append(store, store.streams.record("s0"), *reports)
         assert store.sealing.seal("r1", NOW)
         again = reopen()
-        assert (
-            again.points.model_points("r1", ["brand_new_sum"], ALL).totals["brand_new_sum"].tolist() == [21.0] * 40
-        )
-        coarse = again.points.layer_points("r1", ["brand_new_sum"], Selection(points=1)).totals["brand_new_sum"]
+        assert model_points(again, "r1", ["brand_new_sum"], ALL).totals["brand_new_sum"].tolist() == [21.0] * 40
+        coarse = layer_points(again, "r1", ["brand_new_sum"], Selection(points=1)).totals["brand_new_sum"]
         assert coarse.sum(axis=0).tolist() == [40 * 7.0] * 3

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone
 from collage_server.store import Selection
-from collage_server.store.chunks.directory import read_chunk_infos
+from collage_server.store.chunks.cache import read_chunk_infos
 from collage_server.store.sealing import retention
 
 from collage_monitor import wire
+from tests.server.reads import latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import STATISTICS, report, stream_create
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.waiting import PATIENCE_SECONDS
@@ -47,17 +48,17 @@ class LifeContract:
 
     def test_raw_points_go_and_their_sums_stay(self, store):
         filled(store)
-        raw = store.points.model_points("r1", STATISTICS, ALL)
-        layers = store.points.layer_points("r1", ["lost"], ALL)
+        raw = model_points(store, "r1", STATISTICS, ALL)
+        layers = layer_points(store, "r1", ["lost"], ALL)
         assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
         assert [sorted(info.levels) for info in infos(store)] == [[16, 256]] * 3 + [[1, 16, 256]]
-        points = store.points.model_points("r1", STATISTICS, ALL)
+        points = model_points(store, "r1", STATISTICS, ALL)
         assert points.counts.tolist() == [16] * 6 + [1] * CHUNK
         assert points.steps.tolist() == [*range(16, 97, 16), *range(97, 129)]
         for key in ("lost", "intended_squared_sum", "measured_steps"):
             expected = [*coarse(raw.totals[key][:96], 16), *raw.totals[key][96:]]
             np.testing.assert_allclose(points.totals[key], expected, rtol=1e-12)
-        by_layer = store.points.layer_points("r1", ["lost"], ALL)
+        by_layer = layer_points(store, "r1", ["lost"], ALL)
         for layer in range(3):
             expected = [*coarse(layers.totals["lost"][:96, layer], 16), *layers.totals["lost"][96:, layer]]
             np.testing.assert_allclose(by_layer.totals["lost"][:, layer], expected, rtol=1e-12)
@@ -66,7 +67,7 @@ class LifeContract:
         filled(store)
         assert store.retention.expire("r1", NEVER) == 6
         assert [sorted(info.levels) for info in infos(store)] == [[256]] * 3 + [[1, 16, 256]]
-        assert store.points.model_points("r1", ["lost"], ALL).counts.tolist() == [CHUNK] * 3 + [1] * CHUNK
+        assert model_points(store, "r1", ["lost"], ALL).counts.tolist() == [CHUNK] * 3 + [1] * CHUNK
         assert store.retention.expire("r1", NEVER) == 0
 
     def test_what_has_gone_is_not_looked_at_again(self, store, monkeypatch):
@@ -82,12 +83,12 @@ class LifeContract:
 
     def test_scalars_the_newest_step_and_the_count_of_reports_stay(self, store):
         filled(store)
-        before = store.points.scalar_points("r1", None, ALL)["loss"].values.tolist()
-        latest = store.points.latest("r1")
+        before = scalar_points(store, "r1", None, ALL)["loss"].values.tolist()
+        latest = latest_point(store, "r1")
         store.retention.expire("r1", NEVER)
-        assert store.points.scalar_points("r1", None, ALL)["loss"].values.tolist() == before
-        assert store.points.latest("r1").step == latest.step
-        assert store.points.latest("r1").model["lost"] == latest.model["lost"]
+        assert scalar_points(store, "r1", None, ALL)["loss"].values.tolist() == before
+        assert latest_point(store, "r1").step == latest.step
+        assert latest_point(store, "r1").model["lost"] == latest.model["lost"]
         assert store.streams.of_run("r1")[0].reports == 4 * CHUNK
 
     def test_what_is_young_stays(self, store):
@@ -108,23 +109,23 @@ class LifeContract:
     def test_asking_for_part_of_a_frozen_chunk_or_for_a_coarse_picture(self, store):
         filled(store)
         store.retention.expire("r1", {1: NOW + 1e9})
-        part = store.points.model_points("r1", ["lost"], Selection(first_step=20, last_step=60))
+        part = model_points(store, "r1", ["lost"], Selection(first_step=20, last_step=60))
         assert part.steps.tolist() == [32, 48]
-        few = store.points.model_points("r1", ["lost"], Selection(points=2, extremes_of="edq_ratio"))
+        few = model_points(store, "r1", ["lost"], Selection(points=2, extremes_of=("edq_ratio",)))
         assert few.counts.sum() == 4 * CHUNK
         assert not np.isnan(few.extremes["edq_ratio"][0][:3]).any()
 
     def test_totals_that_come_after_the_freeze_are_refused_and_change_nothing(self, store, reopen):
         stream = filled(store)
         store.retention.expire("r1", {1: NOW + 1e9})
-        before = store.points.model_points("r1", STATISTICS, ALL)
+        before = model_points(store, "r1", STATISTICS, ALL)
         for _ in range(2):
             outcome = StoreContract.append(store, stream, report(1000, 200), report(1001, 5), report(3, 4))
             assert (outcome.late, outcome.frozen_step) == ((1,), 3 * CHUNK)
             assert outcome.accepted + outcome.duplicates == 2
             store = reopen()
         assert store.streams.of_run("r1")[0].reports == 4 * CHUNK + 1
-        after = store.points.model_points("r1", STATISTICS, ALL)
+        after = model_points(store, "r1", STATISTICS, ALL)
         assert after.steps.tolist() == [*before.steps.tolist(), 200]
         for key, values in before.totals.items():
             np.testing.assert_array_equal(after.totals[key][:-1], values)
@@ -138,7 +139,7 @@ class LifeContract:
         while store.sealing.seal("r1", NOW):
             pass
         assert not store.journal.runs()
-        assert store.points.scalar_points("r1", ["loss"], ALL)["loss"].values[4] == 77.0
+        assert scalar_points(store, "r1", ["loss"], ALL)["loss"].values[4] == 77.0
 
     def test_a_stream_that_joins_later_knows_the_horizon(self, store):
         filled(store)
@@ -158,9 +159,9 @@ class LifeContract:
         store.streams.create("r1", stream_create("slow", rank=1), NOW)
         stream = store.streams.record("slow")
         assert StoreContract.append(store, stream, report(0, 5, rank=1)).accepted == 1
-        whole = store.points.model_points("r1", ["lost"], ALL).totals["lost"]
+        whole = model_points(store, "r1", ["lost"], ALL).totals["lost"]
         assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
-        points = store.points.model_points("r1", ["lost"], ALL)
+        points = model_points(store, "r1", ["lost"], ALL)
         assert points.totals["lost"][0] == whole[:16].sum()
         assert points.counts[0] == 16
 
@@ -203,7 +204,7 @@ class LifeContract:
         sender.join()
         store.retention.expire("r1", {1: NOW + 1e9})
         assert not failures
-        lost = store.points.model_points("r1", ["lost"], Selection(last_step=3 * CHUNK))
+        lost = model_points(store, "r1", ["lost"], Selection(last_step=3 * CHUNK))
         expected = sum(10.0 * 6 * (1 + 2 * (step in acknowledged)) for step in range(1, 3 * CHUNK + 1))
         assert lost.totals["lost"].sum() == expected
 
@@ -217,7 +218,7 @@ class LifeContract:
             broken.setattr("collage_server.store.sealing.retention._delete_some", interrupted)
             with pytest.raises(RuntimeError, match="killed"):
                 store.retention.expire("r1", {1: NOW + 1e9})
-        assert store.points.model_points("r1", ["lost"], ALL).counts.sum() == 4 * CHUNK
+        assert model_points(store, "r1", ["lost"], ALL).counts.sum() == 4 * CHUNK
         assert rows(store, "layer_chunk WHERE level = 1 AND chunk = 0")
         store.retention.expire("r1", {1: NOW + 1e9})
         for table in ("layer_chunk", "model_chunk", "point_chunk"):
@@ -231,7 +232,7 @@ class LifeContract:
         with pytest.raises(Gone):
             store.runs.get("r1")
         with pytest.raises(Gone):
-            store.points.model_points("r1", None, ALL)
+            model_points(store, "r1", None, ALL)
         assert rows(store, "layer_chunk WHERE run_id = 'r1'")
         assert store.retention.purge(1)
         store = reopen()
@@ -240,7 +241,7 @@ class LifeContract:
         for table in ("report", "layer_chunk", "model_chunk", "point_chunk", "scalar_chunk"):
             assert rows(store, f"{table} WHERE run_id = 'r1'") == 0, table
         assert rows(store, "layer_chunk WHERE run_id = 'r2'")
-        assert len(store.points.model_points("r2", None, ALL).steps) == CHUNK
+        assert len(model_points(store, "r2", None, ALL).steps) == CHUNK
 
     def test_rows_of_a_run_that_a_server_deleted_before_it_ended_go_too(self, store, monkeypatch):
         monkeypatch.setattr("collage_server.store.sealing.retention._LOOK_SECONDS", 0.0)

@@ -12,6 +12,7 @@ from sqlalchemy import text
 
 from collage_monitor import wire
 from collage_monitor.statistics import finish, reduce_steps
+from tests.server.reads import layer_points, model_points
 from tests.server.samples import LAYERS, report, stream_create
 from tests.server.store.contract import NOW, StoreContract
 from tests.server.store.seen import seal_all
@@ -37,7 +38,7 @@ def filled(store, steps=range(1, 81)):
 
 
 def of_points(store, key):
-    points = store.points.model_points("r1", None, Selection())
+    points = model_points(store, "r1", None, Selection())
     return dict(
         zip(points.steps.tolist(), np.broadcast_to(finish(key, points.totals), len(points.steps)), strict=True)
     )
@@ -71,8 +72,8 @@ class ReadableContract:
         assert [(row["layer"], row["first_step"], row["step"], row["measured_steps"]) for row in found] == [
             (name, first, first + 31, 32) for first in (1, 33) for name in LAYERS
         ]
-        points = store.points.layer_points(
-            "r1", store.streams.record("s0").statistics, Selection(first_step=33, last_step=64)
+        points = layer_points(
+            store, "r1", store.streams.record("s0").statistics, Selection(first_step=33, last_step=64)
         )
         merged = finish("edq_ratio", reduce_steps(points.totals, axis=0))
         single = finish("edq_ratio", points.totals)

@@ -8,6 +8,7 @@ from collage_server.store import ReportGroup, Selection
 from sqlalchemy import text
 
 from collage_monitor import wire
+from tests.server.reads import layer_points, model_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, model_of, stream_create
 from tests.server.store.contract import NOW
 
@@ -141,10 +142,10 @@ class ReplicasContract:
         register(store, [0, 1])
         for rank in range(2):
             send(store, rank, *(told(step, GOOD) for step in range(1, 40)))
-        before = store.points.layer_points("r1", KEYS, Selection()).totals
+        before = layer_points(store, "r1", KEYS, Selection()).totals
         while store.sealing.seal("r1", NOW):
             pass
-        after = store.points.layer_points("r1", KEYS, Selection()).totals
+        after = layer_points(store, "r1", KEYS, Selection()).totals
         for key in KEYS:
             assert np.array_equal(before[key], after[key])
         assert after["replica_checksum"][0].tolist() == GOOD
@@ -163,12 +164,12 @@ class ReplicasContract:
         while store.sealing.seal("r1", NOW):
             pass
         assert self.totals(store) == before
-        assert store.points.model_points("r1", ["lost"], Selection()).ranks.tolist() == [2] * 39
+        assert model_points(store, "r1", ["lost"], Selection()).ranks.tolist() == [2] * 39
 
     @staticmethod
     def totals(store):
-        layers = store.points.layer_points("r1", ["lost", *KEYS], Selection()).totals
-        model = store.points.model_points("r1", ["lost"], Selection()).totals
+        layers = layer_points(store, "r1", ["lost", *KEYS], Selection()).totals
+        model = model_points(store, "r1", ["lost"], Selection()).totals
         return {key: values.tolist() for key, values in (*layers.items(), ("model", model["lost"]))}
 
     def test_single_ranks_are_their_own_wherever_their_replicas_stand(self, store):
@@ -186,7 +187,7 @@ class ReplicasContract:
             pass
         send(store, 0, *late[:3])
         for rank, count in ((0, 42), (1, 59)):
-            own = store.points.model_points("r1", ["lost"], Selection(rank=rank))
+            own = model_points(store, "r1", ["lost"], Selection(rank=rank))
             assert own.totals["lost"].tolist() == [60.0] * count
 
     def test_a_deleted_run_takes_its_findings_along(self, store):

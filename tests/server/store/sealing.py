@@ -17,6 +17,7 @@ from sqlalchemy import func, select
 
 from collage_monitor import metrics, wire
 from collage_monitor.statistics import finish, reduce_steps
+from tests.server.reads import latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
 from tests.server.store.contract import LIMITS, NOW
 from tests.server.store.ranks import Senders
@@ -94,15 +95,15 @@ class SealingContract(Senders):
             self.append(store, stream, *reports[:40])
             assert seal_all(store) == 1
             self.append(store, stream, *reports[40:])
-            whole = plain(store.points.model_points("r1", None, ALL))
-            layers = plain(store.points.layer_points("r1", STATISTICS, ALL))
+            whole = plain(model_points(store, "r1", None, ALL))
+            layers = plain(layer_points(store, "r1", STATISTICS, ALL))
         is_known.cache_clear()
         assert "future_sum" in whole
-        assert plain(store.points.model_points("r1", None, ALL)) == {
+        assert plain(model_points(store, "r1", None, ALL)) == {
             key: held for key, held in whole.items() if key != "future_sum"
         }
-        assert plain(store.points.layer_points("r1", STATISTICS, ALL)) == layers
-        assert "future_sum" not in store.points.latest("r1").model
+        assert plain(layer_points(store, "r1", STATISTICS, ALL)) == layers
+        assert "future_sum" not in latest_point(store, "r1").model
         assert seal_all(store) == 0
         assert rows(store, schema.report) == 48
 
@@ -115,7 +116,8 @@ class SealingContract(Senders):
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        newest = store.points.compared(["r1"], 20)["r1"].newest
+        with store.points.snapshot() as now:
+            newest = now.newest_scalars(["r1"], 20)["r1"]
         assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
         assert newest["note"].tolist() == [1.0]
 
@@ -125,7 +127,7 @@ class SealingContract(Senders):
         self.send(store, stream, range(1, 41))
         seal_all(store)
         self.append(store, stream, report(40, 32, measured=False, scalars={"loss": 9.0, "validation_loss": 1.0}))
-        assert store.points.scalar_points("r1", ("loss",), ALL)["loss"].values[31] == 9.0
+        assert scalar_points(store, "r1", ("loss",), ALL)["loss"].values[31] == 9.0
         before = seen(store)
         store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         seal_all(store)
@@ -143,10 +145,10 @@ class SealingContract(Senders):
 
     def test_coarse_levels_are_the_same_merge(self, store):
         self.send(store, self.fill(store), range(1, 81))
-        fine = store.points.model_points("r1", None, ALL)
-        fine_layers = store.points.layer_points("r1", STATISTICS, ALL)
+        fine = model_points(store, "r1", None, ALL)
+        fine_layers = layer_points(store, "r1", STATISTICS, ALL)
         seal_all(store)
-        coarse = store.points.model_points("r1", None, Selection(points=5, extremes_of="edq_ratio"))
+        coarse = model_points(store, "r1", None, Selection(points=5, extremes_of=("edq_ratio",)))
         assert coarse.counts.tolist() == [16] * 4 + [1] * 16
         assert (coarse.first_steps[0], coarse.steps[0]) == (1, 16)
         whole, merged = reduce_steps(fine.totals), reduce_steps(coarse.totals)
@@ -155,7 +157,7 @@ class SealingContract(Senders):
         single = finish("edq_ratio", fine.totals)[:16]
         low, high = coarse.extremes["edq_ratio"]
         assert (low[0], high[0]) == (single.min(), single.max())
-        layers = store.points.layer_points("r1", STATISTICS, Selection(points=1, extremes_of="edq_ratio"))
+        layers = layer_points(store, "r1", STATISTICS, Selection(points=1, extremes_of=("edq_ratio",)))
         assert layers.counts.tolist() == [32, 32] + [1] * 16 or layers.counts.tolist() == [16] * 4 + [1] * 16
         whole, merged = reduce_steps(fine_layers.totals), reduce_steps(layers.totals)
         for key in STATISTICS:
@@ -200,8 +202,8 @@ class SealingContract(Senders):
             self.append(store, store.streams.record(f"{run_id}-s"), *wide)
             seal_all(store, run_id)
             most.append(max(values.shape[2] for values in held))
-            coarse = Selection(points=1, extremes_of="edq_ratio")
-            found = store.points.layer_points(run_id, STATISTICS, coarse)
+            coarse = Selection(points=1, extremes_of=("edq_ratio",))
+            found = layer_points(store, run_id, STATISTICS, coarse)
             seen.append((plain(found), repr(found.extremes), found.layers))
         assert most == [4, 1]
         assert seen[0] == seen[1]
@@ -210,9 +212,9 @@ class SealingContract(Senders):
     def test_a_metric_without_kept_extremes_is_read_fine(self, store):
         self.send(store, self.fill(store), range(1, 65))
         seal_all(store)
-        points = store.points.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_cosine"))
+        points = layer_points(store, "r1", STATISTICS, Selection(points=2, extremes_of=("edq_cosine",)))
         assert points.counts.tolist() == [1] * 64, "the model keeps its extremes, layers do not"
-        points = store.points.layer_points("r1", STATISTICS, Selection(points=2, extremes_of="edq_ratio"))
+        points = layer_points(store, "r1", STATISTICS, Selection(points=2, extremes_of=("edq_ratio",)))
         assert points.counts.tolist() == [16] * 4
 
     def test_a_newer_attempt_hides_part_of_a_chunk(self, store):
@@ -222,10 +224,10 @@ class SealingContract(Senders):
         store.streams.create("r1", stream_create("s1", launch_id="launch-2"), NOW)
         self.send(store, store.streams.record("s1"), range(41, 43), 3)
         for chosen in (ALL, Selection(points=2)):
-            points = store.points.model_points("r1", ["lost"], chosen)
+            points = model_points(store, "r1", ["lost"], chosen)
             assert int(points.counts.sum()) == 42
             assert reduce_steps(points.totals)["lost"] == 40 * 60.0 + 2 * 240.0
-        assert store.points.scalar_points("r1", ("loss",), ALL)["loss"].steps.tolist() == list(range(1, 43))
+        assert scalar_points(store, "r1", ("loss",), ALL)["loss"].steps.tolist() == list(range(1, 43))
 
     def test_an_older_attempt_is_sealed_to_its_end(self, store):
         self.send(store, self.fill(store), range(1, 6))
@@ -259,7 +261,7 @@ class SealingContract(Senders):
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        stray = store.points.layer_points("r1", ["stray"], ALL).totals["stray"]
+        stray = layer_points(store, "r1", ["stray"], ALL).totals["stray"]
         assert np.isnan(stray[:39]).all()
         assert stray[-1].tolist() == [7.0] * 4
 
@@ -272,7 +274,7 @@ class SealingContract(Senders):
             seal_all(store)
             unchanged(before, seen(store))
         assert rows(store, schema.report) == 70 % 8
-        coarse = store.points.model_points("r1", ["lost"], Selection(points=2))
+        coarse = model_points(store, "r1", ["lost"], Selection(points=2))
         assert coarse.counts.tolist() == [16] * 4 + [1] * 6
 
     def test_by_bytes_a_chunk_has_several_parts(self, store):
@@ -281,7 +283,7 @@ class SealingContract(Senders):
         before = seen(store)
         assert seal_all(store) > 2
         unchanged(before, seen(store))
-        coarse = store.points.model_points("r1", ["lost"], Selection(points=2))
+        coarse = model_points(store, "r1", ["lost"], Selection(points=2))
         assert coarse.counts.tolist()[:2] == [16, 16]
 
     def test_an_interrupted_sealing_harms_nobody(self, store):
@@ -325,13 +327,13 @@ class SealingContract(Senders):
         for allowed in range(200):
             sealed = sealed_until(store, allowed)
             for points in (2, 4, 64):
-                model = store.points.model_points("r1", ["lost"], Selection(points=points))
+                model = model_points(store, "r1", ["lost"], Selection(points=points))
                 assert reduce_steps(model.totals)["lost"] == 64 * 180.0
-                layers = store.points.layer_points("r1", ["lost"], Selection(points=points))
+                layers = layer_points(store, "r1", ["lost"], Selection(points=points))
                 assert reduce_steps(layers.totals)["lost"].tolist() == [64 * 30.0, 64 * 60.0, 64 * 90.0]
             if sealed == 0:
                 break
-        assert store.points.model_points("r1", ["lost"], Selection(points=2)).counts.tolist() == [16] * 4
+        assert model_points(store, "r1", ["lost"], Selection(points=2)).counts.tolist() == [16] * 4
         assert allowed > 20
         with store.engine.connect() as connection:
             coarse = select(schema.layer_chunk.c.level, schema.layer_chunk.c.chunk, schema.layer_chunk.c.part)
@@ -358,8 +360,8 @@ class SealingContract(Senders):
         finally:
             store.writing = writing
         assert store.streams.of_run("r1")[0].reports == 34
-        assert store.points.model_points("r1", ["lost"], ALL).steps.tolist() == list(range(1, 34))
-        assert store.points.scalar_points("r1", ("extra",), ALL)["extra"].steps.tolist() == [20]
+        assert model_points(store, "r1", ["lost"], ALL).steps.tolist() == list(range(1, 34))
+        assert scalar_points(store, "r1", ("extra",), ALL)["extra"].steps.tolist() == [20]
         assert rows(store, schema.report) == 2
 
     def test_a_deleted_run_leaves_no_chunks(self, store):
@@ -415,7 +417,7 @@ class SealingContract(Senders):
 
         def read():
             while not done.is_set():
-                steps = store.points.model_points("r1", ["lost"], ALL).steps.tolist()
+                steps = model_points(store, "r1", ["lost"], ALL).steps.tolist()
                 if steps != list(range(1, 65)):
                     wrong.append(steps)
 

@@ -6,6 +6,7 @@ import numpy as np
 from collage_server.store import Selection
 from sqlalchemy import func, select
 
+from tests.server.reads import latest_point, layer_points, model_points, scalar_points
 from tests.server.samples import LAYERS, STATISTICS
 from tests.server.store.contract import NOW
 
@@ -23,13 +24,13 @@ def seen(store, run_id="r1", ranks=(None,)):
             ("middle", Selection(rank=rank, first_step=7, last_step=50)),
             ("one", Selection(rank=rank, first_step=20, last_step=20)),
         ):
-            found[f"model {name} {rank}"] = plain(store.points.model_points(run_id, None, chosen))
-            scalars = store.points.scalar_points(run_id, None, chosen)
+            found[f"model {name} {rank}"] = plain(model_points(store, run_id, None, chosen))
+            scalars = scalar_points(store, run_id, None, chosen)
             found[f"scalars {name} {rank}"] = {key: arrays(entry) for key, entry in scalars.items()}
     for name, chosen in (("all", ALL), ("middle", Selection(first_step=7, last_step=50))):
-        found[f"layers {name}"] = plain(store.points.layer_points(run_id, STATISTICS, chosen))
-        found[f"layer {name}"] = plain(store.points.layer_points(run_id, STATISTICS, chosen, [LAYERS[1]]))
-    latest = store.points.latest(run_id)
+        found[f"layers {name}"] = plain(layer_points(store, run_id, STATISTICS, chosen))
+        found[f"layer {name}"] = plain(layer_points(store, run_id, STATISTICS, chosen, [LAYERS[1]]))
+    latest = latest_point(store, run_id)
     found["latest"] = None if latest is None else (latest.step, latest.time, arrays_of(latest.model))
     found["streams"] = store.streams.of_run(run_id)
     record = store.runs.get(run_id)

@@ -13,6 +13,7 @@ from collage_server.store.schema import metadata
 from collage_server.store.sqlite import SqliteStore
 from sqlalchemy import UniqueConstraint, text
 
+from tests.server.reads import model_points
 from tests.server.samples import report
 from tests.server.store.contract import NOW, StoreContract
 
@@ -36,7 +37,7 @@ def test_a_store_of_the_first_release_keeps_its_reports(store):
     """Filled by the code of today, then stripped to the first revision's columns: forward again, with the data."""
     StoreContract.fill(store)
     store.journal.append([ReportGroup(store.streams.record("s0"), [report(i, i + 1) for i in range(5)])], NOW)
-    before = store.points.model_points("r1", None, Selection()).totals["lost"].tolist()
+    before = model_points(store, "r1", None, Selection()).totals["lost"].tolist()
     saved = {}
     with store.engine.begin() as connection:
         first = _empty_first_release(store.path.with_name("first.sqlite"))
@@ -52,7 +53,7 @@ def test_a_store_of_the_first_release_keeps_its_reports(store):
     first.close()
     first.open()
     try:
-        assert first.points.model_points("r1", None, Selection()).totals["lost"].tolist() == before
+        assert model_points(first, "r1", None, Selection()).totals["lost"].tolist() == before
         again = first.journal.append([ReportGroup(first.streams.record("s0"), [report(0, 1), report(5, 6)])], NOW)
         assert [(outcome.accepted, outcome.duplicates) for outcome in again] == [(1, 1)]
     finally:

@@ -16,10 +16,11 @@ from collage_server.store.schema import metadata
 from sqlalchemy import text
 
 from collage_monitor import wire
+from tests.server.reads import latest_point, model_points
 from tests.server.samples import report
-from tests.server.store.backlog import BacklogContract
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
+from tests.server.store.parts import PartsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
 from tests.server.store.readable import ReadableContract
@@ -66,8 +67,8 @@ class TestPostgresqlSealing(SealingContract):
     """Sealing on PostgreSQL."""
 
 
-class TestPostgresqlBacklog(BacklogContract):
-    """A long queue on PostgreSQL."""
+class TestPostgresqlParts(PartsContract):
+    """Parts of steps on PostgreSQL."""
 
 
 class TestPostgresqlRanks(RanksContract):
@@ -201,7 +202,7 @@ def test_two_servers_take_the_same_reports_and_store_each_once(store, database):
     for server in (store, other):
         [known] = server.streams.of_run("r1")
         assert (known.reports, known.last_seq, known.last_step) == (60, 59, 60)
-        assert server.points.latest("r1").step == 60
+        assert latest_point(server, "r1").step == 60
         assert server.runs.get("r1").scalars["loss"].step == 60
     unchanged(seen(store), seen(other))
     other.close()
@@ -337,7 +338,7 @@ def test_servers_sealing_and_taking_reports_at_once_lose_nothing(store, database
         thread.join()
     seal_all(store)
     assert store.streams.of_run("r1")[0].reports == 200
-    assert store.points.model_points("r1", ["lost"], ALL).steps.tolist() == list(range(1, 201))
+    assert model_points(store, "r1", ["lost"], ALL).steps.tolist() == list(range(1, 201))
     again = other.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(200)])], NOW)[0]
     assert (again.accepted, again.duplicates) == (0, 200)
     other.close()

@@ -13,9 +13,9 @@ from collage_server.store import SqliteStore
 from collage_server.store.engine.folder import network_file_system
 
 from tests.server.samples import report
-from tests.server.store.backlog import BacklogContract
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
+from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
@@ -57,8 +57,8 @@ class TestSqliteSealing(SealingContract):
     """Sealing on SQLite."""
 
 
-class TestSqliteBacklog(BacklogContract):
-    """A long queue on SQLite."""
+class TestSqliteParts(PartsContract):
+    """Parts of steps on SQLite."""
 
 
 class TestSqliteRanks(RanksContract):

@@ -1,24 +1,113 @@
 """Kept in memory: which chunks runs have, and their coarse columns. Every curve of a run reads the same few.
 
 A column is known by what the reader's snapshot says of its chunks: sealing a late part or dropping a level changes
-that, and what was kept is not found any more.
+that, and what was kept is not found any more. Alone, a curve of 100,000 points: without kept columns 1.5 times the
+CPU of the whole question (50 runs of 10,000 points: 1.6), without kept directories 1.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+import itertools
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from threading import Lock
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
+from sqlalchemy import Connection, case, func, select
 
-from collage_server.store.chunks.directory import Directories
-from collage_server.store.chunks.pieces import Piece
+from collage_server.store import schema
+from collage_server.store.chunks.tables import PointTable
 
-__all__ = ["ChunkCache"]
+__all__ = ["ChunkCache", "ChunkInfo", "Directories", "LEVELS", "read_chunk_infos"]
+
+LEVELS: Final = (1, 16, 256)
+"""Measured points that one point of a level merges."""
+_LEVELS_OF: Final = {
+    held: frozenset(level for level, there in zip(LEVELS, held, strict=True) if there)
+    for held in itertools.product((False, True), repeat=len(LEVELS))
+}
+
+
+class ChunkInfo(NamedTuple):
+    """One chunk of an attempt, all parts together; `levels` are those that it has.
+
+    `point_count` is what its coarse points stand for; before it has some, points of late parts count again. A
+    frozen chunk has lost its level 1 to retention: `parts` is 0.
+    """
+
+    attempt: int
+    chunk: int
+    parts: int
+    point_count: int
+    first_step: int
+    last_step: int
+    levels: frozenset[int]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether only coarse levels are left."""
+        return 1 not in self.levels
+
+
+def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str, list[ChunkInfo]]:
+    """What chunks each run has, oldest first."""
+    table = schema.point_chunk
+    held = [func.sum(case((table.c.level == level, table.c.point_count), else_=0)) for level in LEVELS]
+    columns = (
+        func.sum(case((table.c.level == 1, 1), else_=0)),
+        func.min(table.c.first_step),
+        func.max(table.c.last_step),
+        *held,
+    )
+    rows = connection.execute(
+        select(table.c.run_id, table.c.attempt, table.c.chunk, *columns)
+        .where(table.c.run_id.in_(run_ids))
+        .group_by(table.c.run_id, table.c.attempt, table.c.chunk)
+        .order_by(table.c.run_id, table.c.attempt, table.c.chunk)
+    ).all()
+    found: dict[str, list[ChunkInfo]] = {run_id: [] for run_id in run_ids}
+    for run_id, attempt, chunk, parts, first_step, last_step, fine, middle, coarse in rows:
+        count = int(LEVELS[1] * middle or fine or LEVELS[2] * coarse)
+        levels = _LEVELS_OF[fine > 0, middle > 0, coarse > 0]
+        found[run_id].append(ChunkInfo(attempt, chunk, int(parts), count, first_step, last_step, levels))
+    return found
+
+
+class Directories:
+    """Chunk infos kept in memory, up to a number of chunks.
+
+    Parts come only together with ranges of reports that they seal, and levels only go: as long as a run has the
+    same ranges and as many rows, its chunks are the same.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._kept: LRUCache[str, tuple[object, Sequence[ChunkInfo]]] = LRUCache(limit, getsizeof=_chunks)
+        self._lock = Lock()
+
+    def read(self, connection: Connection, sealed: Mapping[str, object]) -> dict[str, Sequence[ChunkInfo]]:
+        """What chunks each run has, oldest first; `sealed` is, by run, what tells its sealed ranges from others."""
+        table = schema.point_chunk
+        counted = select(table.c.run_id, func.count()).where(table.c.run_id.in_(sealed)).group_by(table.c.run_id)
+        counts = {row[0]: row[1] for row in connection.execute(counted)}
+        states = {run_id: (ranges, counts.get(run_id, 0)) for run_id, ranges in sealed.items()}
+        with self._lock:
+            kept = {run_id: self._kept.get(run_id) for run_id in sealed}
+        found = {run_id: held[1] for run_id, held in kept.items() if held and held[0] == states[run_id]}
+        if missing := [run_id for run_id in sealed if run_id not in found]:
+            fresh = read_chunk_infos(connection, missing)
+            found |= fresh
+            with self._lock:
+                for run_id, infos in fresh.items():
+                    if len(infos) < self._kept.maxsize:
+                        self._kept[run_id] = (states[run_id], infos)
+        return found
+
+
+def _chunks(kept: tuple[object, Sequence[ChunkInfo]]) -> int:
+    return 1 + len(kept[1])
 
 
 class ChunkCache:
@@ -29,21 +118,21 @@ class ChunkCache:
 
     def __init__(self, limit_bytes: int, chunks: int) -> None:
         self.directories = Directories(chunks)
-        self._pieces: LRUCache[Hashable, Piece] = LRUCache(limit_bytes, getsizeof=_bytes)
+        self._pieces: LRUCache[Hashable, PointTable] = LRUCache(limit_bytes, getsizeof=_bytes)
         self._lock = Lock()
 
-    def known(self, place: Hashable, totals: Collection[str], metric: str | None) -> Piece | None:
-        """The piece kept for a place, if it has these totals, and the metric's extremes (None: of none)."""
+    def known(self, place: Hashable, totals: Collection[str], metrics: Collection[str]) -> PointTable | None:
+        """The piece kept for a place, if it has these totals, and the extremes of these metrics."""
         with self._lock:
             piece = self._pieces.get(place)
             if piece is None or not piece.totals.keys() >= set(totals):
                 return None
-            if metric is not None and metric not in piece.extremes:
+            if not piece.extremes.keys() >= set(metrics):
                 return None
-        chosen = {} if metric is None else {metric: piece.extremes[metric]}
+        chosen = {metric: piece.extremes[metric] for metric in metrics}
         return replace(piece, totals={key: piece.totals[key] for key in totals}, extremes=chosen)
 
-    def keep(self, place: Hashable, piece: Piece) -> None:
+    def keep(self, place: Hashable, piece: PointTable) -> None:
         """Keep a copy of the piece's columns beside those that are kept for the place already."""
         own = _copied(piece)
         with self._lock:
@@ -54,13 +143,13 @@ class ChunkCache:
                 self._pieces[place] = own
 
 
-def _copied(piece: Piece) -> Piece:
+def _copied(piece: PointTable) -> PointTable:
     """Arrays of their own, that nobody can write to."""
     arrays = {field.name: getattr(piece, field.name) for field in fields(piece)}
     counted = {name: _frozen(array) for name, array in arrays.items() if isinstance(array, np.ndarray)}
     totals = {key: _frozen(array) for key, array in piece.totals.items()}
     extremes = {key: (_frozen(low), _frozen(high)) for key, (low, high) in piece.extremes.items()}
-    return Piece(attempt=piece.attempt, **counted, totals=totals, extremes=extremes)
+    return PointTable(attempt=piece.attempt, **counted, totals=totals, extremes=extremes)
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:
@@ -69,5 +158,5 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     return own
 
 
-def _bytes(piece: Piece) -> int:
+def _bytes(piece: PointTable) -> int:
     return 8 * len(piece.steps) * (5 + len(piece.totals) + 2 * len(piece.extremes))

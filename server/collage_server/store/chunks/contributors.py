@@ -1,30 +1,69 @@
-"""Which ranks stand in the sealed parts of a chunk, so that a late report never counts twice."""
+"""Which streams stand in the sealed parts of a chunk, so that a late report never counts twice."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection, Row, select
 
 from collage_server.store import schema
-from collage_server.store.contract import IntArray
+from collage_server.store.contract import IntArray, StreamRecord
 from collage_server.store.rows import int_array, int_bytes
 
-__all__ = ["Contributors", "pack_contributors", "rank_contributed", "read_contributors"]
+__all__ = [
+    "Contributors",
+    "Told",
+    "pack_contributors",
+    "rank_contributed",
+    "read_contributors",
+    "unfinished_steps",
+    "unknown_stream",
+]
 
-Contributors = Mapping[int, frozenset[int]]
-"""Step → the ranks whose shards stand in sealed parts."""
+
+class Told(NamedTuple):
+    """How many parts of a step a stream has told, of how many that there are."""
+
+    came: int
+    expected: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of the step is missing."""
+        return self.came >= self.expected
+
+    def joined(self, other: Told) -> Told:
+        """With parts that came later."""
+        return Told(self.came + other.came, max(self.expected, other.expected))
 
 
-def pack_contributors(steps: IntArray, pairs: Iterable[tuple[int, int]]) -> tuple[bytes, bytes]:
-    """(contributor_ranks, contributors) of a part from pairs (step, rank); all bits set are left out."""
-    known = set(pairs)
-    ranks = sorted({rank for _, rank in known})
-    table = np.array([[(int(step), rank) in known for rank in ranks] for step in steps], dtype=bool)
-    return int_bytes(np.array(ranks, dtype=np.int64)), b"" if table.all() else np.packbits(table).tobytes()
+_WHOLE = Told(1, 1)
+Contributors = Mapping[int, Mapping[int, Told]]
+"""Step → stream → what of it stands in sealed parts."""
+
+
+def unknown_stream(rank: int) -> int:
+    """The stand-in for a stream that an older server noted by its rank alone, though two processes had it."""
+    return -1 - rank
+
+
+def pack_contributors(
+    steps: IntArray, told: Mapping[tuple[int, int], Told], ranks: Mapping[int, int]
+) -> dict[str, bytes]:
+    """Columns of a part from what was told by (step, stream); `ranks` by stream. All bits set are left out."""
+    streams = sorted({stream for _, stream in told})
+    table = np.array([[(int(step), stream) in told for stream in streams] for step in steps], dtype=bool)
+    missing = [(*place, *entry) for place, entry in sorted(told.items()) if not entry.whole]
+    return {
+        "contributor_ranks": int_bytes(np.array([ranks[stream] for stream in streams], dtype=np.int64)),
+        "contributor_streams": int_bytes(np.array(streams, dtype=np.int64)),
+        "contributors": b"" if table.all() else np.packbits(table).tobytes(),
+        "unfinished": int_bytes(np.array(missing, dtype=np.int64)),
+    }
 
 
 def rank_contributed(
@@ -34,25 +73,60 @@ def rank_contributed(
     found = {}
     for row in _rows(connection, run_id, attempt, chunks):
         ranks, table = _unpack(row)
-        mine = np.flatnonzero(ranks == rank)
-        present = table[:, mine[0]] if len(mine) else np.zeros(row.point_count, dtype=bool)
-        found[row.chunk, row.part] = (present, ranks.tolist() == [rank])
+        present: NDArray[np.bool_] = np.logical_or.reduce(table[:, ranks == rank], axis=1)
+        found[row.chunk, row.part] = (present, set(ranks.tolist()) == {rank})
     return found
 
 
 def read_contributors(
-    connection: Connection, run_id: str, attempt: int, chunks: Collection[int], rank: int | None = None
-) -> dict[int, frozenset[int]]:
-    """Who contributed to each step of these chunks; of one `rank` alone, where that is given."""
-    found: dict[int, frozenset[int]] = {}
+    connection: Connection,
+    run_id: str,
+    attempt: int,
+    chunks: Collection[int],
+    streams: Collection[StreamRecord],
+    rank: int | None = None,
+) -> dict[int, dict[int, Told]]:
+    """Who of the attempt's `streams` contributed to each step of these chunks; of one `rank` alone, where given."""
+    found: dict[int, dict[int, Told]] = defaultdict(dict)
+    by_rank: dict[int, list[int]] = defaultdict(list)
+    for stream in streams:
+        by_rank[stream.rank].append(stream.stream)
     for row in _rows(connection, run_id, attempt, chunks):
         ranks, table = _unpack(row)
-        if rank is not None:
-            ranks, table = ranks[ranks == rank], table[:, ranks == rank]
+        numbers = _numbers(row, ranks, by_rank)
+        missing = int_array(row.unfinished or b"").reshape(-1, 4).tolist()
+        partial = {(step, number): Told(came, expected) for step, number, came, expected in missing}
         steps = int_array(row.points).reshape(5, row.point_count)[1]
-        for step, present in zip(steps.tolist(), table, strict=True):
-            found[step] = found.get(step, frozenset()) | frozenset(ranks[present].tolist())
+        chosen = np.flatnonzero((ranks == rank) | (rank is None))
+        for step, present in zip(steps.tolist(), table[:, chosen], strict=True):
+            for number in numbers[chosen[present]].tolist():
+                told = partial.get((step, number), _WHOLE)
+                known = found[step].get(number)
+                found[step][number] = told if known is None else known.joined(told)
     return found
+
+
+def unfinished_steps(
+    connection: Connection,
+    run_id: str,
+    attempt: int,
+    chunks: Collection[int],
+    streams: Collection[StreamRecord],
+    rank: int,
+) -> list[int]:
+    """Steps of these chunks that the rank has not told whole."""
+    if not any(row.unfinished for row in _rows(connection, run_id, attempt, chunks)):
+        return []
+    found = read_contributors(connection, run_id, attempt, chunks, streams, rank)
+    return [step for step, told in found.items() if not all(entry.whole for entry in told.values())]
+
+
+def _numbers(row: Row[Any], ranks: IntArray, by_rank: Mapping[int, Sequence[int]]) -> IntArray:
+    """Streams of a part; what an older server wrote says only their ranks."""
+    if row.contributor_streams is not None:
+        return int_array(row.contributor_streams)
+    alone = {rank: held[0] for rank, held in by_rank.items() if len(held) == 1}
+    return np.array([alone.get(rank, unknown_stream(rank)) for rank in ranks.tolist()], dtype=np.int64)
 
 
 def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[int]) -> Sequence[Row[Any]]:
@@ -70,7 +144,7 @@ def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[
 
 
 def _unpack(row: Row[Any]) -> tuple[IntArray, NDArray[np.bool_]]:
-    """(ranks, [points][ranks]) of a part."""
+    """(ranks, [points][ranks]) of a part; a rank of two processes may stand twice."""
     ranks = int_array(row.contributor_ranks)
     table = np.ones((row.point_count, len(ranks)), dtype=bool)
     if row.contributors:

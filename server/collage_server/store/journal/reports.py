@@ -8,7 +8,21 @@ from functools import lru_cache
 from typing import Any, Final, Literal
 
 import msgspec
-from sqlalchemy import BindParameter, Connection, Dialect, Row, bindparam, exists, insert, select, tuple_, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Connection,
+    Dialect,
+    Row,
+    bindparam,
+    exists,
+    func,
+    insert,
+    literal,
+    select,
+    tuple_,
+    update,
+)
 
 from collage_monitor import wire
 from collage_server.store import schema
@@ -20,14 +34,24 @@ from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.rows import scalars_to_json, to_json
 from collage_server.store.runs.events import COUNTED, add_events, count_event
 
-__all__ = ["SqlJournal", "read_reports"]
+__all__ = ["REPORT_BYTES", "SqlJournal", "read_reports", "report_bytes"]
 
+
+_ROW_BYTES: Final = 1024
+"""What a report is taken to cost besides what it holds: many small ones are slow to read, too."""
+REPORT_BYTES: Final[ColumnElement[int]] = sum(
+    (func.coalesce(func.length(schema.report.c[name]), 0) for name in ("scalars", "model", "statistics")),
+    literal(_ROW_BYTES),
+)
+"""The same as `report_bytes`, of a row of the journal."""
 _Fate = Literal["journal", "sealed", "late", "crowded", "gone"]
 _LATEST: Final = schema.run_latest
 _REPORT: Final = schema.report
-_SLAB: Final = 256
 _NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
+_DECODE_UNFINISHED: Final = msgspec.json.Decoder(dict[int, tuple[int, int]]).decode
+_UNFINISHED_STEPS: Final = 64
+"""Of how many steps at most a stream's row remembers that parts are missing: what is older was given up."""
 _MOVING: Final = (
     "reports",
     "last_seq",
@@ -39,6 +63,7 @@ _MOVING: Final = (
     "measured_step",
     "scalars",
     "clock_skew_seconds",
+    "unfinished",
 )
 _PLACE: Final = ("run_id", "stream_id", "attempt", "rank", "frozen_step", "sealed")
 
@@ -65,6 +90,7 @@ class _Latest:
         run_id, self.stream_id, attempt, rank, self.frozen_step, sealed = row[: len(_PLACE)]
         self.values: dict[str, Any] = dict(zip(_MOVING, row[len(_PLACE) :], strict=True))
         self.scalars = _DECODE(self.values["scalars"])
+        self._unfinished = _DECODE_UNFINISHED(self.values["unfinished"])
         self._fresh: set[str] = set()
         self._sealed = ranges_from_json(sealed)
         self.own = {"own_run": run_id, "own_stream": self.stream_id}
@@ -118,7 +144,7 @@ class _Latest:
             values["first_step"] = report.step
         if values["first_time"] is None or report.time < values["first_time"]:
             values["first_time"] = report.time
-        if report.model is not None:
+        if report.model is not None and self._is_whole(report):
             place = (report.step, report.seq)
             if values["measured_step"] is None or place > (values["measured_step"], values["measured_seq"]):
                 values["measured_step"], values["measured_seq"] = place
@@ -127,6 +153,16 @@ class _Latest:
                 if name in COUNTED:
                     self._count(name, value, report.step)
                 self.scalars[name] = (report.step, wire.to_number(value))
+
+    def _is_whole(self, report: wire.Report) -> bool:
+        """Whether all parts of the report's step have come with it."""
+        came, expected = self._unfinished.pop(report.step, (0, 1))
+        came, expected = came + 1, max(expected, report.parts)
+        if came < expected:
+            self._unfinished[report.step] = (came, expected)
+            if len(self._unfinished) > _UNFINISHED_STEPS:
+                del self._unfinished[min(self._unfinished)]
+        return came >= expected
 
     def _count(self, name: str, value: float, step: int) -> None:
         _, old = self.scalars.get(name, (0, 0.0))
@@ -139,6 +175,7 @@ class _Latest:
         skews = [self.newest_time - now, self.values["clock_skew_seconds"]]
         skew = max(entry for entry in skews if entry is not None)
         self.values.update(last_report_at=now, scalars=to_json(self.scalars), clock_skew_seconds=skew)
+        self.values["unfinished"] = to_json(self._unfinished)
         return {**self.values, **self.own}
 
 
@@ -176,6 +213,12 @@ class SqlJournal:
         """Runs that have reports in the journal."""
         with self._database.reading() as connection:
             return journal_runs(connection)
+
+    def bytes_of(self, run_id: str) -> int:
+        """What the run's reports in the journal take of its bounds."""
+        with self._database.reading() as connection:
+            total = select(func.coalesce(func.sum(REPORT_BYTES), 0)).where(schema.report.c.run_id == run_id)
+            return int(connection.execute(total).scalar_one())
 
 
 def append(connection: Connection, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
@@ -290,6 +333,7 @@ def _row(stream: StreamRecord, report: wire.Report) -> dict[str, Any]:
         "scalars": scalars_to_json(report.scalars) if report.scalars else None,
         "statistic_count": report.statistic_count,
         "layer_count": report.layer_count,
+        "parts": report.parts,
         "model": report.model,
         "statistics": report.statistics,
     }
@@ -297,6 +341,11 @@ def _row(stream: StreamRecord, report: wire.Report) -> dict[str, Any]:
 
 def _highest(known: int | None, value: int) -> int:
     return value if known is None or value > known else known
+
+
+def report_bytes(report: wire.Report) -> int:
+    """What a report takes of the journal's bounds, but for its few scalars."""
+    return _ROW_BYTES + len(report.model or b"") + len(report.statistics or b"")
 
 
 def journal_runs(connection: Connection) -> list[str]:
@@ -308,8 +357,8 @@ def journal_runs(connection: Connection) -> list[str]:
 
 def read_reports(
     connection: Connection, run_ids: Sequence[str], columns: Sequence[str], present: str, selection: Selection
-) -> Iterator[Sequence[Row[Any]]]:
-    """The journal's rows of these runs in which column `present` is not null, in slabs, in no particular order."""
+) -> Iterator[Row[Any]]:
+    """The journal's rows of these runs in which column `present` is not null, in no particular order."""
     if not run_ids:
         return
     table = schema.report
@@ -322,5 +371,4 @@ def read_reports(
         statement = statement.where(table.c.step >= selection.first_step)
     if selection.last_step is not None:
         statement = statement.where(table.c.step <= selection.last_step)
-    with connection.execution_options(yield_per=_SLAB).execute(statement) as result:
-        yield from result.partitions()
+    yield from connection.execute(statement)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from collage_monitor.statistics import reduce_shards
 from collage_server.store.contract import FloatArray, IntArray, StreamRecord
 
-__all__ = ["Places", "Steps", "group_steps", "merge_rows", "visible"]
+__all__ = ["RowPlaces", "Steps", "group_steps", "merge_rows", "visible"]
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class RowPlaces:
     """Where rows stand: one entry a row in each array; `streams` holds the run's stream numbers."""
 
     streams: IntArray
@@ -25,8 +25,8 @@ class Places:
     times: FloatArray
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[StreamRecord, int, float]]) -> Places:
-        """Places of rows given as (stream, step, time)."""
+    def of(cls, rows: Sequence[tuple[StreamRecord, int, float]]) -> RowPlaces:
+        """RowPlaces of rows given as (stream, step, time)."""
         return cls(
             streams=np.array([stream.stream for stream, _, _ in rows], dtype=np.int64),
             attempts=np.array([stream.attempt for stream, _, _ in rows], dtype=np.int64),
@@ -35,13 +35,13 @@ class Places:
             times=np.array([time for _, _, time in rows], dtype=np.float64),
         )
 
-    def __getitem__(self, chosen: NDArray[np.bool_] | IntArray) -> Places:
-        return Places(
+    def __getitem__(self, chosen: NDArray[np.bool_] | IntArray) -> RowPlaces:
+        return RowPlaces(
             self.streams[chosen], self.attempts[chosen], self.ranks[chosen], self.steps[chosen], self.times[chosen]
         )
 
 
-def visible(places: Places, bounds: Mapping[int, int]) -> NDArray[np.bool_]:
+def visible(places: RowPlaces, bounds: Mapping[int, int]) -> NDArray[np.bool_]:
     """Which rows are seen.
 
     An attempt hides older ones at and after its first step (`bounds`: attempt → that step), and wherever both
@@ -80,7 +80,7 @@ class Steps:
         return int(self.slots.max(initial=-1)) + 1
 
 
-def group_steps(places: Places) -> Steps:
+def group_steps(places: RowPlaces) -> Steps:
     """Group visible rows by step, oldest step first, in a step by stream; a point's time is the latest of its rows.
 
     Sums then have the same order, whatever the order in which reports came.
@@ -97,20 +97,18 @@ def group_steps(places: Places) -> Steps:
 
 
 def merge_rows(
-    grouped: Steps, totals: Mapping[str, FloatArray], replicas: FloatArray | None, shards: int = 0
+    grouped: Steps, totals: Mapping[str, FloatArray], replicas: FloatArray | None
 ) -> dict[str, FloatArray]:
     """Totals by point from totals by row [rows, …], rows of one step merged as shards.
 
     `replicas` ([rows, …], NaN: this row does not hold the layer) leaves, of replicated tensors, only the lowest
-    replica that reported; None when every row is a shard of its own. `shards`, where more than a step here has:
-    numpy adds few numbers in another order than many, and a part of the steps is to be merged as all of them are.
+    replica that reported; None when every row is a shard of its own.
     """
     if not grouped.shards:
         return {key: values[:0] for key, values in totals.items()}
-    shards = max(shards, grouped.shards)
-    padded = {key: _pad(grouped, values, shards) for key, values in totals.items()}
+    padded = {key: _pad(grouped, values) for key, values in totals.items()}
     if replicas is not None and grouped.shards > 1:
-        numbers = _pad(grouped, np.where(_reported(totals), replicas, np.nan), shards)
+        numbers = _pad(grouped, np.where(_reported(totals), replicas, np.nan))
         lowest = np.fmin.reduce(numbers, axis=0)
         foreign = ~(numbers == lowest)
         for values in padded.values():
@@ -118,8 +116,8 @@ def merge_rows(
     return reduce_shards(padded, axis=0)
 
 
-def _pad(grouped: Steps, values: FloatArray, shards: int) -> FloatArray:
-    padded = np.full((shards, len(grouped.steps), *values.shape[1:]), np.nan)
+def _pad(grouped: Steps, values: FloatArray) -> FloatArray:
+    padded = np.full((grouped.shards, len(grouped.steps), *values.shape[1:]), np.nan)
     padded[grouped.slots, grouped.points] = values
     return padded
 

@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import compress
+from typing import Any, Final
 
 import numpy as np
 
 from collage_server.store.chunks.blocks import minimum_key
+from collage_server.store.chunks.cache import LEVELS, ChunkInfo
 from collage_server.store.chunks.contributors import Contributors, read_contributors
-from collage_server.store.chunks.directory import LEVELS, ChunkInfo
 from collage_server.store.contract import IntArray, Selection
 from collage_server.store.reading.run_view import UNBOUNDED, RunView
-from collage_server.store.reading.waiting import Waiting
+from collage_server.store.reading.unsealed import UnsealedReports
 
 __all__ = ["ReadPlan", "plan_read"]
 
-AllWaiting = Mapping[int, Waiting]
-"""By attempt."""
 _COARSE_FROM: Final = {16: 8, 256: 128}
 """A level is used when more than so many measured points fall on one wanted: at least half of them are left."""
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Chunks by attempt and level, what waits by attempt, and who stands in the chunks that have late reports.
+    """Chunks by attempt and level, unsealed reports by attempt, and who stands in the chunks that have late ones.
 
     `infos` says of the same chunks what the snapshot knows of them.
     """
 
     chunks: dict[tuple[int, int], list[int]]
-    waiting: AllWaiting
+    unsealed: UnsealedReports
     known: dict[int, Contributors]
     infos: dict[tuple[int, int], tuple[ChunkInfo, ...]]
 
 
-def plan_read(view: RunView, waiting: AllWaiting, selection: Selection, infos: Sequence[ChunkInfo]) -> ReadPlan:
+def plan_read(
+    view: RunView, unsealed: UnsealedReports, selection: Selection, infos: Sequence[ChunkInfo]
+) -> ReadPlan:
     """Coarse levels where few points are wanted; level 1 at the ends of a range and where reports came late."""
-    waiting = _without_frozen(waiting, infos)
-    late = {(attempt, chunk) for attempt, own in waiting.items() for chunk in _late_chunks(attempt, own, infos)}
+    unsealed = _without_frozen(unsealed, infos)
+    late = {(attempt, chunk) for attempt, rows in unsealed.items() for chunk in _late_chunks(attempt, rows, infos)}
     inside, cut = _inside(view, infos, selection)
-    level = _level(view, inside, waiting, selection)
+    level = _level(view, inside, unsealed, selection)
     fine = cut | late
     chosen: dict[tuple[int, int], list[ChunkInfo]] = defaultdict(list)
     for info in inside:
@@ -55,11 +56,12 @@ def plan_read(view: RunView, waiting: AllWaiting, selection: Selection, infos: S
             view.run_id,
             attempt,
             [chunk for owner, chunk in late if owner == attempt],
+            view.streams_of(attempt),
             selection.rank,
         )
         for attempt in {attempt for attempt, _ in late}
     }
-    return ReadPlan(chunks, waiting, known, {place: tuple(members) for place, members in chosen.items()})
+    return ReadPlan(chunks, unsealed, known, {place: tuple(members) for place, members in chosen.items()})
 
 
 def _held_level(info: ChunkInfo, wanted: int) -> int:
@@ -69,21 +71,28 @@ def _held_level(info: ChunkInfo, wanted: int) -> int:
     return max((level for level in info.levels if level <= wanted), default=min(info.levels))
 
 
-def _without_frozen(waiting: AllWaiting, infos: Sequence[ChunkInfo]) -> AllWaiting:
+def _without_frozen(unsealed: UnsealedReports, infos: Sequence[ChunkInfo]) -> UnsealedReports:
     """Without reports that came too late: their steps are frozen into coarse points."""
     frozen: dict[int, list[ChunkInfo]] = defaultdict(list)
-    for info in infos if waiting else ():
+    for info in infos if unsealed else ():
         if info.frozen:
             frozen[info.attempt].append(info)
     if not frozen:
-        return waiting
-    return {attempt: own.chosen(_place(own.steps, frozen[attempt]) < 0) for attempt, own in waiting.items()}
+        return unsealed
+    return {
+        attempt: list(compress(rows, _place(_steps(rows), frozen[attempt]) < 0))
+        for attempt, rows in unsealed.items()
+    }
 
 
-def _late_chunks(attempt: int, waiting: Waiting, infos: Sequence[ChunkInfo]) -> set[int]:
+def _steps(rows: Sequence[Any]) -> IntArray:
+    return np.array([row.step for row in rows], dtype=np.int64)
+
+
+def _late_chunks(attempt: int, rows: Sequence[Any], infos: Sequence[ChunkInfo]) -> set[int]:
     """Chunks in whose steps some reports are not sealed yet."""
     own = [info for info in infos if info.attempt == attempt]
-    return {own[place].chunk for place in np.unique(_place(waiting.steps, own)).tolist() if place >= 0}
+    return {own[place].chunk for place in np.unique(_place(_steps(rows), own)).tolist() if place >= 0}
 
 
 def _place(steps: IntArray, infos: Sequence[ChunkInfo]) -> IntArray:
@@ -112,14 +121,13 @@ def _inside(
     return inside, cut
 
 
-def _level(view: RunView, infos: Iterable[ChunkInfo], waiting: AllWaiting, selection: Selection) -> int:
+def _level(view: RunView, infos: Iterable[ChunkInfo], unsealed: UnsealedReports, selection: Selection) -> int:
     """The coarsest level that still leaves at least half of the points wanted."""
     several = selection.rank is not None and any(view.ranks(info.attempt) != {selection.rank} for info in infos)
-    metric = selection.extremes_of
-    lacking = metric is not None and minimum_key(metric) not in view.entries
+    lacking = any(minimum_key(metric) not in view.entries for metric in selection.extremes_of)
     if selection.points is None or several or lacking:
         return 1
     measured = sum(info.point_count for info in infos)
-    measured += sum(len(np.unique(own.steps)) for own in waiting.values())
+    measured += sum(len(np.unique(_steps(rows))) for rows in unsealed.values())
     bucket = -(-measured // selection.points)
     return max((level for level in LEVELS if level == 1 or bucket > _COARSE_FROM[level]), default=1)

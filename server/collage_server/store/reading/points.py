@@ -6,8 +6,9 @@ Several runs are read together: as many statements as one run takes, and one pas
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from sqlalchemy import Connection
@@ -23,64 +24,93 @@ from collage_server.store.chunks.blocks import (
     read_point_rows,
 )
 from collage_server.store.chunks.cache import ChunkCache
-from collage_server.store.chunks.contributors import Contributors, rank_contributed
-from collage_server.store.chunks.levels import has_layer_extremes
-from collage_server.store.chunks.pieces import Piece, join, taken
+from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
+from collage_server.store.chunks.tables import PointTable, has_layer_extremes, join, taken
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.reading import unsealed
-from collage_server.store.reading.merging import merge_buckets
 from collage_server.store.reading.plan import ReadPlan, plan_read
-from collage_server.store.reading.run_view import UNBOUNDED, RunView, chosen_layers, is_known, read_views
-from collage_server.store.reading.waiting import SLAB_BYTES, Slab, Waiting, read_waiting
+from collage_server.store.reading.run_view import RunView, chosen_layers, is_known, read_views
 from collage_server.store.runs.latest import newest_measured_step
 
 __all__ = [
-    "model_points_of",
+    "points_of_views",
     "read_latest",
-    "read_layer_points",
-    "read_model_points",
+    "read_points",
     "sealed_layers",
     "sealed_model",
 ]
 
 Views = Mapping[str, RunView]
-Pieces = dict[str, list[Piece]]
+Tables = dict[str, list[PointTable]]
 
 
-def read_model_points(
+def read_points(
     connection: Connection,
     run_ids: Sequence[str],
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ChunkCache,
-    slab_bytes: int = SLAB_BYTES,
 ) -> dict[str, Points]:
-    """The whole model's totals by run, from model vectors alone where replicas allow it."""
+    """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says.
+
+    Several runs are read by layer together only where the selection names the layers.
+    """
+    if selection.by_layer and not all(map(has_layer_extremes, selection.extremes_of)):
+        selection = replace(selection, points=None, extremes_of=())
     views = read_views(connection, run_ids, _needed(wanted, selection))
-    return model_points_of(connection, views, wanted, selection, cache, slab_bytes)
+    return points_of_views(connection, views, wanted, selection, cache)
 
 
-def model_points_of(
+def points_of_views(
     connection: Connection,
     views: Views,
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ChunkCache,
-    slab_bytes: int = SLAB_BYTES,
 ) -> dict[str, Points]:
     """The same for runs that are looked at already."""
+    if selection.by_layer:
+        return _layer_points(connection, views, wanted, selection, cache)
     mixed = [run for run, view in views.items() if view.mixed]
-    plans = _plans(connection, views, selection, cache, slab_bytes, mixed)
-    pieces: Pieces = {run_id: [] for run_id in views}
+    plans = _plans(connection, views, selection, cache, mixed)
+    tables: Tables = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
         known = None if level == 1 or selection.rank is not None else cache
         for run_id, found in _known_model(
             connection, views, plans, level, chunks, wanted, selection, known
         ).items():
-            pieces[run_id] += found
-    for run_id, unsealed_pieces in _unsealed_model(views, plans, wanted).items():
-        pieces[run_id] += unsealed_pieces
-    return _joined(views, pieces, selection)
+            tables[run_id] += found
+    for run_id, unsealed_tables in _unsealed_model(views, plans, wanted).items():
+        tables[run_id] += unsealed_tables
+    return _joined(views, tables, selection)
+
+
+def _layer_points(
+    connection: Connection,
+    views: Views,
+    wanted: Collection[str] | None,
+    selection: Selection,
+    cache: ChunkCache,
+) -> dict[str, Points]:
+    """Totals by layer: of each block only the asked statistics and layers are kept."""
+    chosen = chosen_layers(connection, views, selection.layers)
+    positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
+    plans = _plans(connection, views, selection, cache, views)
+    if selection.rank is not None:
+        _check_one_rank(views, selection.rank)
+    tables: Tables = {run_id: [] for run_id in views}
+    for level, chunks in _by_level(plans).items():
+        held = {run_id: views[run_id] for run_id, _ in chunks}
+        found = sealed_layers(connection, held, level, chunks, wanted, positions, selection.extremes_of)
+        for run_id, more in found.items():
+            tables[run_id] += more
+    for run_id, plan in plans.items():
+        view = views[run_id]
+        for attempt, rows in sorted(plan.unsealed.items()):
+            known = plan.known.get(attempt, {})
+            keys = view.statistics(wanted)
+            tables[run_id].append(unsealed.layer_table(view, attempt, rows, keys, positions[run_id], known))
+    return _joined(views, tables, selection, list(next(iter(chosen.values()))))
 
 
 def _known_model(
@@ -92,102 +122,48 @@ def _known_model(
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ChunkCache | None,
-) -> Pieces:
+) -> Tables:
     """`sealed_model`, of what is not in memory."""
     chosen = {run_id: views[run_id] for run_id, _ in chunks}
     if cache is None:
         return sealed_model(connection, chosen, level, chunks, wanted, selection)
     places = {owner: (owner, level, plans[owner[0]].infos[owner[1], level]) for owner in chunks}
-    found: Pieces = {run_id: [] for run_id in chosen}
-    metric = selection.extremes_of
+    found: Tables = {run_id: [] for run_id in chosen}
     missing: dict[tuple[str, int], Sequence[int]] = {}
     for owner, numbers in chunks.items():
         entries = views[owner[0]].entries
-        totals = _keys({owner[0]: views[owner[0]]}, wanted, None, level)
-        shown = metric if metric is not None and minimum_key(metric) in entries else None
-        piece = cache.known(places[owner], totals, shown)
-        if piece is None:
+        totals = _keys({owner[0]: views[owner[0]]}, wanted, (), level)
+        shown = [metric for metric in selection.extremes_of if minimum_key(metric) in entries]
+        table = cache.known(places[owner], totals, shown)
+        if table is None:
             missing[owner] = numbers
         else:
-            found[owner[0]].append(piece)
+            found[owner[0]].append(table)
     if missing:
         left = {run_id: views[run_id] for run_id, _ in missing}
         for run_id, read in sealed_model(connection, left, level, missing, wanted, selection).items():
             found[run_id] += read
-            for piece in read:
-                cache.keep(places[run_id, piece.attempt], piece)
+            for table in read:
+                cache.keep(places[run_id, table.attempt], table)
     return found
 
 
-def read_layer_points(
-    connection: Connection,
-    run_ids: Sequence[str],
-    wanted: Collection[str],
-    selection: Selection,
-    cache: ChunkCache,
-    layers: Sequence[str] | None = None,
-    slab_bytes: int = SLAB_BYTES,
-) -> dict[str, Points]:
-    """Totals by layer: of each block only the asked statistics and layers are kept.
-
-    Several runs are read together only with `layers` given.
-    """
-    if selection.extremes_of is not None and not has_layer_extremes(selection.extremes_of):
-        selection = replace(selection, points=None, extremes_of=None)
-    views = read_views(connection, run_ids, _needed(wanted, selection))
-    chosen = chosen_layers(connection, views, layers)
-    positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
-    plans = _plans(connection, views, selection, cache, slab_bytes, views)
-    if selection.rank is not None:
-        _check_one_rank(views, selection.rank)
-    pieces: Pieces = {run_id: [] for run_id in views}
-    for level, chunks in _by_level(plans).items():
-        held = {run_id: views[run_id] for run_id, _ in chunks}
-        found = sealed_layers(connection, held, level, chunks, wanted, positions, selection.extremes_of)
-        for run_id, more in found.items():
-            pieces[run_id] += more
-    names = list(next(iter(chosen.values())))
-    for run_id, plan in plans.items():
-        view = views[run_id]
-        for attempt, waiting in sorted(plan.waiting.items()):
-            known = plan.known.get(attempt, {})
-            slabs = _unsealed_layers(view, attempt, waiting, known, wanted, positions[run_id])
-            if selection.buckets and waiting.rows is None and view.bound(attempt) == UNBOUNDED:
-                slabs = _in_buckets(view, slabs, waiting.steps, pieces[run_id], selection, names)
-            pieces[run_id] += slabs
-    return _joined(views, pieces, selection, names)
-
-
-def _in_buckets(
-    view: RunView,
-    pieces: Iterable[Piece],
-    steps: IntArray,
-    others: Sequence[Piece],
-    selection: Selection,
-    names: Sequence[str],
-) -> Iterable[Piece]:
-    """`merge_buckets` beside `others`, which are all that is older."""
-
-    def counts_with(more: Sequence[Piece]) -> IntArray:
-        return _joined({view.run_id: view}, {view.run_id: [*others, *more]}, selection, names)[view.run_id].counts
-
-    after = max((int(piece.steps.max()) for piece in others if len(piece.steps)), default=-1)
-    return list(merge_buckets(pieces, steps, after, counts_with, selection.points or 1))
-
-
 def _joined(
-    views: Views, pieces: Pieces, selection: Selection, layers: Sequence[str] | None = None
+    views: Views, tables: Tables, selection: Selection, layers: Sequence[str] | None = None
 ) -> dict[str, Points]:
     sizes = {run_id: view.world_size for run_id, view in views.items()}
-    return join(pieces, lambda run_id, attempt: views[run_id].bound(attempt), selection, sizes, layers)
+    return join(tables, lambda run_id, attempt: views[run_id].bound(attempt), selection, sizes, layers)
 
 
 def _needed(wanted: Collection[str] | None, selection: Selection) -> list[str] | None:
     """Keys of the run's dictionary that may be read; None: all."""
-    metric = selection.extremes_of
     if wanted is None:
         return None
-    return [*wanted, *((minimum_key(metric), maximum_key(metric)) if metric is not None else ())]
+    return [*wanted, *_extreme_keys(selection.extremes_of)]
+
+
+def _extreme_keys(metrics: Sequence[str]) -> list[str]:
+    return [key for metric in metrics for key in (minimum_key(metric), maximum_key(metric))]
 
 
 def _plans(
@@ -195,7 +171,6 @@ def _plans(
     views: Views,
     selection: Selection,
     cache: ChunkCache,
-    slab_bytes: int,
     mixed: Collection[str],
 ) -> dict[str, ReadPlan]:
     """What is read of each run; of those in `mixed` the journal's layers, else its model vectors."""
@@ -204,9 +179,9 @@ def _plans(
     infos = cache.directories.read(connection, {run_id: view.sealed_ranges for run_id, view in views.items()})
     plain = {run_id: view for run_id, view in views.items() if run_id not in mixed}
     others = {run_id: view for run_id, view in views.items() if run_id in mixed}
-    waiting = read_waiting(connection, plain, selection, slab_bytes, layers=False)
-    waiting |= read_waiting(connection, others, selection, slab_bytes, layers=True)
-    return {run_id: plan_read(view, waiting[run_id], selection, infos[run_id]) for run_id, view in views.items()}
+    reports = unsealed.read_unsealed(connection, plain, selection, layers=False)
+    reports |= unsealed.read_unsealed(connection, others, selection, layers=True)
+    return {run_id: plan_read(view, reports[run_id], selection, infos[run_id]) for run_id, view in views.items()}
 
 
 def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
@@ -217,37 +192,29 @@ def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
     return dict(levels)
 
 
-def _unsealed_model(views: Views, plans: Mapping[str, ReadPlan], wanted: Collection[str] | None) -> Pieces:
-    found: Pieces = {run_id: [] for run_id in views}
+def _unsealed_model(views: Views, plans: Mapping[str, ReadPlan], wanted: Collection[str] | None) -> Tables:
+    found: Tables = {run_id: [] for run_id in views}
     alone = {}
     for run_id, plan in plans.items():
         view = views[run_id]
-        for attempt, waiting in plan.waiting.items():
+        for attempt, rows in plan.unsealed.items():
             known = plan.known.get(attempt, {})
-            if waiting.rows is not None and unsealed.alone(waiting.rows, known) and not view.mixed:
-                alone[run_id, attempt] = waiting.rows
+            if unsealed.alone(rows, known) and not view.mixed:
+                alone[run_id, attempt] = rows
                 continue
-            keys = view.statistics(wanted)
-            for slab in waiting.slabs(view, known):
-                found[run_id].append(_model_piece(view, attempt, slab, keys, known))
-    for (run_id, _), piece in unsealed.model_pieces(views, alone, wanted).items():
-        found[run_id].append(piece)
+            found[run_id].append(_model_table(view, attempt, rows, view.statistics(wanted), known))
+    for (run_id, _), table in unsealed.model_tables(views, alone, wanted).items():
+        found[run_id].append(table)
     return found
 
 
-def _model_piece(view: RunView, attempt: int, slab: Slab, keys: Sequence[str], known: Contributors) -> Piece:
+def _model_table(
+    view: RunView, attempt: int, rows: Sequence[Any], keys: Sequence[str], known: Contributors
+) -> PointTable:
     if not view.mixed:
-        return unsealed.model_piece(view, attempt, slab.rows, keys, known, slab.shards)
+        return unsealed.model_table(view, attempt, rows, keys, known)
     positions = np.array(list(view.layers.values()), dtype=np.int64)
-    return unsealed.model_of(unsealed.layer_piece(view, attempt, slab.rows, keys, positions, known, slab.shards))
-
-
-def _unsealed_layers(
-    view: RunView, attempt: int, waiting: Waiting, known: Contributors, wanted: Collection[str], positions: IntArray
-) -> Iterable[Piece]:
-    keys = view.statistics(wanted)
-    for slab in waiting.slabs(view, known):
-        yield unsealed.layer_piece(view, attempt, slab.rows, keys, positions, known, slab.shards)
+    return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, known))
 
 
 def _check_one_rank(views: Views, rank: int) -> None:
@@ -269,7 +236,7 @@ def sealed_model(
     chunks: Chunks,
     wanted: Collection[str] | None,
     selection: Selection,
-) -> Pieces:
+) -> Tables:
     """Sealed points of the model at a level, by run; with `selection.rank` those of one rank."""
     rank = selection.rank
     several = {
@@ -281,7 +248,7 @@ def sealed_model(
     keys = _keys(views, wanted, selection.extremes_of, level)
     points = read_point_rows(connection, level, merged)
     values = read_model_data(connection, level, merged, points, _entries(views), keys)
-    found = _pieces(views, level, points, keys, values)
+    found = _point_tables(views, level, points, keys, values)
     for owner, numbers in several.items():
         found[owner[0]] += _of_one_rank(connection, views[owner[0]], {owner: numbers}, keys, rank or 0)
     return found
@@ -289,7 +256,7 @@ def sealed_model(
 
 def _of_one_rank(
     connection: Connection, view: RunView, chunks: Chunks, keys: Sequence[str], rank: int
-) -> list[Piece]:
+) -> list[PointTable]:
     """Only the points to which the rank contributed; where it was the only one, the merged totals are its own.
 
     None where single points are gone: coarse ones are of all ranks.
@@ -300,20 +267,23 @@ def _of_one_rank(
     values = read_model_data(connection, 1, chunks, points, _entries(views), keys, rank)
     merged = read_model_data(connection, 1, chunks, points, _entries(views), keys)
     there = np.zeros(len(points.steps), dtype=bool)
-    contributed = rank_contributed(connection, view.run_id, attempt, chunks[view.run_id, attempt], rank)
+    numbers = chunks[view.run_id, attempt]
+    contributed = rank_contributed(connection, view.run_id, attempt, numbers, rank)
+    unfinished = unfinished_steps(connection, view.run_id, attempt, numbers, view.streams_of(attempt), rank)
     for (chunk, part), (present, alone) in contributed.items():
         start = points.where[view.run_id, attempt, chunk, part]
         place = slice(start, start + len(present))
         there[place] = present
         if alone and not view.replicated:
             values[:, place] = merged[:, place]
-    pieces = []
-    for piece in _pieces(views, 1, points, keys, values)[view.run_id]:
-        held = taken(piece, np.flatnonzero(there))
+    tables = []
+    for table in _point_tables(views, 1, points, keys, values)[view.run_id]:
+        held = taken(table, np.flatnonzero(there))
         ranks = np.zeros(len(held.steps), dtype=np.int64)
         ranks[np.unique(held.steps, return_index=True)[1]] = 1
-        pieces.append(replace(held, ranks=ranks))
-    return pieces
+        ranks[np.isin(held.steps, unfinished)] = 0
+        tables.append(replace(held, ranks=ranks))
+    return tables
 
 
 def sealed_layers(
@@ -321,26 +291,26 @@ def sealed_layers(
     views: Views,
     level: int,
     chunks: Chunks,
-    wanted: Collection[str],
+    wanted: Collection[str] | None,
     positions: Mapping[str, IntArray],
-    metric: str | None = None,
+    extremes_of: Sequence[str] = (),
     *,
     neighbours: bool = False,
-) -> Pieces:
+) -> Tables:
     """Sealed points by layer at a level, by run; `neighbours` as in `read_layer_data`."""
-    keys = _keys(views, wanted, metric, level)
+    keys = _keys(views, wanted, extremes_of, level)
     points = read_point_rows(connection, level, chunks)
     entries = _entries(views)
     values = read_layer_data(connection, level, chunks, points, entries, keys, positions, neighbours=neighbours)
-    return _pieces(views, level, points, keys, values)
+    return _point_tables(views, level, points, keys, values)
 
 
 def _entries(views: Views) -> dict[str, Mapping[str, int]]:
     return {run_id: view.entries for run_id, view in views.items()}
 
 
-def _keys(views: Views, wanted: Collection[str] | None, metric: str | None, level: int) -> list[str]:
-    """What to read: the wanted statistics, and at coarse levels the extremes of the metric."""
+def _keys(views: Views, wanted: Collection[str] | None, extremes_of: Sequence[str], level: int) -> list[str]:
+    """What to read: the wanted statistics, and at coarse levels the extremes of these metrics."""
     extremes = (minimum_key(""), maximum_key(""))
     keys = dict.fromkeys(
         key
@@ -348,15 +318,15 @@ def _keys(views: Views, wanted: Collection[str] | None, metric: str | None, leve
         for key in view.entries
         if not key.startswith(extremes) and (is_known(key) if wanted is None else key in wanted)
     )
-    if level > 1 and metric is not None:
-        both = (minimum_key(metric), maximum_key(metric))
-        keys |= dict.fromkeys(key for key in both if any(key in view.entries for view in views.values()))
+    if level > 1:
+        shown = _extreme_keys(extremes_of)
+        keys |= dict.fromkeys(key for key in shown if any(key in view.entries for view in views.values()))
     return list(keys)
 
 
-def _pieces(views: Views, level: int, points: PointRows, keys: Sequence[str], values: FloatArray) -> Pieces:
+def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[str], values: FloatArray) -> Tables:
     """The points of each attempt of each run, with what its dictionary knows."""
-    pieces: Pieces = {run_id: [] for run_id in views}
+    tables: Tables = {run_id: [] for run_id in views}
     low, high = minimum_key(""), maximum_key("")
     for (run_id, attempt), place in points.owners.items():
         known = views[run_id].entries
@@ -366,7 +336,7 @@ def _pieces(views: Views, level: int, points: PointRows, keys: Sequence[str], va
             for key, array in held.items()
             if key.startswith(low)
         }
-        piece = Piece(
+        table = PointTable(
             attempt=attempt,
             first_steps=points.first_steps[place],
             steps=points.steps[place],
@@ -376,28 +346,24 @@ def _pieces(views: Views, level: int, points: PointRows, keys: Sequence[str], va
             totals={key: array for key, array in held.items() if not key.startswith((low, high))},
             extremes=extremes,
         )
-        pieces[run_id].append(piece)
-    return pieces
+        tables[run_id].append(table)
+    return tables
 
 
 def read_latest(
-    connection: Connection,
-    run_id: str,
-    stale_after_seconds: float,
-    cache: ChunkCache,
-    slab_bytes: int = SLAB_BYTES,
+    connection: Connection, run_id: str, stale_after_seconds: float, cache: ChunkCache
 ) -> LatestPoint | None:
-    """The newest measured step that every live rank has reached, with the model's totals."""
+    """The newest measured step that every live rank has reached and told whole, with the model's totals."""
     view = RunView(connection, run_id)
     step = newest_measured_step(connection, run_id, view.bounds, stale_after_seconds)
     if step is None:
-        found = read_model_points(connection, [run_id], ("measured_steps",), Selection(), cache, slab_bytes)
-        steps = found[run_id].steps
+        found = read_points(connection, [run_id], ("measured_steps",), Selection(), cache)[run_id]
+        steps = found.steps[found.ranks > 0]
         if not len(steps):
             return None
         step = int(steps[-1])
     at = Selection(first_step=step, last_step=step)
-    points = read_model_points(connection, [run_id], None, at, cache, slab_bytes)[run_id]
+    points = read_points(connection, [run_id], None, at, cache)[run_id]
     if not len(points.steps):
         return None
     return LatestPoint(step, float(points.times[0]), {key: values[0] for key, values in points.totals.items()})

@@ -69,6 +69,10 @@ class RunView:
         """(stream_id, name) of everything that was logged."""
         return [(stream_id, name) for stream_id, text in self._scalars.items() for name in logged_names(text)]
 
+    def streams_of(self, attempt: int) -> list[StreamRecord]:
+        """The attempt's streams, oldest first."""
+        return [record for record in self.streams.values() if record.attempt == attempt]
+
     def ranks(self, attempt: int) -> set[int]:
         """Ranks registered in an attempt."""
         return {record.rank for record in self.streams.values() if record.attempt == attempt}
@@ -98,6 +102,11 @@ class RunView:
     @cached_property
     def _processes(self) -> Counter[tuple[int, int]]:
         return Counter((stream.attempt, stream.rank) for stream in self.streams.values())
+
+    @cached_property
+    def ranks_by_stream(self) -> dict[int, int]:
+        """Rank by number of a stream."""
+        return {stream.stream: stream.rank for stream in self.streams.values()}
 
     @cached_property
     def replicated(self) -> bool:

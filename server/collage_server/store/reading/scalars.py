@@ -15,9 +15,9 @@ from sqlalchemy import Connection, Row, TextClause, select, text
 
 from collage_server.store import schema
 from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
-from collage_server.store.reading.assemble import Places, group_steps, visible
+from collage_server.store.reading.assemble import RowPlaces, group_steps, visible
 from collage_server.store.reading.run_view import RunView, read_views
-from collage_server.store.reading.waiting import ScalarRow, waiting_rows
+from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
 from collage_server.store.rows import scalars_from_json
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
@@ -161,7 +161,7 @@ def _read_journal(
     selection: Selection,
     found: dict[str, dict[tuple[str, str], _Values]],
 ) -> None:
-    for stream, row in waiting_rows(connection, views, ScalarRow, "scalars", selection):
+    for stream, row in unsealed_rows(connection, views, ScalarRow, "scalars", selection):
         held = found[stream.run_id]
         for name, value in scalars_from_json(row.scalars).items():
             if names is None or name in names:
@@ -188,7 +188,7 @@ def _merge(view: RunView, members: list[_Values], selection: Selection) -> Scala
     tables = [(entry.stream, entry.table()) for entry in members]
     sizes = [table.shape[1] for _, table in tables]
     joined = np.concatenate([table for _, table in tables], axis=1)
-    places = Places(
+    places = RowPlaces(
         streams=np.repeat([stream.stream for stream, _ in tables], sizes),
         attempts=np.repeat([stream.attempt for stream, _ in tables], sizes),
         ranks=np.repeat([stream.rank for stream, _ in tables], sizes),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, select
 
 from collage_server.store import schema
 from collage_server.store.chunks.blocks import read_point_rows
-from collage_server.store.chunks.directory import LEVELS, ChunkInfo, read_chunk_infos
+from collage_server.store.chunks.cache import LEVELS, ChunkInfo, read_chunk_infos
 from collage_server.store.contract import SealLimits
+from collage_server.store.journal.reports import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.runs.latest import waited_for
 
@@ -51,17 +53,17 @@ class _Entry:
 
 @dataclass(frozen=True, eq=False)
 class Journal:
-    """What one look found in a run's journal, without the blocks: of each stream the oldest rows, so many at most.
+    """What one look found in a run's journal, without the blocks.
 
     `leftovers` (stream_id, seq) stand in chunks already: a sealing was interrupted before it deleted them.
-    `entries` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed and the
-    look covers, None when the attempt is over. `crowded` attempts have streams with more rows than were looked at.
+    `entries` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed, None when
+    the attempt is over. `pressed`: there is no room for more, so nobody is waited for.
     """
 
     leftovers: list[tuple[str, int]]
     entries: dict[int, list[_Entry]]
     ready: dict[int, int | None]
-    crowded: frozenset[int]
+    pressed: bool
 
     def without(self, reports: frozenset[tuple[str, int]]) -> Journal:
         """What is left when these are sealed."""
@@ -70,63 +72,52 @@ class Journal:
             for attempt, members in self.entries.items()
         }
         return Journal(
-            [], {attempt: members for attempt, members in left.items() if members}, self.ready, self.crowded
+            [], {attempt: members for attempt, members in left.items() if members}, self.ready, self.pressed
         )
 
 
 def read_journal(
-    connection: Connection, view: RunView, limits: SealLimits, *, closed: bool, stale_after_seconds: float
+    connection: Connection, view: RunView, *, closed: bool, pressed: bool, stale_after_seconds: float
 ) -> Journal:
     """One look. `closed`: the run is over, its tail is sealed too."""
     leftovers: list[tuple[str, int]] = []
     entries: dict[int, list[_Entry]] = defaultdict(list)
-    covered: dict[int, int] = {}
-    most = max(2 * limits.points, 2 * limits.rows // max(len(view.streams), 1))
-    for stream in view.streams.values():
-        rows = _oldest(connection, view.run_id, stream.stream_id, most)
-        done = {entry.seq for entry in rows if view.sealed(stream.stream_id, entry.seq)}
-        leftovers += [(stream.stream_id, seq) for seq in done]
-        if len(rows) > len(done):
-            entries[stream.attempt] += [entry for entry in rows if entry.seq not in done]
-        if len(rows) == most:
-            # More rows of the last step may stand beyond the look.
-            last = max(entry.step for entry in rows)
-            last -= last > min(entry.step for entry in rows)
-            covered[stream.attempt] = min(last, covered.get(stream.attempt, last))
+    for entry in _entries(connection, view.run_id):
+        if view.sealed(entry.stream_id, entry.seq):
+            leftovers.append((entry.stream_id, entry.seq))
+        elif entry.stream_id in view.streams:
+            entries[view.streams[entry.stream_id].attempt].append(entry)
     newest = max(entries, default=0)
-    ready: dict[int, int | None] = {}
-    for attempt in entries:
-        over = closed or attempt < newest
-        bounds = [] if over else [_ready_step(connection, view, attempt, stale_after_seconds)]
-        bounds += [covered[attempt]] if attempt in covered else []
-        ready[attempt] = min(bounds, default=None)
-    return Journal(leftovers, entries, ready, frozenset(covered))
+    ready: dict[int, int | None] = {
+        attempt: None if closed or attempt < newest else _ready_step(connection, view, attempt, stale_after_seconds)
+        for attempt in entries
+    }
+    return Journal(leftovers, dict(entries), ready, pressed)
 
 
-def _oldest(connection: Connection, run_id: str, stream_id: str, most: int) -> list[_Entry]:
-    """A stream's oldest rows, in the key's order: a long queue is not read to its end."""
+def _entries(connection: Connection, run_id: str) -> Iterator[_Entry]:
     table = schema.report
-    size = func.coalesce(func.length(table.c.statistics), 0) + func.coalesce(func.length(table.c.model), 0)
     rows = connection.execute(
-        select(table.c.seq, table.c.step, table.c.model.is_not(None), size)
-        .where(table.c.run_id == run_id, table.c.stream_id == stream_id)
-        .order_by(table.c.seq)
-        .limit(most)
+        select(table.c.stream_id, table.c.seq, table.c.step, table.c.model.is_not(None), REPORT_BYTES)
+        .where(table.c.run_id == run_id)
+        .order_by(table.c.stream_id, table.c.seq)
     )
-    return [_Entry(stream_id, seq, step, bool(measured), length) for seq, step, measured, length in rows]
+    for stream_id, seq, step, measured, size in rows:
+        yield _Entry(stream_id, seq, step, bool(measured), size)
 
 
 def plan_seal(connection: Connection, view: RunView, journal: Journal, limits: SealLimits) -> SealPlan | None:
     """The next part to make, None when nothing is due."""
     infos = read_chunk_infos(connection, [view.run_id])[view.run_id]
-    for attempt, members in sorted(journal.entries.items()):
-        own = [info for info in infos if info.attempt == attempt]
-        ready = journal.ready[attempt]
-        plan = _late(attempt, members, own, limits, ready is None)
-        room = _room(connection, view.run_id, own, limits)
-        plan = plan or _next(attempt, members, own, room, limits, ready, attempt in journal.crowded)
-        if plan is not None:
-            return plan
+    for pressed in (False, True) if journal.pressed else (False,):
+        for attempt, members in sorted(journal.entries.items()):
+            own = [info for info in infos if info.attempt == attempt]
+            ready = None if pressed else journal.ready[attempt]
+            plan = _late(attempt, members, own, limits, ready is None)
+            room = _room(connection, view.run_id, own, limits)
+            plan = plan or _next(attempt, members, own, room, limits, ready)
+            if plan is not None:
+                return plan
     return None
 
 
@@ -178,7 +169,6 @@ def _next(
     room: int,
     limits: SealLimits,
     ready: int | None,
-    crowded: bool,
 ) -> SealPlan | None:
     """The reports after the last sealed step: all that are due, as far as the chunk has `room` (0: a new chunk)."""
     open_chunk = infos[-1] if room else None
@@ -186,8 +176,7 @@ def _next(
     fresh = [entry for entry in entries if entry.step > after and (ready is None or entry.step <= ready)]
     if not fresh:
         return None
-    crowded = crowded or len(fresh) >= limits.rows
-    cutoff = _cutoff(fresh, room or limits.points, limits, over=ready is None, crowded=crowded)
+    cutoff = _cutoff(fresh, room or limits.points, limits, over=ready is None)
     if cutoff is None:
         return None
     chosen = [entry for entry in fresh if entry.step <= cutoff]
@@ -195,27 +184,24 @@ def _next(
     return _plan(attempt, chunk, open_chunk.parts if open_chunk else 0, chosen, open_chunk)
 
 
-def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, *, over: bool, crowded: bool) -> int | None:
-    """The last step to seal: where the chunk is full, or the bytes are; everything when the attempt is over.
+def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, *, over: bool) -> int | None:
+    """The last step to seal: where the chunk, the rows or the bytes are full; all when the attempt is `over`.
 
-    Otherwise whole multiples of `part_points`, so that parts are alike; less only when too many rows wait.
+    Otherwise whole multiples of `part_points`, so that parts are alike.
     """
-    sizes: dict[int, int] = defaultdict(int)
-    for entry in fresh:
-        if entry.measured:
-            sizes[entry.step] += entry.bytes
-    steps = sorted(sizes)[:room]
-    for step, total in zip(steps, accumulate(sizes[step] for step in steps), strict=True):
-        if total >= limits.bytes:
-            return step
-    if len(steps) == room:
-        return steps[-1]
-    if over or (crowded and not steps):
-        return max(entry.step for entry in fresh)
-    parts = len(steps) // limits.part_points
-    if parts:
-        return steps[parts * limits.part_points - 1]
-    return steps[-1] if crowded else None
+    points = rows = size = 0
+    part = None
+    for step, members in groupby(sorted(fresh, key=attrgetter("step")), attrgetter("step")):
+        entries = list(members)
+        rows += len(entries)
+        size += sum(entry.bytes for entry in entries)
+        measured = any(entry.measured for entry in entries)
+        points += measured
+        if size >= limits.bytes or rows >= limits.rows or points == room:
+            return int(step)
+        if measured and points % limits.part_points == 0:
+            part = int(step)
+    return max(entry.step for entry in fresh) if over else part
 
 
 def _plan(attempt: int, chunk: int, part: int, chosen: Sequence[_Entry], info: ChunkInfo | None) -> SealPlan:

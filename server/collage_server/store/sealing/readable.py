@@ -12,7 +12,7 @@ from sqlalchemy import Connection, delete, insert, select
 from collage_monitor.statistics import finish
 from collage_server.store import schema
 from collage_server.store.chunks.blocks import maximum_key, minimum_key
-from collage_server.store.chunks.pieces import Piece
+from collage_server.store.chunks.tables import PointTable
 from collage_server.store.contract import FloatArray, IntArray
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.sealing.plan import SealPlan
@@ -41,7 +41,7 @@ class Readable:
 
 
 def point_rows(
-    view: RunView, plan: SealPlan, whole: Piece, steps: IntArray, logged: Mapping[tuple[str, str], bytes]
+    view: RunView, plan: SealPlan, whole: PointTable, steps: IntArray, logged: Mapping[tuple[str, str], bytes]
 ) -> Rows:
     """A row for each of these steps of the chunk's points; what was logged for it before stays."""
     chosen = np.isin(whole.steps, steps)
@@ -62,7 +62,7 @@ def point_rows(
     return [{"run_id": view.run_id, "attempt": plan.attempt, **row} for row in rows]
 
 
-def layer_rows(view: RunView, plan: SealPlan, points: Piece, entries: Mapping[str, FloatArray]) -> Rows:
+def layer_rows(view: RunView, plan: SealPlan, points: PointTable, entries: Mapping[str, FloatArray]) -> Rows:
     """A row a layer of a whole chunk, from what its coarsest level holds ([1, layers] by entry)."""
     count = len(view.layers)
     totals = {key: values for key, values in entries.items() if " " not in key}

@@ -9,8 +9,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
-from operator import attrgetter
+from itertools import islice
 from threading import Lock
 from typing import Any, Final
 
@@ -25,8 +24,7 @@ from collage_server.store.journal.decode import decode_layers, decode_model, lay
 from collage_server.store.journal.reports import read_reports
 from collage_server.store.ranges import Ranges, add_numbers, contains
 from collage_server.store.reading.run_view import RunView
-from collage_server.store.reading.unsealed import seen_rows
-from collage_server.store.reading.waiting import SLAB_BYTES, Waiting, read_waiting
+from collage_server.store.reading.unsealed import read_unsealed, seen_rows
 from collage_server.store.rows import int_array, to_json
 from collage_server.store.runs.events import MOST_LAYERS, add_events
 
@@ -50,7 +48,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Looked:
+class ReplicaCursor:
     """What was looked at: `numbers` of reports by stream, when so many reports of the run were `stored`."""
 
     stored: int = -1
@@ -61,15 +59,15 @@ class Replicas:
     """Finds what differs among reports that were not looked at before; what was is remembered by this process."""
 
     def __init__(self) -> None:
-        self._looked: LRUCache[str, Looked] = LRUCache(_KEPT_RUNS)
+        self._looked: LRUCache[str, ReplicaCursor] = LRUCache(_KEPT_RUNS)
         self._lock = Lock()
 
-    def find(self, view: RunView) -> tuple[list[Mismatch], Looked | None]:
+    def find(self, view: RunView) -> tuple[list[Mismatch], ReplicaCursor | None]:
         """Mismatches at the steps of unsealed reports that are new to this process, and what to remember."""
         if not view.replicated or not view.statistics(_KEYS):
             return [], None
         with self._lock:
-            looked = self._looked.get(view.run_id, Looked())
+            looked = self._looked.get(view.run_id, ReplicaCursor())
         stored = _stored(view)
         if stored == looked.stored:
             return [], None
@@ -82,9 +80,9 @@ class Replicas:
             for mismatch in _differing(view, attempt, rows)
         )
         # More are not kept, of those that are known and new together.
-        return list(islice(found, _MOST_ROWS)), Looked(stored, known)
+        return list(islice(found, _MOST_ROWS)), ReplicaCursor(stored, known)
 
-    def remember(self, run_id: str, looked: Looked) -> None:
+    def remember(self, run_id: str, looked: ReplicaCursor) -> None:
         """Do not look at these reports again: what they told is stored."""
         with self._lock:
             self._looked[run_id] = looked
@@ -96,37 +94,42 @@ def _stored(view: RunView) -> int:
     return int(view.connection.execute(total).scalar_one())
 
 
-def _fresh(view: RunView, looked: Looked) -> tuple[dict[str, array[int]], IntArray]:
+def _fresh(view: RunView, looked: ReplicaCursor) -> tuple[dict[str, array[int]], IntArray]:
     """Numbers of reports that were not looked at, by stream, and their steps."""
     numbers: dict[str, array[int]] = defaultdict(lambda: array("q"))
     steps: array[int] = array("q")
-    for slab in read_reports(view.connection, [view.run_id], _KEY, "statistics", Selection()):
-        for row in slab:
-            if not contains(looked.numbers.get(row.stream_id, ()), row.seq):
-                numbers[row.stream_id].append(row.seq)
-                steps.append(row.step)
+    for row in read_reports(view.connection, [view.run_id], _KEY, "statistics", Selection()):
+        if not contains(looked.numbers.get(row.stream_id, ()), row.seq):
+            numbers[row.stream_id].append(row.seq)
+            steps.append(row.step)
     return numbers, np.unique(np.frombuffer(steps, dtype=np.int64))
 
 
 def _by_attempt(view: RunView, steps: IntArray) -> Iterator[tuple[int, list[Any]]]:
-    """Rows with model vectors at these steps, slab by slab, one process a rank, without what is sealed."""
+    """Rows with model vectors at these steps, one process a rank, without what is sealed."""
     selection = Selection(first_step=int(steps[0]), last_step=int(steps[-1]))
-    waiting = read_waiting(view.connection, {view.run_id: view}, selection, SLAB_BYTES, layers=False)
-    for attempt, own in sorted(waiting[view.run_id].items()):
-        for slab in own.chosen(np.isin(own.steps, steps)).slabs(view, {}):
-            yield attempt, seen_rows(view, slab.rows, {})
+    unsealed = read_unsealed(view.connection, {view.run_id: view}, selection, layers=False)
+    wanted = set(steps.tolist())
+    for attempt, rows in sorted(unsealed[view.run_id].items()):
+        yield attempt, seen_rows(view, [row for row in rows if row.step in wanted], {})
 
 
 def _differing(view: RunView, attempt: int, rows: Sequence[Any]) -> Iterator[Mismatch]:
     """Model vectors first: they are small, and where they agree no layer differs."""
-    suspicious = set(_suspicious_steps(view, rows))
-    chosen = [row for row in rows if row.step in suspicious]
-    places = [(row.step, view.streams[row.stream_id].stream, row.seq) for row in chosen]
-    steps, streams, seqs = np.array(places, dtype=np.int64).reshape(-1, 3).T
-    for slab in Waiting(steps, None, streams, seqs, layers=True).slabs(view, {}):
-        for step, members in groupby(slab.rows, attrgetter("step")):
-            if blocks := [row for row in members if row.statistics is not None]:
-                yield from _at_step(view, attempt, step, blocks)
+    steps = sorted(_suspicious_steps(view, rows))
+    if not steps:
+        return
+    chosen = {(row.stream_id, row.seq) for row in rows}
+    between = Selection(first_step=steps[0], last_step=steps[-1])
+    blocks: dict[int, list[Any]] = {step: [] for step in steps}
+    for row in read_unsealed(view.connection, {view.run_id: view}, between, layers=True)[view.run_id].get(
+        attempt, ()
+    ):
+        if row.step in blocks and (row.stream_id, row.seq) in chosen:
+            blocks[row.step].append(row)
+    for step, members in blocks.items():
+        if members:
+            yield from _at_step(view, attempt, step, members)
 
 
 def _suspicious_steps(view: RunView, rows: Sequence[Row[Any]]) -> Iterable[int]:

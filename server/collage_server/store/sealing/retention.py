@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Row, Table, delete, exists, or_, select, tupl
 
 from collage_server.store import schema
 from collage_server.store.chunks.blocks import read_point_rows
-from collage_server.store.chunks.directory import LEVELS
+from collage_server.store.chunks.cache import LEVELS
 from collage_server.store.contract import SealLimits
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import catch_up, freeze, read_lagging
@@ -72,7 +72,7 @@ class SqlSealing:
         self._stale_after_seconds = stale_after_seconds
         self._replicas = Replicas()
 
-    def seal(self, run_id: str, now: float) -> int:
+    def seal(self, run_id: str, now: float, *, pressed: bool = False) -> int:
         """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
         with self._database.reading() as connection:
             record = read_run(connection, run_id)
@@ -80,7 +80,7 @@ class SqlSealing:
         with self._database.claimed(run_id) as mine:
             closed = silent or record.state != "running"
             limits = self.limits.beside(self._journal.last_bytes)
-            return self._seal_parts(run_id, limits, now=now, closed=closed) if mine else 0
+            return self._seal_parts(run_id, limits, now=now, closed=closed, pressed=pressed) if mine else 0
 
     def settle(self, run_id: str) -> None:
         """Seal every late report, however few they are; the caller has claimed the run."""
@@ -90,7 +90,9 @@ class SqlSealing:
         while self._seal_parts(run_id, limits, now=now, closed=False):
             pass
 
-    def _seal_parts(self, run_id: str, limits: SealLimits, *, now: float, closed: bool) -> int:
+    def _seal_parts(
+        self, run_id: str, limits: SealLimits, *, now: float, closed: bool, pressed: bool = False
+    ) -> int:
         return seal(
             run_id,
             self._database.reading,
@@ -99,6 +101,7 @@ class SqlSealing:
             self._replicas,
             now=now,
             closed=closed,
+            pressed=pressed,
             stale_after_seconds=self._stale_after_seconds,
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -21,16 +22,14 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from collage_server.errors import Gone
 from collage_server.store import schema
 from collage_server.store.chunks.blocks import ALL_RANKS, pack_points
+from collage_server.store.chunks.cache import LEVELS
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
-from collage_server.store.chunks.directory import LEVELS
-from collage_server.store.chunks.levels import coarsen, layer_extremes, model_extremes
-from collage_server.store.chunks.pieces import Piece, join
+from collage_server.store.chunks.tables import PointTable, coarsen, join, layer_extremes, model_extremes
 from collage_server.store.contract import FloatArray, IntArray, SealLimits, Selection
 from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.points import sealed_layers, sealed_model
 from collage_server.store.reading.run_view import UNBOUNDED, RunView
-from collage_server.store.reading.waiting import largest_row
 from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal
 from collage_server.store.sealing.readable import Readable, layer_rows, point_rows, write_layers, write_points
@@ -48,22 +47,27 @@ _COLUMNS: Final = (
     "scalars",
     "statistic_count",
     "layer_count",
+    "parts",
     "model",
     "statistics",
 )
 _FLOAT: Final = np.dtype("<f8")
 _PARTS_A_LOOK: Final = 16
+_NOBODY: Final = MappingProxyType({"contributor_ranks": b"", "contributors": b""})
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """What a chunk holds at one level: points, totals of model, single ranks and layers, by entry key."""
+    """What a chunk holds at one level: points, totals of model, single ranks and layers, by entry key.
 
-    points: Piece
+    `contributors`: the columns of `point_chunk` that say who contributed; coarse levels leave them empty.
+    """
+
+    points: PointTable
     model: Mapping[str, FloatArray]
     ranks: Mapping[int, Mapping[str, FloatArray]]
     layers: Mapping[str, FloatArray]
-    contributors: tuple[bytes, bytes]
+    contributors: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,7 @@ def seal(
     *,
     now: float,
     closed: bool,
+    pressed: bool,
     stale_after_seconds: float,
 ) -> int:
     """Make parts of chunks of the run's journal, several after one look at it; how many, 0 when nothing is due.
@@ -103,10 +108,12 @@ def seal(
         view = RunView(connection, run_id)
         if view.is_newer:
             return 0
-        largest = largest_row(view, layers=True)
-        limits = replace(limits, delete_rows=max(min(limits.delete_rows, limits.delete_bytes // largest), 1))
         mismatches, looked = replicas.find(view)
-        journal = read_journal(connection, view, limits, closed=closed, stale_after_seconds=stale_after_seconds)
+        journal = read_journal(
+            connection, view, closed=closed, pressed=pressed, stale_after_seconds=stale_after_seconds
+        )
+        largest = max((entry.bytes for members in journal.entries.values() for entry in members), default=1)
+        limits = replace(limits, delete_rows=max(min(limits.delete_rows, limits.delete_bytes // largest), 1))
     if mismatches:
         with writing() as connection:
             _require(connection, run_id)
@@ -174,16 +181,17 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     """Ranks merged; where there are several, also one by one, for the model."""
     keys = view.statistics(None)
     positions = np.array(list(view.layers.values()), dtype=np.int64)
-    known = read_contributors(connection, view.run_id, plan.attempt, [] if plan.info is None else [plan.chunk])
+    held = [] if plan.info is None else [plan.chunk]
+    known = read_contributors(connection, view.run_id, plan.attempt, held, view.streams_of(plan.attempt))
     with_layers = [row for row in rows if row.statistics is not None]
-    layers = unsealed.layer_piece(view, plan.attempt, with_layers, keys, positions, known)
-    model = unsealed.model_piece(view, plan.attempt, rows, keys, known)
+    layers = unsealed.layer_table(view, plan.attempt, with_layers, keys, positions, known)
+    model = unsealed.model_table(view, plan.attempt, rows, keys, known)
     if view.mixed:
         model = unsealed.model_of(layers)
     seen = unsealed.seen_rows(view, rows, known)
-    pairs = {(row.step, view.streams[row.stream_id].rank) for row in seen}
+    told = unsealed.told_parts(view, seen)
     ranks = {}
-    contributing = sorted({rank for _, rank in pairs})
+    contributing = sorted({view.ranks_by_stream[stream] for _, stream in told})
     if len(contributing) > 1 or view.replicated:
         ranks = {rank: _one_rank(view, plan, seen, keys, model, rank) for rank in contributing}
     return _Level(
@@ -191,18 +199,18 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
         model=_stored(model.totals),
         ranks=ranks,
         layers=_stored(_aligned(layers, model.steps)),
-        contributors=pack_contributors(model.steps, pairs),
+        contributors=pack_contributors(model.steps, told, view.ranks_by_stream),
     )
 
 
 def _one_rank(
-    view: RunView, plan: SealPlan, rows: Sequence[Row[Any]], keys: Sequence[str], model: Piece, rank: int
+    view: RunView, plan: SealPlan, rows: Sequence[Row[Any]], keys: Sequence[str], model: PointTable, rank: int
 ) -> Mapping[str, FloatArray]:
     own = [row for row in rows if view.streams[row.stream_id].rank == rank]
-    return _stored(_aligned(unsealed.model_piece(view, plan.attempt, own, keys, {}), model.steps))
+    return _stored(_aligned(unsealed.model_table(view, plan.attempt, own, keys, {}), model.steps))
 
 
-def _aligned(piece: Piece, steps: IntArray) -> dict[str, FloatArray]:
+def _aligned(piece: PointTable, steps: IntArray) -> dict[str, FloatArray]:
     """The piece's totals at these steps; NaN where it has no point."""
     place = np.searchsorted(steps, piece.steps)
     aligned = {}
@@ -221,14 +229,16 @@ def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     }
 
 
-def _whole_model(view: RunView, plan: SealPlan, part: _Level) -> Piece:
+def _whole_model(view: RunView, plan: SealPlan, part: _Level) -> PointTable:
     """All points of the chunk so far, this part's joined in."""
     held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
     old = sealed_model(view.connection, {view.run_id: view}, 1, held, None, Selection())[view.run_id]
     return _whole([*old, _as_piece(plan, part, part.model)])
 
 
-def _coarse(view: RunView, plan: SealPlan, part: _Level, model: Piece, limits: SealLimits) -> dict[int, _Level]:
+def _coarse(
+    view: RunView, plan: SealPlan, part: _Level, model: PointTable, limits: SealLimits
+) -> dict[int, _Level]:
     """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
     if len(model.steps) < limits.points:
         return {}
@@ -236,7 +246,7 @@ def _coarse(view: RunView, plan: SealPlan, part: _Level, model: Piece, limits: S
     layers = _coarse_layers(view, plan, part, limits)
     for level in LEVELS[1:]:
         points, stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
-        levels[level] = _Level(points, stored, {}, layers[level], (b"", b""))
+        levels[level] = _Level(points, stored, {}, layers[level], _NOBODY)
     return levels
 
 
@@ -266,16 +276,16 @@ def _coarse_layers(
     }
 
 
-def _as_piece(plan: SealPlan, part: _Level, totals: Mapping[str, FloatArray]) -> Piece:
+def _as_piece(plan: SealPlan, part: _Level, totals: Mapping[str, FloatArray]) -> PointTable:
     points = part.points
-    return Piece(
+    return PointTable(
         plan.attempt, points.first_steps, points.steps, points.times, points.ranks, points.counts, dict(totals)
     )
 
 
-def _whole(pieces: Sequence[Piece], layers: Sequence[str] | None = None) -> Piece:
+def _whole(pieces: Sequence[PointTable], layers: Sequence[str] | None = None) -> PointTable:
     points = join({"": pieces}, lambda *_: UNBOUNDED, Selection(), {"": 1}, layers)[""]
-    return Piece(
+    return PointTable(
         pieces[0].attempt,
         points.first_steps,
         points.steps,
@@ -422,8 +432,7 @@ def _point_row(run_id: str, plan: SealPlan, level: int, held: _Level) -> dict[st
         "first_step": int(points.first_steps[0]),
         "last_step": int(points.steps[-1]),
         "points": pack_points(points.first_steps, points.steps, points.times, points.ranks, points.counts),
-        "contributor_ranks": held.contributors[0],
-        "contributors": held.contributors[1],
+        **held.contributors,
     }
 
 

@@ -1,4 +1,4 @@
-"""Pieces of a run (journal, sealed parts, coarse levels) joined without a seam."""
+"""Tables of points (journal, sealed parts, coarse levels): joined without a seam, merged to coarser ones."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collage_monitor.statistics import reduce_shards
+from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.statistics import finish, metric_keys, reduce_shards, reduce_steps
 from collage_monitor.statistics.merge import with_variance_product_roots
+from collage_server.store.chunks.blocks import maximum_key, minimum_key
 from collage_server.store.contract import FloatArray, IntArray, Points, Selection
 
-__all__ = ["Piece", "chained", "join", "taken"]
+__all__ = ["PointTable", "coarsen", "has_layer_extremes", "join", "layer_extremes", "model_extremes", "taken"]
 
 _COUNTED = ("first_steps", "steps", "times", "ranks", "counts")
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class PointTable:
     """Points of one attempt, as `Points` has them."""
 
     attempt: int
@@ -34,11 +36,11 @@ class Piece:
     extremes: dict[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
 
-_Points = TypeVar("_Points", Piece, Points)
+_Points = TypeVar("_Points", PointTable, Points)
 
 
 def join(
-    pieces: Mapping[str, Sequence[Piece]],
+    pieces: Mapping[str, Sequence[PointTable]],
     bound: Callable[[str, int], int],
     selection: Selection,
     world_sizes: Mapping[str, int],
@@ -78,15 +80,8 @@ def taken(points: _Points, which: slice | IntArray) -> _Points:
     return replace(points, **counted, totals=totals, extremes=extremes)
 
 
-def chained(pieces: Sequence[Piece]) -> Piece:
-    """Pieces of one attempt with the same totals, one after the other."""
-    counted: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in pieces]) for name in _COUNTED}
-    totals = {key: np.concatenate([piece.totals[key] for piece in pieces]) for key in pieces[0].totals}
-    return replace(pieces[0], **counted, totals=totals)
-
-
 def _table(
-    pieces: Sequence[Piece], totals: Sequence[str], extremes: Sequence[str], layers: Sequence[str] | None
+    pieces: Sequence[PointTable], totals: Sequence[str], extremes: Sequence[str], layers: Sequence[str] | None
 ) -> Points:
     """The pieces one after the other; NaN where one lacks a total."""
     counted: dict[str, Any] = {name: _concatenate([getattr(p, name) for p in pieces], name) for name in _COUNTED}
@@ -117,24 +112,18 @@ def _concatenate(parts: list[NDArray[Any]], name: str) -> NDArray[Any]:
     return np.zeros(0, dtype=np.float64 if name == "times" else np.int64)
 
 
-def _visible(points: Points, pieces: Sequence[Piece], bound: Callable[[int], int], selection: Selection) -> Points:
-    if _in_order(pieces, points.steps, bound, selection):
-        return points
-    return _merge_equal_steps(taken(points, _visible_order(pieces, points.steps, bound, selection)))
-
-
-def _in_order(pieces: Sequence[Piece], steps: IntArray, bound: Callable[[int], int], selection: Selection) -> bool:
-    """Whether the pieces, one after the other, are what is asked for already: nothing hidden, no step twice."""
+def _visible(
+    points: Points, pieces: Sequence[PointTable], bound: Callable[[int], int], selection: Selection
+) -> Points:
     if not pieces:
-        return True
-    first, last = selection.first_step or 0, selection.last_step
-    inside = int(steps[0]) >= first and (last is None or int(steps[-1]) <= last)
-    one = {piece.attempt for piece in pieces} == {pieces[0].attempt} and int(steps[-1]) < bound(pieces[0].attempt)
-    return inside and one and bool(np.all(steps[1:] > steps[:-1]))
+        return points
+    order = _visible_order(pieces, points.steps, bound, selection)
+    as_it_stands = np.array_equal(order, np.arange(len(points.steps)))
+    return _merge_equal_steps(points if as_it_stands else taken(points, order))
 
 
 def _visible_order(
-    pieces: Sequence[Piece], steps: IntArray, bound: Callable[[int], int], selection: Selection
+    pieces: Sequence[PointTable], steps: IntArray, bound: Callable[[int], int], selection: Selection
 ) -> IntArray:
     attempts = np.repeat([piece.attempt for piece in pieces], [len(piece.steps) for piece in pieces])
     limits = {int(attempt): bound(int(attempt)) for attempt in np.unique(attempts)}
@@ -157,9 +146,9 @@ def _visible_order(
 
 def _merge_equal_steps(points: Points) -> Points:
     """Late ranks stand in parts of their own: the parts of one step are shards."""
-    steps, index = np.unique(points.steps, return_inverse=True)
-    if len(steps) == len(points.steps):
+    if np.all(points.steps[1:] > points.steps[:-1]):
         return points
+    steps, index = np.unique(points.steps, return_inverse=True)
     slots = np.arange(len(index)) - np.searchsorted(points.steps, steps)[index]
     starts = np.flatnonzero(slots == 0)
 
@@ -186,4 +175,54 @@ def _merge_equal_steps(points: Points) -> Points:
         totals=reduce_shards({key: padded(values) for key, values in points.totals.items()}, axis=0),
         extremes={key: (alone(low), alone(high)) for key, (low, high) in points.extremes.items()},
         layers=points.layers,
+    )
+
+
+_SHOWN_BY_LAYER: Final = frozenset(name for name, entry in METRICS.items() if entry.exposed or entry.interval)
+
+
+def model_extremes(statistics: Sequence[str]) -> list[str]:
+    """Metrics of the model whose extremes are kept: all that these statistics can make."""
+    return metric_keys(statistics)
+
+
+def layer_extremes(statistics: Sequence[str]) -> list[str]:
+    """Metrics by layer whose extremes are kept: those on display; others are read at level 1."""
+    return [key for key in metric_keys(statistics) if has_layer_extremes(key)]
+
+
+def has_layer_extremes(key: str) -> bool:
+    """Whether coarse points of layers keep this metric's extremes, as those of the model do of every metric."""
+    return split_key(key)[0] in _SHOWN_BY_LAYER
+
+
+def coarsen(
+    piece: PointTable, level: int, points: int, metrics: Sequence[str]
+) -> tuple[PointTable, dict[str, FloatArray]]:
+    """A whole chunk at a coarser level: each point merges `level` of the chunk's `points` measured ones.
+
+    A late point in between makes the last one larger. Beside it everything to store: totals and extremes by entry.
+    """
+    starts = np.arange(0, points, level, dtype=np.intp)
+    coarse = merged(piece, starts)
+    stored = dict(coarse.totals)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for key in metrics:
+            single = finish(key, piece.totals)
+            stored[minimum_key(key)] = np.fmin.reduceat(single, starts, axis=0)
+            stored[maximum_key(key)] = np.fmax.reduceat(single, starts, axis=0)
+    return coarse, stored
+
+
+def merged(piece: PointTable, starts: NDArray[np.intp]) -> PointTable:
+    """Points merged over their steps: each from one of `starts` to the next."""
+    ends = np.append(starts[1:], len(piece.steps)) - 1
+    return PointTable(
+        attempt=piece.attempt,
+        first_steps=piece.first_steps[starts],
+        steps=piece.steps[ends],
+        times=piece.times[ends],
+        ranks=np.minimum.reduceat(piece.ranks, starts),
+        counts=np.add.reduceat(piece.counts, starts),
+        totals=reduce_steps(piece.totals, axis=0, starts=starts),
     )

@@ -1,18 +1,30 @@
-"""A run and its newest measured step."""
+"""A run and its newest measured step, the health of its streams, and alerts as its events."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Final, Literal
 
+import msgspec
 import numpy as np
 
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import Number
 from collage_server.queries.finished import numbers
-from collage_server.store.contract import LatestPoint, RunRecord
+from collage_server.store.contract import LatestPoint, NewEvent, RunRecord
 
-__all__ = ["WORST_LAYERS", "latest_answer", "model_metrics", "run_answer", "state_at", "state_of"]
+__all__ = [
+    "WORST_LAYERS",
+    "alert_event",
+    "latest_answer",
+    "model_metrics",
+    "run_answer",
+    "state_at",
+    "state_of",
+    "with_health",
+]
 
 WORST_LAYERS: Final = 3
 State = Literal["running", "finished", "failed", "stale"]
@@ -72,4 +84,38 @@ def run_answer(record: RunRecord, point: LatestPoint | None, now: float, stale_a
         watch=record.watch,
         latest=model_metrics(point),
         scalars=record.scalars,
+    )
+
+
+def with_health(streams: Sequence[wire.Stream]) -> list[wire.Stream]:
+    """The streams with their `lag_steps` behind the furthest of their attempt."""
+    furthest: dict[int, int] = {}
+    for stream in streams:
+        if stream.last_step is not None:
+            furthest[stream.attempt] = max(furthest.get(stream.attempt, 0), stream.last_step)
+    return [
+        msgspec.structs.replace(
+            stream,
+            lag_steps=None if stream.last_step is None else furthest[stream.attempt] - stream.last_step,
+        )
+        for stream in streams
+    ]
+
+
+_MOST_CHARACTERS: Final = 1000
+
+
+def alert_event(alert: wire.AlertmanagerAlert) -> NewEvent:
+    """The event of one alert. Sent again in the same state (Alertmanager repeats itself) it has the same origin."""
+    name = alert.labels.get("alertname", "alert")
+    said = alert.annotations.get("summary") or alert.annotations.get("description") or ""
+    severity = alert.labels.get("severity")
+    text = f"{name} {alert.status}" + (f" ({severity})" if severity else "") + (f": {said}" if said else "")
+    identity = (
+        alert.fingerprint or hashlib.blake2b(repr(sorted(alert.labels.items())).encode(), digest_size=8).hexdigest()
+    )
+    return NewEvent(
+        origin=f"alert/{identity}/{alert.starts_at}/{alert.status}",
+        kind="alert" if alert.status == "firing" else "alert_resolved",
+        text=text[:_MOST_CHARACTERS],
     )

@@ -1,4 +1,4 @@
-"""A run read slab by slab: a few hundred steps at a time, each in transactions of their own."""
+"""A run read a batch of steps at a time, each batch from a snapshot of its own, so that an export may take long."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Store
+from collage_server.store import Points, RunRecord, ScalarPoints, Selection, Snapshot, Store
 
-__all__ = ["ExportPlan", "Slab", "plan_export", "read_ranks", "read_slabs"]
+__all__ = ["ExportPlan", "StepBatch", "plan_export", "read_ranks", "read_batches"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _NUMBERS: Final = 2**22
-"""Numbers of totals by layer that one slab holds at most, unless a single step has more."""
+"""Numbers of totals by layer that one batch holds at most, unless a single step has more."""
 _POINTS: Final = 256
 _STEPS: Final = 4096
 
@@ -28,7 +28,7 @@ class ExportPlan:
     """What there is to export, as it stood when the export began: its steps, layers, statistics and scalars.
 
     `events` are what had happened to the run. `steps` holds every step that was measured or has a logged value.
-    Later steps are left out; a report that comes late for one of these is in, or not, by when its slab is read.
+    Later steps are left out; a report that comes late for one of these is in, or not, by when its batch is read.
     `ranks` are those whose own totals of the whole model are wanted, too.
     """
 
@@ -37,14 +37,14 @@ class ExportPlan:
     layers: list[wire.Layer]
     statistics: list[str]
     scalars: Mapping[str, ScalarPoints]
-    slab_points: int
+    batch_points: int
     measured: IntArray
     events: list[wire.Event]
     ranks: list[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Slab:
+class StepBatch:
     """Consecutive steps, those of `selection`. `points.steps` is a subset of `steps`.
 
     `layers` holds totals [points, layers]; `scalars`: name → (values [steps], which of them were logged).
@@ -65,11 +65,13 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
     Raises:
         NotFound, Gone: no such run.
     """
-    record = store.runs.get(run_id)
-    measured = store.points.model_points(run_id, ("measured_steps",), Selection()).steps
-    scalars = store.points.scalar_points(run_id, None, Selection())
-    known = store.streams.layers(run_id) if layers else []
-    streams = store.streams.of_run(run_id)
+    with store.points.snapshot() as now:
+        record = now.records([run_id])[run_id]
+        measured = now.points([run_id], ("measured_steps",), Selection())[run_id].steps
+        scalars = now.scalars([run_id], None, Selection())[run_id]
+        known = now.layers(run_id) if layers else []
+        streams = now.streams(run_id)
+        events = now.events(run_id, 0, wire.LIMITS["events_per_run"])
     statistics = list(dict.fromkeys(key for stream in streams for key in stream.statistics))
     numbers = max(len(known) * len(statistics), 1)
     return ExportPlan(
@@ -78,43 +80,47 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
         layers=known,
         statistics=[key for key in statistics if not key.startswith("variance_product_root/")],
         scalars=scalars,
-        slab_points=min(max(_NUMBERS // numbers, 1), _POINTS),
+        batch_points=min(max(_NUMBERS // numbers, 1), _POINTS),
         measured=measured,
-        events=store.events.read(run_id, 0, wire.LIMITS["events_per_run"]),
+        events=events,
         ranks=sorted({stream.rank for stream in streams}) if ranks else [],
     )
 
 
-def read_slabs(store: Store, plan: ExportPlan) -> Iterator[Slab]:
-    """The run from its first step to its last; empty slabs are left out."""
+def read_batches(store: Store, plan: ExportPlan) -> Iterator[StepBatch]:
+    """The run from its first step to its last; empty batches are left out."""
     before = -1
     for last in _ends(plan):
         selection = Selection(first_step=before + 1, last_step=last)
-        slab = _read(store, plan, selection)
+        batch = _read(store, plan, selection)
         before = last
-        if len(slab.steps):
-            yield slab
+        if len(batch.steps):
+            yield batch
 
 
-def read_ranks(store: Store, plan: ExportPlan, slab: Slab) -> Iterator[tuple[int, Points]]:
-    """The totals of each rank's whole model over the slab's steps, one rank at a time; who has none is left out."""
+def read_ranks(store: Store, plan: ExportPlan, batch: StepBatch) -> Iterator[tuple[int, Points]]:
+    """Totals of each rank's whole model over the batch's steps, one rank at a time; who has none is left out."""
+    run_id = plan.run.run_id
     for rank in plan.ranks:
-        points = store.points.model_points(plan.run.run_id, None, replace(slab.selection, rank=rank))
+        with store.points.snapshot() as now:
+            points = now.points([run_id], None, replace(batch.selection, rank=rank))[run_id]
         if len(points.steps):
             yield rank, points
 
 
 def _ends(plan: ExportPlan) -> list[int]:
-    """Last steps of the slabs: at most `slab_points` measured and `_STEPS` steps each."""
+    """Last steps of the batches: at most `batch_points` measured and `_STEPS` steps each."""
     measured = np.searchsorted(plan.measured, plan.steps, side="right")
-    slab = np.arange(len(plan.steps)) // _STEPS + (measured - 1) // plan.slab_points
-    ends = np.append(np.flatnonzero(np.diff(slab)), len(slab) - 1) if len(slab) else np.zeros(0, dtype=np.int64)
+    batch = np.arange(len(plan.steps)) // _STEPS + (measured - 1) // plan.batch_points
+    ends = np.append(np.flatnonzero(np.diff(batch)), len(batch) - 1) if len(batch) else np.zeros(0, dtype=np.int64)
     return [int(step) for step in plan.steps[ends]]
 
 
-def _read(store: Store, plan: ExportPlan, selection: Selection) -> Slab:
+def _read(store: Store, plan: ExportPlan, selection: Selection) -> StepBatch:
     run_id = plan.run.run_id
-    points = store.points.model_points(run_id, None, selection)
+    with store.points.snapshot() as now:
+        points = now.points([run_id], None, selection)[run_id]
+        layers = _layers(now, plan, selection, points)
     first, last = selection.first_step or 0, selection.last_step or 0
     logged = {name: _between(entry, first, last) for name, entry in plan.scalars.items()}
     logged = {name: entry for name, entry in logged.items() if len(entry.steps)}
@@ -129,7 +135,7 @@ def _read(store: Store, plan: ExportPlan, selection: Selection) -> Slab:
         scalars[name] = (values, there)
     place = np.searchsorted(steps, points.steps)
     times[place] = np.maximum(times[place], points.times)
-    return Slab(selection, steps, times, points, _layers(store, plan, selection, points), scalars)
+    return StepBatch(selection, steps, times, points, layers, scalars)
 
 
 def _between(entry: ScalarPoints, first: int, last: int) -> ScalarPoints:
@@ -137,19 +143,19 @@ def _between(entry: ScalarPoints, first: int, last: int) -> ScalarPoints:
     return ScalarPoints(entry.steps[chosen], entry.times[chosen], entry.values[chosen])
 
 
-def _layers(store: Store, plan: ExportPlan, selection: Selection, points: Points) -> dict[str, FloatArray]:
+def _layers(now: Snapshot, plan: ExportPlan, selection: Selection, points: Points) -> dict[str, FloatArray]:
     """Totals by layer at the points' steps, read a few statistics at a time to bound what a chunk takes."""
     if not plan.layers or not len(points.steps):
         return {}
-    names = [layer.name for layer in plan.layers]
+    run_id, names = plan.run.run_id, tuple(layer.name for layer in plan.layers)
+    by_layer = replace(selection, by_layer=True, layers=names)
     keys = list(points.totals)
     group = max(_NUMBERS // (_POINTS * len(names)), 1)
     found: dict[str, FloatArray] = {}
     for start in range(0, len(keys), group):
-        part = store.points.layer_points(plan.run.run_id, keys[start : start + group], selection, names)
-        # Between two reads a late report may have added a step: only those of the model's points are kept.
-        there, place = np.isin(part.steps, points.steps), np.searchsorted(points.steps, part.steps)
+        part = now.points([run_id], keys[start : start + group], by_layer)[run_id]
+        place = np.searchsorted(points.steps, part.steps)
         for key, values in part.totals.items():
             found[key] = np.full((len(points.steps), len(names)), np.nan)
-            found[key][place[there]] = values[there]
+            found[key][place] = values
     return found

@@ -1,0 +1,221 @@
+"""Curves: metrics or logged scalars of one run (`/series`) or of several (`/compare`), answered alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_monitor.statistics import statistics_for
+from collage_server import queries
+from collage_server.api import parameters
+from collage_server.api.answers import describes
+from collage_server.api.cache import Revisions, respond, revisions_of
+from collage_server.api.following import FollowedCurve, follow
+from collage_server.api.reading import (
+    LayerChoice,
+    is_metric,
+    known_scalars,
+    points_of,
+    positions_of,
+    scalars_of,
+)
+from collage_server.api.routing import resource
+from collage_server.components import Components, components_of
+from collage_server.errors import Unprocessable
+from collage_server.store import Points, ScalarPoints, Selection, Snapshot
+
+__all__ = ["router"]
+
+router = resource("reading")
+_CURSOR = "Follow one curve: empty at first, then that of the last answer."
+
+
+@dataclass(frozen=True)
+class Question:
+    """Metrics or logged scalars, of what, over which steps, on which axis."""
+
+    metrics: tuple[str, ...]
+    layers: LayerChoice
+    selection: Selection
+    axis: queries.Axis
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Those of the catalogue; the others are logged scalars."""
+        return tuple(filter(is_metric, self.metrics))
+
+    def check(self) -> None:
+        """Refuse what no run could answer."""
+        for metric in self.metrics:
+            if is_metric(metric):
+                parameters.checked_metric(metric)
+            elif self.layers != LayerChoice():
+                raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
+
+
+@router.get("/runs/{run_id}/series", **describes(wire.Series))
+def get_series(
+    request: Request,
+    run_id: parameters.RunId,
+    metric: parameters.MetricKeys,
+    layer: parameters.LayerName = None,
+    pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
+    rank: parameters.Rank = None,
+    first_step: parameters.FirstStep = None,
+    last_step: parameters.LastStep = None,
+    points: parameters.PointCount = 1000,
+    axis: parameters.AxisName = "step",
+    cursor: Annotated[str | None, Query(max_length=200, description=_CURSOR)] = None,
+) -> Response:
+    """A metric of the model, of one layer, or of layers of a glob or module type; or a logged scalar."""
+    components = components_of(request)
+    asked = Question(
+        tuple(dict.fromkeys(metric)),
+        LayerChoice(layer, pattern, module_type),
+        Selection(rank=rank, first_step=first_step, last_step=last_step, points=points),
+        axis,
+    )
+    asked.check()
+    if cursor is not None and len(asked.metrics) > 1:
+        raise Unprocessable("a cursor follows one metric: ask for each of them alone", field="metric")
+    revisions = revisions_of(request, [run_id])
+
+    def make() -> wire.Series:
+        with components.store.points.snapshot() as now:
+            if cursor is not None:
+                return follow(_followed(now, run_id, asked), asked.selection, cursor, revisions[run_id][0])
+            return dict(_curves(now, [run_id], asked))[run_id]
+
+    return respond(request, revisions, make)
+
+
+@router.get("/compare", **describes(wire.Comparison))
+def compare(
+    request: Request,
+    run: Annotated[list[str], Query(min_length=1, max_length=100, description="A run_id; repeat it.")],
+    metric: parameters.MetricKeys,
+    layer: parameters.LayerName = None,
+    pattern: parameters.Pattern = None,
+    module_type: parameters.ModuleType = None,
+    rank: parameters.Rank = None,
+    first_step: parameters.FirstStep = None,
+    last_step: parameters.LastStep = None,
+    points: parameters.PointCount = 500,
+    axis: parameters.AxisName = "step",
+) -> Response:
+    """Each run's series, beside it the model's metrics merged over everything and the last scalars."""
+    components = components_of(request)
+    asked = Question(
+        tuple(dict.fromkeys(metric)),
+        LayerChoice(layer, pattern, module_type),
+        Selection(rank=rank, first_step=first_step, last_step=last_step, points=points),
+        axis,
+    )
+    asked.check()
+    revisions = revisions_of(request, run)
+
+    def make() -> dict[str, Any]:
+        keys = {run_id: ("compare", run_id, asked, revision) for run_id, revision in revisions.items()}
+        answers = {run_id: components.answers.known(key) for run_id, key in keys.items()}
+        if missing := [run_id for run_id, known in answers.items() if known is None]:
+            with components.store.points.snapshot() as now:
+                summaries = _summaries(components, now, {run_id: revisions[run_id] for run_id in missing})
+                for run_id, series in _curves(now, missing, asked, run):
+                    compared = queries.compared_run(summaries[run_id], series)
+                    answers[run_id] = components.answers.keep(keys[run_id], compared)
+        return {"metric": asked.metrics[0], "axis": axis, "runs": list(answers.values())}
+
+    return respond(request, revisions, make, keep=False)
+
+
+def _summaries(components: Components, now: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
+    """What is shown beside the curves, whichever they are: kept until the run changes."""
+    keys = {run_id: ("summary", run_id, revision) for run_id, revision in revisions.items()}
+    kept = {run_id: components.answers.known(key) for run_id, key in keys.items()}
+    found = {
+        run_id: wire.decode_message(bytes(raw), wire.RunSummary, wire.JSON)
+        for run_id, raw in kept.items()
+        if raw is not None
+    }
+    if missing := [run_id for run_id in keys if run_id not in found]:
+        merged = queries.merged_metrics(now.points(missing, None, Selection(points=1)))
+        newest = now.newest_scalars(missing, queries.MEAN_OF_LAST)
+        for run_id, record in now.records(missing).items():
+            _, state = revisions[run_id]
+            found[run_id] = queries.run_summary(record, state, merged[run_id], newest[run_id])
+            components.answers.keep(keys[run_id], found[run_id])
+    return found
+
+
+def _curves(
+    now: Snapshot, run_ids: Sequence[str], asked: Question, beside: Sequence[str] = ()
+) -> Iterator[tuple[str, wire.Series]]:
+    """The series of each run; its further metrics stand in `more`. A scalar must be known of one run, or `beside`.
+
+    All runs and metrics are read together: what each has costs, the number of statements does not grow. Lists are
+    made run by run, so that one who is done with a run gives its memory to the next.
+    """
+    positions = positions_of(now, run_ids, asked.axis)
+    points = _points(now, run_ids, asked) if asked.measured else {}
+    count, shown = asked.selection.points or 1, asked.layers.shown
+
+    def series_of(metric: str) -> Iterator[tuple[str, wire.Series]]:
+        if metric in asked.measured:
+            return queries.metric_series(metric, _needed_by(metric, points), count, positions, shown)
+        logged = scalars_of(now, run_ids, metric, asked.selection)
+        if not any(len(values.steps) for values in logged.values()):
+            known_scalars(now, metric, [*run_ids, *beside])
+        return (
+            (run_id, queries.scalar_series(run_id, metric, values, count, positions[run_id]))
+            for run_id, values in logged.items()
+        )
+
+    first, *others = asked.metrics
+    more = {metric: dict(series_of(metric)) for metric in others}
+    for run_id, series in series_of(first):
+        own = {metric: found[run_id] for metric, found in more.items()}
+        yield run_id, msgspec.structs.replace(series, more=own) if own else series
+
+
+def _points(now: Snapshot, run_ids: Sequence[str], asked: Question) -> dict[str, Points]:
+    keys = tuple(dict.fromkeys(key for metric in asked.measured for key in statistics_for(metric)))
+    selection = replace(asked.selection, extremes_of=asked.measured)
+    return points_of(now, run_ids, keys, selection, asked.layers)
+
+
+def _needed_by(metric: str, points: Mapping[str, Points]) -> dict[str, Points]:
+    """The points with what the metric is made of alone, as if nothing else had been asked for."""
+    keys = set(statistics_for(metric))
+    return {
+        run_id: replace(held, totals={key: values for key, values in held.totals.items() if key in keys})
+        for run_id, held in points.items()
+    }
+
+
+def _followed(now: Snapshot, run_id: str, asked: Question) -> FollowedCurve:
+    """One metric or logged scalar of one run, for `follow`."""
+    [key] = asked.metrics
+
+    def answer(selection: Selection) -> wire.Series:
+        return dict(_curves(now, [run_id], replace(asked, selection=selection)))[run_id]
+
+    def read(selection: Selection) -> Points | ScalarPoints:
+        if is_metric(key):
+            return points_of(now, [run_id], statistics_for(key), selection, asked.layers)[run_id]
+        return scalars_of(now, [run_id], key, selection)[run_id]
+
+    def complete() -> int | None:
+        if not is_metric(key):
+            return None
+        point = now.latest(run_id)
+        return -1 if point is None else point.step
+
+    return FollowedCurve(read, answer, complete)

@@ -1,0 +1,191 @@
+"""From a question to the numbers that answer it: layers chosen, points merged, places on an axis."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+
+from collage_monitor import wire
+from collage_monitor.metrics import METRICS, SCALARS, split_key
+from collage_monitor.statistics import reduce_shards, statistics_for
+from collage_server.errors import NotFound, Unprocessable
+from collage_server.queries import CLIP_RATIO, UNCLIPPED, Axis, Positions, clip_ratio, concatenated, worst_layers
+from collage_server.store import LatestPoint, Points, ScalarPoints, Selection, Snapshot
+
+__all__ = [
+    "LayerChoice",
+    "is_metric",
+    "known_scalars",
+    "measured_at",
+    "points_of",
+    "positions_of",
+    "scalars_of",
+    "worst_of",
+]
+
+_STEPS_AT_ONCE = 4096
+_NOTHING = ScalarPoints.empty()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerChoice:
+    """What of a run is looked at: one layer, those of a glob or a module type; nothing is the whole model."""
+
+    layer: str | None = None
+    pattern: str | None = None
+    module_type: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """What an answer calls it; None is the whole model."""
+        return next(filter(None, (self.layer, self.pattern, self.module_type)), None)
+
+    def names(self, now: Snapshot, run_id: str) -> tuple[str, ...] | None:
+        """The layers of a run; None where neither glob nor module type is asked for.
+
+        Raises:
+            NotFound: there is no such layer.
+            Unprocessable: a layer beside them.
+        """
+        if self.pattern is None and self.module_type is None:
+            return None
+        if self.layer is not None:
+            field = "pattern" if self.pattern is not None else "module_type"
+            raise Unprocessable(f"give layer or {field}, not both", field=field)
+        entries = now.layers(run_id)
+        if self.module_type is not None:
+            entries = _of_type(run_id, entries, self.module_type)
+        chosen = tuple(entry.name for entry in entries if fnmatch.fnmatchcase(entry.name, self.pattern or "*"))
+        if not chosen:
+            raise NotFound(
+                f"no layer of run {run_id!r} matches {self.pattern!r}; GET /api/v1/runs/{run_id}/layers lists them",
+                field="pattern",
+            )
+        return chosen
+
+
+def _of_type(run_id: str, entries: Sequence[wire.Layer], module_type: str) -> list[wire.Layer]:
+    found = [entry for entry in entries if entry.module_type == module_type]
+    if not found:
+        types = ", ".join(sorted({entry.module_type or "''" for entry in entries})) or "none"
+        raise NotFound(
+            f"no layer of run {run_id!r} is of module type {module_type!r}; its types are {types}",
+            field="module_type",
+        )
+    return found
+
+
+def is_metric(key: str) -> bool:
+    """Whether the key names a metric of the catalogue; else it can only be a logged scalar."""
+    return split_key(key)[0] in METRICS
+
+
+def known_scalars(now: Snapshot, key: str, run_ids: Sequence[str]) -> None:
+    """Refuse a name that is no metric, no reserved scalar, and was logged by none of the runs."""
+    if key not in SCALARS and not any(key in record.scalars for record in now.records(run_ids).values()):
+        raise Unprocessable(
+            f"no metric is called {key!r} and no run here logged a scalar of that name; "
+            "GET /api/v1/metrics-catalogue lists the metrics",
+            field="metric",
+        )
+
+
+def scalars_of(now: Snapshot, run_ids: Sequence[str], name: str, selection: Selection) -> dict[str, ScalarPoints]:
+    """The logged scalar `name` of each run; a clip ratio that nobody logged is made from what it stands for."""
+    names = (name, UNCLIPPED) if name == CLIP_RATIO else (name,)
+    logged = now.scalars(run_ids, names, selection)
+    found = {run_id: held.get(name, _NOTHING) for run_id, held in logged.items()}
+    lacking = [run_id for run_id, held in logged.items() if name not in held and UNCLIPPED in held]
+    if name == CLIP_RATIO and lacking:
+        measured = now.points(lacking, statistics_for("grad_norm"), _single(selection))
+        found |= {run_id: clip_ratio(measured[run_id], logged[run_id][UNCLIPPED]) for run_id in lacking}
+    return found
+
+
+def positions_of(now: Snapshot, run_ids: Sequence[str], axis: Axis) -> dict[str, Positions]:
+    """Where each run's steps stand on an axis."""
+    if axis == "tokens":
+        tokens = now.scalars(run_ids, ("tokens",), Selection())
+        return {run_id: Positions(axis, tokens=held.get("tokens")) for run_id, held in tokens.items()}
+    if axis == "time":
+        records = now.records(run_ids)
+        return {run_id: Positions(axis, record.first_time or 0.0) for run_id, record in records.items()}
+    return {run_id: Positions(axis) for run_id in run_ids}
+
+
+def points_of(
+    now: Snapshot, run_ids: Sequence[str], keys: Sequence[str], selection: Selection, choice: LayerChoice
+) -> dict[str, Points]:
+    """Points of each run, of the model or of the chosen layers merged as shards: totals are one-dimensional.
+
+    Raises:
+        NotFound: a run has no such layer, or none that matches.
+    """
+    if choice == LayerChoice():
+        return now.points(run_ids, keys, selection)
+    if choice.layer is not None and choice == LayerChoice(choice.layer):
+        one = dataclasses.replace(selection, by_layer=True, layers=(choice.layer,))
+        return {run_id: _one_layer(held) for run_id, held in now.points(run_ids, keys, one).items()}
+    return {run_id: _merged_layers(now, run_id, keys, selection, choice) for run_id in run_ids}
+
+
+def _merged_layers(
+    now: Snapshot, run_id: str, keys: Sequence[str], selection: Selection, choice: LayerChoice
+) -> Points:
+    """Layers merged; step by step where extremes are asked for: coarse points do not tell those of a sum."""
+    names = choice.names(now, run_id)
+    by_layer = dataclasses.replace(selection, by_layer=True, layers=names)
+    if not selection.extremes_of or (names is not None and len(names) == 1):
+        return _one_layer(now.points([run_id], keys, by_layer)[run_id])
+    steps = now.points([run_id], ("measured_steps",), _single(selection))[run_id].steps
+    single = _single(by_layer)
+    parts = []
+    for start in range(0, max(len(steps), 1), _STEPS_AT_ONCE):
+        some = steps[start : start + _STEPS_AT_ONCE].tolist()
+        at = dataclasses.replace(single, first_step=some[0], last_step=some[-1]) if some else single
+        parts.append(_one_layer(now.points([run_id], keys, at)[run_id]))
+    return concatenated(parts)
+
+
+def _single(selection: Selection) -> Selection:
+    """The same at every measured step."""
+    return dataclasses.replace(selection, points=None, extremes_of=())
+
+
+def _one_layer(points: Points) -> Points:
+    """The layers of these points merged as shards. Extremes of several layers do not tell those of their sum."""
+    if len(points.layers) != 1:
+        return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), extremes={}, layers=[])
+    totals = {key: values[:, 0] for key, values in points.totals.items()}
+    extremes = {key: (low[:, 0], high[:, 0]) for key, (low, high) in points.extremes.items()}
+    return dataclasses.replace(points, totals=totals, extremes=extremes, layers=[])
+
+
+def measured_at(now: Snapshot, run_id: str, step: int, rank: int | None = None) -> Selection:
+    """The newest measured step at or before `step`, alone.
+
+    Raises:
+        NotFound: there is none.
+    """
+    steps = now.points([run_id], ("measured_steps",), Selection(rank=rank, last_step=step))[run_id].steps
+    if not len(steps):
+        raise NotFound(f"run {run_id!r} has no measured step at or before {step}; leave step out", field="step")
+    return Selection(rank=rank, first_step=int(steps[-1]), last_step=int(steps[-1]))
+
+
+def worst_of(
+    now: Snapshot,
+    run_id: str,
+    at: LatestPoint | Selection | None,
+    key: str,
+    k: int,
+    layers: tuple[str, ...] | None = None,
+) -> list[wire.WorstLayer]:
+    """The k layers worst in a metric at one measured step (None: there is none), of these (None: of all)."""
+    if at is None:
+        return []
+    chosen = at if isinstance(at, Selection) else Selection(first_step=at.step, last_step=at.step)
+    keys = statistics_for(key, intervals=False)
+    points = now.points([run_id], keys, dataclasses.replace(chosen, by_layer=True, layers=layers))
+    return worst_layers(key, points[run_id], k)

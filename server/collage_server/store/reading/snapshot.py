@@ -1,0 +1,115 @@
+"""A question's one way in: runs as one read transaction sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Final
+
+from cachetools import LRUCache
+from sqlalchemy import Connection
+
+from collage_monitor import wire
+from collage_server.store.chunks.cache import ChunkCache
+from collage_server.store.contract import FloatArray, LatestPoint, Points, RunRecord, ScalarPoints, Selection
+from collage_server.store.engine.database import Database
+from collage_server.store.journal.streams import read_layers, read_streams
+from collage_server.store.reading.points import read_latest, read_points
+from collage_server.store.reading.run_view import read_views
+from collage_server.store.reading.scalars import read_newest_scalars, read_scalar_points
+from collage_server.store.runs.events import read_events
+from collage_server.store.runs.latest import measured_state
+from collage_server.store.runs.runs import read_records
+
+__all__ = ["SqlPoints", "SqlSnapshot"]
+
+_CACHED_RUNS: Final = 1000
+_CACHED_COLUMN_BYTES: Final = 64 * 2**20
+_CACHED_CHUNKS: Final = 100_000
+
+
+class SqlPoints:
+    """Implements `PointStore` on an SQL database."""
+
+    def __init__(self, database: Database, stale_after_seconds: float) -> None:
+        self._database = database
+        self._stale_after_seconds = stale_after_seconds
+        self._caches = ReadCaches()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[SqlSnapshot]:
+        """Runs as they are at this moment, to be asked several things while the context lasts."""
+        with self._database.reading() as connection:
+            yield SqlSnapshot(connection, self._caches, self._stale_after_seconds)
+
+
+class ReadCaches:
+    """What readers of one store keep in memory: which chunks there are, coarse columns, each run's newest step."""
+
+    def __init__(self) -> None:
+        self.chunks = ChunkCache(_CACHED_COLUMN_BYTES, _CACHED_CHUNKS)
+        self._newest: LRUCache[str, tuple[object, LatestPoint]] = LRUCache(_CACHED_RUNS)
+        self._lock = Lock()
+
+    def newest(self, run_id: str, state: object) -> LatestPoint | None:
+        """The run's newest step, if it was read in this state."""
+        with self._lock:
+            known = self._newest.get(run_id)
+        return known[1] if known is not None and known[0] == state else None
+
+    def keep_newest(self, run_id: str, state: object, point: LatestPoint) -> None:
+        """Remember the run's newest step until its state is another one."""
+        with self._lock:
+            self._newest[run_id] = (state, point)
+
+
+class SqlSnapshot:
+    """Implements `Snapshot` on one read transaction."""
+
+    def __init__(self, connection: Connection, caches: ReadCaches, stale_after_seconds: float) -> None:
+        self._connection = connection
+        self._caches = caches
+        self._stale_after_seconds = stale_after_seconds
+
+    def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
+        """Several runs, in the order given."""
+        return read_records(self._connection, run_ids)
+
+    def layers(self, run_id: str) -> list[wire.Layer]:
+        """The run's layers in the order in which they were first seen."""
+        return read_layers(self._connection, run_id)
+
+    def streams(self, run_id: str) -> list[wire.Stream]:
+        """The run's streams, by attempt and rank."""
+        return read_streams(self._connection, run_id)
+
+    def events(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
+        """What happened to a run, oldest first."""
+        return read_events(self._connection, run_id, after, limit)
+
+    def points(
+        self, run_ids: Sequence[str], keys: Collection[str] | None, selection: Selection
+    ) -> dict[str, Points]:
+        """Totals of each run, only those of `keys` (None: all)."""
+        return read_points(self._connection, run_ids, keys, selection, self._caches.chunks)
+
+    def scalars(
+        self, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
+    ) -> dict[str, dict[str, ScalarPoints]]:
+        """Logged values by run and name, only `names` (None: all)."""
+        return read_scalar_points(self._connection, run_ids, names, selection)
+
+    def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
+        """The last `count` logged values by run and name, oldest first."""
+        return read_newest_scalars(self._connection, read_views(self._connection, run_ids, keys=()), count)
+
+    def latest(self, run_id: str) -> LatestPoint | None:
+        """The newest measured step; read again only when `run_latest` has moved since the last call."""
+        state = measured_state(self._connection, run_id, self._stale_after_seconds)
+        point = self._caches.newest(run_id, state)
+        if point is None:
+            point = read_latest(self._connection, run_id, self._stale_after_seconds, self._caches.chunks)
+            if point is not None:  # A deleted run's state is that of one without points.
+                self._caches.keep_newest(run_id, state, point)
+        return point

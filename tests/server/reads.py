@@ -1,0 +1,27 @@
+"""Single questions to a store, each from a snapshot of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+__all__ = ["latest_point", "layer_points", "model_points", "scalar_points"]
+
+
+def model_points(store, run_id, keys, selection):
+    with store.points.snapshot() as now:
+        return now.points([run_id], keys, selection)[run_id]
+
+
+def layer_points(store, run_id, keys, selection, layers=None):
+    by_layer = replace(selection, by_layer=True, layers=None if layers is None else tuple(layers))
+    return model_points(store, run_id, keys, by_layer)
+
+
+def scalar_points(store, run_id, names, selection):
+    with store.points.snapshot() as now:
+        return now.scalars([run_id], names, selection)[run_id]
+
+
+def latest_point(store, run_id):
+    with store.points.snapshot() as now:
+        return now.latest(run_id)

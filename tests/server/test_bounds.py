@@ -1,0 +1,109 @@
+"""The journal's bounds: what is refused, what is sealed for it, and that nothing stays full for good."""
+
+from __future__ import annotations
+
+import pytest
+from collage_server.app import create_app
+from collage_server.errors import JournalFull
+from collage_server.settings import Settings
+from collage_server.store import JournalBounds
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from tests.server.conftest import Clock, Server
+from tests.server.samples import report
+
+
+def test_a_run_has_room_up_to_its_bound_and_others_beside_it():
+    bounds = JournalBounds(100, 1000)
+    bounds.admit("a", 60)
+    bounds.admit("a", 40)
+    with pytest.raises(JournalFull) as refused:
+        bounds.admit("a", 1)
+    assert (refused.value.status, refused.value.limit, refused.value.retry_after_seconds) == (429, 100, 2)
+    bounds.admit("b", 100)
+
+
+def test_all_runs_together_have_a_bound():
+    bounds = JournalBounds(100, 150)
+    bounds.admit("a", 100)
+    with pytest.raises(JournalFull, match="all runs"):
+        bounds.admit("b", 100)
+    assert bounds.presses("a")
+    bounds.count("a", 0)
+    bounds.admit("b", 100)
+
+
+@pytest.mark.parametrize("bounds", [JournalBounds(10, 1000), JournalBounds(1000, 10)])
+def test_what_comes_to_an_empty_journal_is_taken_however_large(bounds):
+    bounds.admit("a", 500)
+    with pytest.raises(JournalFull):
+        bounds.admit("a", 500)
+    bounds.count("a", 0)
+    bounds.admit("a", 500)
+
+
+def test_half_of_a_bound_or_a_refusal_presses_and_wakes_the_sealer():
+    woken = []
+    bounds = JournalBounds(100, 1000)
+    bounds.on_pressure = lambda: woken.append(True)
+    bounds.admit("a", 40)
+    assert (bounds.presses("a"), woken) == (False, [])
+    bounds.admit("a", 10)
+    assert (bounds.presses("a"), woken) == (True, [True])
+    bounds.count("a", 30)
+    with pytest.raises(JournalFull):
+        bounds.admit("a", 80)
+    assert bounds.presses("a"), "else it would never have room for so much"
+    bounds.count("a", 0)
+    bounds.looked()
+    assert not bounds.presses("a")
+
+
+def test_small_runs_are_left_alone_where_all_together_hold_too_much():
+    bounds = JournalBounds(1000, 1000)
+    for run_id, size in (("a", 400), ("b", 100), ("c", 1)):
+        bounds.admit(run_id, size)
+    assert [bounds.presses(run_id) for run_id in ("a", "b", "c")] == [True, True, False]
+
+
+SENT = {
+    "tiny": lambda seq: report(seq, seq + 1),
+    "of one step": lambda seq: report(seq, 1),
+    "scalars alone": lambda seq: report(seq, seq + 1, measured=False),
+}
+
+
+def sent(client, batch):
+    return client.post("/api/v1/streams/s0/reports", content=batch, headers={"Content-Type": wire.MSGPACK})
+
+
+@pytest.mark.parametrize("kind", SENT)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
+    """Whoever is waited for: of two ranks one never reports; what was refused comes in after a look."""
+    app = create_app(Settings(folder=tmp_path, no_auth=True, journal_run_bytes=20_000, seal_interval_seconds=1e6))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        server = Server(client, Clock(), app)
+        server.run()
+        server.attempt()
+        for rank in range(ranks):
+            server.stream(stream_id=f"s{rank}", rank=rank, world_size=ranks)
+        sealer = app.state.components.sealer
+        sealer.stop(10.0)
+        refused = 0
+        for seq in range(60):
+            batch = wire.encode_batch(wire.ReportBatch(reports=[SENT[kind](seq)]))
+            answer = sent(client, batch)
+            if answer.status_code == 429:
+                refused += 1
+                assert answer.headers["retry-after"] == "2"
+                assert answer.json()["error"]["code"] == "journal_full"
+                sealer.stopping.clear()
+                sealer.look()
+                answer = sent(client, batch)
+            assert answer.status_code == 200, answer.text
+        assert refused > 1
+        stored = app.state.components.store.streams.of_run("r1")[0]
+        assert (stored.reports, stored.missing) == (60, 0)
+        assert app.state.components.store.journal.bytes_of("r1") <= 20_000
