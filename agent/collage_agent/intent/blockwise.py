@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_value, isolated
-from collage_agent.intent.probing import HOST, Run
+from collage_agent.intent.probing import HOST, ProbeRun
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.stored import PLAIN, elementwise_state
 
@@ -113,7 +113,7 @@ def unlike_its_rule(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
         with isolated(HOST):
             generator = torch.Generator().manual_seed(0)
             for shape in ((64, 64), (40,)):
-                run = Run(optimizer, group, [torch.randn(shape, generator=generator)])
+                run = ProbeRun(optimizer, group, [torch.randn(shape, generator=generator)])
                 for _ in range(_PROBE_STEPS):
                     if _misses(run, torch.randn(shape, generator=generator)):
                         return f"{type(optimizer).__name__} does not step as the rule it names"
@@ -122,7 +122,7 @@ def unlike_its_rule(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     return None
 
 
-def _misses(run: Run, gradient: Tensor) -> bool:
+def _misses(run: ProbeRun, gradient: Tensor) -> bool:
     parameter, kept = run.parameters[0], run.state(0)
     elementwise = elementwise_state(parameter, kept)
     state = {k: reading(kept, k).double() if k in elementwise else clone_value(v) for k, v in kept.items()}

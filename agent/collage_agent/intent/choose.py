@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from collage_agent.intent.blockwise import Blockwise, is_blockwise, unlike_its_r
 from collage_agent.intent.clone import isolated
 from collage_agent.intent.observe import observed
 from collage_agent.intent.probing import HOST
-from collage_agent.intent.rule import Rule
 from collage_agent.intent.selftest import Judgement, judged
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.whole_tensor import WholeTensor
-from collage_agent.optim import CollageOptimizer
+from collage_agent.optim import CollageOptimizer, known_strategy
 from collage_agent.sample.gather import local
-from collage_agent.sample.stored import Composition
+from collage_agent.sample.stored import OURS, Composition
 
 __all__ = ["Intent", "Intents", "choose_intent"]
 
@@ -49,6 +48,35 @@ class Intent(Protocol):
         self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
     ) -> bool:
         """Write u [n] fp64 to `out` and advance `state` in place; False where there is no u."""
+
+
+class Rule:
+    """u from `exact_displacement` of a CollageOptimizer; same calls as `Shadow`, no clone and no self-test."""
+
+    kind: Final = "rule"
+    kept: Final = OURS
+
+    def __init__(self, optimizer: CollageOptimizer) -> None:
+        self.stochastic: bool | None = any(_stochastic(group) for group in optimizer.param_groups)
+        self._displacement = optimizer.exact_rule()
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Nothing is kept from one step to the next."""
+
+    def displacement(
+        self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
+    ) -> bool:
+        """Write u [n] fp64 of the step to `out`; `parameter` is left as it was. True: there is a u.
+
+        `state` holds joined averages [n] fp64 and `step`, the number of steps taken; it is advanced in place.
+        Synchronises only if `step` is a tensor on a device.
+        """
+        step = int(state.get("step", 0)) + 1
+        intended, after = self._displacement(group, state, parameter, gradient, step)
+        state.update(after)
+        state["step"] = step
+        out.copy_(intended)
+        return True
 
 
 class Intents:
@@ -165,3 +193,8 @@ def _setting(value: object) -> str:
     """What tells one setting from another; an object that can change is equal to itself alone."""
     plain = isinstance(value, int | float | str | tuple | None)
     return repr(value) if plain else f"{type(value).__name__} {id(value)}"
+
+
+def _stochastic(group: dict[str, Any]) -> bool:
+    known = known_strategy(str(group.get("strategy")))
+    return known is not None and known.stochastic

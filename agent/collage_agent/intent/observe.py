@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_optimizer, clone_value, isolated
-from collage_agent.intent.probing import HOST, Run
+from collage_agent.intent.probing import HOST, ProbeRun
 from collage_agent.intent.selftest import Judgement
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.widen import Widening, widened
@@ -97,7 +97,7 @@ def _weights(
 ) -> Tensor:
     """Weights of one binade, in `dtype`, whose gap is eight times the median update."""
     start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
-    trial = Run(optimizer, group, [start], Widening() if found.widens else None)
+    trial = ProbeRun(optimizer, group, [start], Widening() if found.widens else None)
     moved = start
     for gradient in _gradients(torch.Generator().manual_seed(1), _SETTLING):
         moved = trial.step([gradient.double()])[0]
@@ -117,7 +117,7 @@ def _gradients(generator: torch.Generator, steps: int) -> Iterator[Tensor]:
 
 
 def _record(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> list[_Step]:
-    run = Run(optimizer, group, [weights])
+    run = ProbeRun(optimizer, group, [weights])
     steps: list[_Step] = []
     started = time.thread_time()
     for gradient in _gradients(torch.Generator().manual_seed(1), _STEPS):
@@ -131,7 +131,7 @@ def _record(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -> lis
     return steps
 
 
-def _settings(run: Run) -> tuple[Optimizer, dict[str, Any]]:
+def _settings(run: ProbeRun) -> tuple[Optimizer, dict[str, Any]]:
     """What the run keeps on its instance, for all tensors together, and in its group; copied."""
     instance = clone_optimizer(run.optimizer)
     shared: dict[Any, Any] = run.optimizer.state
@@ -140,7 +140,7 @@ def _settings(run: Run) -> tuple[Optimizer, dict[str, Any]]:
     return instance, {key: clone_value(value) for key, value in run.group.items() if key != "params"}
 
 
-def _readings(run: Run) -> dict[str, Any]:
+def _readings(run: ProbeRun) -> dict[str, Any]:
     """The state with its elementwise entries as numbers, copied."""
     state = run.state(0)
     elementwise = elementwise_state(run.parameters[0], state)

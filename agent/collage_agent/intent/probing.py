@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step
 from collage_agent.intent.widen import Widening, uncompiled
 
-__all__ = ["HOST", "STEPS", "TOLERANCE", "Run", "agree", "gradients_of", "same_scalars"]
+__all__ = ["HOST", "STEPS", "TOLERANCE", "ProbeRun", "agree", "gradients_of", "same_scalars"]
 
 HOST: Final = torch.device("cpu")
 STEPS: Final = 16
@@ -25,7 +25,7 @@ _SMALLEST_RATE: Final = 1e-4
 _PROBE_RATE: Final = 1e-3
 
 
-class Run:
+class ProbeRun:
     """A clone that steps its own tensors; `displacements` are those of the last step."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Run:
         """What is kept for the tensor; the tensors in it are the run's own."""
         return dict(self._clone.state.get(self.parameters[index], {}))
 
-    def take_over(self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], other: Run) -> None:
+    def take_over(self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], other: ProbeRun) -> None:
         """Continue from these values, with the run state that `other` keeps in its group and its instance."""
         for mine, value in zip(self.parameters, parameters, strict=True):
             mine.copy_(value)
@@ -124,7 +124,7 @@ def agree(values: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return True
 
 
-def same_scalars(one: Run, other: Run, index: int = 0) -> bool:
+def same_scalars(one: ProbeRun, other: ProbeRun, index: int = 0) -> bool:
     """Whether both keep the same floats; `index`: the tensor of `one` that `other` steps first."""
     expected, found = one.scalars(index), other.scalars()
     return expected.keys() == found.keys() and all(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_value, isolated
-from collage_agent.intent.probing import HOST, STEPS, Run, agree, gradients_of, same_scalars
+from collage_agent.intent.probing import HOST, STEPS, ProbeRun, agree, gradients_of, same_scalars
 from collage_agent.intent.widen import Widening
 
 __all__ = ["Judgement", "judged"]
@@ -88,8 +88,8 @@ def _elementwise_failure(
     sampled_start = _sampled(start, chosen)
     gradients = gradients_of(shapes, generator)
 
-    def run(tensors: Sequence[Tensor]) -> Run:
-        return Run(optimizer, group, tensors, widening)
+    def run(tensors: Sequence[Tensor]) -> ProbeRun:
+        return ProbeRun(optimizer, group, tensors, widening)
 
     whole, again, synced, free = run(start), run(start), run(sampled_start), run(sampled_start)
     pooled = run([torch.cat(sampled_start)])
@@ -131,8 +131,8 @@ def _separable_failure(
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     gradients = gradients_of(shapes, generator)
 
-    def run(tensors: Sequence[Tensor]) -> Run:
-        return Run(optimizer, group, tensors, widening)
+    def run(tensors: Sequence[Tensor]) -> ProbeRun:
+        return ProbeRun(optimizer, group, tensors, widening)
 
     together, again = run(start), run(start)
     synced, free = [run([tensor]) for tensor in start], [run([tensor]) for tensor in start]
