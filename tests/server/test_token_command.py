@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 from collage_server.command.token import token
 
+from collage_monitor.errors import NotAuthorised
+from collage_monitor.local import LocalServer, announced
 from tests.server.test_process import serving
 
 
@@ -50,6 +52,19 @@ def test_on_the_host_while_a_server_runs_and_through_it(call, tmp_path):
         assert runs(url, made["secret"]) == 401
         # With the data folder's own token instead of an administrator's.
         assert "revoked" in call("list", "--server-url", url, "--dir", tmp_path).stdout
+
+
+def test_a_server_that_up_keeps_elsewhere_is_found_with_its_token(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    folder = tmp_path / "elsewhere"
+    with (
+        serving(folder) as (process, _, ready),
+        announced(LocalServer(ready["server_url"], "", str(folder), process.pid)),
+    ):
+        assert "no tokens yet" in call("list").stdout
+        # A folder that is named is asked for its token, and has none.
+        assert isinstance(call("list", "--dir", tmp_path, code=1).exception, NotAuthorised)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.command.show import printable
 from collage_monitor.errors import ServerUnreachable
-from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, read_token
+from collage_monitor.local import data_folder, find_token, read_token, server_address
 from collage_server.app import make_store
 from collage_server.auth import administration
 from collage_server.settings import settings_from_environment
@@ -35,7 +35,9 @@ def _place_options(function: _Function) -> _Function:
         click.option("--host", "on_host", is_flag=True, help="Write into the database itself, without the server."),
         click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token."),
         click.option("--token", envvar="COLLAGE_TOKEN", help="An administrator's; default: the data folder's."),
-        click.option("--server-url", envvar="COLLAGE_SERVER_URL", default=DEFAULT_SERVER_URL, show_default=True),
+        click.option(
+            "--server-url", envvar="COLLAGE_SERVER_URL", default=server_address, show_default="the local server's"
+        ),
     ):
         function = option(function)
     return function
@@ -94,7 +96,8 @@ def _tokens(
     if not on_host:
         where = data_folder(folder)
         try:
-            with Client(server_url, token or read_token(where)) as client:
+            known = token or (find_token(server_url) if folder is None else read_token(folder))
+            with Client(server_url, known) as client:
                 yield _Tokens(client)
         except ServerUnreachable as error:
             raise click.ClickException(f"{error}; --host writes into the database of {where} without it") from error
