@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import types
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
 
 from collage_monitor.errors import CollageError
 from collage_monitor.local import SERVER_PORT, data_folder
@@ -24,31 +27,43 @@ _NOT_OURS = "COLLAGE_SERVER_URL"
 _SECRET = frozenset({"token"})
 _IN_ADDRESS = re.compile(r"(://[^/@\s:]*:)\S*@")
 _IN_QUERY = re.compile(r"(\b(?:ssl)?password=)[^&\s]*", re.IGNORECASE)
-_KINDS = {int: "a whole number", float: "a number"}
-_POSITIVE = (
-    "body_bytes",
-    "decompressed_bytes",
-    "in_flight_bytes",
-    "journal_run_bytes",
-    "journal_bytes",
-    "commit_bytes",
-    "answer_cache_bytes",
-    "seal_interval_seconds",
-    "stale_after_seconds",
-    "shutdown_seconds",
-    "busy_timeout_seconds",
-    "runs_per_project",
-    "tags_per_project",
-    "layers_per_project",
-    "retention_raw_days",
-    "retention_coarse_days",
-    "disk_budget_bytes",
-    "disk_reserve_bytes",
-)
+_YES_OR_NO: Final = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off", ""), False),
+}
 
 
 class SettingsError(CollageError, ValueError):
     """A setting that is missing, malformed, or unsafe in its combination."""
+
+
+_Flag = Annotated[bool, Meta(description="yes or no; set 1 or 0")]
+_Count = Annotated[int, Meta(gt=0, description="a positive whole number; unset it for the default")]
+_Number = Annotated[
+    float,
+    Meta(gt=0, le=sys.float_info.max, description="a positive and finite number; unset it for the default"),
+]
+_Database = Annotated[
+    str,
+    Meta(
+        pattern=r"^postgresql(\+psycopg)?://",
+        description="postgresql://USER@HOST/NAME; leave it out for SQLite in a file",
+    ),
+]
+_Port = Annotated[int, Meta(ge=0, le=65_535, description="a whole number from 0 to 65535; 0 takes a free one")]
+_Token = Annotated[
+    str,
+    Meta(
+        pattern=r"^[!-~]*\Z",
+        description="one word of ASCII characters, without white space around it: no request could carry it",
+    ),
+]
+_LogFormat = Annotated[Literal["text", "json"], Meta(description="one that it knows; set one of text, json")]
+_LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    Meta(description="one that it knows; set one of debug, info, warning, error"),
+]
+"""What a setting must be, and what to set where it is not: the sentence that follows `VARIABLE must be`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,58 +84,42 @@ class Settings:
     """
 
     folder: Path
-    database: str | None = field(default=None, repr=False)
-    unsafe_database: bool = False
+    database: _Database | None = field(default=None, repr=False)
+    unsafe_database: _Flag = False
     host: str = "127.0.0.1"
-    port: int = SERVER_PORT
-    token: str | None = field(default=None, repr=False)
-    no_auth: bool = False
-    body_bytes: int = LIMITS["body_bytes"]
-    decompressed_bytes: int = 64 * 2**20
-    in_flight_bytes: int = 128 * 2**20
-    journal_run_bytes: int = 128 * 2**20
-    journal_bytes: int = 2**30
-    commit_bytes: int = 16 * 2**20
-    answer_cache_bytes: int = 64 * 2**20
-    stale_after_seconds: float = 600.0
-    seal_interval_seconds: float = 5.0
-    shutdown_seconds: float = 10.0
-    busy_timeout_seconds: float = 30.0
-    runs_per_project: int = 10_000
-    tags_per_project: int = 10_000
-    layers_per_project: int = 5_000_000
-    retention_raw_days: float | None = None
-    retention_coarse_days: float | None = None
-    disk_budget_bytes: int | None = None
-    disk_reserve_bytes: int = 512 * 2**20
-    log_format: Literal["text", "json"] = "text"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    port: _Port = SERVER_PORT
+    token: _Token | None = field(default=None, repr=False)
+    no_auth: _Flag = False
+    body_bytes: _Count = LIMITS["body_bytes"]
+    decompressed_bytes: _Count = 64 * 2**20
+    in_flight_bytes: _Count = 128 * 2**20
+    journal_run_bytes: _Count = 128 * 2**20
+    journal_bytes: _Count = 2**30
+    commit_bytes: _Count = 16 * 2**20
+    answer_cache_bytes: _Count = 64 * 2**20
+    stale_after_seconds: _Number = 600.0
+    seal_interval_seconds: _Number = 5.0
+    shutdown_seconds: _Number = 10.0
+    busy_timeout_seconds: _Number = 30.0
+    runs_per_project: _Count = 10_000
+    tags_per_project: _Count = 10_000
+    layers_per_project: _Count = 5_000_000
+    retention_raw_days: _Number | None = None
+    retention_coarse_days: _Number | None = None
+    disk_budget_bytes: _Count | None = None
+    disk_reserve_bytes: _Count = 512 * 2**20
+    log_format: _LogFormat = "text"
+    log_level: _LogLevel = "info"
 
     def __post_init__(self) -> None:
+        for name in _KINDS:
+            object.__setattr__(self, name, _checked(name, getattr(self, name)))
         if not self.token and not self.no_auth:
             raise SettingsError("no token: pass --token-file, or --no-auth to serve this machine alone without one")
-        if self.token and (self.token.split() != [self.token] or not self.token.isascii()):
-            raise SettingsError(
-                f"{_variable('token')} must be one word of ASCII characters, without white space around it: no "
-                "request could carry it"
-            )
         if self.no_auth and self.host not in LOOPBACK_HOSTS:
             raise SettingsError(
                 f"--no-auth serves loopback only, not host {self.host!r}; pass --token-file instead"
             )
-        if self.database is not None and not self.database.startswith(("postgresql://", "postgresql+psycopg://")):
-            # The value may hold a password and stays out of messages.
-            raise SettingsError(
-                f"{_variable('database')} must be postgresql://USER@HOST/NAME; leave it out for SQLite in a file"
-            )
-        if not 0 <= self.port < 65_536:
-            raise SettingsError(f"{_variable('port')} must be from 0 to 65535, not {self.port}; 0 takes a free one")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise SettingsError(
-                    f"{_variable(name)} must be positive and finite, not {value}; unset it for the default"
-                )
         raw, coarse = self.retention_raw_days, self.retention_coarse_days
         if coarse is not None and (raw is None or raw > coarse):
             raise SettingsError(
@@ -148,6 +147,29 @@ def _shown(name: str, value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+_KINDS: Final[dict[str, Any]] = typing.get_type_hints(Settings, include_extras=True)
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value as its setting's type; texts are read.
+
+    Raises:
+        SettingsError: it is not what the setting must be.
+    """
+    kind = _KINDS[name]
+    try:
+        if kind is _Flag and isinstance(value, str):
+            value = _YES_OR_NO.get(value.lower(), value)
+        return msgspec.convert(value, kind, strict=kind is _Flag, dec_hook=lambda made, given: made(given))
+    except msgspec.ValidationError as error:
+        parts = (kind, *typing.get_args(kind))
+        metas = (meta for part in parts for meta in getattr(part, "__metadata__", ()))
+        wanted = next((meta.description for meta in metas), str(error))
+        # Either value may hold a secret and stays out of messages.
+        shown = "" if name in {"token", "database"} else f"={value!r}"
+        raise SettingsError(f"{_variable(name)}{shown} must be {wanted}") from None
+
+
 def _variable(name: str) -> str:
     return _PREFIX + name.upper()
 
@@ -164,12 +186,12 @@ def settings_from_environment(
         SettingsError: a variable that cannot be read as its setting's type, or an unsafe combination.
     """
     values = os.environ if environment is None else environment
-    hints = typing.get_type_hints(Settings)
     given: dict[str, Any] = {}
-    known = {_variable(entry.name): entry.name for entry in dataclasses.fields(Settings)}
+    known = {_variable(name): name for name in _KINDS}
     for variable, text in values.items():
         if variable in known:
-            given[known[variable]] = _read(variable, text, hints[known[variable]])
+            name = known[variable]
+            given[name] = _checked(name, text if name == "token" else text.strip())
         elif variable.startswith(_PREFIX) and variable != _NOT_OURS:
             raise SettingsError(
                 f"{variable} is no setting; unset it, then `collage-monitor serve --print-settings` lists them all"
@@ -179,24 +201,3 @@ def settings_from_environment(
     if own_token is not None and not given.get("token") and not given.get("no_auth"):
         given["token"] = own_token(given["folder"])
     return Settings(**given)
-
-
-def _read(variable: str, text: str, hint: Any) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind = next(kind for kind in kinds if kind is not type(None))
-    if typing.get_origin(kind) is Literal:
-        if text in typing.get_args(kind):
-            return text
-        raise SettingsError(f"{variable}={text!r}; set one of {', '.join(typing.get_args(kind))}")
-    if kind is bool:
-        if text.lower() in {"1", "true", "yes", "on"}:
-            return True
-        if text.lower() in {"0", "false", "no", "off", ""}:
-            return False
-        raise SettingsError(f"{variable}={text!r} is not a yes or no; set 1 or 0")
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise SettingsError(
-            f"{variable}={text!r} is not {_KINDS[kind]}; set one, or unset it for the default"
-        ) from error

@@ -110,6 +110,14 @@ def test_which_token_is_asked_for(printed, tmp_path):
     assert (refused.exit_code, "give one of the two" in refused.output) == (2, True)
 
 
+def test_texts_are_read_as_what_their_setting_is():
+    stated = {"PORT": " 7 ", "UNSAFE_DATABASE": "Yes", "SHUTDOWN_SECONDS": "1e1", "RETENTION_COARSE_DAYS": "9"}
+    named = {f"COLLAGE_SERVER_{name}": value for name, value in stated.items()}
+    settings = settings_from_environment({**BASE, **named, "COLLAGE_SERVER_RETENTION_RAW_DAYS": "2"})
+    assert (settings.port, settings.unsafe_database, settings.shutdown_seconds) == (7, True, 10.0)
+    assert (type(settings.shutdown_seconds), settings.retention_days) == (float, {1: 2.0, 16: 9.0})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -118,10 +126,11 @@ def test_which_token_is_asked_for(printed, tmp_path):
         ("SHUTDOWN_SECONDS", "inf", "positive and finite"),
         ("SHUTDOWN_SECONDS", "nan", "positive and finite"),
         ("RUNS_PER_PROJECT", "0", "positive"),
-        ("RUNS_PER_PROJECT", "1.5", "COLLAGE_SERVER_RUNS_PER_PROJECT='1.5' is not a whole number"),
-        ("BUSY_TIMEOUT_SECONDS", "soon", "is not a number; set one, or unset it"),
-        ("DISK_RESERVE_BYTES", "-5", "COLLAGE_SERVER_DISK_RESERVE_BYTES must be positive"),
+        ("RUNS_PER_PROJECT", "1.5", "COLLAGE_SERVER_RUNS_PER_PROJECT='1.5' must be a positive whole"),
+        ("BUSY_TIMEOUT_SECONDS", "soon", "must be a positive and finite number; unset it"),
+        ("DISK_RESERVE_BYTES", "-5", "COLLAGE_SERVER_DISK_RESERVE_BYTES='-5' must be a positive"),
         ("LOG_FORMAT", "xml", "set one of text, json"),
+        ("UNSAFE_DATABASE", "maybe", "COLLAGE_SERVER_UNSAFE_DATABASE='maybe' must be yes or no; set 1 or 0"),
         ("DATABASE", "sqlite:///x", "COLLAGE_SERVER_DATABASE must be postgresql://USER@HOST/NAME; leave it out"),
         ("DATABASE", "", "COLLAGE_SERVER_DATABASE must be"),
     ],
