@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -19,7 +19,6 @@ from collage_monitor.wire import Number
 from collage_server.api.reading import worst_of
 from collage_server.components import Components
 from collage_server.errors import Gone, NotFound
-from collage_server.ingest.counters import COMMIT_BUCKETS
 from collage_server.queries import WORST_LAYERS, latest_answer
 from collage_server.store import RunQuery, RunRecord
 
@@ -150,20 +149,10 @@ class _Server(Collector):
         self._store = components.store
 
     def collect(self) -> Iterable[Metric]:
-        counters = self._counters
-        reports = CounterMetricFamily(
-            "collage_server_reports", "Reports received, by outcome.", labels=("outcome",)
-        )
-        for outcome, count in counters.reports.items():
-            reports.add_metric([outcome], count)
-        bounds = [*map(str, COMMIT_BUCKETS), "+Inf"]
-        counts = [sum(counters.commits[: index + 1]) for index in range(len(bounds))]
-        commits = HistogramMetricFamily(
-            "collage_server_commit_seconds",
-            "Duration of the commits that make reports durable.",
-            buckets=list(zip(bounds, counts, strict=True)),
-            sum_value=counters.commit_seconds,
-        )
+        for family in self._counters.registry.collect():
+            # When a counter was made is a series that nobody asks for.
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
         mismatches = GaugeMetricFamily(
             "collage_server_replica_mismatches",
             "Layers and steps at which ranks that should hold the same weights did not, over all runs.",
@@ -171,4 +160,4 @@ class _Server(Collector):
         mismatches.add_metric([], self._store.sealing.replica_mismatches())
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
-        return [reports, commits, mismatches, build]
+        yield from (mismatches, build)

@@ -31,6 +31,32 @@ def test_the_page_is_exactly_this(server):
     assert stable(server.get("/metrics")) == EXPECTED.read_text(encoding="utf-8")
 
 
+def test_durations_of_commits_come_in_buckets(server):
+    server.filled()
+    _, _, page = server.get("/metrics").partition("# TYPE collage_server_commit_seconds histogram\n")
+    bounds = [
+        "0.0005",
+        "0.001",
+        "0.0025",
+        "0.005",
+        "0.01",
+        "0.025",
+        "0.05",
+        "0.1",
+        "0.25",
+        "0.5",
+        "1.0",
+        "2.5",
+        "+Inf",
+    ]
+    buckets = [f'collage_server_commit_seconds_bucket{{le="{bound}"}}' for bound in bounds]
+    names = [line.rpartition(" ")[0] for line in page.partition("#")[0].splitlines()]
+    assert names == [*buckets, "collage_server_commit_seconds_count", "collage_server_commit_seconds_sum"]
+    counts = [float(line.rpartition(" ")[2]) for line in page.splitlines()[: len(bounds) + 1]]
+    assert counts == sorted(counts)
+    assert counts[-2] == counts[-1] > 0
+
+
 def test_at_most_fifteen_series_a_run(server):
     server.run()
     server.attempt()

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, field
-from threading import Lock
 from typing import Final
 
-__all__ = ["COMMIT_BUCKETS", "IngestCounters"]
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-COMMIT_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-"""Upper bounds, in seconds, of the histogram of commit durations."""
+__all__ = ["IngestCounters"]
+
+_OUTCOMES: Final = ("accepted", "duplicate", "rejected", "late")
+_COMMIT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
-@dataclass
 class IngestCounters:
-    """Reports by outcome, and commits by duration. Thread-safe."""
+    """Reports by outcome, and commits by duration, in a registry of their own. Thread-safe."""
 
-    reports: dict[str, int] = field(
-        default_factory=lambda: {"accepted": 0, "duplicate": 0, "rejected": 0, "late": 0}
-    )
-    commits: list[int] = field(default_factory=lambda: [0] * (len(COMMIT_BUCKETS) + 1))
-    commit_seconds: float = 0.0
-    _lock: Lock = field(default_factory=Lock)
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        reports = Counter(
+            "collage_server_reports", "Reports received, by outcome.", ["outcome"], registry=self.registry
+        )
+        self._reports = {outcome: reports.labels(outcome) for outcome in _OUTCOMES}
+        self._commits = Histogram(
+            "collage_server_commit_seconds",
+            "Duration of the commits that make reports durable.",
+            buckets=_COMMIT_SECONDS,
+            registry=self.registry,
+        )
 
     def count(self, *, accepted: int = 0, duplicates: int = 0, rejected: int = 0, late: int = 0) -> None:
         """Add outcomes of reports."""
-        with self._lock:
-            self.reports["accepted"] += accepted
-            self.reports["duplicate"] += duplicates
-            self.reports["rejected"] += rejected
-            self.reports["late"] += late
+        for outcome, count in zip(_OUTCOMES, (accepted, duplicates, rejected, late), strict=True):
+            self._reports[outcome].inc(count)
 
     def committed(self, seconds: float) -> None:
         """Add one commit."""
-        with self._lock:
-            self.commits[bisect_left(COMMIT_BUCKETS, seconds)] += 1
-            self.commit_seconds += seconds
+        self._commits.observe(seconds)
