@@ -6,15 +6,18 @@ refused ones at INFO, failed ones at WARNING, all others at DEBUG.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
 import textwrap
-import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from typing import Any, Final, TextIO
+
+from structlog.processors import EventRenamer, JSONRenderer, format_exc_info
+from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
+from structlog.typing import EventDict, Processor
 
 __all__ = ["FIELDS", "REQUEST_ID", "configure"]
 
@@ -31,9 +34,22 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
 
     Occurrences of `secrets`, of tokens, and of bearer headers are masked, wherever they come from.
     """
+    mask = _masking([secret for secret in secrets if secret])
     handler = logging.StreamHandler(stream or sys.stderr)
-    masked = tuple(secret for secret in secrets if secret)
-    handler.setFormatter(_JsonLines(masked) if form == "json" else _Text(masked))
+    handler.setFormatter(
+        ProcessorFormatter(
+            processors=[
+                _moment_and_request,
+                add_log_level,
+                add_logger_name,
+                EventRenamer("message"),
+                ExtraAdder(FIELDS),
+                format_exc_info,
+                ProcessorFormatter.remove_processors_meta,
+                *([JSONRenderer(default=str), mask] if form == "json" else [_line, mask, _escaped]),
+            ]
+        )
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -45,50 +61,27 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
         logger.propagate = True
 
 
-class _Text(logging.Formatter):
+def _moment_and_request(_logger: Any, _level: str, entry: EventDict) -> EventDict:
+    moment = datetime.fromtimestamp(entry["_record"].created, UTC).isoformat(timespec="milliseconds")
+    return {"time": moment.replace("+00:00", "Z"), "request_id": REQUEST_ID.get(), **entry}
+
+
+def _line(_logger: Any, _level: str, entry: EventDict) -> str:
     """TIME LEVEL LOGGER [request id] message; line breaks in it cannot start a record, a traceback is indented."""
-
-    def __init__(self, secrets: tuple[str, ...]) -> None:
-        super().__init__()
-        self._secrets = secrets
-
-    def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage().replace("\n", "\\n")
-        request_id = getattr(record, "request_id", None) or REQUEST_ID.get()
-        named = f" [{request_id}]" if request_id else ""
-        line = f"{_moment(record.created)} {record.levelname} {record.name}{named} {message}"
-        if record.exc_info:
-            line += textwrap.indent("\n" + self.formatException(record.exc_info), "  ")
-        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _masked(line, self._secrets))
+    named = f" [{entry['request_id']}]" if entry["request_id"] else ""
+    message = entry["message"].replace("\n", "\\n")
+    line = f"{entry['time']} {entry['level'].upper()} {entry['logger']}{named} {message}"
+    return line + textwrap.indent("\n" + entry["exception"], "  ") if "exception" in entry else line
 
 
-class _JsonLines(logging.Formatter):
-    """A JSON object a line."""
-
-    def __init__(self, secrets: tuple[str, ...]) -> None:
-        super().__init__()
-        self._secrets = secrets
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {
-            "time": _moment(record.created),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            "request_id": getattr(record, "request_id", None) or REQUEST_ID.get(),
-        }
-        entry |= {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return _masked(json.dumps(entry, ensure_ascii=True, default=str), self._secrets)
+def _escaped(_logger: Any, _level: str, text: Any) -> str:
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def _masked(text: str, secrets: tuple[str, ...]) -> str:
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    return _SECRETS.sub("***", text)
+def _masking(secrets: Collection[str]) -> Processor:
+    def mask(_logger: Any, _level: str, text: Any) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        return _SECRETS.sub("***", text)
 
-
-def _moment(seconds: float) -> str:
-    fraction = int(seconds * 1000) % 1000
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{fraction:03d}Z"
+    return mask
