@@ -1,4 +1,4 @@
-"""The tables. Every unique key begins with run_id; every column is called as its field is on the wire."""
+"""The tables. Every unique key of a run's begins with run_id; columns are called as their fields on the wire."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ __all__ = [
     "LAYER_METRICS",
     "POINT_METRICS",
     "POINT_SCALARS",
+    "SERVER_TABLES",
+    "act",
     "attempt",
     "deleted_run",
     "entry",
@@ -41,6 +43,7 @@ __all__ = [
     "scalar_chunk",
     "seal_claim",
     "stream",
+    "token",
 ]
 
 metadata: Final = MetaData()
@@ -336,3 +339,37 @@ deleted_run: Final = Table(
     Column("deleted_at", Double, nullable=False),
 )
 """Tombstones: a deleted run's id answers 410 for good."""
+
+token: Final = Table(
+    "token",
+    metadata,
+    Column("token_id", _ID, primary_key=True),
+    Column("digest", LargeBinary(32), nullable=False),
+    Column("name", _NAME, nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("projects", Text),
+    Column("created_at", Double, nullable=False),
+    Column("created_by", _ID, nullable=False),
+    Column("last_used_at", Double),
+    Column("revoked_at", Double),
+    UniqueConstraint("digest"),
+)
+"""`digest` is the secret's SHA-256; `projects` a JSON list, null for every project. Revoked tokens stay."""
+
+act: Final = Table(
+    "act",
+    metadata,
+    Column("act_id", _ID, primary_key=True),
+    Column("time", Double, nullable=False),
+    Column("actor", _ID, nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("subject", _NAME, nullable=False),
+    Column("project", _NAME),
+    Column("request_id", _ID),
+    Column("details", Text, nullable=False),
+)
+"""The audit log: only ever appended to. `act_id` sorts by time."""
+Index("act_by_time", act.c.time, act.c.act_id)
+
+SERVER_TABLES: Final = (token, act)
+"""Those of access: they belong to the server, not to a run, and no run_id leads them."""

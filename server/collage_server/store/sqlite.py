@@ -16,8 +16,14 @@ from collage_server.store.contract import SealLimits, Sizes
 from collage_server.store.database import SqlStore
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import driver_cursor
-from collage_server.store.engine.folder import file_identity, folder_lock, network_file_system
-from collage_server.store.engine.space import fold_log, return_pages, sqlite_sizes
+from collage_server.store.engine.files import (
+    file_identity,
+    fold_log,
+    folder_lock,
+    network_file_system,
+    return_pages,
+    sqlite_sizes,
+)
 from collage_server.store.migrate import migrate
 
 __all__ = ["SqliteStore"]

@@ -7,9 +7,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from collage_server.errors import StoreUnusable
 from collage_server.store import ReportGroup, Selection
-from collage_server.store.access.schema import SERVER_TABLES
 from collage_server.store.migrate import head_revision, migrate
-from collage_server.store.schema import metadata
+from collage_server.store.schema import SERVER_TABLES, metadata
 from collage_server.store.sqlite import SqliteStore
 from sqlalchemy import UniqueConstraint, text
 

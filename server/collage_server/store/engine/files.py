@@ -1,16 +1,23 @@
-"""A database's folder: locked by the one server that seals, and refused where its disk is a network's."""
+"""A database's file and its folder: the space it takes and gives back, the lock of the one server that seals.
+
+A folder is refused where its disk is a network's.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import sqlite3
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["file_identity", "folder_lock", "network_file_system"]
+from collage_server.store.contract import Sizes
+
+__all__ = ["file_identity", "fold_log", "folder_lock", "network_file_system", "return_pages", "sqlite_sizes"]
 
 _MOUNTS = Path("/proc/self/mounts")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
@@ -27,6 +34,8 @@ _NETWORK_FUSE: Final = frozenset(
         *("mount-s3", "mountpoint-s3", "rclone", "s3fs", "sshfs"),
     }
 )
+_PAGES_A_SLICE: Final = 256
+_PATIENCE_SECONDS: Final = 0.5
 
 
 def network_file_system(folder: Path) -> str | None:
@@ -82,3 +91,45 @@ def folder_lock(folder: Path) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
+
+
+def sqlite_sizes(path: Path) -> Sizes:
+    """What the data takes, without free pages and the write-ahead log; and what the disk has left."""
+    with _opened(path) as connection:
+        total, free, page = (
+            int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+    return Sizes(used_bytes=(total - free) * page, free_bytes=shutil.disk_usage(path.parent).free)
+
+
+def fold_log(path: Path) -> bool:
+    """Fold the write-ahead log into the file and empty it; the caller keeps this process from writing meanwhile.
+
+    Readers that follow on each other without a pause keep it from beginning anew, and it grows. Those of now are
+    waited for, half a second at most, and new ones need no log. False: one of them reads for longer.
+    """
+    with _opened(path, _PATIENCE_SECONDS) as connection:
+        busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    return not busy
+
+
+def return_pages(path: Path, timeout_seconds: float) -> bool:
+    """Give a slice of free pages back; True if there are more. The file shrinks at the next checkpoint.
+
+    `execute` would step the statement once and free one page whatever the number says: `executescript` frees all.
+    """
+    with _opened(path, timeout_seconds) as connection:
+        if not connection.execute("PRAGMA freelist_count").fetchone()[0]:
+            return False
+        connection.executescript(f"PRAGMA incremental_vacuum({_PAGES_A_SLICE})")
+        left = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+        if not left:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+    return left > 0
+
+
+def _opened(path: Path, timeout_seconds: float = 5.0) -> closing[sqlite3.Connection]:
+    """A connection to a file that is there: an empty one, made anew, would swallow the log of the one that was."""
+    address = f"{path.absolute().as_uri()}?mode=rw"
+    return closing(sqlite3.connect(address, timeout=timeout_seconds, isolation_level=None, uri=True))
