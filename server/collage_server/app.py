@@ -19,19 +19,20 @@ from collage_monitor import __version__
 from collage_server import health
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
+from collage_server.api.routing import add_description
 from collage_server.auth.bearer import Access
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
+from collage_server.background import Maintenance, Sealer
 from collage_server.components import Components
 from collage_server.disk import DiskGuard
-from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
-from collage_server.maintenance import Maintenance
+from collage_server.ingest.backpressure import InFlight, JournalBounds
+from collage_server.ingest.check import StreamRegistry
+from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.settings import Settings
-from collage_server.store import READERS, JournalBounds, PostgresqlStore, SqliteStore, Store
-from collage_server.web.description import add_description
+from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
 from collage_server.web.failures import answer_to
-from collage_server.web.middleware import AccessControl, RequestIdentity
-from collage_server.web.read_only import ReadOnlyGate
+from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestIdentity
 
 __all__ = ["create_app", "make_store"]
 

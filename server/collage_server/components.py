@@ -10,11 +10,13 @@ from starlette.requests import HTTPConnection
 from collage_server.answer_cache import AnswerCache
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
+from collage_server.background import Maintenance, Sealer
 from collage_server.disk import DiskGuard
-from collage_server.ingest import InFlight, IngestCounters, Sealer, StreamRegistry, Writer
-from collage_server.maintenance import Maintenance
+from collage_server.ingest.backpressure import InFlight, JournalBounds
+from collage_server.ingest.check import StreamRegistry
+from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.settings import Settings
-from collage_server.store import JournalBounds, Store
+from collage_server.store import Store
 
 __all__ = ["Components", "components_of"]
 

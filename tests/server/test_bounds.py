@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from collage_server.app import create_app
 from collage_server.errors import JournalFull
+from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import Settings
-from collage_server.store import JournalBounds
 from starlette.testclient import TestClient
 
 from collage_monitor import wire

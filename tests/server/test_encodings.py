@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 import zstandard
-from collage_server.api.encodings import decompress, decompressed_bound
+from collage_server.api.bodies import decompress, decompressed_bound
 from collage_server.app import create_app
 from collage_server.errors import BadRequest, TooLarge
 from collage_server.settings import Settings

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from collage_server.errors import Gone
-from collage_server.exposition import MODEL_GAUGES
+from collage_server.health import MODEL_GAUGES
 from collage_server.store.reading.snapshot import SqlSnapshot
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -110,7 +110,7 @@ def delete_after(store, page, clock):
 
 
 def test_many_runs_are_all_shown(server, monkeypatch):
-    monkeypatch.setattr("collage_server.exposition._PAGE", 2)
+    monkeypatch.setattr("collage_server.health._PAGE", 2)
     for i in range(5):
         server.filled(f"r{i}", f"s{i}", steps=[10])
     text = server.get("/metrics")

@@ -13,7 +13,8 @@ from anyio.to_thread import current_default_thread_limiter
 from collage_server.api import bodies
 from collage_server.app import create_app
 from collage_server.errors import Busy
-from collage_server.ingest import InFlight, IngestCounters, Writer
+from collage_server.ingest.backpressure import InFlight
+from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.settings import Settings
 from collage_server.store import READERS, GroupOutcome, ReportGroup, StreamRecord
 from starlette.testclient import TestClient

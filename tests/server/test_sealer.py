@@ -6,10 +6,10 @@ import threading
 
 import pytest
 from collage_server.app import create_app
+from collage_server.background import Sealer
 from collage_server.errors import Gone
-from collage_server.ingest import Sealer
+from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import Settings
-from collage_server.store import JournalBounds
 from starlette.testclient import TestClient
 
 from collage_monitor import wire

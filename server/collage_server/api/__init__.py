@@ -4,38 +4,24 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from collage_server.api import (
-    alertmanager,
-    attempts,
-    audit,
-    catalogue,
-    curves,
-    export,
-    latest,
-    layers,
-    reports,
-    runs,
-    streams,
-    tokens,
-)
+from collage_server.api import access, catalogue, curves, export, latest, layers, reports, runs, streams
 
 __all__ = ["api_routes"]
 
 
 def api_routes() -> list[BaseRoute]:
     """The routes of all resources; first what is asked for most, as routes are tried in turn."""
-    modules = (
-        reports,
-        runs,
-        attempts,
-        streams,
-        curves,
-        latest,
-        layers,
-        export,
-        catalogue,
-        alertmanager,
-        tokens,
-        audit,
+    routers = (
+        reports.router,
+        runs.router,
+        streams.attempts_router,
+        streams.router,
+        curves.router,
+        latest.router,
+        layers.router,
+        export.router,
+        catalogue.router,
+        streams.alerts_router,
+        access.router,
     )
-    return [route for module in modules for route in module.router.routes]
+    return [route for router in routers for route in router.routes]

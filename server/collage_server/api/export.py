@@ -13,7 +13,8 @@ from collage_server.api.answers import describes
 from collage_server.api.parameters import RunId
 from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
-from collage_server.export import ExportPlan, csv_bytes, jsonl_bytes, parquet_bytes, plan_export
+from collage_server.export.formats import csv_bytes, jsonl_bytes, parquet_bytes
+from collage_server.export.steps import ExportPlan, plan_export
 from collage_server.queries import run_answer
 
 __all__ = ["router"]

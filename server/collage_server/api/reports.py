@@ -19,7 +19,7 @@ from collage_server.api.bodies import content_type_of, held_body, read_body, unr
 from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
-from collage_server.ingest import check_batch
+from collage_server.ingest.check import check_batch
 from collage_server.store import ReportGroup, report_bytes
 
 __all__ = ["router"]

@@ -1,18 +1,76 @@
-"""Routers of resources under the version's prefix."""
+"""Routers of resources under the version's prefix; /openapi.json, which describes them, and the pages for people.
+
+The pages, /docs and where to find the dashboard, load nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import html
+from typing import Any, Final
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
 
+from collage_server.api.answers import schemas
 from collage_server.api.parameters import refuse_unknown_parameters
 
-__all__ = ["PREFIX", "resource"]
+__all__ = ["PREFIX", "add_description", "resource"]
 
 PREFIX: Final = "/api/v1"
+_PAGE: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Collage Monitor API</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
+td{{padding:.2rem .8rem .2rem 0;vertical-align:top}}code{{white-space:nowrap}}</style></head><body>
+<h1>Collage Monitor API</h1>
+<p>The full description for tools: <a href="/openapi.json">/openapi.json</a>. Errors have one shape:
+<code>{{"error": {{"code", "message", "field", "limit", "request_id"}}}}</code>. Non-finite numbers are the strings
+"NaN", "Infinity", "-Infinity"; undefined is null.</p>
+<table>{rows}</table></body></html>"""
+_NO_DASHBOARD: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Collage Monitor</title>
+<style>body{font:15px/1.5 system-ui,sans-serif;max-width:40rem;margin:2rem auto;padding:0 1rem}</style></head><body>
+<h1>Collage Monitor</h1>
+<p>This is the server: it keeps runs, and answers programs. The pages are the dashboard's, which runs beside it:
+<code>collage-monitor dashboard --server-url ADDRESS</code>, with this page's address, prints where to open them.
+On one machine <code>collage-monitor up</code> starts both.</p>
+<p>In a terminal: <code>collage-monitor list</code>, <code>collage-monitor show RUN</code>. For programs:
+<a href="/docs">the API</a>.</p></body></html>"""
 
 
 def resource(tag: str) -> APIRouter:
     """A router for the routes of one resource, or of several that the description lists together."""
     return APIRouter(prefix=PREFIX, tags=[tag], dependencies=[Depends(refuse_unknown_parameters)])
+
+
+def add_description(app: FastAPI) -> None:
+    """Describe messages and answers by the wire's own schemas, and serve the page of routes."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            described = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
+            described.setdefault("components", {}).setdefault("schemas", {}).update(schemas())
+            app.openapi_schema = described
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/runs/{run_id}", include_in_schema=False)
+    def page() -> HTMLResponse:
+        """Where a run's page is looked for at the server: it has none, the dashboard does."""
+        return HTMLResponse(_NO_DASHBOARD)
+
+    @app.get("/docs", include_in_schema=False)
+    def docs(request: Request) -> HTMLResponse:
+        return HTMLResponse(_PAGE.format(rows="".join(_rows(openapi()))))
+
+
+def _rows(described: dict[str, Any]) -> list[str]:
+    return [
+        f"<tr><td><code>{method.upper()} {html.escape(path)}</code></td>"
+        f"<td>{html.escape(operation.get('description', ''))}</td></tr>"
+        for path, operations in described["paths"].items()
+        for method, operation in operations.items()
+    ]

@@ -1,7 +1,12 @@
-"""What a run is made of: its streams, the layers that they declared, and the events that happened to it."""
+"""What a run is made of, and what happened to it: attempts, streams, the layers that they declared, events.
+
+Alertmanager's alerts become events of the runs that they are about.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Annotated
 
 from fastapi import Query
@@ -14,12 +19,28 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import RunId
 from collage_server.api.routing import resource
-from collage_server.components import components_of
-from collage_server.queries import with_health
+from collage_server.auth.bearer import principal_of
+from collage_server.auth.principals import Principal
+from collage_server.components import Components, components_of
+from collage_server.errors import Gone, NotFound
+from collage_server.queries import alert_event, with_health
+from collage_server.store import NewEvent
 
-__all__ = ["router"]
+__all__ = ["alerts_router", "attempts_router", "router"]
 
+attempts_router = resource("attempts")
 router = resource("streams")
+alerts_router = resource("alerts")
+
+
+@attempts_router.post("/runs/{run_id}/attempts", **describes(wire.Attempt, wire.AttemptCreate))
+async def create_attempt(request: Request, run_id: RunId) -> Response:
+    """Register a launch when its first step is taken; the same launch_id is the same attempt."""
+    components = components_of(request)
+    create = await message(request, wire.AttemptCreate)
+    return answer(
+        await run_in_threadpool(components.store.streams.create_attempt, run_id, create, components.clock())
+    )
 
 
 @router.post("/runs/{run_id}/streams", **describes(wire.Stream, wire.StreamCreate))
@@ -56,3 +77,34 @@ def list_events(
     found = components_of(request).store.events.read(run_id, cursor, limit)
     newest = found[-1].event if found else cursor
     return answer(wire.EventPage(run_id=run_id, events=found, cursor=newest))
+
+
+@alerts_router.post("/alerts/alertmanager", **describes(wire.AlertmanagerAnswer, wire.AlertmanagerMessage))
+async def receive_alerts(request: Request) -> Response:
+    """Alertmanager's webhook (version 4): each alert with a label `run_id` is kept with its run, once a state."""
+    notification = await message(request, wire.AlertmanagerMessage)
+    components, principal = components_of(request), principal_of(request)
+    return answer(await run_in_threadpool(_keep, components, principal, notification.alerts))
+
+
+def _keep(
+    components: Components, principal: Principal, alerts: Iterable[wire.AlertmanagerAlert]
+) -> wire.AlertmanagerAnswer:
+    by_run: dict[str, list[NewEvent]] = defaultdict(list)
+    ignored = stored = known = 0
+    for alert in alerts:
+        run_id = alert.labels.get("run_id", "")
+        project = components.store.access.project_of(run_id)
+        if project is None or not principal.owns(project):
+            ignored += 1
+        else:
+            by_run[run_id].append(alert_event(alert))
+    for run_id, events in by_run.items():
+        try:
+            fresh = components.store.events.add(run_id, events, components.clock())
+        except (Gone, NotFound):
+            ignored += len(events)
+        else:
+            stored += fresh
+            known += len(events) - fresh
+    return wire.AlertmanagerAnswer(stored=stored, known=known, ignored=ignored)

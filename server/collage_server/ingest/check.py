@@ -1,18 +1,26 @@
-"""Checking reports against what their stream declared: a bad report is named, its neighbours are kept."""
+"""Checking reports against what their stream declared: a bad report is named, its neighbours are kept.
+
+Streams that this process has seen are remembered, so that a report costs no query.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from threading import Lock
 from typing import Final
+
+from cachetools import LRUCache
 
 from collage_monitor import wire
 from collage_server.errors import TooLarge, Unprocessable
 from collage_server.store.contract import StreamRecord
 
-__all__ = ["check_batch"]
+__all__ = ["StreamRegistry", "check_batch"]
 
 _SCALARS: Final = wire.LIMITS["scalars_per_report"]
 _NAME: Final = wire.LIMITS["name_characters"]
+_KEPT: Final = 20_000
 
 
 class _Refusal(Exception):
@@ -110,3 +118,39 @@ def _check_size(field: str, block: bytes, numbers: int) -> None:
             field,
             8 * numbers,
         )
+
+
+class StreamRegistry:
+    """A bounded cache of stream records. Thread-safe; `load` asks the store."""
+
+    def __init__(self, load: Callable[[str], StreamRecord]) -> None:
+        self._load = load
+        self._records: LRUCache[str, StreamRecord] = LRUCache(_KEPT)
+        self._lock = Lock()
+
+    def known(self, stream_id: str) -> StreamRecord | None:
+        """The record, if this process has it."""
+        with self._lock:
+            return self._records.get(stream_id)
+
+    def load(self, stream_id: str) -> StreamRecord:
+        """The record, fresh from the store.
+
+        Raises:
+            NotFound: no such stream.
+        """
+        record = self._load(stream_id)
+        with self._lock:
+            self._records[stream_id] = record
+        return record
+
+    def forget(self, stream_id: str) -> None:
+        """Drop a stream that has declared more."""
+        with self._lock:
+            self._records.pop(stream_id, None)
+
+    def forget_run(self, run_id: str) -> None:
+        """Drop the streams of a run that was deleted."""
+        with self._lock:
+            for stream_id in [key for key, record in self._records.items() if record.run_id == run_id]:
+                del self._records[stream_id]

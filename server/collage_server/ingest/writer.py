@@ -1,4 +1,4 @@
-"""The one writer: commits all that arrived while the previous commit ran, then acknowledges.
+"""The one writer: commits all that arrived while the previous commit ran, then acknowledges; and what is counted.
 
 A dedicated thread, without lingering: an idle writer commits a lone report at once, a busy one groups what waits.
 """
@@ -14,14 +14,17 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Final
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
 from collage_server.errors import Busy, ServerError
-from collage_server.ingest.counters import IngestCounters
 from collage_server.store.contract import GroupOutcome, ReportGroup, ReportJournal
 
-__all__ = ["Writer"]
+__all__ = ["IngestCounters", "Writer"]
 
 _LOG: Final = logging.getLogger(__name__)
 _REPORTS_A_COMMIT: Final = 5_000
+_OUTCOMES: Final = ("accepted", "duplicate", "rejected", "late")
+_COMMIT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,3 +157,29 @@ def _settle(batch: list[_Pending], outcomes: list[GroupOutcome | BaseException])
             entry.answer.set_result(outcome)
         else:
             entry.answer.set_exception(outcome)
+
+
+class IngestCounters:
+    """Reports by outcome, and commits by duration, in a registry of their own. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        reports = Counter(
+            "collage_server_reports", "Reports received, by outcome.", ["outcome"], registry=self.registry
+        )
+        self._reports = {outcome: reports.labels(outcome) for outcome in _OUTCOMES}
+        self._commits = Histogram(
+            "collage_server_commit_seconds",
+            "Duration of the commits that make reports durable.",
+            buckets=_COMMIT_SECONDS,
+            registry=self.registry,
+        )
+
+    def count(self, *, accepted: int = 0, duplicates: int = 0, rejected: int = 0, late: int = 0) -> None:
+        """Add outcomes of reports."""
+        for outcome, count in zip(_OUTCOMES, (accepted, duplicates, rejected, late), strict=True):
+            self._reports[outcome].inc(count)
+
+    def committed(self, seconds: float) -> None:
+        """Add one commit."""
+        self._commits.observe(seconds)

@@ -24,7 +24,6 @@ from collage_server.store.contract import (
     Store,
     StreamRecord,
 )
-from collage_server.store.journal.bounds import JournalBounds
 from collage_server.store.journal.reports import report_bytes
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.quota import CountedRows
@@ -35,7 +34,6 @@ __all__ = [
     "CountedRows",
     "EventStore",
     "GroupOutcome",
-    "JournalBounds",
     "LatestPoint",
     "NewEvent",
     "Points",

@@ -1,4 +1,7 @@
-"""What stands before every route: a request id, a log record, an answer to every failure, and who may ask."""
+"""What stands before every route: a request id, a log record, an answer to every failure, and who may ask.
+
+While the disk guard has a reason, what would store something new is answered 503.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from collage_server.auth.bearer import Access
 from collage_server.auth.principals import Principal
+from collage_server.disk import DiskGuard
 from collage_server.errors import Busy
 from collage_server.logs import REQUEST_ID
 from collage_server.web.failures import answer_to
 
-__all__ = ["AccessControl", "RequestIdentity"]
+__all__ = ["AccessControl", "ReadOnlyGate", "RequestIdentity"]
 
 _HEADER: Final = b"x-request-id"
 _LONGEST_ID: Final = 64
 _LOG: Final = logging.getLogger("collage_server.requests")
 _GOING_DOWN: Final = Busy("the server is going down; send this request again later", retry_after_seconds=1)
+_RETRY_SECONDS: Final = 30
+_WRITES: Final = ("/runs", "/attempts", "/streams", "/reports")
 
 
 class RequestIdentity:
@@ -104,3 +110,21 @@ class AccessControl:
                 scope["method"], scope["path"], scope["query_string"], state["headers"]
             )
         await self.app(scope, receive, send)
+
+
+class ReadOnlyGate:
+    """While the guard has a reason, refuses all that would store something new; deleting is allowed."""
+
+    def __init__(self, app: ASGIApp, guard: DiskGuard) -> None:
+        self.app = app
+        self.guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = self.guard.reason
+        if reason is not None and scope["type"] == "http" and _stores(scope):
+            raise Busy(f"read-only: {reason}; send this again later", retry_after_seconds=_RETRY_SECONDS)
+        await self.app(scope, receive, send)
+
+
+def _stores(scope: Scope) -> bool:
+    return scope["method"] == "POST" and str(scope["path"]).endswith(_WRITES)

@@ -1,10 +1,10 @@
-"""Tokens: make, list, revoke."""
+"""Access: tokens, made, listed and revoked, and the audit of what administrators and operators did."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path
+from fastapi import Path, Query
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -51,3 +51,13 @@ async def revoke_token(request: Request, token_id: Annotated[str, Path(max_lengt
     )
     components.directory.forget()
     return answer(revoked)
+
+
+@router.get("/audit", **describes(wire.ActPage))
+def audit(
+    request: Request,
+    cursor: Annotated[str | None, Query(max_length=512)] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """A page of the audit log, newest first: tokens made and revoked, runs deleted."""
+    return answer(components_of(request).store.access.acts(cursor, limit))

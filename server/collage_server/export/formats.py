@@ -1,0 +1,344 @@
+"""A run as JSON lines, as CSV and as Parquet.
+
+JSON lines: the run, its layers, a line a step, where asked for one a step and rank, one an event, and an end, which
+counts the steps. What travels are the stored totals, never ratios, so that an import loses nothing.
+
+CSV and Parquet: one wide table: a row a step for the model, one a step and layer, where asked for one a step and
+rank. Parquet has a row group a batch of steps, and needs the extra `parquet` (pyarrow).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor import wire
+from collage_monitor.statistics import finish_all, has_interval, metric_keys
+from collage_server.errors import Unprocessable
+from collage_server.export.steps import ExportPlan, StepBatch, read_batches, read_ranks
+from collage_server.store import Points, Store
+
+__all__ = [
+    "TableRows",
+    "VERSION",
+    "column_names",
+    "csv_bytes",
+    "jsonl_bytes",
+    "parquet_bytes",
+    "place_names",
+    "read_rows",
+    "scalar_columns",
+]
+
+_PLACES: Final = ("step", "first_step", "time", "ranks", "layer")
+_RANK: Final = "rank"
+FloatArray = NDArray[np.float64]
+VERSION: Final = 1
+_ROOT: Final = "variance_product_root/"
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Some rows, oldest first, the model before its layers; or those of one `rank`, of the whole model.
+
+    Values are (numbers [rows], present [rows]).
+
+    A metric that is undefined, and a statistic that nobody reported, is absent; a logged NaN is present.
+    """
+
+    steps: NDArray[np.int64]
+    first_steps: NDArray[np.int64]
+    times: FloatArray
+    ranks: NDArray[np.int64]
+    layers: list[str]
+    values: dict[str, tuple[FloatArray, NDArray[np.bool_]]]
+    rank: int | None = None
+
+
+def place_names(plan: ExportPlan) -> tuple[str, ...]:
+    """The first columns; `layer` and `rank` are empty in the rows of the whole model, `rank` in those of layers."""
+    return (*_PLACES, _RANK) if plan.ranks else _PLACES
+
+
+def scalar_columns(plan: ExportPlan) -> dict[str, str]:
+    """Logged name → column; a name that a metric or statistic has, too, is set apart as `logged/NAME`."""
+    taken = {*_PLACES, _RANK, *_computed(plan)}
+    return {name: f"logged/{name}" if name in taken else name for name in plan.scalars}
+
+
+def column_names(plan: ExportPlan) -> list[str]:
+    """All columns after the places: logged scalars, metrics with their intervals, statistics."""
+    return [*scalar_columns(plan).values(), *_computed(plan)]
+
+
+def _computed(plan: ExportPlan) -> list[str]:
+    names = []
+    for key in metric_keys(plan.statistics):
+        names.append(key)
+        if has_interval(key, plan.statistics):
+            names += [f"{key}_low", f"{key}_high"]
+    return list(dict.fromkeys([*names, *plan.statistics]))
+
+
+def read_rows(store: Store, plan: ExportPlan) -> Iterator[TableRows]:
+    """The table, some rows at a time: all ranks merged, then each of them over the same steps."""
+    scalars, computed = scalar_columns(plan), _computed(plan)
+    names = [layer.name for layer in plan.layers]
+    for batch in read_batches(store, plan):
+        yield _rows_of(batch, names, scalars, computed)
+        for rank, points in read_ranks(store, plan, batch):
+            alone = StepBatch(batch.selection, points.steps, points.times, points, {}, {})
+            yield replace(_rows_of(alone, [], scalars, computed), rank=rank)
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """Where each row comes from: its step within the batch, and its layer, −1 for the model."""
+
+    steps: NDArray[np.int64]
+    layers: NDArray[np.int64]
+    order: NDArray[np.intp]
+
+
+def _order(batch: StepBatch, place: NDArray[np.intp], wide: int) -> _Order:
+    """The rows of the model and then those of the layers, put in order."""
+    count = len(batch.steps)
+    steps = np.concatenate([np.arange(count), np.repeat(place, wide)])
+    layers = np.concatenate([np.full(count, -1), np.tile(np.arange(wide), len(place))])
+    order = np.lexsort((layers, steps))
+    return _Order(steps[order], layers[order], order)
+
+
+def _rows_of(batch: StepBatch, names: list[str], scalars: dict[str, str], computed: list[str]) -> TableRows:
+    points = batch.points
+    place = np.searchsorted(batch.steps, points.steps)
+    rows = _order(batch, place, len(names) if batch.layers else 0)
+    first_steps, ranks = batch.steps.copy(), np.zeros(len(batch.steps), dtype=np.int64)
+    first_steps[place], ranks[place] = points.first_steps, points.ranks
+    values = {column: _logged(batch, name, rows) for name, column in scalars.items()}
+    titles = ["", *names]
+    return TableRows(
+        steps=batch.steps[rows.steps],
+        first_steps=first_steps[rows.steps],
+        times=batch.times[rows.steps],
+        ranks=ranks[rows.steps],
+        layers=[titles[index + 1] for index in rows.layers.tolist()],
+        values=values | _measured(batch, place, rows, computed),
+    )
+
+
+def _logged(batch: StepBatch, name: str, rows: _Order) -> tuple[FloatArray, NDArray[np.bool_]]:
+    there = np.zeros(len(rows.order), dtype=bool)
+    numbers = np.full(len(rows.order), np.nan)
+    if name in batch.scalars:
+        values, present = batch.scalars[name]
+        model = rows.layers < 0
+        numbers[model], there[model] = values[rows.steps[model]], present[rows.steps[model]]
+    return numbers, there
+
+
+def _measured(
+    batch: StepBatch, place: NDArray[np.intp], rows: _Order, computed: list[str]
+) -> dict[str, tuple[FloatArray, NDArray[np.bool_]]]:
+    model, layers = _finished(batch.points.totals), _finished(batch.layers)
+    wide = (len(rows.order) - len(batch.steps)) // max(len(place), 1)
+    values = {}
+    for key in computed:
+        stacked = np.full(len(batch.steps), np.nan)
+        stacked[place] = model.get(key, np.nan)
+        by_layer = np.full((len(place), wide), np.nan)
+        by_layer[:] = layers.get(key, np.nan)
+        joined = np.concatenate([stacked, by_layer.ravel()])[rows.order]
+        values[key] = (joined, ~np.isnan(joined))
+    return values
+
+
+def _finished(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    if not totals:
+        return {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {**finish_all(totals), **totals}
+
+
+def csv_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
+    """The export, some rows at a time; absent values are empty cells, non-finite ones as on the wire."""
+    names = column_names(plan)
+    yield _text([[*place_names(plan), *names]])
+    for columns in read_rows(store, plan):
+        yield _text(_rows(plan, columns, names))
+
+
+def _rows(plan: ExportPlan, columns: TableRows, names: list[str]) -> Iterator[tuple[object, ...]]:
+    cells = [_cells(columns, name) for name in names]
+    places = (columns.steps.tolist(), columns.first_steps.tolist(), columns.times.tolist(), columns.ranks.tolist())
+    rank = "" if columns.rank is None else columns.rank
+    ranks = [[rank] * len(columns.layers)] if plan.ranks else []
+    return zip(*places, columns.layers, *ranks, *cells, strict=True)
+
+
+def _cells(columns: TableRows, name: str) -> list[float | str]:
+    values, there = columns.values[name]
+    return [_cell(value) if present else "" for value, present in zip(values.tolist(), there.tolist(), strict=True)]
+
+
+def _cell(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _text(rows: object) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)  # type: ignore[arg-type]
+    return text.getvalue().encode()
+
+
+def jsonl_bytes(store: Store, plan: ExportPlan, run: wire.Run) -> Iterator[bytes]:
+    """The export, some lines at a time.
+
+    A step's line has `step` and `time`; `scalars` where values were logged; where it was measured `first_step`
+    (smaller where the point merges several measured steps), `ranks`, `model` {statistic: total} and `layers`
+    {statistic: [total by layer, in the order of the layers' lines]}. null is "not reported". Where single ranks are
+    wanted, lines of the kind `rank` follow the steps that they are about: `rank`, `step`, `first_step`, `model`.
+    """
+    head = {"kind": "run", "version": VERSION, "run": run, "statistics": plan.statistics, "steps": len(plan.steps)}
+    yield _line(head)
+    for layer in plan.layers:
+        yield _line({"kind": "layer", "layer": layer})
+    steps = 0
+    for batch in read_batches(store, plan):
+        for line in _steps(batch):
+            yield _line(line)
+        for rank, points in read_ranks(store, plan, batch):
+            for line in _of_rank(rank, points):
+                yield _line(line)
+        steps += len(batch.steps)
+    for event in plan.events:
+        yield _line({"kind": "event", "event": event})
+    yield _line({"kind": "end", "steps": steps})
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return wire.encode_json(value) + b"\n"
+
+
+def _steps(batch: StepBatch) -> Iterator[dict[str, Any]]:
+    points = batch.points
+    single = bool((points.counts == 1).all())
+    model, layers = _kept(points.totals, single), _kept(batch.layers, single)
+    measured = {step: index for index, step in enumerate(points.steps.tolist())}
+    for row, (step, time) in enumerate(zip(batch.steps.tolist(), batch.times.tolist(), strict=True)):
+        line: dict[str, Any] = {"kind": "step", "step": step, "time": time}
+        logged = {
+            name: wire.to_number(float(values[row]))
+            for name, (values, there) in batch.scalars.items()
+            if there[row]
+        }
+        if logged:
+            line["scalars"] = logged
+        if step in measured:
+            index = measured[step]
+            line["first_step"] = int(points.first_steps[index])
+            line["ranks"] = int(points.ranks[index])
+            line["model"] = dict(zip(model, _numbers(model, index), strict=True))
+            if layers:
+                line["layers"] = {key: wire.undefined_to_none(values[index]) for key, values in layers.items()}
+        yield line
+
+
+def _of_rank(rank: int, points: Points) -> Iterator[dict[str, Any]]:
+    model = _kept(points.totals, bool((points.counts == 1).all()))
+    for index, (first, step) in enumerate(zip(points.first_steps.tolist(), points.steps.tolist(), strict=True)):
+        numbers = dict(zip(model, _numbers(model, index), strict=True))
+        yield {"kind": "rank", "rank": rank, "step": step, "first_step": first, "model": numbers}
+
+
+def _kept(totals: Mapping[str, NDArray[np.float64]], single: bool) -> dict[str, NDArray[np.float64]]:
+    """Without what the totals of a single step give anew, and without what nobody reported."""
+    return {
+        key: values
+        for key, values in totals.items()
+        if not (single and key.startswith(_ROOT)) and not np.isnan(values).all()
+    }
+
+
+def _numbers(totals: Mapping[str, NDArray[np.float64]], index: int) -> list[float | wire.Number | None]:
+    return wire.undefined_to_none(np.array([values[index] for values in totals.values()], dtype=np.float64))
+
+
+def parquet_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
+    """The export, a row group at a time; absent values are null.
+
+    Raises:
+        Unprocessable: pyarrow is not installed here.
+    """
+    if find_spec("pyarrow") is None:
+        raise Unprocessable(
+            "Parquet needs pyarrow, which this server does not have; pip install 'collage-monitor[parquet]' "
+            "there, or ask for format=csv or format=jsonl",
+            field="format",
+        )
+    return _write(store, plan)
+
+
+def _write(store: Store, plan: ExportPlan) -> Iterator[bytes]:
+    pyarrow: Any = import_module("pyarrow")
+    parquet: Any = import_module("pyarrow.parquet")
+    names = column_names(plan)
+    places = [("step", pyarrow.int64()), ("first_step", pyarrow.int64()), ("time", pyarrow.float64())]
+    places += [("ranks", pyarrow.int64()), ("layer", pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))]
+    places += [("rank", pyarrow.int64())] if plan.ranks else []
+    schema = pyarrow.schema(places + [(name, pyarrow.float64()) for name in names])
+    sink = _Sink()
+    with parquet.ParquetWriter(sink, schema, compression="zstd") as writer:
+        for columns in read_rows(store, plan):
+            writer.write_table(_table(pyarrow, schema, columns, names))
+            yield sink.taken()
+    yield sink.taken()
+
+
+def _table(pyarrow: Any, schema: Any, columns: TableRows, names: list[str]) -> Any:
+    arrays = [columns.steps, columns.first_steps, columns.times, columns.ranks]
+    layers = pyarrow.array([name or None for name in columns.layers], pyarrow.string())
+    built = [*map(pyarrow.array, arrays), layers.dictionary_encode()]
+    if "rank" in schema.names:
+        built.append(pyarrow.array([columns.rank] * len(columns.layers), pyarrow.int64()))
+    for name in names:
+        values, there = columns.values[name]
+        built.append(pyarrow.array(values, mask=~there))
+    return pyarrow.Table.from_arrays(built, schema=schema)
+
+
+class _Sink(io.RawIOBase):
+    """A file that only grows, and whose beginning is taken away as it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[bytes] = []
+        self._written = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._written
+
+    def write(self, data: Any) -> int:
+        part = bytes(data)
+        self._parts.append(part)
+        self._written += len(part)
+        return len(part)
+
+    def taken(self) -> bytes:
+        """What was written since the last call."""
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
