@@ -8,6 +8,8 @@ from collage_monitor.wire.answers import (
     Catalogue,
     ComparedRun,
     Comparison,
+    CorrelatedRun,
+    Correlation,
     Deleted,
     ErrorAnswer,
     ErrorBody,
@@ -17,6 +19,7 @@ from collage_monitor.wire.answers import (
     Latest,
     LayerList,
     LoggedScalar,
+    MissingValue,
     RejectedReport,
     Run,
     RunPage,
@@ -35,7 +38,6 @@ from collage_monitor.wire.codec import (
     encode_json,
     encode_message,
 )
-from collage_monitor.wire.correlation import CorrelatedRun, Correlation, MissingValue
 from collage_monitor.wire.events import (
     AlertmanagerAlert,
     AlertmanagerAnswer,
