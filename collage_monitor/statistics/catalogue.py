@@ -12,16 +12,12 @@ from collage_monitor.statistics import (
     classes,
     counterfactuals,
     counts,
-    decay,
     edq,
     intervals,
-    norms,
-    oracle,
+    kept,
     replicas,
-    residuals,
-    states,
+    several_steps,
     updates,
-    windows,
 )
 
 __all__ = [
@@ -37,15 +33,15 @@ __all__ = [
 _Entry = TypeVar("_Entry", Statistic, Metric)
 
 _OWN: Final = {
-    "edq": edq.DEFINITION,
+    "edq": edq.EDQ,
     "classes": classes.DEFINITION,
-    "windows": windows.DEFINITION,
+    "windows": several_steps.WINDOWS,
     "counterfactuals": counterfactuals.DEFINITION,
-    "states": states.DEFINITION,
-    "decay": decay.DEFINITION,
-    "residuals": residuals.DEFINITION,
-    "oracle": oracle.DEFINITION,
-    "norms": norms.DEFINITION,
+    "states": kept.STATES,
+    "decay": kept.DECAY,
+    "residuals": kept.RESIDUALS,
+    "oracle": several_steps.ORACLE,
+    "norms": edq.NORMS,
     "updates": updates.DEFINITION,
     "counts": counts.DEFINITION,
     "intervals": intervals.DEFINITION,

@@ -1,12 +1,15 @@
-"""Effective descent quality: how much of the intended update u arrives in the stored weight. arXiv 2405.03637."""
+"""Effective descent quality, how much of the intended update u arrives in the stored weight, and the norms.
+
+Collage, arXiv 2405.03637.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from collage_monitor.definitions import Array, Definition, Interval, Metric, ratio, sums
+from collage_monitor.definitions import Array, Definition, Interval, Metric, Statistic, ratio, root_ratio, sums
 
-__all__ = ["DEFINITION"]
+__all__ = ["EDQ", "NORMS"]
 
 
 def _edq(product: Array, squares: Array, steps: Array) -> Array:
@@ -17,7 +20,7 @@ def _cosine(product: Array, squares: Array, others: Array) -> Array:
     return ratio(product, np.sqrt(squares) * np.sqrt(others))
 
 
-DEFINITION = Definition(
+EDQ = Definition(
     statistics=(
         *sums(
             "weight²",
@@ -71,6 +74,66 @@ DEFINITION = Definition(
             finish=ratio,
             ideal=1.0,
             interval=Interval("intended_visible_sum", "intended_squared_sum"),
+            exposed=True,
+        ),
+    ),
+)
+
+
+def _update_to_weight(update: Array, steps: Array, weight: Array) -> Array:
+    return ratio(root_ratio(update, steps), np.sqrt(weight))
+
+
+NORMS = Definition(
+    statistics=(
+        *sums("gradient²", needs=("gradient",), gradient_squared_sum="Σ g²"),
+        Statistic("parameter_squared_sum", "sum", "last", "weight²", "Σ θ² before the step."),
+    ),
+    metrics=(
+        Metric(
+            "grad_norm",
+            "Gradient norm",
+            "gradient",
+            "√(Σ g² / measured_steps)",
+            "After unscaling and clipping.",
+            needs=("gradient_squared_sum", "measured_steps"),
+            finish=root_ratio,
+        ),
+        Metric(
+            "param_norm",
+            "Weight norm",
+            "weight",
+            "√Σ θ²",
+            "Before the step.",
+            needs=("parameter_squared_sum",),
+            finish=np.sqrt,
+        ),
+        Metric(
+            "intended_norm",
+            "Intended update norm",
+            "weight",
+            "√(Σ u² / measured_steps)",
+            "L2 norm of u.",
+            needs=("intended_squared_sum", "measured_steps"),
+            finish=root_ratio,
+        ),
+        Metric(
+            "effective_norm",
+            "Effective update norm",
+            "weight",
+            "√(Σ e² / measured_steps)",
+            "L2 norm of e.",
+            needs=("effective_squared_sum", "measured_steps"),
+            finish=root_ratio,
+        ),
+        Metric(
+            "update_to_weight_ratio",
+            "Update to weight",
+            "ratio",
+            "intended_norm / param_norm",
+            "Size of an intended step beside the weights.",
+            needs=("intended_squared_sum", "measured_steps", "parameter_squared_sum"),
+            finish=_update_to_weight,
             exposed=True,
         ),
     ),

@@ -2,8 +2,13 @@
 
 import msgspec
 
-from collage_monitor.wire.access import ROLES, Act, ActPage, Role, Token, TokenCreate, TokenCreated, TokenList
 from collage_monitor.wire.answers import (
+    ROLES,
+    Act,
+    ActPage,
+    AlertmanagerAlert,
+    AlertmanagerAnswer,
+    AlertmanagerMessage,
     BatchAnswer,
     Catalogue,
     ComparedRun,
@@ -13,6 +18,9 @@ from collage_monitor.wire.answers import (
     Deleted,
     ErrorAnswer,
     ErrorBody,
+    Event,
+    EventKind,
+    EventPage,
     Health,
     Heatmap,
     Histogram,
@@ -21,11 +29,16 @@ from collage_monitor.wire.answers import (
     LoggedScalar,
     MissingValue,
     RejectedReport,
+    Role,
     Run,
     RunPage,
     RunSummary,
     Series,
     StreamList,
+    Token,
+    TokenCreate,
+    TokenCreated,
+    TokenList,
     WorstLayer,
 )
 from collage_monitor.wire.codec import (
@@ -37,14 +50,6 @@ from collage_monitor.wire.codec import (
     encode_batch,
     encode_json,
     encode_message,
-)
-from collage_monitor.wire.events import (
-    AlertmanagerAlert,
-    AlertmanagerAnswer,
-    AlertmanagerMessage,
-    Event,
-    EventKind,
-    EventPage,
 )
 from collage_monitor.wire.messages import (
     LIMITS,

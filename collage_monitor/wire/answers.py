@@ -1,15 +1,23 @@
-"""Answers of the server. Number fields are JSON numbers, "NaN", "Infinity", "-Infinity", or null for undefined."""
+"""Answers of the server, and what they are about: runs, their events, and who may do what.
+
+Number fields are JSON numbers, "NaN", "Infinity", "-Infinity", or null for undefined.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from collage_monitor.wire.messages import Attempt, Layer, Stream, WatchInfo
+from collage_monitor.wire.messages import Attempt, Layer, Name, Stream, WatchInfo
 from collage_monitor.wire.numbers import Number
 
 __all__ = [
+    "Act",
+    "ActPage",
+    "AlertmanagerAlert",
+    "AlertmanagerAnswer",
+    "AlertmanagerMessage",
     "BatchAnswer",
     "Catalogue",
     "ComparedRun",
@@ -19,6 +27,9 @@ __all__ = [
     "Deleted",
     "ErrorAnswer",
     "ErrorBody",
+    "Event",
+    "EventKind",
+    "EventPage",
     "Health",
     "Heatmap",
     "Histogram",
@@ -26,12 +37,18 @@ __all__ = [
     "LayerList",
     "LoggedScalar",
     "MissingValue",
+    "ROLES",
     "RejectedReport",
+    "Role",
     "Run",
     "RunPage",
     "RunSummary",
     "Series",
     "StreamList",
+    "Token",
+    "TokenCreate",
+    "TokenCreated",
+    "TokenList",
     "WorstLayer",
 ]
 
@@ -284,3 +301,128 @@ class Correlation(Struct, kw_only=True, frozen=True):
     spearman: float | None
     runs: list[CorrelatedRun]
     missing: list[MissingValue]
+
+
+EventKind = Literal[
+    "attempt",
+    "rank_twice",
+    "gap",
+    "reports_dropped",
+    "skipped_steps",
+    "replica_mismatch",
+    "retention",
+    "alert",
+    "alert_resolved",
+]
+AlertLabel = Annotated[str, Meta(max_length=512)]
+AlertText = Annotated[str, Meta(max_length=4096)]
+
+
+class Event(Struct, kw_only=True, frozen=True):
+    """Something that happened to a run. `event` counts from 1 within the run, in the order of the server's clock.
+
+    `attempt`: the job was launched. `rank_twice`: a second process reported for a rank of the same launch; only
+    the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
+    reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `retention`: fine
+    points expired. `alert`, `alert_resolved`: sent by Alertmanager. `step` is null if unknown; `layers` names
+    the layers concerned, eight at most.
+    """
+
+    event: int
+    time: float
+    kind: EventKind
+    text: str
+    attempt: int | None = None
+    step: int | None = None
+    layers: list[str] = field(default_factory=list)
+
+
+class EventPage(Struct, kw_only=True, frozen=True):
+    """A run's events, oldest first. `cursor` gets what comes after them, even if there are none yet."""
+
+    run_id: str
+    events: list[Event]
+    cursor: int
+
+
+class AlertmanagerAlert(Struct, frozen=True, rename="camel"):
+    """One alert of a notification. Its label `run_id`, set by `/metrics`, names the run."""
+
+    status: Literal["firing", "resolved"]
+    labels: dict[AlertLabel, AlertText]
+    annotations: dict[AlertLabel, AlertText] = field(default_factory=dict)
+    starts_at: Annotated[str, Meta(max_length=64)] = ""
+    fingerprint: Annotated[str, Meta(max_length=64)] = ""
+
+
+class AlertmanagerMessage(Struct, frozen=True, rename="camel"):
+    """Alertmanager's webhook, version 4; fields not needed here are ignored."""
+
+    alerts: Annotated[list[AlertmanagerAlert], Meta(max_length=1000)]
+
+
+class AlertmanagerAnswer(Struct, kw_only=True, frozen=True):
+    """What became of the alerts: `stored` as events, already `known`, or `ignored` (about no run of this token)."""
+
+    stored: int
+    known: int
+    ignored: int
+
+
+Role = Literal["ingest", "read", "operate", "admin"]
+"""What a token allows: sending; reading; both, and deleting; everything, tokens included."""
+ROLES: Final[tuple[Role, ...]] = ("ingest", "read", "operate", "admin")
+
+
+class TokenCreate(Struct, kw_only=True, frozen=True):
+    """Make a token. `projects` None means every project, present and future; an admin token is always for all."""
+
+    name: Name
+    role: Role
+    projects: Annotated[list[Name], Meta(min_length=1, max_length=100)] | None
+
+
+class Token(Struct, kw_only=True, frozen=True):
+    """A token without its secret. Times are Unix seconds; `last_used_at` is exact to about a minute."""
+
+    token_id: str
+    name: str
+    role: Role
+    projects: list[str] | None
+    created_at: float
+    created_by: str
+    last_used_at: float | None = None
+    revoked_at: float | None = None
+
+
+class TokenCreated(Struct, kw_only=True, frozen=True):
+    """A new token with its secret, which is shown only here and stored nowhere."""
+
+    token: Token
+    secret: str
+
+
+class TokenList(Struct, kw_only=True, frozen=True):
+    """Every token, newest first, revoked ones included."""
+
+    tokens: list[Token]
+
+
+class Act(Struct, kw_only=True, frozen=True):
+    """An entry of the audit log. `actor` is a token_id, "server-token", "loopback" or "host:USER"."""
+
+    act_id: str
+    time: float
+    actor: str
+    action: str
+    subject: str
+    project: str | None = None
+    request_id: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class ActPage(Struct, kw_only=True, frozen=True):
+    """A page of the audit log, newest first, and the cursor of the next page."""
+
+    acts: list[Act]
+    cursor: str | None = None

@@ -1,0 +1,130 @@
+"""What is kept beside the weights, and what of it arrives: moving averages, weight decay, residuals."""
+
+from __future__ import annotations
+
+from collage_monitor.definitions import Definition, Metric, Statistic, as_is, ratio, sums
+
+__all__ = ["DECAY", "RESIDUALS", "STATES"]
+
+STATES = Definition(
+    statistics=(
+        *sums(
+            "state",
+            needs=("intended",),
+            label="state",
+            state_decrement_observed_sum=(
+                "Σ (|s after| − |s before|) as stored, over elements whose |s| should shrink."
+            ),
+            state_decrement_intended_sum="The same sum in exact arithmetic.",
+        ),
+        *sums(
+            "elements",
+            needs=("intended",),
+            label="state",
+            state_zero="Elements with g ≠ 0 whose state is 0 after the step.",
+        ),
+        *sums("elements", needs=("intended",), gradient_nonzero="Finite elements with g ≠ 0."),
+    ),
+    metrics=(
+        Metric(
+            "state_decrement_ratio",
+            "State decrement",
+            "ratio",
+            "Σ (|s after| − |s before|) observed / intended, where |s| should shrink",
+            "1: the moving average decays as it should. 0: it can only grow, and steps become too small.",
+            needs=("state_decrement_observed_sum", "state_decrement_intended_sum"),
+            finish=ratio,
+            label="state",
+            ideal=1.0,
+            exposed=True,
+        ),
+        Metric(
+            "state_zero_ratio",
+            "State zero",
+            "ratio",
+            "state_zero / gradient_nonzero",
+            "Share of a state's elements that are 0 where the gradient is not: "
+            "an fp16 second moment that underflows.",
+            needs=("state_zero", "gradient_nonzero"),
+            finish=ratio,
+            label="state",
+            ideal=0.0,
+        ),
+    ),
+)
+
+
+DECAY = Definition(
+    statistics=tuple(
+        sums(
+            "weight²",
+            decay_squared_sum="Σ d² of decoupled decay alone, d = −lr·λ·θᵛ.",
+            decay_kept_sum="Σ d·d̂, d̂ = RN(θᵛ·(1 − lr·λ)) − θᵛ in the parameter's dtype.",
+        )
+    ),
+    metrics=(
+        Metric(
+            "decay_ratio",
+            "Weight decay kept",
+            "ratio",
+            "Σ d·d̂ / Σ d²",
+            "Share of decoupled weight decay that is kept as a rounded operation of its own, as torch makes it. "
+            "Undefined for decay that is coupled or zero; a strategy that makes it part of its update keeps more.",
+            needs=("decay_kept_sum", "decay_squared_sum"),
+            finish=ratio,
+            ideal=1.0,
+        ),
+    ),
+)
+
+
+def _last(name: str, unit: str, text: str, label: str | None = None) -> Statistic:
+    return Statistic(name, "sum", "last", unit, text, label)
+
+
+RESIDUALS = Definition(
+    statistics=(
+        _last("residual_elements", "elements", "Elements with a finite residual r, θ = θᵛ + r."),
+        _last("residual_zero", "elements", "Elements whose residual is 0 before the step."),
+        _last("residual_nonfinite", "elements", "Residuals that are NaN or infinite."),
+        _last("residual_fill_sum", "1", "Σ |r| / ½gap(θᵛ)"),
+        _last(
+            "residual_fill_histogram",
+            "elements",
+            "Elements with r ≠ 0 by |r| / ½gap(θᵛ), the gap in r's direction, in octaves.",
+            "octave",
+        ),
+    ),
+    metrics=(
+        Metric(
+            "residual_fill_ratio",
+            "Residual fill",
+            "ratio",
+            "residual_fill_sum / residual_elements",
+            "Mean of |r| / ½gap(θᵛ), before the step, where the weight is kept as a sum θᵛ + r: "
+            "about ½ in training.",
+            needs=("residual_fill_sum", "residual_elements"),
+            finish=ratio,
+        ),
+        Metric(
+            "residual_zero_ratio",
+            "Residual zero",
+            "ratio",
+            "residual_zero / residual_elements",
+            "Share of the residuals that are 0 before the step. 1 is normal at the first step; a jump after a "
+            "resume means a checkpoint that dropped them.",
+            needs=("residual_zero", "residual_elements"),
+            finish=ratio,
+        ),
+        Metric(
+            "residual_nonfinite",
+            "Residuals not finite",
+            "elements",
+            "residual_nonfinite",
+            "Residuals that are NaN or infinite.",
+            needs=("residual_nonfinite",),
+            finish=as_is,
+            ideal=0.0,
+        ),
+    ),
+)
