@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from collage_agent.watch import Watch, watch
 from collage_studies.corpus import batch, standard_library
-from collage_studies.model import ByteGPT, loss_of
+from collage_studies.training import ByteGPT, loss_of
 from torch import nn
 
 from collage_monitor.metrics import METRICS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_agent.optim import STRATEGIES
 from collage_studies.corpus import batch, standard_library
-from collage_studies.model import ByteGPT, loss_of
+from collage_studies.training import ByteGPT, loss_of
 
 from tests.optim.models import assert_same_bits
 from tests.optim.test_resume import RULES, refusal

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from collage_studies import summary
+from collage_studies.command import result_line, summary_json, summary_table
 from collage_studies.recipe import PLANS, Plan
 from collage_studies.worker import Done, Step, line_of
 
@@ -49,13 +49,13 @@ def compared(**merged):
 
 def test_every_name_is_there_and_undefined_is_null():
     done = Done("r", 40, 1000.0, 7, 0)
-    line = summary.line(Plan("plus", "bfloat16"), done, compared(edq_ratio=1.0, edq_oracle_ratio=None))
-    (found,) = json.loads(summary.as_json([line]))
+    line = result_line(Plan("plus", "bfloat16"), done, compared(edq_ratio=1.0, edq_oracle_ratio=None))
+    (found,) = json.loads(summary_json([line]))
     assert set(found) == NAMES | {"run_id"}
     assert (found["validation_loss"], found["edq_ratio"], found["steps"]) == (2.5, 1.0, 40)
     assert found["train_loss"] is found["edq_oracle_ratio"] is found["state_decrement_ratio"] is None
     assert found["reports_sent"] == found["reports_stored"] == 7
-    header, row = summary.as_table([line]).splitlines()
+    header, row = summary_table([line]).splitlines()
     assert len(header) == len(row)
     assert row.split() == ["plus", "bfloat16", "-", "2.5000", "1.000", "-", "-", "-", "-", "1000", "-", "7"]
 

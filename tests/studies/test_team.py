@@ -3,8 +3,7 @@
 import click
 import pytest
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.team import Team
-from collage_studies.worker import Job
+from collage_studies.worker import Job, Team
 
 
 def test_a_failed_training_is_named(tmp_path):
