@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.buckets.totals import TableUnion
 from collage_agent.guard import Guard
 from collage_agent.intent.choose import Intents
-from collage_agent.measure.union import TableUnion
 from collage_agent.measure.windows import Schedule
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions

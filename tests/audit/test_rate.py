@@ -8,7 +8,7 @@ import pytest
 import torch
 from collage_agent.audit import audit_checkpoint
 from collage_agent.audit.kept import KeptParameter
-from collage_agent.audit.rate import SAFE_LOST_RATIO, add_losses, rate_loss
+from collage_agent.audit.report import SAFE_LOST_RATIO, add_losses, rate_loss
 from collage_agent.optim import CollageAdamW
 
 from tests.audit.checkpoints import saved, trained

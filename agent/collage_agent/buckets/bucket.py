@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_agent.buckets.intended import IntendedUpdate, StepInputs, Workspace
-from collage_agent.buckets.observation import Observation, view_of
+from collage_agent.buckets.observation import IntendedUpdate, Observation, StepInputs, Workspace, view_of
 from collage_agent.buckets.oracle import SLOTS_AT_ONCE, OracleView
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.choose import Intent

@@ -13,7 +13,7 @@ from collage_agent.buckets.totals import SampleSizes
 from collage_agent.intent.oracle import Oracle
 from collage_agent.sample.gather import BlockLayout
 from collage_agent.stats.intervals import product_rows, ratio_variances, variance_keys
-from collage_agent.stats.oracle import KEYS, oracle_block_sums
+from collage_agent.stats.several_steps import ORACLE_SUMS, oracle_block_sums
 from collage_monitor.metrics import METRICS
 from collage_monitor.table import Axis, Table
 
@@ -24,7 +24,7 @@ SLOTS_AT_ONCE: Final = 196_608
 _SAME: Final = 1e-6
 _METRIC: Final = METRICS["edq_oracle_ratio"]
 _FIXED: Final = ("oracle_steps", "oracle_sampled", "oracle_elements")
-_STATISTICS: Final = Axis((*_FIXED, "oracle_active_blocks", *KEYS, *variance_keys((_METRIC.name,))))
+_STATISTICS: Final = Axis((*_FIXED, "oracle_active_blocks", *ORACLE_SUMS, *variance_keys((_METRIC.name,))))
 
 
 class OracleView:

@@ -1,9 +1,12 @@
-"""From sums by block to estimated totals by layer: one table, in the catalogue's keys."""
+"""From sums by block to estimated totals by layer, and from those of all that is watched to one table.
+
+Keys are the catalogue's; the rows and columns of each part find their places by name.
+"""
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from collage_agent.sample.gather import BlockLayout
 from collage_agent.sample.sampling import TensorSample
-from collage_agent.stats import classes, edq, norms, updates
+from collage_agent.stats import classes, edq, updates
 from collage_agent.stats.blocks import Columns
 from collage_agent.stats.classes import active_elements
 from collage_agent.stats.intervals import population_factor, product_rows, ratio_variances, variance_keys
@@ -21,9 +24,11 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic
 from collage_monitor.table import Axis, Table
 
-__all__ = ["BASE_STATISTICS", "BlockTotals", "SampleSizes", "estimated_totals"]
+__all__ = ["BASE_STATISTICS", "BlockTotals", "SampleSizes", "TableUnion", "estimated_totals"]
 
 _FIXED: Final = ("measured_steps", "elements", "sampled")
+_PLACES: Final = 256
+_Part = tuple[tuple[str, ...], tuple[str, ...], torch.device]
 
 
 def _ratios_of(keys: Collection[str]) -> dict[str, Interval]:
@@ -39,7 +44,7 @@ def _ratios_of(keys: Collection[str]) -> dict[str, Interval]:
     }
 
 
-_BASE: Final = (*norms.KEYS, *edq.KEYS, *classes.KEYS, *updates.KEYS)
+_BASE: Final = (*edq.NORM_KEYS, *edq.EDQ_KEYS, *classes.KEYS, *updates.KEYS)
 BASE_STATISTICS: Final = (*_FIXED, *_BASE, *variance_keys(tuple(_ratios_of(_BASE))))
 """What every measured step of every optimizer reports, be it as missing."""
 
@@ -137,3 +142,43 @@ def _ratio_rows(ratios: Sequence[Interval], sums: Mapping[str, Tensor]) -> tuple
 
 def _split(rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
     return rows[:first], rows[first:]
+
+
+class TableUnion:
+    """The statistics and layers of all that is watched; both are only ever appended to.
+
+    Parts are tables of some statistics and some layers, of buckets, oracles and windows of one optimizer or more.
+    """
+
+    def __init__(self) -> None:
+        self.statistics = Axis(BASE_STATISTICS)
+        self.layers = Axis()
+        self._places: dict[_Part, tuple[Tensor, Tensor]] = {}
+
+    def of(self, parts: Sequence[Table[Tensor]], layers: Iterable[str]) -> Table[Tensor]:
+        """All parts in one table, on the first one's device; NaN where no part says anything, a later part wins.
+
+        `layers` are those that are watched now, whether reported or not. No synchronisation, once the places of a
+        part's rows and columns are known on the device.
+        """
+        self.layers.extend(layers)
+        for part in parts:
+            self.statistics.extend(part.statistics)
+        device = parts[0].array.device if parts else torch.device("cpu")
+        shape = (len(self.statistics), len(self.layers))
+        array = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
+        for part in parts:
+            array[self._place(part, device)] = part.array.to(device)
+        return Table(self.statistics, self.layers, array)
+
+    def _place(self, part: Table[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        assert part.layers is not None
+        name = tuple(part.statistics), tuple(part.layers), device
+        known = self._places.get(name)
+        if known is None:
+            if len(self._places) >= _PLACES:
+                self._places.clear()
+            rows = torch.tensor(self.statistics.positions(part.statistics)).unsqueeze(1)
+            columns = torch.tensor(self.layers.positions(part.layers)).unsqueeze(0)
+            known = self._places[name] = rows.to(device), columns.to(device)
+        return known

@@ -1,9 +1,9 @@
-"""Measured steps of one optimizer: what is gathered before a step, and the tables made of it after."""
+"""Measured steps of one optimizer: what is gathered before a step, the tables made of it, the memory it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +12,12 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.buckets.plan import BucketPlan
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
-from collage_agent.measure.footprint import kept_bytes
 from collage_agent.measure.oracles import Oracles
 from collage_agent.measure.planning import Planner, Signature
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation
 from collage_agent.measure.windows import Windows
+from collage_agent.sample.gather import local
+from collage_agent.sample.quantised import stored_tensors
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling
@@ -184,3 +185,36 @@ def _unless(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
         return part
     skip = skipped.to(part.array.device).reshape(()).ne(0)
     return Table(part.statistics, part.layers, torch.where(skip, torch.nan, part.array))
+
+
+def kept_bytes(root: object, foreign: Iterable[Tensor]) -> int:
+    """Bytes of the tensors reachable from `root` through the agent's objects, on whatever device they are.
+
+    Memory is counted once however many views look at it. `foreign` are the tensors of the training (weights,
+    gradients, states), whose memory is not the agent's. Reads sizes and addresses only: synchronises no device.
+    """
+    not_ours = {_address(part) for tensor in foreign for part in stored_tensors(tensor)}
+    sizes = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(root)}
+    return sum(size for address, size in sizes.items() if address not in not_ours)
+
+
+def _address(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
+
+
+def _tensors(root: object) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    waiting: list[Any] = [root]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, Tensor):
+            yield local(found)
+        elif isinstance(found, Mapping):
+            waiting += found.values()
+        elif isinstance(found, list | tuple | set | frozenset):
+            waiting += found
+        elif type(found).__module__.partition(".")[0] == "collage_agent":
+            waiting += vars(found).values() if hasattr(found, "__dict__") else ()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.intended import Workspace
+from collage_agent.buckets.observation import Workspace
 from collage_agent.buckets.oracle import OracleView
 from collage_agent.buckets.plan import BucketPlan
 from collage_agent.buckets.totals import BlockTotals

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.buckets.plan import BucketPlan
 from collage_agent.sample import stored
 from collage_agent.stats.blocks import nonfinite
-from collage_agent.stats.windows import WINDOW_SUMS, window_block_sums
+from collage_agent.stats.several_steps import WINDOW_SUMS, window_block_sums
 from collage_agent.training.scaling import loss_scaling
 from collage_monitor.table import Axis, Table
 

@@ -1,7 +1,7 @@
 """How each statistic is measured: pure functions from a view of the step to sums, still on the device.
 
 A module here measures what the module of the same name in `collage_monitor.statistics` defines. What is measured
-at every measured step has a function `measure(step: StepView)`; other packages add theirs through the entry-point
+at every measured step has a function from a `StepView` to `Sums`; other packages add theirs through the entry-point
 group `collage_agent.statistics`, under the name of their definition. Nothing here reads a value back.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from collage_agent.stats import classes, counterfactuals, decay, edq, norms, residuals, states, updates
+from collage_agent.stats import classes, counterfactuals, edq, kept, updates
 from collage_agent.stats.view import MovingAverages, StepView, Sums
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
@@ -24,13 +24,13 @@ Measure = Callable[[StepView], Sums | Mapping[str, Tensor]]
 """Sums by statistic key; a plain mapping holds sums by block, fp64 [blocks]."""
 
 _OWN: Final[Mapping[str, Measure]] = {
-    "norms": norms.measure,
-    "edq": edq.measure,
+    "norms": edq.measure_norms,
+    "edq": edq.measure_edq,
     "classes": classes.measure,
     "updates": updates.measure,
-    "states": states.measure,
-    "decay": decay.measure,
-    "residuals": residuals.measure,
+    "states": kept.measure_states,
+    "decay": kept.measure_decay,
+    "residuals": kept.measure_residuals,
     "counterfactuals": counterfactuals.measure,
 }
 

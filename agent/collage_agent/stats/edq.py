@@ -1,22 +1,35 @@
-"""Effective descent quality: the products of the intended with the effective update. Collage, arXiv 2405.03637."""
+"""Effective descent quality, products of the intended with the effective update, and norms, sums of squares.
+
+Collage, arXiv 2405.03637.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from collage_agent.stats.blocks import block_sums
-from collage_agent.stats.view import StepView, Sums, named
+from collage_agent.stats.view import ROWS, StepView, Sums, named
 
-__all__ = ["KEYS", "edq_block_sums", "edq_products", "measure"]
+__all__ = [
+    "EDQ_KEYS",
+    "NORM_KEYS",
+    "edq_block_sums",
+    "edq_products",
+    "measure_edq",
+    "measure_norms",
+    "squared_block_sums",
+]
 
-KEYS: Final = ("intended_effective_sum", "intended_visible_sum")
+EDQ_KEYS: Final = ("intended_effective_sum", "intended_visible_sum")
+NORM_KEYS: Final = tuple(f"{row}_squared_sum" for row in ROWS)
 
 
-def measure(step: StepView) -> Sums:
+def measure_edq(step: StepView) -> Sums:
     """Σ u·e and Σ u·eᵛ."""
-    return Sums(named(KEYS, edq_block_sums(step.products, step.block).expand(len(KEYS), -1)))
+    return Sums(named(EDQ_KEYS, edq_block_sums(step.products, step.block).expand(len(EDQ_KEYS), -1)))
 
 
 def edq_products(intended: Tensor, updates: Tensor) -> Tensor:
@@ -27,3 +40,17 @@ def edq_products(intended: Tensor, updates: Tensor) -> Tensor:
 def edq_block_sums(products: Tensor, block: int) -> Tensor:
     """Σ u·e over each block: [k, slots] → [k, blocks] fp64. No synchronisation."""
     return block_sums(products, block)
+
+
+def measure_norms(step: StepView) -> Sums:
+    """Σ θ², g², e², eᵛ², u²."""
+    return Sums(named(NORM_KEYS, torch.stack([step.squares[row] for row in ROWS])))
+
+
+def squared_block_sums(rows: Tensor, block: int) -> Tensor:
+    """Σ x² over each block: rows [k, slots] fp64 → [k, blocks] fp64, in the rows' units squared.
+
+    Within 3 ulp: the norm is one pass over the rows, where a product and its sum are three. No synchronisation.
+    """
+    norms: Tensor = torch.linalg.vector_norm(rows.view(len(rows), -1, block), dim=-1)
+    return norms.square_()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_agent.buckets.plan import decoupled_rate
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
-from collage_agent.stats.decay import decay_block_sums, decay_is_lost
+from collage_agent.stats.kept import decay_block_sums, decay_is_lost
 
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS

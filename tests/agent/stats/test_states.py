@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats import states as module
-from collage_agent.stats.states import state_decrement_block_sums, zero_block_counts
+from collage_agent.stats import kept as module
+from collage_agent.stats.kept import state_decrement_block_sums, zero_block_counts
 
 from tests.reference import diagnostics
 

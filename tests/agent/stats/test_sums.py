@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from collage_agent.stats.blocks import Columns
-from collage_agent.stats.edq import edq_block_sums, edq_products
+from collage_agent.stats.edq import edq_block_sums, edq_products, squared_block_sums
 from collage_agent.stats.intervals import population_factor, product_rows, ratio_variances, variance_keys
-from collage_agent.stats.norms import squared_block_sums
 
 from tests.reference import diagnostics
 

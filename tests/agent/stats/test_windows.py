@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats.windows import WINDOW_SUMS, window_block_sums
+from collage_agent.stats.several_steps import WINDOW_SUMS, window_block_sums
 
 from tests.reference import diagnostics
 

@@ -1,4 +1,4 @@
-"""The oracle's step and displacement beside ours, on the oracle's own sample."""
+"""Several steps together: the sums of windows of steps, and the oracle's step and displacement beside ours."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import torch
 from torch import Tensor
 
 from collage_agent.stats.blocks import block_sums, leave_out, nonfinite, on_host
-from collage_agent.stats.norms import squared_block_sums
+from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.view import named
 from collage_monitor.table import Table
 
-__all__ = ["KEYS", "oracle_block_sums"]
+__all__ = ["ORACLE_SUMS", "WINDOW_SUMS", "oracle_block_sums", "window_block_sums"]
 
+WINDOW_SUMS: Final = (
+    "window_intended_squared_sum",
+    "window_intended_effective_sum",
+    "window_effective_squared_sum",
+    "window_intended_visible_sum",
+    "window_visible_squared_sum",
+    "window_active",
+    "window_lost",
+    "window_lost_visible",
+)
+"""Rows of `window_block_sums`."""
 _SQUARES: Final = (
     "oracle_squared_sum",
     "oracle_intended_squared_sum",
@@ -22,7 +33,26 @@ _SQUARES: Final = (
     "oracle_drift_squared_sum",
 )
 _PRODUCTS: Final = ("oracle_effective_sum", "oracle_displacement_effective_sum")
-KEYS: Final = (*_SQUARES, *_PRODUCTS)
+ORACLE_SUMS: Final = (*_SQUARES, *_PRODUCTS)
+
+
+def window_block_sums(intended: Tensor, effective: Tensor, visible: Tensor, block: int) -> Tensor:
+    """Σ U², U·E, E², U·Eᵛ, Eᵛ², and elements with U ≠ 0, of those E = 0, Eᵛ = 0, by block: fp64 [8, blocks].
+
+    U = Σ u over the window, E = θ now − θ at its start and Eᵛ: fp64 [slots]. Sums in weight². No synchronisation.
+    """
+    active = intended.ne(0)
+    rows = (
+        intended * intended,
+        intended * effective,
+        effective * effective,
+        intended * visible,
+        visible * visible,
+        active.to(torch.float64),
+        (active & effective.eq(0)).to(torch.float64),
+        (active & visible.eq(0)).to(torch.float64),
+    )
+    return block_sums(torch.stack(rows), block)
 
 
 def oracle_block_sums(rows: Tensor, left_out: Tensor, padding: Tensor, block: int) -> Table[Tensor]:
@@ -42,7 +72,7 @@ def oracle_block_sums(rows: Tensor, left_out: Tensor, padding: Tensor, block: in
     ):
         leave_out(rows, nonfinite(rows.sum(0)).bitwise_or_(left_out).index_fill_(0, padding, 1))
         squares, products = _squares_and_products(rows, block)
-    return named(KEYS, torch.cat((squares, products)))
+    return named(ORACLE_SUMS, torch.cat((squares, products)))
 
 
 def _squares_and_products(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,229 @@
+"""What is kept beside the weights, and what of it arrives: moving averages, weight decay, residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from collage_agent.numerics.formats import round_to
+from collage_agent.stats.blocks import block_sums, leave_out, nonfinite, on_host
+from collage_agent.stats.edq import squared_block_sums
+from collage_agent.stats.octaves import binade_fields, exponent_of, ulp_octave_counts
+from collage_agent.stats.view import StepView, Sums, named
+from collage_monitor.definitions import HISTOGRAM_LABELS
+
+__all__ = [
+    "RESIDUAL_SUMS",
+    "decay_block_sums",
+    "decay_is_lost",
+    "measure_decay",
+    "measure_residuals",
+    "measure_states",
+    "residual_block_sums",
+    "state_decrement_block_sums",
+    "zero_block_counts",
+]
+
+Bits = NDArray[np.uint8]
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DECAY_KEYS: Final = ("decay_kept_sum", "decay_squared_sum")
+RESIDUAL_SUMS = ("residual_elements", "residual_zero", "residual_fill_sum")
+"""Rows of `residual_block_sums`."""
+_RESIDUAL_KEYS = (*RESIDUAL_SUMS, "residual_nonfinite")
+_FILLS = tuple(f"residual_fill_histogram/{label}" for label in HISTOGRAM_LABELS)
+_FRACTION_BITS = 52
+_BIAS = 1023
+_BIAS_32 = 127
+
+
+def measure_states(step: StepView) -> Sums:
+    """How moving averages shrank, as intended and as observed, and where they are zero; nothing without a u.
+
+    No decrement was possible where an average is new.
+    """
+    averages = step.averages
+    if not step.known:
+        return Sums()
+    keys: list[str] = []
+    rows: list[Tensor] = []
+    zeros = _zeros(step)
+    # Slots that hold nothing have states that stay 0: only what else is left out must be taken out of the sums.
+    left_out = step.left_out
+    taken_out = None if on_host(left_out) and np.count_nonzero(left_out.numpy()) == step.padded else left_out
+    sums = state_decrement_block_sums(averages.states, taken_out, step.block) if averages.names else None
+    new = step.gradient.new_zeros(2, len(step.held))
+    for name in averages.judged:
+        known = sums is not None and name in averages.names
+        keys += [f"state_decrement_intended_sum/{name}", f"state_decrement_observed_sum/{name}"]
+        rows.append(sums[:, averages.names.index(name)] if sums is not None and known else new)
+    keys += ["gradient_nonzero", *(f"state_zero/{name}" for name in averages.kept)]
+    return Sums(named(keys, torch.cat((*rows, zeros))))
+
+
+def _zeros(step: StepView) -> Tensor:
+    """Finite elements with g ≠ 0, and those of them where each kept average is 0, by block."""
+    averages = step.averages
+    live = [averages.live_gradient, *averages.kept.values()]
+    states = [averages.states[2, averages.names.index(name)] for name in averages.kept]
+    zeros = zero_block_counts(live, step.gradient, states, step.left_out, step.block)
+    torch.sub(step.held - step.classes["nonfinite"], zeros[0], out=zeros[0])
+    return zeros
+
+
+def state_decrement_block_sums(states: Tensor, left_out: Tensor | None, block: int) -> Tensor:
+    """Σ (|s after| − |s before|) observed, and intended, over the elements of each block whose |s| should shrink.
+
+    states [3, k, slots] fp64: |s| before, s after the step in exact arithmetic, and s as stored after it, of k
+    states, low components included; used as scratch. `left_out` uint8 [slots]: elements that enter no sum; None:
+    none, on a host. Returns fp64 [2, k, blocks] in the states' units, intended first. No synchronisation.
+    """
+    changes = states[1:].abs_().sub_(states[:1])
+    if left_out is None:
+        # The sign bit tells shrinking from growing, but for what is not a number, and that shows in the sums.
+        changes.view(torch.int64).bitwise_and_(changes[0].view(torch.int64).bitwise_right_shift(63))
+        sums = block_sums(changes, block)
+        if np.isfinite(sums.numpy()).all():
+            return sums
+        return block_sums(torch.where(changes[0].isfinite(), changes, 0.0), block)
+    shrinks = changes[0].lt(0).view(torch.uint8).bitwise_and_(left_out.bitwise_xor(1))
+    changes.view(torch.int64).bitwise_and_(shrinks.to(torch.int64).neg_())
+    return block_sums(changes, block)
+
+
+def zero_block_counts(
+    live: Sequence[Tensor], gradient: Tensor, states: Sequence[Tensor], left_out: Tensor, block: int
+) -> Tensor:
+    """By block: elements with g = 0, then for each state those with s = 0 and g ≠ 0: fp64 [1 + k, blocks].
+
+    gradient fp64 [slots], k states fp64 [slots] as stored after the step, low components included; `live`: both as
+    they are kept, leading components only. `left_out` uint8 [slots]: elements that are not counted. The host looks
+    for zeros among the bits of what is kept, a tenth of what comparing floats costs there. No synchronisation.
+    """
+    if on_host(gradient):
+        return _counts_on_host(live, states, left_out.numpy(), block)
+    taken = left_out.bitwise_xor(1)
+    still = gradient.logical_not().view(torch.uint8).bitwise_and_(taken)
+    taken.bitwise_xor_(still)
+    counted = [still, *(state.logical_not().view(torch.uint8).bitwise_and_(taken) for state in states)]
+    return block_sums(torch.stack(counted).to(torch.float64), block)
+
+
+def _counts_on_host(live: Sequence[Tensor], states: Sequence[Tensor], left_out: Bits, block: int) -> Tensor:
+    counts = torch.zeros(len(live), len(left_out) // block, dtype=torch.float64)
+    gradient = _magnitudes(live[0])
+    for row, leading in enumerate(live):
+        places = np.flatnonzero(_magnitudes(leading) == 0)
+        places = places[left_out[places] == 0]
+        if row:
+            places = places[gradient[places] != 0]
+            places = places[states[row - 1].numpy()[places] == 0]
+        if len(places):
+            counts[row] = torch.from_numpy(np.bincount(places // block, minlength=counts.shape[1]))
+    return counts
+
+
+def _magnitudes(values: Tensor) -> NDArray[np.signedinteger[Any]]:
+    """The bits of floats without their signs, [slots]: 0 for 0 and −0 alone."""
+    bits: NDArray[np.signedinteger[Any]] = values.view(_INTEGERS[values.element_size()]).numpy() << 1
+    return bits
+
+
+def measure_decay(step: StepView) -> Sums:
+    """What decoupled decay alone would keep; nothing where there is none."""
+    rate, dtype = step.decay, step.registered.dtype
+    if rate is None:
+        return Sums()
+    if not decay_is_lost(rate, dtype):
+        return Sums(
+            named(_DECAY_KEYS, decay_block_sums(step.visible_parameter, rate, dtype, step.left_out, step.block))
+        )
+    if step.visible_parameter is step.parameter:
+        visible_squares = step.squares["parameter"]
+    else:
+        finite = step.visible_parameter.clone().unsqueeze(0)
+        leave_out(finite, step.left_out)
+        visible_squares = squared_block_sums(finite, step.block)[0]
+    squares = visible_squares * rate**2
+    return Sums(named(_DECAY_KEYS, torch.stack((torch.zeros_like(squares), squares))))
+
+
+def decay_is_lost(rate: float | Tensor, dtype: torch.dtype) -> bool:
+    """Whether decay by this rate, lr·λ, moves no number of `dtype`: it is below half the smallest gap everywhere.
+
+    A number's smallest gap is that below a power of two, eps/2 of it. False for a tensor: it is not read.
+    """
+    return not isinstance(rate, Tensor) and abs(rate) < torch.finfo(dtype).eps / 4
+
+
+def decay_block_sums(
+    visible_parameter: Tensor, rate: float | Tensor, dtype: torch.dtype, left_out: Tensor, block: int
+) -> Tensor:
+    """Σ d·d̂ and Σ d² over each block: fp64 [2, blocks] in weight².
+
+    θᵛ = visible_parameter: fp64 [slots], exact in `dtype`; rate = lr·λ, a number or a tensor [()]; d = −rate·θᵛ,
+    d̂ = RN(θᵛ·(1 − rate)) − θᵛ in `dtype`, rounded once. `left_out` uint8 [slots]: elements that enter no sum. No
+    synchronisation.
+    """
+    intended = visible_parameter * -rate
+    kept = round_to(_product_to_odd(visible_parameter, 1 - rate), dtype).to(torch.float64).sub_(visible_parameter)
+    products = torch.stack((kept.mul_(intended), intended.mul(intended)))
+    products.view(torch.int64).bitwise_and_(left_out.to(torch.int64).sub_(1))
+    return block_sums(products, block)
+
+
+def _product_to_odd(values: Tensor, factor: float | Tensor) -> Tensor:
+    """values · factor in fp64, rounded to odd, so that rounding it again is as good as once; values have 24 bits.
+
+    With round hyper-parameters ties are common, and a product rounded to nearest would fall onto them. The factor's
+    leading 24 bits and the rest give exact products; Boldo and Melquiond, "When double rounding is odd", 2005.
+    """
+    whole = torch.zeros((), dtype=torch.float64, device=values.device) + factor
+    leading = whole.to(torch.float32).to(torch.float64)
+    large, small = values * leading, values * (whole - leading)
+    total = large + small
+    error = small.sub_(total - large)
+    inexact = error.ne(0) & (total.view(torch.int64) & 1).eq(0)
+    step = torch.where(error.signbit() == total.signbit(), 1, -1)
+    total.view(torch.int64).add_(step * inexact)
+    return total
+
+
+def measure_residuals(step: StepView) -> Sums:
+    """How full residuals are; nothing where the weight is not kept as a sum."""
+    if step.residual is None:
+        return Sums()
+    registered, dtype, block = step.registered, step.registered.dtype, step.block
+    bad = block_sums(nonfinite(step.residual).to(torch.float64), block)
+    residual = step.residual.clone()
+    residual.view(torch.int64).bitwise_and_(step.left_out.to(torch.int64).sub_(1))
+    sums = named(RESIDUAL_SUMS, residual_block_sums(residual, registered, dtype, step.left_out, block))
+    fills = ulp_octave_counts(residual, registered, dtype, step.columns, step.tensors, block, gaps=0.5)
+    # r = 0 was counted as underflow.
+    filled = sums["residual_elements"] - sums["residual_zero"]
+    fills[0].index_add_(0, step.columns, filled.sub_(block))
+    return Sums(named(_RESIDUAL_KEYS, torch.cat((sums.array, bad.unsqueeze(0)))), named(_FILLS, fills))
+
+
+def residual_block_sums(
+    residual: Tensor, visible_parameter: Tensor, dtype: torch.dtype, left_out: Tensor, block: int
+) -> Tensor:
+    """Elements, those with r = 0, and Σ |r| / ½gap(θᵛ), over each block: fp64 [3, blocks].
+
+    r = residual: fp64 [slots], zero where `left_out` uint8 [slots] is 1; θᵛ = visible_parameter [slots], exact in
+    `dtype`, of at most 32 bits. The gap is that to θᵛ's neighbour in r's direction, so that a normalised pair is
+    at most 1 full; a division by a power of two, and exact. No synchronisation.
+    """
+    taken = left_out.bitwise_xor(1)
+    zero = residual.logical_not().view(torch.uint8).bitwise_and(taken)
+    # Half a gap is 2^(field − 127) · eps / 2; its reciprocal is put together from its exponent.
+    whole = _BIAS + _BIAS_32 - exponent_of(torch.finfo(dtype).eps / 2)
+    field = binade_fields(residual, visible_parameter, dtype).to(torch.int64)
+    reciprocal = field.neg_().add_(whole).bitwise_left_shift_(_FRACTION_BITS).view(torch.float64)
+    fill = reciprocal.mul_(residual).abs_()
+    fill.view(torch.int64).bitwise_and_(taken.to(torch.int64).neg_())
+    return block_sums(torch.stack((taken.to(torch.float64), zero.to(torch.float64), fill)), block)
