@@ -6,23 +6,24 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from flask import Flask, Response, request
+from flask_talisman import DENY, Talisman
 
 __all__ = ["LOOPBACK_HOSTS", "install_guard"]
 
 LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1"})
-_HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-        "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
-        "frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
-    ),
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+_CONTENT: Final = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
+    "frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
+)
+"""Where the browser may load what from: this process alone. Dash needs scripts and styles in the page itself."""
 
 
 def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
-    """Refuse foreign Host names (a rebound DNS name reads a local page otherwise) and foreign Origins (403)."""
+    """Refuse foreign Host names (a rebound DNS name reads a local page otherwise) and foreign Origins (403).
+
+    Every answer says what the browser may do with it.
+    """
 
     @server.before_request
     def check() -> Response | None:
@@ -35,8 +36,13 @@ def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
             return Response(f"origin {origin!r} may not call this dashboard\n", 403, mimetype="text/plain")
         return None
 
-    @server.after_request
-    def harden(response: Response) -> Response:
-        for name, value in _HEADERS.items():
-            response.headers.setdefault(name, value)
-        return response
+    Talisman(
+        server,
+        content_security_policy=_CONTENT,
+        referrer_policy="no-referrer",
+        frame_options=DENY,
+        permissions_policy={},
+        # A dashboard on loopback speaks plain HTTP; beyond it, the proxy before it decides.
+        force_https=False,
+        strict_transport_security=False,
+    )

@@ -83,6 +83,20 @@ def test_every_file_of_the_page_is_local_and_there(http):
     assert "connect-src 'self'" in http.get("/").headers["Content-Security-Policy"]
 
 
+@pytest.mark.parametrize(("path", "host"), [("/", "localhost"), ("/healthz", "127.0.0.1"), ("/", "evil.example")])
+def test_every_answer_says_what_a_browser_may_do_with_it(http, path, host):
+    answer = http.get(path, headers={"Host": host, "X-Forwarded-Proto": "https"})
+    assert answer.status_code == (403 if host == "evil.example" else 200)
+    assert answer.headers["Content-Security-Policy"] == (
+        "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
+        "frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
+    )
+    assert answer.headers["Referrer-Policy"] == "no-referrer"
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert "Strict-Transport-Security" not in answer.headers
+
+
 def test_a_foreign_host_name_is_refused(http):
     assert http.get("/", headers={"Host": "evil.example"}).status_code == 403
     assert http.get("/", headers={"Host": "127.0.0.1:7421"}).status_code == 200
