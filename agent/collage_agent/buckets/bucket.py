@@ -125,6 +125,7 @@ class Bucket:
             found.append(_measured(view))
             for oracle in followed:
                 oracle.take(index, (view.intended, view.effective, view.parameter + view.effective), view.left_out)
+            del view  # Its memory, still in the cache, is that of the next one.
         return _put_together(found)
 
     def intended(self, scale: Tensor | None) -> Tensor:

@@ -216,9 +216,11 @@ def _averages_of(seen: Observation, update: IntendedUpdate, gradient: Tensor) ->
         for name in stored.average_names(after, kept)
         if stored.decaying(name, after[name].dtype) and (name in update.averages or name not in seen.before)
     )
-    present = {name: after[name] for name in update.averages if name in after}
-    for name in present if update.known else ():
-        add_up(after, stored.components(name, after, kept), update.states[2, update.averages.index(name)])
+    present = {
+        name: [after[key] for key in stored.components(name, after, kept)]
+        for name in update.averages
+        if name in after
+    }
     live = seen.before.get(stored.GRADIENT, gradient)
     return MovingAverages(tuple(update.averages), update.states, judged, present, live)
 

@@ -19,6 +19,7 @@ from collage_agent.stats import classes, edq, updates
 from collage_agent.stats.blocks import Columns
 from collage_agent.stats.classes import active_elements
 from collage_agent.stats.intervals import population_factor, product_rows, ratio_variances, variance_keys
+from collage_agent.stats.view import named
 from collage_monitor.definitions import SAMPLE, Interval
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic
@@ -126,7 +127,7 @@ def estimated_totals(
     ratios = _ratio_rows(rows.ratios, by_block)
     arrays = [table.array for table in blocks.by_block]
     products, sums = _split(sizes.columns.sums(torch.cat((product_rows(*ratios), *arrays))), 3 * len(rows.ratios))
-    by_tensor = Table(Axis(key for table in blocks.by_block for key in table.statistics), None, sums)
+    by_tensor = named(keys[: len(sums)], sums)
     variances = ratio_variances(products, *_ratio_rows(rows.ratios, by_tensor), sizes.blocks, sizes.factor)
     others = [table.array for table in blocks.by_tensor]
     array = torch.cat((sizes.fixed, sums, *others, variances)).mul_(rows.factor)
@@ -162,13 +163,12 @@ class TableUnion:
         part's rows and columns are known on the device.
         """
         self.layers.extend(layers)
-        for part in parts:
-            self.statistics.extend(part.statistics)
         device = parts[0].array.device if parts else torch.device("cpu")
+        places = [self._place(part, device) for part in parts]
         shape = (len(self.statistics), len(self.layers))
         array = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
-        for part in parts:
-            array[self._place(part, device)] = part.array.to(device)
+        for place, part in zip(places, parts, strict=True):
+            array[place] = part.array.to(device)
         return Table(self.statistics, self.layers, array)
 
     def _place(self, part: Table[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -178,6 +178,7 @@ class TableUnion:
         if known is None:
             if len(self._places) >= _PLACES:
                 self._places.clear()
+            self.statistics.extend(part.statistics)
             rows = torch.tensor(self.statistics.positions(part.statistics)).unsqueeze(1)
             columns = torch.tensor(self.layers.positions(part.layers)).unsqueeze(0)
             known = self._places[name] = rows.to(device), columns.to(device)

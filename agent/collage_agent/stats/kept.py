@@ -14,7 +14,7 @@ from collage_agent.numerics.formats import round_to
 from collage_agent.stats.blocks import block_sums, leave_out, nonfinite, on_host
 from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.octaves import binade_fields, exponent_of, ulp_octave_counts
-from collage_agent.stats.view import StepView, Sums, named
+from collage_agent.stats.view import MovingAverages, StepView, Sums, named
 from collage_monitor.definitions import HISTOGRAM_LABELS
 
 __all__ = [
@@ -65,11 +65,20 @@ def measure_states(step: StepView) -> Sums:
     return Sums(named(keys, torch.cat((*rows, zeros))))
 
 
+def _as_stored(averages: MovingAverages, name: str) -> Tensor:
+    """s as stored after the step. Here and no sooner: what follows finds it in the cache."""
+    leading, *others = averages.kept[name]
+    stored = averages.states[2, averages.names.index(name)].copy_(leading)
+    for component in others:
+        stored.add_(component)
+    return stored
+
+
 def _zeros(step: StepView) -> Tensor:
     """Finite elements with g ≠ 0, and those of them where each kept average is 0, by block."""
     averages = step.averages
-    live = [averages.live_gradient, *averages.kept.values()]
-    states = [averages.states[2, averages.names.index(name)] for name in averages.kept]
+    live = [averages.live_gradient, *(components[0] for components in averages.kept.values())]
+    states = [_as_stored(averages, name) for name in averages.kept]
     zeros = zero_block_counts(live, step.gradient, states, step.left_out, step.block)
     torch.sub(step.held - step.classes["nonfinite"], zeros[0], out=zeros[0])
     return zeros

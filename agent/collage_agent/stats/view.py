@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -21,15 +22,16 @@ ROWS: Final = ("parameter", "gradient", "effective", "visible", "intended")
 class MovingAverages:
     """The averages that an optimizer keeps, in a measured step.
 
-    names: the rows of `states` fp64 [3, names, slots]: |s| before the step, s after it in exact arithmetic, and s
-    as stored after it. judged: those that can be judged by how they shrink; one that is not among `names` is new.
-    kept: what is kept of each after the step, leading components only, in its own dtype; live_gradient: g alike.
+    names: the rows of `states` fp64 [3, names, slots]: |s| before the step, s after it in exact arithmetic, and
+    room for s as stored after it. judged: those that can be judged by how they shrink; others than `names` are new.
+    kept: what is kept of each after the step, components that add up to it, the leading one first, in their own
+    dtypes; live_gradient: g as it is kept.
     """
 
     names: tuple[str, ...]
     states: Tensor
     judged: tuple[str, ...]
-    kept: Mapping[str, Tensor]
+    kept: Mapping[str, Sequence[Tensor]]
     live_gradient: Tensor
 
 
@@ -95,4 +97,10 @@ def table_of(sums: Mapping[str, Tensor]) -> Table[Tensor] | None:
 
 def named(keys: Sequence[str], rows: Tensor) -> Table[Tensor]:
     """Rows of sums under these keys."""
-    return Table(Axis(keys), None, rows)
+    return Table(_axis(tuple(keys)), None, rows)
+
+
+@lru_cache(maxsize=256)
+def _axis(keys: tuple[str, ...]) -> Axis:
+    """The same keys come with every step: their places are worked out once."""
+    return Axis(keys)
