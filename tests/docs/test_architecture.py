@@ -19,3 +19,13 @@ def test_every_component_has_its_place():
     for component in ("agent", "server", "dashboard", "studies"):
         assert f"{component}/collage_{component}/" in TEXT
     assert "collage_monitor/" in TEXT
+
+
+def test_each_path_has_at_most_ten_stations_and_no_file_twice():
+    paths = re.findall(r"\n## (How [^\n]*)\n(.*?)(?=\n## )", TEXT, re.DOTALL)
+    assert len(paths) == 3
+    for title, section in paths:
+        stations = re.findall(r"^\| (\d+) \| `([^`]+)`", section, re.MULTILINE)
+        assert [int(number) for number, _ in stations] == list(range(1, len(stations) + 1)), title
+        assert 0 < len(stations) <= 10, title
+        assert len({file for _, file in stations}) == len(stations), title
