@@ -143,7 +143,7 @@ def test_settings_of_retention_are_checked(tmp_path):
     for wrong in cases:
         with pytest.raises(SettingsError, match="keep them no longer"):
             Settings(folder=tmp_path, no_auth=True, **wrong)
-    with pytest.raises(SettingsError, match="DISK_BUDGET_BYTES must be positive"):
+    with pytest.raises(SettingsError, match="DISK_BUDGET_BYTES=0 must be a positive whole number"):
         Settings(folder=tmp_path, no_auth=True, disk_budget_bytes=0)
     assert Settings(folder=tmp_path, no_auth=True).retention_days == {}
 
