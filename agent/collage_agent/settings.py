@@ -44,14 +44,11 @@ NO_TAGS: Final[tuple[str, ...]] = default(())
 _WORDS: Final = f"pass a text of 1 to {LIMITS['name_characters']} characters"
 _NAME: Final = Meta(min_length=1, max_length=LIMITS["name_characters"])
 _TYPES: Final[dict[str, tuple[Any, str]]] = {
-    "project": (
-        Annotated[str, _NAME, Meta(pattern=r"^(?!\.{1,2}$)[^/]+$")],
-        f"it is one part of the server's addresses: leave slashes out, and {_WORDS}",
-    ),
+    "project": (Annotated[str, _NAME, Meta(pattern=r"^(?!\.{1,2}\Z)")], _WORDS),
     "name": (Annotated[str, _NAME], _WORDS),
     "group": (Annotated[str, _NAME], _WORDS),
     "run_id": (
-        Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}$")],
+        Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}\Z")],
         "pass 1 to 64 letters, digits, '_', '.', ':' or '-', the first a letter or digit",
     ),
     "resume": (Resume, "choose one of 'allow', 'must', 'never'"),
@@ -63,7 +60,7 @@ _TYPES: Final[dict[str, tuple[Any, str]]] = {
     "notes": (Annotated[str, Meta(max_length=65_536)], "pass a text of at most 65536 characters"),
     "seed": (Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "pass a 64-bit integer or None"),
     "token": (
-        Annotated[str, Meta(pattern=r"^[!-~]+$")],
+        Annotated[str, Meta(pattern=r"^[!-~]+\Z")],
         "pass the printable ASCII text that the server gave out, without spaces",
     ),
 }

@@ -126,3 +126,12 @@ def test_a_run_deleted_in_the_middle_ends_its_sending(server, client):
     train(10)
     collage.finish()
     assert run.reports_dropped.keys() == {"run_deleted"}
+
+
+def test_a_project_may_have_a_slash_in_its_name(server, client):
+    run = begin(server, project="team/vision")
+    train(10)
+    collage.finish()
+    stored = client.run(run.run_id)
+    assert (stored.project, stored.last_step, run.reports_spooled) == ("team/vision", 10, 0)
+    assert [entry.run_id for entry in client.runs(project="team/vision").runs] == [run.run_id]
