@@ -106,8 +106,8 @@ def _report(seq: int, block: np.ndarray, layers: int) -> wire.Report:
         scalars={"loss": 4.0 - seq * 1e-5, "tokens": 1024.0 * seq},
         statistic_count=len(STATISTICS),
         layer_count=layers,
-        statistics=wire.block_to_bytes(block) if layers else None,
-        model=wire.block_to_bytes(model),
+        statistics=wire.array_to_bytes(block) if layers else None,
+        model=wire.array_to_bytes(model),
     )
 
 

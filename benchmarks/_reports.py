@@ -99,7 +99,7 @@ def register(port: int, run_id: str, shape: Shape, streams: int) -> None:
 def batches(shape: Shape, first_seq: int, count: int, batch: int, seed: int) -> Iterator[wire.ReportBatch]:
     """Batches of `batch` reports each, `count` reports in all, a step a report."""
     blocks = np.random.default_rng(seed).random((_PATTERNS, len(shape.statistics), shape.layers))
-    packed = [(wire.block_to_bytes(block), wire.block_to_bytes(block.sum(axis=1))) for block in blocks]
+    packed = [(wire.array_to_bytes(block), wire.array_to_bytes(block.sum(axis=1))) for block in blocks]
     for start in range(first_seq, first_seq + count, batch):
         yield wire.ReportBatch(
             reports=[

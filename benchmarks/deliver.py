@@ -23,7 +23,7 @@ from collage_agent.transport import Envelope, HttpTransport, MemoryTransport
 
 from benchmarks._harness import Figure, Options, main
 from collage_monitor.metrics import STATISTICS
-from collage_monitor.wire import BatchAnswer, Layer, Report, ReportBatch, WatchInfo, block_to_bytes, encode_json
+from collage_monitor.wire import BatchAnswer, Layer, Report, ReportBatch, WatchInfo, array_to_bytes, encode_json
 
 SHARE_ALLOWED = 0.05
 STEPS = 300
@@ -86,8 +86,8 @@ def sent_by_the_caller() -> float:
             time=1.0,
             statistic_count=STATISTIC_COUNT,
             layer_count=LAYERS,
-            statistics=block_to_bytes(block),
-            model=block_to_bytes(block.sum(axis=1)),
+            statistics=array_to_bytes(block),
+            model=array_to_bytes(block.sum(axis=1)),
         )
         transport.send(Envelope("p", "r", "s", ReportBatch(reports=[report])), lambda seconds: True)
         taken.append(time.perf_counter() - began)

@@ -64,8 +64,8 @@ class Agent:
         self._random = random.Random(seed)
         block = np.random.default_rng(seed).random((len(shape.statistics), shape.layers))
         self._shape = shape
-        self._statistics = wire.block_to_bytes(block)
-        self._model = wire.block_to_bytes(block.sum(axis=1))
+        self._statistics = wire.array_to_bytes(block)
+        self._model = wire.array_to_bytes(block.sum(axis=1))
         self._next_seq = 0
         self._next_step = 0
         tally.acknowledged[stream_id] = 0

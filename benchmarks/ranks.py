@@ -74,8 +74,8 @@ class Ranks:
         self._port = port
         block = np.random.default_rng(0).random((len(LARGE.statistics), LARGE.layers))
         block[0] = 1.0
-        self._statistics = wire.block_to_bytes(block)
-        self._model = wire.block_to_bytes(block.sum(axis=1))
+        self._statistics = wire.array_to_bytes(block)
+        self._model = wire.array_to_bytes(block.sum(axis=1))
 
     def send(self, point: int) -> Iterator[float]:
         """One report of every rank; seconds until each was acknowledged, refusals and waits included."""

@@ -137,11 +137,11 @@ def _report(path: Path, line: bytes, seq: int, statistics: list[str], layer_coun
         given: dict[str, Any] = {}
         if step.model is not None and statistics:
             model = np.array([_float(step.model.get(key)) for key in statistics])
-            given = {"statistic_count": len(statistics), "model": wire.block_to_bytes(model)}
+            given = {"statistic_count": len(statistics), "model": wire.array_to_bytes(model)}
         if given and step.layers is not None:
             missing = [None] * layer_count
             rows = [[_float(value) for value in step.layers.get(key, missing)] for key in statistics]
-            given |= {"layer_count": layer_count, "statistics": wire.block_to_bytes(np.array(rows))}
+            given |= {"layer_count": layer_count, "statistics": wire.array_to_bytes(np.array(rows))}
     except (msgspec.MsgspecError, ValueError) as error:
         raise ImportRefusal(f"{path}: step {seq + 1} of the file cannot be read ({error})") from error
     return wire.Report(

@@ -14,13 +14,13 @@ import numpy as np
 from collage_monitor.errors import WireError
 from collage_monitor.wire.answers import RejectedReport
 from collage_monitor.wire.messages import LIMITS, Gap, Index, Parts, Report, ReportBatch
-from collage_monitor.wire.numbers import Number, block_from_bytes, block_to_bytes, from_number, to_number
+from collage_monitor.wire.numbers import Number, array_from_bytes, array_to_bytes, from_number, to_number
 
 __all__ = [
     "JSON",
     "MSGPACK",
     "decode_batch",
-    "decode_batch_apart",
+    "decode_batch_singly",
     "decode_message",
     "encode_batch",
     "encode_json",
@@ -123,7 +123,7 @@ def decode_batch(data: bytes, content_type: str = MSGPACK) -> ReportBatch:
         raise _wire_error(error) from error
 
 
-def decode_batch_apart(data: bytes, content_type: str = MSGPACK) -> tuple[ReportBatch, list[RejectedReport]]:
+def decode_batch_singly(data: bytes, content_type: str = MSGPACK) -> tuple[ReportBatch, list[RejectedReport]]:
     """Decode what can be decoded of a batch that `decode_batch` refuses; say what is wrong with each other report.
 
     `index` is a refused report's place in the batch as it was sent.
@@ -188,8 +188,8 @@ def _number_of(part: Any) -> int | None:
 
 def _to_json(report: Report) -> _JsonReport:
     shape = (report.statistic_count, report.layer_count)
-    block = None if report.statistics is None else block_from_bytes(report.statistics, shape)
-    model = None if report.model is None else block_from_bytes(report.model, shape[:1], "model")
+    block = None if report.statistics is None else array_from_bytes(report.statistics, shape)
+    model = None if report.model is None else array_from_bytes(report.model, shape[:1], "model")
     return _JsonReport(
         seq=report.seq,
         step=report.step,
@@ -208,8 +208,8 @@ def _from_json(report: _JsonReport) -> Report:
     if report.statistics is not None:
         if any(len(row) != len(report.statistics[0]) for row in report.statistics):
             raise WireError("statistics: rows of unequal length; send [statistic][layer]", field="statistics")
-        statistics = block_to_bytes(np.array(report.statistics, dtype=np.float64))
-    model = None if report.model is None else block_to_bytes(np.array(report.model, dtype=np.float64))
+        statistics = array_to_bytes(np.array(report.statistics, dtype=np.float64))
+    model = None if report.model is None else array_to_bytes(np.array(report.model, dtype=np.float64))
     return Report(
         seq=report.seq,
         step=report.step,

@@ -16,8 +16,8 @@ from collage_monitor.errors import WireError
 
 __all__ = [
     "Number",
-    "block_from_bytes",
-    "block_to_bytes",
+    "array_from_bytes",
+    "array_to_bytes",
     "from_number",
     "to_number",
     "undefined_to_none",
@@ -51,12 +51,12 @@ def undefined_to_none(values: NDArray[np.float64] | NDArray[np.int64]) -> list[N
     return numbers
 
 
-def block_to_bytes(block: NDArray[np.float64]) -> bytes:
+def array_to_bytes(block: NDArray[np.float64]) -> bytes:
     """A float64 array of any shape as little-endian bytes in C order."""
     return np.ascontiguousarray(block, dtype=_LITTLE).tobytes()
 
 
-def block_from_bytes(data: bytes, shape: tuple[int, ...], field: str = "statistics") -> NDArray[np.float64]:
+def array_from_bytes(data: bytes, shape: tuple[int, ...], field: str = "statistics") -> NDArray[np.float64]:
     """The float64 array [*shape] behind little-endian bytes; read-only, shares memory on little-endian machines.
 
     Raises:

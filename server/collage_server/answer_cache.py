@@ -32,16 +32,16 @@ class AnswerCache:
 
     def encoded(self, key: object, make: Callable[[], Any]) -> msgspec.Raw:
         """The answer kept under `key`, else the one that `make` gives."""
-        return self.known(key) or self.keep(key, make())
+        return self.get(key) or self.put(key, make())
 
-    def known(self, key: object) -> msgspec.Raw | None:
+    def get(self, key: object) -> msgspec.Raw | None:
         """The answer kept under `key`."""
         digest = _digest(key)
         with self._lock:
             kept = self._answers.get(digest)
         return None if kept is None else msgspec.Raw(kept)
 
-    def keep(self, key: object, answer: Any) -> msgspec.Raw:
+    def put(self, key: object, answer: Any) -> msgspec.Raw:
         """Encode an answer and keep it, if it is not larger than all may be together."""
         made, digest = wire.encode_json(answer), _digest(key)
         with self._lock:

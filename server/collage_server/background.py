@@ -1,4 +1,4 @@
-"""Work beside the requests: threads that look, once an interval, whether there is something to do.
+"""Background work: threads that check, once an interval, whether there is something to do.
 
 The sealer turns journals into chunks; maintenance expires, purges, gives space back, and watches what is left.
 """
@@ -26,9 +26,9 @@ _DAY_SECONDS: Final = 86_400.0
 
 
 class Background(ABC):
-    """A daemon thread that looks every `interval_seconds`; a look that fails is logged, the next one tries again.
+    """A daemon thread that runs `look` every `interval_seconds`; a failure is logged, and the next run tries again.
 
-    It may be stopped at any point without harm: a look asks `stopping` between slices of its work.
+    It may be stopped at any point without harm: `look` checks `stopping` between slices of its work.
     """
 
     def __init__(self, name: str, *, interval_seconds: float) -> None:
@@ -61,7 +61,7 @@ class Background(ABC):
         self._woken.set()
 
     def attempt(self, work: Callable[[], object]) -> None:
-        """Do it; what fails is logged and ends nothing."""
+        """Do the work; log an exception instead of raising it."""
         try:
             work()
         except Exception:
@@ -97,7 +97,7 @@ class Sealer(Background):
         bounds.on_pressure = self.wake
 
     def look(self) -> None:
-        """Seal what is due of every run; one that cannot be sealed does not keep the others."""
+        """Seal what is due of every run; a failure in one does not stop the others."""
         waiting = self._waiting()
         for run_id in waiting:
             try:
@@ -107,12 +107,12 @@ class Sealer(Background):
             except Exception:
                 _LOG.exception("run %s cannot be sealed; its journal keeps everything, the others go on", run_id)
         for run_id in {*waiting, *self._bounds.waiting()}:
-            if self._bounds.uncertain(run_id):
+            if self._bounds.needs_count(run_id):
                 self._bounds.count(run_id, self._bytes_of(run_id))
-        self._bounds.looked()
+        self._bounds.end_round()
 
     def _seal_run(self, run_id: str) -> None:
-        pressed = self._bounds.presses(run_id)
+        pressed = self._bounds.must_seal(run_id)
         while not self.stopping.is_set() and self._seal(run_id, self._clock(), pressed=pressed):
             pass
 
@@ -128,10 +128,10 @@ class Maintainable(Protocol):
     def events(self) -> EventStore:
         """What happened to runs."""
 
-    def fold_log(self) -> None:
+    def checkpoint_log(self) -> None:
         """Keep the database's log short, whoever reads."""
 
-    def return_space(self) -> bool:
+    def release_space(self) -> bool:
         """Give a slice of free space back to the disk; True if there is more."""
 
 
@@ -163,7 +163,7 @@ class Maintenance(Background):
 
     def start(self) -> None:
         """Look at the disk before the first report comes, then start the thread."""
-        self.attempt(self._guard.look)
+        self.attempt(self._guard.check_sizes)
         super().start()
 
     def look(self) -> None:
@@ -192,7 +192,7 @@ class Maintenance(Background):
             except Exception:
                 _LOG.exception("retention of run %s failed; the next round tries again, the others go on", run_id)
         self._repeat(lambda: self._store.retention.purge(_SLICES))
-        self._repeat(self._store.return_space)
+        self._repeat(self._store.release_space)
 
     def _tell(self, run_id: str, gone: int, now: float) -> None:
         text = f"retention took fine points of {gone} stretch{'es' if gone > 1 else ''} of steps; coarser ones stay"
@@ -205,6 +205,6 @@ class Maintenance(Background):
 
     def _watch_disk(self) -> None:
         if time.monotonic() >= self._disk_due:
-            self.attempt(self._guard.look)
-            self.attempt(self._store.fold_log)
+            self.attempt(self._guard.check_sizes)
+            self.attempt(self._store.checkpoint_log)
             self._disk_due = time.monotonic() + self._disk_seconds

@@ -23,7 +23,7 @@ class Measurable(Protocol):
 
 
 class DiskGuard:
-    """Knows whether reports may be stored. `look` is called from time to time, `reason` from any thread.
+    """Decides whether reports may be stored. `check_sizes` is called from time to time, `reason` from any thread.
 
     `budget_bytes` bounds the data (None: no bound), `reserve_bytes` must stay free on the disk of an SQLite file.
     """
@@ -39,8 +39,8 @@ class DiskGuard:
         """Why nothing may be stored now; None: it may."""
         return self._reason
 
-    def look(self) -> None:
-        """Measure, and decide anew."""
+    def check_sizes(self) -> None:
+        """Measure the disk, and decide again whether reports may be stored."""
         known, self._reason = self._reason, self._measured()
         if (known is None) != (self._reason is None):
             _LOG.warning("read-only: %s", self._reason) if self._reason else _LOG.warning("no longer read-only")

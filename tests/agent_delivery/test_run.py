@@ -20,7 +20,7 @@ from collage_monitor.wire import (
     RunCreate,
     RunUpdate,
     StreamCreate,
-    block_from_bytes,
+    array_from_bytes,
 )
 from tests.agent_delivery.doubles import QUICK, ServerDouble, layout, make_run, measurement
 from tests.waiting import PATIENCE_SECONDS, until
@@ -47,7 +47,7 @@ def messages_of(transport):
 
 
 def block(report):
-    return block_from_bytes(report.statistics, (report.statistic_count, report.layer_count))
+    return array_from_bytes(report.statistics, (report.statistic_count, report.layer_count))
 
 
 def test_registrations_precede_reports_and_the_end_is_marked(tmp_path):
@@ -85,7 +85,7 @@ def test_a_report_holds_block_and_model(tmp_path):
     assert (report.seq, report.step, report.time) == (0, 7, 1007.0)
     assert report.scalars == {"agent_cpu_seconds": 0.5}
     np.testing.assert_array_equal(block(report), totals)
-    np.testing.assert_array_equal(block_from_bytes(report.model, (3,)), [3.0, 3.0, math.nan])
+    np.testing.assert_array_equal(array_from_bytes(report.model, (3,)), [3.0, 3.0, math.nan])
 
 
 def test_scalars_of_a_measured_step_share_its_report(tmp_path):
@@ -202,7 +202,7 @@ def test_a_block_too_large_for_a_request_goes_in_parts_of_layers(tmp_path, monke
         found = block(part)
         assert np.isnan(found[:, : 4 * number]).all()
         np.testing.assert_array_equal(found[:, 4 * number :], totals[:, 4 * number : 4 * number + 4])
-    models = [block_from_bytes(part.model or b"", (3,)) for part in parts]
+    models = [array_from_bytes(part.model or b"", (3,)) for part in parts]
     np.testing.assert_array_equal(np.sum(models, axis=0), totals.sum(axis=1))
 
 
@@ -232,7 +232,7 @@ def test_two_watches_fill_their_own_columns_even_under_one_name(tmp_path):
     assert (first.parts, second.parts) == (2, 2)
     np.testing.assert_array_equal(block(first), [[4.0]])
     np.testing.assert_array_equal(block(second), [[math.nan, 8.0], [math.nan, 2.0]])
-    np.testing.assert_array_equal(block_from_bytes(second.model, (2,)), [8.0, 2.0])
+    np.testing.assert_array_equal(array_from_bytes(second.model, (2,)), [8.0, 2.0])
 
 
 def test_an_overfull_queue_drops_the_oldest_and_says_so(tmp_path):

@@ -18,7 +18,7 @@ from collage_agent.watch import watch as attach_watch
 from torch import nn
 
 from collage_monitor.statistics import finish_all
-from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, block_from_bytes, decode_batch
+from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, array_from_bytes, decode_batch
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -82,11 +82,11 @@ def test_a_training_from_init_to_finish(capsys):
     assert [report.step for report in measured] == [2, 4, 6]
     logged = {report.step: report.scalars["loss"] for report in transport.reports if "loss" in report.scalars}
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
-    totals = block_from_bytes(measured[-1].model, (measured[-1].statistic_count,))
+    totals = array_from_bytes(measured[-1].model, (measured[-1].statistic_count,))
     finished = finish_all(dict(zip(stream.statistics, totals, strict=True)))
     assert summary["step"] == 6
     assert float(finished["edq_ratio"]) == pytest.approx(summary["model"]["edq_ratio"])
-    block = block_from_bytes(measured[-1].statistics, (measured[-1].statistic_count, measured[-1].layer_count))
+    block = array_from_bytes(measured[-1].statistics, (measured[-1].statistic_count, measured[-1].layer_count))
     elements = block[stream.statistics.index("elements")]
     np.testing.assert_array_equal(elements, [128, 16, 64, 4])
     assert run.reports_sent == len(transport.reports)

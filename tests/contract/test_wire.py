@@ -51,8 +51,8 @@ def reports():
             scalars=scalars,
             statistic_count=rows,
             layer_count=layers,
-            statistics=wire.block_to_bytes(np.resize(np.array(block), (rows, layers))),
-            model=wire.block_to_bytes(np.resize(np.array(block), (rows,))),
+            statistics=wire.array_to_bytes(np.resize(np.array(block), (rows, layers))),
+            model=wire.array_to_bytes(np.resize(np.array(block), (rows,))),
             parts=rows,
         ),
         st.integers(0, 2**53),
@@ -86,7 +86,7 @@ def test_batches_keep_every_number(content_type, batch):
         assert all(same_number(left.scalars[name], right.scalars[name]) for name in left.scalars)
         shape = (right.statistic_count, right.layer_count)
         for name, size in (("statistics", shape), ("model", shape[:1])):
-            a, b = (wire.block_from_bytes(getattr(side, name), size) for side in (left, right))
+            a, b = (wire.array_from_bytes(getattr(side, name), size) for side in (left, right))
             np.testing.assert_array_equal(a, b)
 
 
@@ -107,16 +107,16 @@ def test_a_batch_names_what_will_never_come(content_type):
 
 
 def test_blocks_are_little_endian_in_c_order():
-    assert wire.block_to_bytes(np.array([[1.0, 2.0]])) == bytes.fromhex("000000000000f03f0000000000000040")
+    assert wire.array_to_bytes(np.array([[1.0, 2.0]])) == bytes.fromhex("000000000000f03f0000000000000040")
     big = np.array([1.0, 2.0], dtype=">f8")
-    assert wire.block_to_bytes(big) == wire.block_to_bytes(big.astype("<f8"))
+    assert wire.array_to_bytes(big) == wire.array_to_bytes(big.astype("<f8"))
     transposed = np.arange(6.0).reshape(2, 3).T
-    np.testing.assert_array_equal(wire.block_from_bytes(wire.block_to_bytes(transposed), (3, 2)), transposed)
+    np.testing.assert_array_equal(wire.array_from_bytes(wire.array_to_bytes(transposed), (3, 2)), transposed)
 
 
 def test_a_block_of_the_wrong_length_says_what_it_wanted():
     with pytest.raises(WireError, match="8 bytes, but 2×3 float64 take 48") as caught:
-        wire.block_from_bytes(b"\0" * 8, (2, 3), "model")
+        wire.array_from_bytes(b"\0" * 8, (2, 3), "model")
     assert caught.value.field == "model"
 
 
@@ -196,7 +196,7 @@ def test_reports_apart_cost_no_more_memory_than_together(content_type):
         sent = b"\x81\xa7reports\xdd" + count.to_bytes(4, "big") + b"\x00" * count
     tracemalloc.start()
     with pytest.raises(WireError, match="length <= 5000"):
-        wire.decode_batch_apart(sent, content_type)
+        wire.decode_batch_singly(sent, content_type)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 16 * len(sent)

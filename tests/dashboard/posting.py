@@ -51,8 +51,8 @@ def _report(run, seq, step):
         scalars=run.scalars(step),
         statistic_count=len(totals),
         layer_count=len(run.layers),
-        statistics=wire.block_to_bytes(np.stack(list(totals.values()))),
-        model=wire.block_to_bytes(np.array([float(merged[key]) for key in totals])),
+        statistics=wire.array_to_bytes(np.stack(list(totals.values()))),
+        model=wire.array_to_bytes(np.array([float(merged[key]) for key in totals])),
     )
 
 

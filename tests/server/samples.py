@@ -87,8 +87,8 @@ def report(seq, step, *, rank=0, values=None, measured=True, scalars=None, time=
         scalars=given,
         statistic_count=values.shape[0],
         layer_count=values.shape[1],
-        statistics=wire.block_to_bytes(values),
-        model=wire.block_to_bytes(model_of(values)),
+        statistics=wire.array_to_bytes(values),
+        model=wire.array_to_bytes(model_of(values)),
     )
 
 

@@ -185,7 +185,7 @@ def test_small_answers_of_a_run_of_many_launches_take_what_is_counted():
     tracemalloc.start()
     try:
         for number in range(3000):
-            cache.keep(("/series", (number, *attempts)), "x" * 100)
+            cache.put(("/series", (number, *attempts)), "x" * 100)
         assert tracemalloc.get_traced_memory()[0] < 1.2 * 2**20
     finally:
         tracemalloc.stop()

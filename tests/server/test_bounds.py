@@ -29,7 +29,7 @@ def test_all_runs_together_have_a_bound():
     bounds.admit("a", 100)
     with pytest.raises(JournalFull, match="all runs"):
         bounds.admit("b", 100)
-    assert bounds.presses("a")
+    assert bounds.must_seal("a")
     bounds.count("a", 0)
     bounds.admit("b", 100)
 
@@ -48,23 +48,23 @@ def test_half_of_a_bound_or_a_refusal_presses_and_wakes_the_sealer():
     bounds = JournalBounds(100, 1000)
     bounds.on_pressure = lambda: woken.append(True)
     bounds.admit("a", 40)
-    assert (bounds.presses("a"), woken) == (False, [])
+    assert (bounds.must_seal("a"), woken) == (False, [])
     bounds.admit("a", 10)
-    assert (bounds.presses("a"), woken) == (True, [True])
+    assert (bounds.must_seal("a"), woken) == (True, [True])
     bounds.count("a", 30)
     with pytest.raises(JournalFull):
         bounds.admit("a", 80)
-    assert bounds.presses("a"), "else it would never have room for so much"
+    assert bounds.must_seal("a"), "else it would never have room for so much"
     bounds.count("a", 0)
-    bounds.looked()
-    assert not bounds.presses("a")
+    bounds.end_round()
+    assert not bounds.must_seal("a")
 
 
 def test_small_runs_are_left_alone_where_all_together_hold_too_much():
     bounds = JournalBounds(1000, 1000)
     for run_id, size in (("a", 400), ("b", 100), ("c", 1)):
         bounds.admit(run_id, size)
-    assert [bounds.presses(run_id) for run_id in ("a", "b", "c")] == [True, True, False]
+    assert [bounds.must_seal(run_id) for run_id in ("a", "b", "c")] == [True, True, False]
 
 
 SENT = {

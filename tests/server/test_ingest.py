@@ -294,9 +294,9 @@ def test_a_rank_that_registers_leaves_the_others_known(server):
     server.filled()
     registry = server.app.state.components.registry
     server.stream(stream_id="s1", rank=1)
-    assert registry.known("s0") is not None
+    assert registry.cached("s0") is not None
     server.stream(layers=[*map(layer, LAYERS), layer("head.weight")])
-    assert registry.known("s0") is None
+    assert registry.cached("s0") is None
 
 
 def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):

@@ -382,8 +382,8 @@ def of_few(seq, step, names):
         time=1_700_000_000.0 + step,
         statistic_count=len(names),
         layer_count=len(LAYERS),
-        statistics=wire.block_to_bytes(values),
-        model=wire.block_to_bytes(values.sum(axis=1)),
+        statistics=wire.array_to_bytes(values),
+        model=wire.array_to_bytes(values.sum(axis=1)),
     )
 
 

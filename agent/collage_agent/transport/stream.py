@@ -1,4 +1,4 @@
-"""What one stream reports: introductions first, then each step's items as numbered reports, in batches."""
+"""What one stream sends: registrations of run, attempt and stream, then each step as a numbered report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from collage_monitor.wire import (
     RunUpdate,
     StreamCreate,
     WatchInfo,
-    block_to_bytes,
+    array_to_bytes,
 )
 
 __all__ = ["StreamSender"]
@@ -61,7 +61,7 @@ class StreamSender:
         self._first_step: int | None = None
         self._last_step = 0
         self._held: list[StepItems] = []
-        self._told_dropped = 0
+        self._reported_dropped = 0
         self._failed = False
 
     def introduce_run(self, resume: Resume) -> None:
@@ -88,7 +88,7 @@ class StreamSender:
             if isinstance(first, Started) and first.identity is not None:
                 self._send_steps(ready)
                 ready = []
-                self._begin_again(first.first_step, first.identity)
+                self._begin_next_attempt(first.first_step, first.identity)
             elif isinstance(first, Started):
                 ready += self._begin(first.first_step)
             elif self._first_step is not None:
@@ -105,7 +105,7 @@ class StreamSender:
         if self._held:
             self._send_steps(self._begin(min(entry.items[0].step or 0 for entry in self._held)))
         dropped = self._dropped
-        if self._first_step is not None and dropped > self._told_dropped and self._delivery.stopped is None:
+        if self._first_step is not None and dropped > self._reported_dropped and self._delivery.stopped is None:
             self._counts.add()
             report = self._maker.scalars_report(self._last_step, time.time(), {"reports_dropped": float(dropped)})
             self._send(ReportBatch(reports=[report]))
@@ -124,7 +124,7 @@ class StreamSender:
         held, self._held = self._held, []
         return held
 
-    def _begin_again(self, first_step: int, identity: Identity) -> None:
+    def _begin_next_attempt(self, first_step: int, identity: Identity) -> None:
         """Begin another attempt: its points hide the earlier ones from `first_step` on."""
         self._identity = identity
         self._maker = ReportMaker(self._time)
@@ -145,8 +145,8 @@ class StreamSender:
             self._counts.drop("queue_full")
         return []
 
-    def _placed(self, item: Item) -> Item:
-        """The item with a step: what was logged before the first step belongs just before it."""
+    def _with_step(self, item: Item) -> Item:
+        """The item with a step: what was logged before the first step gets the step just before it."""
         assert self._first_step is not None
         if isinstance(item, Logged) and (item.step is None or (item.counted and item.step < self._first_step)):
             return replace(item, step=max(0, self._first_step - 1))
@@ -162,16 +162,16 @@ class StreamSender:
             return
         self._last_step = max(self._last_step, reports[-1].step)
         dropped = self._dropped
-        if dropped > self._told_dropped:
+        if dropped > self._reported_dropped:
             reports[-1].scalars["reports_dropped"] = float(dropped)
-            self._told_dropped = dropped
+            self._reported_dropped = dropped
         for batch in _batches(reports, self._limits):
             self._send(ReportBatch(reports=batch))
 
     def _reports(self, entry: StepItems) -> list[Report]:
         """The reports of one step, counted; none where they cannot be made."""
         try:
-            reports = self._maker.reports([self._placed(item) for item in entry.items])
+            reports = self._maker.reports([self._with_step(item) for item in entry.items])
         except Exception:
             self._counts.drop("worker_error")
             if not self._failed:
@@ -283,7 +283,7 @@ class ReportMaker:
             if isinstance(item, Started):
                 continue
             draft = self._measured(item) if isinstance(item, Measured) else self._logged(item)
-            if not (drafts and _joined(drafts[-1], draft)):
+            if not (drafts and _merge_into(drafts[-1], draft)):
                 drafts.append(draft)
         found = [part for draft in drafts for part in self._parts(draft)]
         parts = sum(part.block is not None for part in found)
@@ -349,8 +349,8 @@ class ReportMaker:
             scalars=draft.scalars,
             statistic_count=draft.block.shape[0],
             layer_count=draft.block.shape[1],
-            statistics=block_to_bytes(draft.block),
-            model=block_to_bytes(draft.model),
+            statistics=array_to_bytes(draft.block),
+            model=array_to_bytes(draft.model),
             parts=parts,
         )
 
@@ -369,8 +369,8 @@ class ReportMaker:
         return free
 
 
-def _joined(mate: _Draft, draft: _Draft) -> bool:
-    """Put a draft into an earlier one of the same step, if they have room for each other."""
+def _merge_into(mate: _Draft, draft: _Draft) -> bool:
+    """Merge a draft into an earlier one of the same step, if both fit into one report."""
     if mate.block is not None and draft.block is not None:
         return False
     if len(mate.scalars.keys() | draft.scalars.keys()) > LIMITS["scalars_per_report"]:

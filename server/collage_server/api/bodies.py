@@ -17,7 +17,7 @@ from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.components import Components, components_of
 from collage_server.errors import BadRequest, Busy, TooLarge, Unprocessable, UnsupportedMediaType
-from collage_server.ingest.backpressure import Held
+from collage_server.ingest.backpressure import BudgetLease
 
 __all__ = [
     "ENCODINGS",
@@ -79,7 +79,7 @@ def _header(request: Request, name: bytes, default: str) -> str:
     return default if value is None else value.decode("latin-1")
 
 
-def held_body(request: Request, components: Components) -> Held:
+def held_body(request: Request, components: Components) -> BudgetLease:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     Raises:
@@ -89,7 +89,7 @@ def held_body(request: Request, components: Components) -> Held:
     return components.in_flight.hold(declared_size(request, components.settings.body_bytes))
 
 
-async def read_body(request: Request, components: Components, held: Held, content_type: str) -> bytes:
+async def read_body(request: Request, components: Components, held: BudgetLease, content_type: str) -> bytes:
     """The whole body, decompressed, refused as soon as it grows beyond its limit.
 
     `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.

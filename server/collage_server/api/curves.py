@@ -1,9 +1,9 @@
-"""Curves: metrics or logged scalars of one run (`/series`) or of several (`/compare`), answered alike.
+"""Curves: metrics or logged scalars of one run (`/series`) or of several (`/compare`), in the same way.
 
-A curve may be followed: what has come since an earlier answer, or all of it again where what was told has changed.
-A cursor holds the run's revision, the last step that was told, and a digest of the stored numbers up to it. Steps
-are told once every rank that is waited for has reached them. A report that comes late, to whichever server, changes
-the digest, and so do a newer attempt and retention: nothing is ever skipped.
+A client may follow a curve: it gets the points since an earlier answer, or the whole curve if older ones changed. A
+cursor holds the run's revision, the last step answered, and a digest of the stored numbers up to that step. A step
+is answered once every rank that is waited for has reached it. A late report at any server, a newer attempt and
+retention all change the digest, so nothing is ever skipped.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from collage_server.api.answers import describes
 from collage_server.api.cache import Revisions, respond, revisions_of
 from collage_server.api.reading import (
     LayerChoice,
+    check_scalar_exists,
     is_metric,
-    known_scalars,
     points_of,
     positions_of,
     scalars_of,
@@ -40,7 +40,7 @@ from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.store import Points, RunRevision, ScalarPoints, Selection, Snapshot
 
-__all__ = ["FollowedCurve", "follow", "router"]
+__all__ = ["CurveReader", "answer_since", "router"]
 
 router = resource("reading")
 _CURSOR = "Follow one curve: empty at first, then that of the last answer."
@@ -101,7 +101,9 @@ def get_series(
     def make() -> wire.Series:
         with components.store.points.snapshot() as now:
             if cursor is not None:
-                return follow(_followed(now, run_id, asked), asked.selection, cursor, revisions[run_id][0])
+                return answer_since(
+                    _curve_reader(now, run_id, asked), asked.selection, cursor, revisions[run_id][0]
+                )
             return dict(_curves(now, [run_id], asked))[run_id]
 
     return respond(request, revisions, make)
@@ -134,13 +136,13 @@ def compare(
 
     def make() -> dict[str, Any]:
         keys = {run_id: ("compare", run_id, asked, revision) for run_id, revision in revisions.items()}
-        answers = {run_id: components.answers.known(key) for run_id, key in keys.items()}
+        answers = {run_id: components.answers.get(key) for run_id, key in keys.items()}
         if missing := [run_id for run_id, known in answers.items() if known is None]:
             with components.store.points.snapshot() as now:
                 summaries = _summaries(components, now, {run_id: revisions[run_id] for run_id in missing})
                 for run_id, series in _curves(now, missing, asked, run):
                     compared = queries.compared_run(summaries[run_id], series)
-                    answers[run_id] = components.answers.keep(keys[run_id], compared)
+                    answers[run_id] = components.answers.put(keys[run_id], compared)
         return {"metric": asked.metrics[0], "axis": axis, "runs": list(answers.values())}
 
     return respond(request, revisions, make, keep=False)
@@ -149,7 +151,7 @@ def compare(
 def _summaries(components: Components, now: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
     """What is shown beside the curves, whichever they are: kept until the run changes."""
     keys = {run_id: ("summary", run_id, revision) for run_id, revision in revisions.items()}
-    kept = {run_id: components.answers.known(key) for run_id, key in keys.items()}
+    kept = {run_id: components.answers.get(key) for run_id, key in keys.items()}
     found = {
         run_id: wire.decode_message(bytes(raw), wire.RunSummary, wire.JSON)
         for run_id, raw in kept.items()
@@ -161,7 +163,7 @@ def _summaries(components: Components, now: Snapshot, revisions: Revisions) -> d
         for run_id, record in now.records(missing).items():
             _, state = revisions[run_id]
             found[run_id] = queries.run_summary(record, state, merged[run_id], newest[run_id])
-            components.answers.keep(keys[run_id], found[run_id])
+            components.answers.put(keys[run_id], found[run_id])
     return found
 
 
@@ -175,14 +177,14 @@ def _curves(
     """
     positions = positions_of(now, run_ids, asked.axis)
     points = _points(now, run_ids, asked) if asked.measured else {}
-    count, shown = asked.selection.points or 1, asked.layers.shown
+    count, shown = asked.selection.points or 1, asked.layers.label
 
     def series_of(metric: str) -> Iterator[tuple[str, wire.Series]]:
         if metric in asked.measured:
             return queries.metric_series(metric, _needed_by(metric, points), count, positions, shown)
         logged = scalars_of(now, run_ids, metric, asked.selection)
         if not any(len(values.steps) for values in logged.values()):
-            known_scalars(now, metric, [*run_ids, *beside])
+            check_scalar_exists(now, metric, [*run_ids, *beside])
         return (
             (run_id, queries.scalar_series(run_id, metric, values, count, positions[run_id]))
             for run_id, values in logged.items()
@@ -210,8 +212,8 @@ def _needed_by(metric: str, points: Mapping[str, Points]) -> dict[str, Points]:
     }
 
 
-def _followed(now: Snapshot, run_id: str, asked: Question) -> FollowedCurve:
-    """One metric or logged scalar of one run, for `follow`."""
+def _curve_reader(now: Snapshot, run_id: str, asked: Question) -> CurveReader:
+    """One metric or logged scalar of one run, for `answer_since`."""
     [key] = asked.metrics
 
     def answer(selection: Selection) -> wire.Series:
@@ -228,12 +230,12 @@ def _followed(now: Snapshot, run_id: str, asked: Question) -> FollowedCurve:
         point = now.latest(run_id)
         return -1 if point is None else point.step
 
-    return FollowedCurve(read, answer, complete)
+    return CurveReader(read, answer, complete)
 
 
 class _Cursor(msgspec.Struct, frozen=True, array_like=True):
     step: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
-    told: bytes
+    digest: bytes
     revision: bytes
 
 
@@ -241,7 +243,7 @@ _DECODE: Final = msgspec.msgpack.Decoder(_Cursor).decode
 
 
 @dataclass(frozen=True)
-class FollowedCurve:
+class CurveReader:
     """One question about one run: `read` gives the stored numbers, `answer` the curve, of a selection.
 
     `complete` is the newest step that every rank has reached; None: whatever was read is as complete as it gets.
@@ -252,8 +254,8 @@ class FollowedCurve:
     complete: Callable[[], int | None]
 
 
-def follow(curve: FollowedCurve, selection: Selection, cursor: str, revision: RunRevision) -> wire.Series:
-    """The curve since the answer that gave `cursor`; the whole one where that is empty or what it told has changed.
+def answer_since(curve: CurveReader, selection: Selection, cursor: str, revision: RunRevision) -> wire.Series:
+    """The curve since the answer that gave `cursor`; the whole curve if that is empty or earlier points changed.
 
     Raises:
         Unprocessable: the cursor is not one of ours.
@@ -267,17 +269,17 @@ def follow(curve: FollowedCurve, selection: Selection, cursor: str, revision: Ru
     ends = [step for step in (selection.last_step, complete) if step is not None]
     held = curve.read(replace(selection, last_step=min(ends, default=None), points=None))
     last = int(held.steps[-1]) if len(held.steps) else -1
-    goes_on = known is not None and known.step <= last and _told(held, known.step) == known.told
+    goes_on = known is not None and known.step <= last and _digest_up_to(held, known.step) == known.digest
     first = selection.first_step
     if known is not None and goes_on:
         first = max(known.step + 1, first or 0)
     series = curve.answer(replace(selection, first_step=first, last_step=last))
     return msgspec.structs.replace(
-        series, cursor=_encoded(_Cursor(last, _told(held, last), now)), continues=goes_on
+        series, cursor=_encoded(_Cursor(last, _digest_up_to(held, last), now)), continues=goes_on
     )
 
 
-def _told(held: Points | ScalarPoints, last: int) -> bytes:
+def _digest_up_to(held: Points | ScalarPoints, last: int) -> bytes:
     """A digest of the numbers up to a step."""
     end = int(np.searchsorted(held.steps, last, side="right"))
     if isinstance(held, ScalarPoints):

@@ -16,8 +16,8 @@ from collage_server.api.answers import describes
 from collage_server.api.cache import respond
 from collage_server.api.reading import (
     LayerChoice,
+    check_scalar_exists,
     is_metric,
-    known_scalars,
     points_of,
     scalars_of,
     worst_of,
@@ -74,7 +74,7 @@ def correlation(
                 if is_metric(key):
                     parameters.checked_metric(key)
                 else:
-                    known_scalars(now, key, run_ids)
+                    check_scalar_exists(now, key, run_ids)
             found = [_values(now, run_ids, key, window, layers) for key in (x, y)]
         places = [(records[run_id], found[0][run_id], found[1][run_id]) for run_id in run_ids]
         return queries.correlation((x, y), window, places)

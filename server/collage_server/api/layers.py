@@ -96,7 +96,7 @@ def get_histogram(
             if step is not None:
                 selection = measured_at(now, run_id, step, rank)
             measured = points_of(now, [run_id], keys, selection, layers)[run_id]
-        return queries.histogram(run_id, name, measured, layers.shown, merged=step is None)
+        return queries.histogram(run_id, name, measured, layers.label, merged=step is None)
 
     return respond(request, [run_id], make)
 

@@ -1,4 +1,4 @@
-"""From a question to the numbers that answer it: layers chosen, points merged, places on an axis."""
+"""Reads what a question needs from the store: chosen layers, merged points, positions on an axis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collage_server.store import LatestPoint, Points, ScalarPoints, Selection, S
 __all__ = [
     "LayerChoice",
     "is_metric",
-    "known_scalars",
+    "check_scalar_exists",
     "measured_at",
     "points_of",
     "positions_of",
@@ -30,15 +30,15 @@ _NOTHING = ScalarPoints.empty()
 
 @dataclasses.dataclass(frozen=True)
 class LayerChoice:
-    """What of a run is looked at: one layer, those of a glob or a module type; nothing is the whole model."""
+    """Which layers of a run are asked for: one, those of a glob or of a module type; with none, the whole model."""
 
     layer: str | None = None
     pattern: str | None = None
     module_type: str | None = None
 
     @property
-    def shown(self) -> str | None:
-        """What an answer calls it; None is the whole model."""
+    def label(self) -> str | None:
+        """Its name in an answer; None for the whole model."""
         return next(filter(None, (self.layer, self.pattern, self.module_type)), None)
 
     def names(self, now: Snapshot, run_id: str) -> tuple[str, ...] | None:
@@ -81,7 +81,7 @@ def is_metric(key: str) -> bool:
     return split_key(key)[0] in METRICS
 
 
-def known_scalars(now: Snapshot, key: str, run_ids: Sequence[str]) -> None:
+def check_scalar_exists(now: Snapshot, key: str, run_ids: Sequence[str]) -> None:
     """Refuse a name that is no metric, no reserved scalar, and was logged by none of the runs."""
     if key not in SCALARS and not any(key in record.scalars for record in now.records(run_ids).values()):
         raise Unprocessable(
@@ -92,19 +92,19 @@ def known_scalars(now: Snapshot, key: str, run_ids: Sequence[str]) -> None:
 
 
 def scalars_of(now: Snapshot, run_ids: Sequence[str], name: str, selection: Selection) -> dict[str, ScalarPoints]:
-    """The logged scalar `name` of each run; a clip ratio that nobody logged is made from what it stands for."""
+    """The logged scalar `name` of each run; a clip ratio that nobody logged is computed."""
     names = (name, UNCLIPPED) if name == CLIP_RATIO else (name,)
     logged = now.scalars(run_ids, names, selection)
     found = {run_id: held.get(name, _NOTHING) for run_id, held in logged.items()}
     lacking = [run_id for run_id, held in logged.items() if name not in held and UNCLIPPED in held]
     if name == CLIP_RATIO and lacking:
-        measured = now.points(lacking, statistics_for("grad_norm"), _single(selection))
+        measured = now.points(lacking, statistics_for("grad_norm"), _every_step(selection))
         found |= {run_id: clip_ratio(measured[run_id], logged[run_id][UNCLIPPED]) for run_id in lacking}
     return found
 
 
 def positions_of(now: Snapshot, run_ids: Sequence[str], axis: Axis) -> dict[str, Positions]:
-    """Where each run's steps stand on an axis."""
+    """Each run's positions of steps on an axis."""
     if axis == "tokens":
         tokens = now.scalars(run_ids, ("tokens",), Selection())
         return {run_id: Positions(axis, tokens=held.get("tokens")) for run_id, held in tokens.items()}
@@ -126,35 +126,35 @@ def points_of(
         return now.points(run_ids, keys, selection)
     if choice.layer is not None and choice == LayerChoice(choice.layer):
         one = dataclasses.replace(selection, by_layer=True, layers=(choice.layer,))
-        return {run_id: _one_layer(held) for run_id, held in now.points(run_ids, keys, one).items()}
+        return {run_id: _layers_as_one(held) for run_id, held in now.points(run_ids, keys, one).items()}
     return {run_id: _merged_layers(now, run_id, keys, selection, choice) for run_id in run_ids}
 
 
 def _merged_layers(
     now: Snapshot, run_id: str, keys: Sequence[str], selection: Selection, choice: LayerChoice
 ) -> Points:
-    """Layers merged; step by step where extremes are asked for: coarse points do not tell those of a sum."""
+    """Layers merged; step by step if extremes are asked for: coarse points have none for a sum of layers."""
     names = choice.names(now, run_id)
     by_layer = dataclasses.replace(selection, by_layer=True, layers=names)
     if not selection.extremes_of or (names is not None and len(names) == 1):
-        return _one_layer(now.points([run_id], keys, by_layer)[run_id])
-    steps = now.points([run_id], ("measured_steps",), _single(selection))[run_id].steps
-    single = _single(by_layer)
+        return _layers_as_one(now.points([run_id], keys, by_layer)[run_id])
+    steps = now.points([run_id], ("measured_steps",), _every_step(selection))[run_id].steps
+    single = _every_step(by_layer)
     parts = []
     for start in range(0, max(len(steps), 1), _STEPS_AT_ONCE):
         some = steps[start : start + _STEPS_AT_ONCE].tolist()
         at = dataclasses.replace(single, first_step=some[0], last_step=some[-1]) if some else single
-        parts.append(_one_layer(now.points([run_id], keys, at)[run_id]))
+        parts.append(_layers_as_one(now.points([run_id], keys, at)[run_id]))
     return concatenated(parts)
 
 
-def _single(selection: Selection) -> Selection:
-    """The same at every measured step."""
+def _every_step(selection: Selection) -> Selection:
+    """The same selection at every measured step."""
     return dataclasses.replace(selection, points=None, extremes_of=())
 
 
-def _one_layer(points: Points) -> Points:
-    """The layers of these points merged as shards. Extremes of several layers do not tell those of their sum."""
+def _layers_as_one(points: Points) -> Points:
+    """The layers merged as shards. Extremes are left out: those of a sum do not follow from its parts'."""
     if len(points.layers) != 1:
         return dataclasses.replace(points, totals=reduce_shards(points.totals, axis=1), extremes={}, layers=[])
     totals = {key: values[:, 0] for key, values in points.totals.items()}

@@ -1,4 +1,4 @@
-"""Reports: the way in for numbers. Answered after the commit that makes them durable."""
+"""The route that takes reports in. It answers after the commit that makes them durable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
         try:
             batch = wire.decode_batch(body, content_type)
         except WireError:
-            batch, refused = _apart(body, content_type)
+            batch, refused = _decode_singly(body, content_type)
         began = time.monotonic()
         stored = await _store(components, stream_id, batch, len(body))
         if refused:
@@ -48,29 +48,29 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
         return answer(stored)
 
 
-def _apart(body: bytes, content_type: str) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
+def _decode_singly(body: bytes, content_type: str) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
     try:
-        return wire.decode_batch_apart(body, content_type)
+        return wire.decode_batch_singly(body, content_type)
     except WireError as error:
         raise unreadable(error) from error
 
 
 def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedReport], kept: int) -> wire.BatchAnswer:
-    """The answer in the places of the batch as it was sent."""
-    places = _left(kept + len(refused), refused)
+    """The answer with its indices as in the batch that was sent, refused reports included."""
+    places = _kept_places(kept + len(refused), refused)
     moved = [msgspec.structs.replace(entry, index=places[entry.index]) for entry in stored.rejected]
     rejected = sorted([*moved, *refused], key=lambda entry: entry.index)
     return msgspec.structs.replace(stored, rejected=rejected)
 
 
-def _left(count: int, refused: Sequence[wire.RejectedReport]) -> list[int]:
-    """Places in a batch of so many reports that are not among those refused."""
+def _kept_places(count: int, refused: Sequence[wire.RejectedReport]) -> list[int]:
+    """Indices, in a batch of `count` reports, of those not refused."""
     without = {entry.index for entry in refused}
     return [place for place in range(count) if place not in without]
 
 
 async def _store(components: Components, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
-    known = components.registry.known(stream_id)
+    known = components.registry.cached(stream_id)
     fresh = known is None
     stream = known if known is not None else await run_in_threadpool(components.registry.load, stream_id)
     kept, rejected = check_batch(batch, stream)
@@ -79,7 +79,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
     if rejected:
         components.counters.count(rejected=len(rejected))
     if batch.gaps:
-        await run_in_threadpool(components.store.journal.note_gaps, stream, batch.gaps, components.clock())
+        await run_in_threadpool(components.store.journal.record_gaps, stream, batch.gaps, components.clock())
     if not kept:
         return wire.BatchAnswer(accepted=0, duplicates=0, rejected=rejected)
     components.bounds.admit(stream.run_id, sum(map(report_bytes, kept)))
@@ -88,7 +88,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
         components.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
     if outcome.late or outcome.crowded:
-        places = _left(len(batch.reports), rejected)
+        places = _kept_places(len(batch.reports), rejected)
         rejected += [_late(places[at], kept[at], outcome.frozen_step) for at in outcome.late]
         rejected += [_crowded(places[at], kept[at]) for at in outcome.crowded]
         rejected.sort(key=lambda entry: entry.index)

@@ -1,4 +1,4 @@
-"""Back-pressure: how much is let in, so that nothing waits for long. Beyond it agents keep their reports.
+"""Back-pressure: limits what is accepted, so that nothing waits for long. Beyond them agents keep their reports.
 
 Bounded are request bodies that are read but not yet answered, and what waits in the journal to be sealed.
 """
@@ -14,7 +14,7 @@ from typing import Final
 
 from collage_server.errors import Busy, JournalFull
 
-__all__ = ["Held", "InFlight", "JournalBounds"]
+__all__ = ["BudgetLease", "InFlight", "JournalBounds"]
 
 _LEAST: Final = 2**20
 _CUT: Final = 0.7
@@ -41,15 +41,15 @@ class InFlight:
         self._next_cut = -math.inf
 
     def waited(self, seconds: float, size: int) -> None:
-        """Learn from a body that was acknowledged so long after it had been read; it still holds its room."""
+        """Adjust the budget by how long a body waited for its acknowledgement; its bytes are still counted."""
         if seconds <= self._wait_seconds:
             self.allowed = min(self.limit, self.allowed + int(_GROWTH * size))
         elif self._clock() >= self._next_cut:
-            # Those in flight now were let in before this cut: they tell nothing about it.
+            # Bodies in flight now were admitted before this cut: their waits do not measure it.
             self._next_cut = self._clock() + seconds
             self.allowed = min(self.limit, max(_LEAST, int(_CUT * min(self.allowed, self.bytes))))
 
-    def hold(self, size: int) -> Held:
+    def hold(self, size: int) -> BudgetLease:
         """Take `size` bytes from the budget while the context that is entered lasts.
 
         A single body always passes when nothing else is in flight, however small the budget.
@@ -57,10 +57,10 @@ class InFlight:
         Raises:
             Busy: they do not fit (on entering).
         """
-        return Held(self, size)
+        return BudgetLease(self, size)
 
 
-class Held:
+class BudgetLease:
     """One request's part of the budget."""
 
     def __init__(self, budget: InFlight, asked: int) -> None:
@@ -68,7 +68,7 @@ class Held:
         self._budget = budget
         self._asked = asked
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> BudgetLease:
         self.resize(self._asked)
         return self
 
@@ -96,11 +96,10 @@ class Held:
 
 
 class JournalBounds:
-    """What this server knows to wait, by run, in bytes as `REPORT_BYTES` counts them. Thread-safe.
+    """Bytes of unsealed reports by run, as far as this server knows, counted as `REPORT_BYTES` does. Thread-safe.
 
-    Each server bounds what it lets in itself: what others take in or seal on the same database it learns when the
-    sealer counts, which is whenever half of a bound is reached. `on_pressure` is called when it is, so that sealing
-    does not wait for its interval.
+    Each server bounds what it accepts itself. What others accept or seal in the same database it learns when the
+    sealer counts, once half of a bound is reached. `on_pressure` is called then, so that sealing starts at once.
     """
 
     def __init__(self, run_bytes: int, all_bytes: int) -> None:
@@ -115,7 +114,7 @@ class JournalBounds:
         self._lock = Lock()
 
     def admit(self, run_id: str, size: int) -> None:
-        """Take reports of so many bytes in. Whatever comes to an empty journal is taken, however large.
+        """Admit reports of `size` bytes. An empty journal admits anything, however large.
 
         Raises:
             JournalFull: there is no room beside what waits; all of it is sealed now.
@@ -130,7 +129,7 @@ class JournalBounds:
                 self._crowded = True
             else:
                 self._put(run_id, held + size)
-            pressed = of_all or self._presses(run_id)
+            pressed = of_all or self._must_seal(run_id)
         if pressed:
             self.on_pressure()
         if of_run or of_all:
@@ -143,35 +142,35 @@ class JournalBounds:
                 retry_after_seconds=_RETRY_AFTER_SECONDS,
             )
 
-    def presses(self, run_id: str) -> bool:
-        """Whether the run is to be sealed now, whoever is waited for: there is no room, or soon will be none."""
+    def must_seal(self, run_id: str) -> bool:
+        """Whether to seal the run now, without waiting for missing ranks: a bound is reached, or soon will be."""
         with self._lock:
-            return self._presses(run_id)
+            return self._must_seal(run_id)
 
-    def uncertain(self, run_id: str) -> bool:
-        """Whether the run is to be counted: it never was, or a bound is near."""
+    def needs_count(self, run_id: str) -> bool:
+        """Whether to count the run in the database: it never was counted, or a bound is near."""
         with self._lock:
-            return run_id not in self._counted or self._presses(run_id)
+            return run_id not in self._counted or self._must_seal(run_id)
 
     def count(self, run_id: str, size: int) -> None:
-        """So much of the run waits, as the database says."""
+        """Correct the run's unsealed bytes to what the database says."""
         with self._lock:
             self._put(run_id, size)
             self._counted.add(run_id)
 
-    def looked(self) -> None:
-        """All that was due has been sealed: what was refused may come again, and presses again if it must."""
+    def end_round(self) -> None:
+        """All that was due has been sealed: forget which runs were refused; they may try again."""
         with self._lock:
             self._refused.clear()
             self._crowded = False
 
     def waiting(self) -> list[str]:
-        """Runs of which something is taken to wait."""
+        """Runs that, as far as this server knows, have unsealed reports."""
         with self._lock:
             return list(self._held)
 
-    def _presses(self, run_id: str) -> bool:
-        """Where all runs together hold too much, those are sealed that hold half of the mean or more."""
+    def _must_seal(self, run_id: str) -> bool:
+        """When all runs together hold too much, the runs that hold at least half of the mean are sealed."""
         held = self._held.get(run_id, 0)
         near = self._crowded or 2 * self._total >= self._all_bytes
         large = 2 * held * len(self._held) >= self._total

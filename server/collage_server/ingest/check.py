@@ -128,7 +128,7 @@ class StreamRegistry:
         self._records: LRUCache[str, StreamRecord] = LRUCache(_KEPT)
         self._lock = Lock()
 
-    def known(self, stream_id: str) -> StreamRecord | None:
+    def cached(self, stream_id: str) -> StreamRecord | None:
         """The record, if this process has it."""
         with self._lock:
             return self._records.get(stream_id)

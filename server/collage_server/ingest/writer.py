@@ -1,4 +1,4 @@
-"""The one writer: commits all that arrived while the previous commit ran, then acknowledges; and what is counted.
+"""The one writer: it commits all that arrived during the previous commit, then acknowledges; and its counters.
 
 A dedicated thread, without lingering: an idle writer commits a lone report at once, a busy one groups what waits.
 """
@@ -113,7 +113,7 @@ class Writer:
             outcomes: list[GroupOutcome | BaseException] = list(self._append(batch))
         except Exception as error:
             _LOG.warning("a commit of %d groups failed: %s; trying them one by one", len(batch), error)
-            outcomes = [self._alone(entry) for entry in batch]
+            outcomes = [self._append_alone(entry) for entry in batch]
         self._counters.committed(time.perf_counter() - started)
         for outcome in outcomes:
             if isinstance(outcome, GroupOutcome):
@@ -128,7 +128,7 @@ class Writer:
     def _append(self, batch: list[_Pending]) -> list[GroupOutcome]:
         return self._journal.append([entry.group for entry in batch], self._clock())
 
-    def _alone(self, entry: _Pending) -> GroupOutcome | BaseException:
+    def _append_alone(self, entry: _Pending) -> GroupOutcome | BaseException:
         """A bad group must not fail its neighbours."""
         try:
             return self._append([entry])[0]
@@ -146,10 +146,10 @@ class Writer:
     def _deliver(self, batch: list[_Pending], outcomes: list[GroupOutcome | BaseException]) -> None:
         """One wake-up of the event loop for the whole commit."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_settle, batch, outcomes)
+            self._loop.call_soon_threadsafe(_resolve, batch, outcomes)
 
 
-def _settle(batch: list[_Pending], outcomes: list[GroupOutcome | BaseException]) -> None:
+def _resolve(batch: list[_Pending], outcomes: list[GroupOutcome | BaseException]) -> None:
     for entry, outcome in zip(batch, outcomes, strict=True):
         if entry.answer.done():
             continue

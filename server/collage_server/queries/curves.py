@@ -1,4 +1,4 @@
-"""Metrics and logged scalars over runs, merged into buckets of measured points; and what stands beside a curve."""
+"""Metrics and logged scalars over runs, merged into buckets of measured points; and what is shown beside them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "Positions",
     "StackedPoints",
     "UNCLIPPED",
-    "alike",
+    "stack_by_statistics",
     "bucket_starts",
     "bucket_width",
     "clip_ratio",
@@ -60,7 +60,7 @@ def bucket_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
 
 @dataclass(frozen=True, eq=False)
 class StackedPoints:
-    """Points of runs that have the same statistics, one run after the other; `places` says where each stands."""
+    """Points of runs that have the same statistics, one run after the other; `places` has each run's slice."""
 
     run_ids: list[str]
     world_sizes: list[int]
@@ -72,7 +72,7 @@ class StackedPoints:
         return [array[place] for place in self.places]
 
 
-def alike(points: Mapping[str, Points], metric: str | None = None) -> list[StackedPoints]:
+def stack_by_statistics(points: Mapping[str, Points], metric: str | None = None) -> list[StackedPoints]:
     """The runs in groups of equal statistics; extremes are kept of `metric` alone."""
     groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for run_id, held in points.items():
@@ -111,7 +111,7 @@ _Number = TypeVar("_Number", np.float64, np.int64, np.bool_)
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Where steps stand on the asked axis: on themselves, on seconds since `first_time`, or on logged tokens."""
+    """Positions of steps on the chosen axis: the step itself, seconds since `first_time`, or logged tokens."""
 
     axis: Axis
     first_time: float = 0.0
@@ -141,7 +141,7 @@ def metric_series(
     Runs that reported the same statistics are finished in one pass; lists are made run by run, so that one who is
     done with a run gives its memory to the next.
     """
-    for group in alike(points, metric):
+    for group in stack_by_statistics(points, metric):
         yield from _series_of(metric, group, count, positions, layer)
 
 
@@ -280,7 +280,7 @@ def merged_metrics(points: Mapping[str, Points]) -> dict[str, dict[str, Number |
     """By run, every metric that the model's totals can make, merged over all of its points."""
     found: dict[str, dict[str, Number | None]] = {run_id: {} for run_id in points}
     measured = {run_id: held for run_id, held in points.items() if len(held.steps)}
-    for group in alike(measured):
+    for group in stack_by_statistics(measured):
         starts = np.array([place.start for place in group.places], dtype=np.intp)
         with np.errstate(divide="ignore", invalid="ignore"):
             table = finish_all(reduce_steps(group.points.totals, axis=0, starts=starts))

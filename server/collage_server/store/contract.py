@@ -258,10 +258,10 @@ class SealLimits:
     delete_bytes: int = 2**22
     coarse_bytes: int = 2**25
 
-    def beside(self, commit_bytes: int) -> SealLimits:
-        """Beside commits of so many bytes: slices a quarter as large, where that is more.
+    def scaled_to_commits(self, commit_bytes: int) -> SealLimits:
+        """Limits for commits of so many bytes: slices a quarter as large, if that is more than now.
 
-        Each slice waits for a commit, so small ones between large commits would leave sealing far behind.
+        Each slice waits for a commit: with small slices between large commits, sealing would fall behind.
         """
         factor = max(1, commit_bytes // (4 * self.slice_bytes))
         return replace(
@@ -333,7 +333,7 @@ class ReportJournal(Protocol):
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Store all groups in one transaction; durable when it returns."""
 
-    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
+    def record_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
         """Keep which reports of a stream will never come; the same gap twice is one."""
 
     def runs(self) -> list[str]:
@@ -463,10 +463,10 @@ class Store(Protocol):
     def sizes(self) -> Sizes:
         """How much space there is."""
 
-    def fold_log(self) -> None:
+    def checkpoint_log(self) -> None:
         """Keep the database's log short, whoever reads."""
 
-    def return_space(self) -> bool:
+    def release_space(self) -> bool:
         """Give a slice of free space back to the disk; True if there is more."""
 
     def open(self) -> None:

@@ -26,5 +26,5 @@ class SqlStore(Database):
         self.journal = SqlJournal(self)
         self.points = SqlPoints(self, stale_after_seconds)
         self.sealing = SqlSealing(self, self.journal, limits, stale_after_seconds)
-        self.retention = SqlRetention(self, self.sealing.settle)
-        self.runs = SqlRuns(self, self.retention.clear)
+        self.retention = SqlRetention(self, self.sealing.seal_late_reports)
+        self.runs = SqlRuns(self, self.retention.begin_purge)

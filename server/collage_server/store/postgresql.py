@@ -162,10 +162,10 @@ class PostgresqlStore(SqlStore):
             used = connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one()
         return Sizes(used_bytes=int(used), free_bytes=None)
 
-    def fold_log(self) -> None:
+    def checkpoint_log(self) -> None:
         """PostgreSQL's checkpoints do this."""
 
-    def return_space(self) -> bool:
+    def release_space(self) -> bool:
         """Autovacuum does this."""
         return False
 

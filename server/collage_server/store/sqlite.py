@@ -17,8 +17,8 @@ from collage_server.store.database import SqlStore
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import driver_cursor
 from collage_server.store.engine.files import (
+    checkpoint_log,
     file_identity,
-    fold_log,
     folder_lock,
     network_file_system,
     return_pages,
@@ -134,7 +134,7 @@ class SqliteStore(SqlStore):
             )
         return sqlite_sizes(self.path)
 
-    def fold_log(self) -> None:
+    def checkpoint_log(self) -> None:
         """Empty the write-ahead log where readers have let it grow beyond what it keeps.
 
         Beside a long reader writers would wait in vain: then it is tried again when the log is twice as long.
@@ -143,9 +143,9 @@ class SqliteStore(SqlStore):
         size = log.stat().st_size if log.exists() else 0
         if size > self._longest_log and self._is_there:
             with self._write_lock:
-                self._longest_log = _LOG_BYTES if fold_log(self.path) else 2 * size
+                self._longest_log = _LOG_BYTES if checkpoint_log(self.path) else 2 * size
 
-    def return_space(self) -> bool:
+    def release_space(self) -> bool:
         """Give a slice of free pages back to the disk; True if there are more."""
         with self._write_lock:
             return self._is_there and return_pages(self.path, self._busy_timeout_seconds)

@@ -49,13 +49,13 @@ def test_the_guard_closes_at_the_bound_and_opens_well_below(full, between, room)
     guard = guard_of(disk, budget=100)
     for state, closed in ((room, False), (between, False), (full, True), (between, True), (room, False)):
         disk.used, disk.free = state.used, state.free
-        guard.look()
+        guard.check_sizes()
         assert (guard.reason is not None) is closed
 
 
 def test_the_guard_names_the_bound_and_a_remote_disk_has_no_reserve():
     guard = guard_of(Disk(used=101, free=None), budget=100)
-    guard.look()
+    guard.check_sizes()
     assert "101 bytes, its budget is 100" in guard.reason
     assert "then VACUUM FULL, or raise COLLAGE_SERVER_DISK_BUDGET_BYTES" in guard.reason
     local = guard_of(Disk(used=101), budget=100)
@@ -70,7 +70,7 @@ def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
     server.filled(steps=range(10, 60, 10))
     guard = server.app.state.components.guard
     guard._store = Disk(free=5)
-    guard.look()
+    guard.check_sizes()
     error = server.reports([report(9, 90)], status=503)
     assert error.code == "busy"
     assert "the disk has 5 bytes left" in error.message
@@ -85,7 +85,7 @@ def test_read_only_refuses_what_would_be_stored_and_answers_the_rest(server):
     server.send("PATCH", "/runs/r1", wire.RunUpdate(notes="kept"))
     server.send("DELETE", "/runs/r1")
     guard._store = Disk()
-    guard.look()
+    guard.check_sizes()
     server.filled("r3", "s3")
     assert server.get("/readyz", wire.Health).status == "ok"
 
@@ -96,7 +96,7 @@ def test_nothing_acknowledged_is_lost_when_the_budget_is_reached(server):
     components.guard._budget_bytes = components.store.sizes().used_bytes + 200_000
     accepted, seq = 2, 2
     while True:
-        components.guard.look()
+        components.guard.check_sizes()
         batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq + i, seq + i + 1) for i in range(50)]))
         headers = {"Content-Type": wire.MSGPACK}
         answer = server.client.post("/api/v1/streams/s0/reports", content=batch, headers=headers)
@@ -185,10 +185,10 @@ class Worn(Disk):
         self.retention = Life()
         self.events = NoEvents()
 
-    def return_space(self):
+    def release_space(self):
         return False
 
-    def fold_log(self):
+    def checkpoint_log(self):
         pass
 
 
@@ -227,18 +227,18 @@ def test_a_database_file_that_is_gone_takes_no_more_reports(tmp_path):
         server = Server(client, Clock(), app)
         server.filled()
         (tmp_path / "collage.sqlite").rename(tmp_path / "moved")
-        app.state.components.guard.look()
+        app.state.components.guard.check_sizes()
         assert "put it back" in server.reports([report(9, 90)], status=503).message
         with app.state.components.store.reading(), pytest.raises(Busy), app.state.components.store.reading():
             pytest.fail("a database was made anew")
         store = app.state.components.store
         store._longest_log = 0
         before = sorted(tmp_path.iterdir())
-        store.fold_log()
-        assert not store.return_space()
+        store.checkpoint_log()
+        assert not store.release_space()
         assert sorted(tmp_path.iterdir()) == before, "upkeep leaves the log to the file that it belongs to"
         (tmp_path / "moved").rename(tmp_path / "collage.sqlite")
-        app.state.components.guard.look()
+        app.state.components.guard.check_sizes()
         assert server.reports([report(9, 90)]).accepted == 1
 
 

@@ -108,8 +108,8 @@ class AccessContract:
         store.journal.append(
             [ReportGroup(record, [report(0, 10, time=NOW + 2.0), report(4, 20, time=NOW - 9.0)])], NOW
         )
-        store.journal.note_gaps(record, [wire.Gap(first_seq=1, last_seq=2, reason="full")], NOW)
-        store.journal.note_gaps(record, [wire.Gap(first_seq=2, last_seq=2, reason="full")], NOW)
+        store.journal.record_gaps(record, [wire.Gap(first_seq=1, last_seq=2, reason="full")], NOW)
+        store.journal.record_gaps(record, [wire.Gap(first_seq=2, last_seq=2, reason="full")], NOW)
         [stream] = store.streams.of_run("r1")
         assert (stream.given_up, stream.missing, stream.clock_skew_seconds) == (2, 1, 2.0)
 

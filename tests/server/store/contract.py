@@ -325,8 +325,8 @@ class StoreContract:
         one = msgspec.structs.replace(
             report(0, 1),
             statistic_count=len(values),
-            statistics=wire.block_to_bytes(values),
-            model=wire.block_to_bytes(values.sum(axis=1)),
+            statistics=wire.array_to_bytes(values),
+            model=wire.array_to_bytes(values.sum(axis=1)),
         )
         reports = [msgspec.structs.replace(one, seq=i, step=i + 1) for i in range(40)]
         self.append(store, store.streams.record("s0"), *reports)

@@ -167,14 +167,14 @@ class LifeContract:
 
     def test_totals_that_arrive_between_look_and_freeze_put_it_off(self, store, monkeypatch):
         stream = filled(store)
-        settle = store.retention._settle
+        seal_late_reports = store.retention._seal_late_reports
 
         def settle_then_another_arrives(run_id):
-            settle(run_id)
-            monkeypatch.setattr(store.retention, "_settle", settle)
+            seal_late_reports(run_id)
+            monkeypatch.setattr(store.retention, "_seal_late_reports", seal_late_reports)
             assert StoreContract.append(store, stream, report(1000, 5)).accepted == 1
 
-        monkeypatch.setattr(store.retention, "_settle", settle_then_another_arrives)
+        monkeypatch.setattr(store.retention, "_seal_late_reports", settle_then_another_arrives)
         assert store.retention.expire("r1", {1: NOW + 1e9}) == 0
         assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
 
@@ -244,12 +244,12 @@ class LifeContract:
         assert len(model_points(store, "r2", None, ALL).steps) == CHUNK
 
     def test_rows_of_a_run_that_a_server_deleted_before_it_ended_go_too(self, store, monkeypatch):
-        monkeypatch.setattr("collage_server.store.sealing.retention._LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("collage_server.store.sealing.retention._SEARCH_SECONDS", 0.0)
         monkeypatch.setattr("collage_server.store.sealing.retention._PURGED_AT_ONCE", 0)
         filled(store)
         assert not store.retention.purge(1)
         with monkeypatch.context() as other:
-            other.setattr(store.runs, "_clear", lambda _: None)
+            other.setattr(store.runs, "_begin_purge", lambda _: None)
             store.runs.delete("r1", NOW)
         while store.retention.purge(1):
             pass

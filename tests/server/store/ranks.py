@@ -73,7 +73,7 @@ class RanksContract(Senders):
         assert seal_all(store) == 1
         assert rows(store, schema.report) == 64 - 10 - 32
         gap = wire.Gap(first_seq=10, last_seq=14, reason="spool_full")
-        store.journal.note_gaps(stream, [gap], NOW)
+        store.journal.record_gaps(stream, [gap], NOW)
         outcome = self.append(store, stream, *held)
         assert (outcome.accepted, outcome.duplicates) == (10, 54)
         store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)

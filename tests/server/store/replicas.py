@@ -39,8 +39,8 @@ def told(step, checksums, elements=64.0, seq=None):
         time=NOW + step,
         statistic_count=len(values),
         layer_count=3,
-        statistics=wire.block_to_bytes(values),
-        model=wire.block_to_bytes(np.append(model_of(values[:-2]), np.nansum(values[-2:], axis=1))),
+        statistics=wire.array_to_bytes(values),
+        model=wire.array_to_bytes(np.append(model_of(values[:-2]), np.nansum(values[-2:], axis=1))),
     )
 
 

@@ -174,8 +174,8 @@ class SealingContract(Senders):
         sent = msgspec.structs.replace(
             report(0, 1),
             statistic_count=len(values),
-            statistics=wire.block_to_bytes(values),
-            model=wire.block_to_bytes(values.sum(axis=1)),
+            statistics=wire.array_to_bytes(values),
+            model=wire.array_to_bytes(values.sum(axis=1)),
         )
         reports = [msgspec.structs.replace(sent, seq=i, step=i + 1) for i in range(32)]
         self.append(store, store.streams.record("s448"), *reports)
@@ -252,8 +252,8 @@ class SealingContract(Senders):
                 report(39 + i, 39 + i, values=block(1, layers=4)),
                 seq=39 + i,
                 statistic_count=len(STATISTICS) + 1,
-                statistics=wire.block_to_bytes(wide),
-                model=wire.block_to_bytes(wide.sum(axis=1)),
+                statistics=wire.array_to_bytes(wide),
+                model=wire.array_to_bytes(wide.sum(axis=1)),
             )
             for i in range(1, 30)
         ]
@@ -471,6 +471,6 @@ def with_one_more(message):
     return msgspec.structs.replace(
         message,
         statistic_count=len(STATISTICS) + 1,
-        statistics=wire.block_to_bytes(np.vstack([values, more])),
-        model=wire.block_to_bytes(np.append(np.frombuffer(message.model), more.sum())),
+        statistics=wire.array_to_bytes(np.vstack([values, more])),
+        model=wire.array_to_bytes(np.append(np.frombuffer(message.model), more.sum())),
     )

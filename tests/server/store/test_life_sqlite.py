@@ -24,7 +24,7 @@ def file_bytes(store):
 
 def emptied(store):
     slices = 0
-    while store.return_space():
+    while store.release_space():
         slices += 1
     return slices
 
@@ -67,5 +67,5 @@ def test_space_is_returned_in_slices(tmp_path, monkeypatch):
     filled(store, 8 * 32)
     store.runs.delete("r1", NOW)
     assert emptied(store) > 3
-    assert not store.return_space()
+    assert not store.release_space()
     store.close()

@@ -135,7 +135,7 @@ def test_readers_without_a_pause_do_not_make_the_log_grow_for_good(store):
         for _ in range(20):
             with store.writing() as connection:
                 connection.exec_driver_sql("INSERT INTO filler VALUES (zeroblob(8388608))")
-            store.fold_log()
+            store.checkpoint_log()
         assert log.stat().st_size < 100 * 2**20
     finally:
         done.set()

@@ -1,8 +1,8 @@
-"""Kept in memory: which chunks runs have, and their coarse columns. Every curve of a run reads the same few.
+"""Caches in memory: which chunks each run has, and coarse columns, because all curves of a run read the same few.
 
-A column is known by what the reader's snapshot says of its chunks: sealing a late part or dropping a level changes
-that, and what was kept is not found any more. Alone, a curve of 100,000 points: without kept columns 1.5 times the
-CPU of the whole question (50 runs of 10,000 points: 1.6), without kept directories 1.3.
+The key of a column is what the reader's snapshot says of its chunks: sealing a late part or dropping a level
+changes the key, so a stale column is never found. Alone, a curve of 100,000 points: without kept columns 1.5 times
+the CPU of the whole question (50 runs of 10,000 points: 1.6), without kept directories 1.3.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str
 class Directories:
     """Chunk infos kept in memory, up to a number of chunks.
 
-    Parts come only together with ranges of reports that they seal, and levels only go: as long as a run has the
-    same ranges and as many rows, its chunks are the same.
+    Parts are only added together with their sealed ranges, and levels are only removed: while a run has the same
+    ranges and as many rows, its chunks are the same.
     """
 
     def __init__(self, limit: int) -> None:
@@ -88,7 +88,7 @@ class Directories:
         self._lock = Lock()
 
     def read(self, connection: Connection, sealed: Mapping[str, object]) -> dict[str, Sequence[ChunkInfo]]:
-        """What chunks each run has, oldest first; `sealed` is, by run, what tells its sealed ranges from others."""
+        """What chunks each run has, oldest first; `sealed`: by run, a value that changes with its sealed ranges."""
         table = schema.point_chunk
         counted = select(table.c.run_id, func.count()).where(table.c.run_id.in_(sealed)).group_by(table.c.run_id)
         counts = {row[0]: row[1] for row in connection.execute(counted)}
@@ -111,45 +111,45 @@ def _chunks(kept: tuple[object, Sequence[ChunkInfo]]) -> int:
 
 
 class ChunkCache:
-    """Pieces of runs with the columns read so far; the least recently used dropped beyond a number of bytes.
+    """Tables of runs with the columns read so far; the least recently used dropped beyond a number of bytes.
 
     `directories` keeps up to so many chunks.
     """
 
     def __init__(self, limit_bytes: int, chunks: int) -> None:
         self.directories = Directories(chunks)
-        self._pieces: LRUCache[Hashable, PointTable] = LRUCache(limit_bytes, getsizeof=_bytes)
+        self._tables: LRUCache[Hashable, PointTable] = LRUCache(limit_bytes, getsizeof=_bytes)
         self._lock = Lock()
 
-    def known(self, place: Hashable, totals: Collection[str], metrics: Collection[str]) -> PointTable | None:
-        """The piece kept for a place, if it has these totals, and the extremes of these metrics."""
+    def get(self, place: Hashable, totals: Collection[str], metrics: Collection[str]) -> PointTable | None:
+        """The table kept for a place, if it has these totals, and the extremes of these metrics."""
         with self._lock:
-            piece = self._pieces.get(place)
-            if piece is None or not piece.totals.keys() >= set(totals):
+            table = self._tables.get(place)
+            if table is None or not table.totals.keys() >= set(totals):
                 return None
-            if not piece.extremes.keys() >= set(metrics):
+            if not table.extremes.keys() >= set(metrics):
                 return None
-        chosen = {metric: piece.extremes[metric] for metric in metrics}
-        return replace(piece, totals={key: piece.totals[key] for key in totals}, extremes=chosen)
+        chosen = {metric: table.extremes[metric] for metric in metrics}
+        return replace(table, totals={key: table.totals[key] for key in totals}, extremes=chosen)
 
-    def keep(self, place: Hashable, piece: PointTable) -> None:
-        """Keep a copy of the piece's columns beside those that are kept for the place already."""
-        own = _copied(piece)
+    def put(self, place: Hashable, table: PointTable) -> None:
+        """Keep a copy of the table's columns beside those that are kept for the place already."""
+        own = _copied(table)
         with self._lock:
-            old = self._pieces.pop(place, None)
+            old = self._tables.pop(place, None)
             if old is not None:
                 own = replace(own, totals=old.totals | own.totals, extremes=old.extremes | own.extremes)
-            if _bytes(own) <= self._pieces.maxsize:
-                self._pieces[place] = own
+            if _bytes(own) <= self._tables.maxsize:
+                self._tables[place] = own
 
 
-def _copied(piece: PointTable) -> PointTable:
+def _copied(table: PointTable) -> PointTable:
     """Arrays of their own, that nobody can write to."""
-    arrays = {field.name: getattr(piece, field.name) for field in fields(piece)}
+    arrays = {field.name: getattr(table, field.name) for field in fields(table)}
     counted = {name: _frozen(array) for name, array in arrays.items() if isinstance(array, np.ndarray)}
-    totals = {key: _frozen(array) for key, array in piece.totals.items()}
-    extremes = {key: (_frozen(low), _frozen(high)) for key, (low, high) in piece.extremes.items()}
-    return PointTable(attempt=piece.attempt, **counted, totals=totals, extremes=extremes)
+    totals = {key: _frozen(array) for key, array in table.totals.items()}
+    extremes = {key: (_frozen(low), _frozen(high)) for key, (low, high) in table.extremes.items()}
+    return PointTable(attempt=table.attempt, **counted, totals=totals, extremes=extremes)
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:
@@ -158,5 +158,5 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
     return own
 
 
-def _bytes(piece: PointTable) -> int:
-    return 8 * len(piece.steps) * (5 + len(piece.totals) + 2 * len(piece.extremes))
+def _bytes(table: PointTable) -> int:
+    return 8 * len(table.steps) * (5 + len(table.totals) + 2 * len(table.extremes))

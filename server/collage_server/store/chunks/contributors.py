@@ -1,4 +1,4 @@
-"""Which streams stand in the sealed parts of a chunk, so that a late report never counts twice."""
+"""Which streams contributed to the sealed parts of a chunk, so that a late report never counts twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collage_server.store.rows import int_array, int_bytes
 
 __all__ = [
     "Contributors",
-    "Told",
+    "PartCount",
     "pack_contributors",
     "rank_contributed",
     "read_contributors",
@@ -25,39 +25,39 @@ __all__ = [
 ]
 
 
-class Told(NamedTuple):
-    """How many parts of a step a stream has told, of how many that there are."""
+class PartCount(NamedTuple):
+    """How many parts of a step a stream's reports have brought, of how many there are."""
 
-    came: int
+    received: int
     expected: int
 
     @property
     def whole(self) -> bool:
         """Whether nothing of the step is missing."""
-        return self.came >= self.expected
+        return self.received >= self.expected
 
-    def joined(self, other: Told) -> Told:
+    def joined(self, other: PartCount) -> PartCount:
         """With parts that came later."""
-        return Told(self.came + other.came, max(self.expected, other.expected))
+        return PartCount(self.received + other.received, max(self.expected, other.expected))
 
 
-_WHOLE = Told(1, 1)
-Contributors = Mapping[int, Mapping[int, Told]]
-"""Step → stream → what of it stands in sealed parts."""
+_WHOLE = PartCount(1, 1)
+Contributors = Mapping[int, Mapping[int, PartCount]]
+"""Step → stream → how many of its parts are sealed."""
 
 
 def unknown_stream(rank: int) -> int:
-    """The stand-in for a stream that an older server noted by its rank alone, though two processes had it."""
+    """A stand-in for the stream where an older server stored only a rank, and two processes had that rank."""
     return -1 - rank
 
 
 def pack_contributors(
-    steps: IntArray, told: Mapping[tuple[int, int], Told], ranks: Mapping[int, int]
+    steps: IntArray, counts: Mapping[tuple[int, int], PartCount], ranks: Mapping[int, int]
 ) -> dict[str, bytes]:
-    """Columns of a part from what was told by (step, stream); `ranks` by stream. All bits set are left out."""
-    streams = sorted({stream for _, stream in told})
-    table = np.array([[(int(step), stream) in told for stream in streams] for step in steps], dtype=bool)
-    missing = [(*place, *entry) for place, entry in sorted(told.items()) if not entry.whole]
+    """Columns of a part from its counts by (step, stream); `ranks` by stream. A table of ones is stored empty."""
+    streams = sorted({stream for _, stream in counts})
+    table = np.array([[(int(step), stream) in counts for stream in streams] for step in steps], dtype=bool)
+    missing = [(*place, *entry) for place, entry in sorted(counts.items()) if not entry.whole]
     return {
         "contributor_ranks": int_bytes(np.array([ranks[stream] for stream in streams], dtype=np.int64)),
         "contributor_streams": int_bytes(np.array(streams, dtype=np.int64)),
@@ -85,9 +85,9 @@ def read_contributors(
     chunks: Collection[int],
     streams: Collection[StreamRecord],
     rank: int | None = None,
-) -> dict[int, dict[int, Told]]:
+) -> dict[int, dict[int, PartCount]]:
     """Who of the attempt's `streams` contributed to each step of these chunks; of one `rank` alone, where given."""
-    found: dict[int, dict[int, Told]] = defaultdict(dict)
+    found: dict[int, dict[int, PartCount]] = defaultdict(dict)
     by_rank: dict[int, list[int]] = defaultdict(list)
     for stream in streams:
         by_rank[stream.rank].append(stream.stream)
@@ -95,14 +95,14 @@ def read_contributors(
         ranks, table = _unpack(row)
         numbers = _numbers(row, ranks, by_rank)
         missing = int_array(row.unfinished or b"").reshape(-1, 4).tolist()
-        partial = {(step, number): Told(came, expected) for step, number, came, expected in missing}
+        partial = {(step, number): PartCount(received, expected) for step, number, received, expected in missing}
         steps = int_array(row.points).reshape(5, row.point_count)[1]
         chosen = np.flatnonzero((ranks == rank) | (rank is None))
         for step, present in zip(steps.tolist(), table[:, chosen], strict=True):
             for number in numbers[chosen[present]].tolist():
-                told = partial.get((step, number), _WHOLE)
+                count = partial.get((step, number), _WHOLE)
                 known = found[step].get(number)
-                found[step][number] = told if known is None else known.joined(told)
+                found[step][number] = count if known is None else known.joined(count)
     return found
 
 
@@ -114,11 +114,11 @@ def unfinished_steps(
     streams: Collection[StreamRecord],
     rank: int,
 ) -> list[int]:
-    """Steps of these chunks that the rank has not told whole."""
+    """Steps of these chunks of which parts from the rank are missing."""
     if not any(row.unfinished for row in _rows(connection, run_id, attempt, chunks)):
         return []
     found = read_contributors(connection, run_id, attempt, chunks, streams, rank)
-    return [step for step, told in found.items() if not all(entry.whole for entry in told.values())]
+    return [step for step, counts in found.items() if not all(count.whole for count in counts.values())]
 
 
 def _numbers(row: Row[Any], ranks: IntArray, by_rank: Mapping[int, Sequence[int]]) -> IntArray:
@@ -144,7 +144,7 @@ def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[
 
 
 def _unpack(row: Row[Any]) -> tuple[IntArray, NDArray[np.bool_]]:
-    """(ranks, [points][ranks]) of a part; a rank of two processes may stand twice."""
+    """(ranks, [points][ranks]) of a part; a rank with two processes appears twice."""
     ranks = int_array(row.contributor_ranks)
     table = np.ones((row.point_count, len(ranks)), dtype=bool)
     if row.contributors:

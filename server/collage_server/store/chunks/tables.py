@@ -17,7 +17,15 @@ from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.chunks.blocks import maximum_key, minimum_key
 from collage_server.store.contract import FloatArray, IntArray, Points, Selection
 
-__all__ = ["PointTable", "coarsen", "has_layer_extremes", "join", "layer_extremes", "model_extremes", "taken"]
+__all__ = [
+    "PointTable",
+    "coarsen",
+    "has_layer_extremes",
+    "join",
+    "layer_extremes",
+    "model_extremes",
+    "select_points",
+]
 
 _COUNTED = ("first_steps", "steps", "times", "ranks", "counts")
 
@@ -40,39 +48,39 @@ _Points = TypeVar("_Points", PointTable, Points)
 
 
 def join(
-    pieces: Mapping[str, Sequence[PointTable]],
+    tables: Mapping[str, Sequence[PointTable]],
     bound: Callable[[str, int], int],
     selection: Selection,
     world_sizes: Mapping[str, int],
     layers: Sequence[str] | None = None,
 ) -> dict[str, Points]:
-    """All visible points of each run's pieces in order of their steps; parts of one step are merged as shards.
+    """All visible points of each run's tables in order of their steps; parts of one step are merged as shards.
 
     A point is visible before `bound(run_id, attempt)`; of attempts that share a step only the newest counts. Runs
     with the same columns are put together in one pass: their points are slices of common arrays.
     """
     ordered = {
-        run_id: sorted((piece for piece in members if len(piece.steps)), key=lambda piece: int(piece.steps[0]))
-        for run_id, members in pieces.items()
+        run_id: sorted((table for table in members if len(table.steps)), key=lambda table: int(table.steps[0]))
+        for run_id, members in tables.items()
     }
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
     for run_id, members in ordered.items():
-        totals = tuple(dict.fromkeys(key for piece in members for key in piece.totals))
-        extremes = tuple(dict.fromkeys(key for piece in members for key in piece.extremes))
+        totals = tuple(dict.fromkeys(key for table in members for key in table.totals))
+        extremes = tuple(dict.fromkeys(key for table in members for key in table.extremes))
         alike[totals, extremes].append(run_id)
     found = {}
     for (totals, extremes), run_ids in alike.items():
-        table = _table([piece for run_id in run_ids for piece in ordered[run_id]], totals, extremes, layers)
+        table = _table([table for run_id in run_ids for table in ordered[run_id]], totals, extremes, layers)
         start = 0
         for run_id in run_ids:
-            stop = start + sum(len(piece.steps) for piece in ordered[run_id])
-            own = replace(taken(table, slice(start, stop)), world_size=world_sizes[run_id])
+            stop = start + sum(len(table.steps) for table in ordered[run_id])
+            own = replace(select_points(table, slice(start, stop)), world_size=world_sizes[run_id])
             found[run_id] = _visible(own, ordered[run_id], partial(bound, run_id), selection)
             start = stop
-    return {run_id: found[run_id] for run_id in pieces}
+    return {run_id: found[run_id] for run_id in tables}
 
 
-def taken(points: _Points, which: slice | IntArray) -> _Points:
+def select_points(points: _Points, which: slice | IntArray) -> _Points:
     """Some of the points; with a slice, in the same memory."""
     counted: dict[str, Any] = {name: getattr(points, name)[which] for name in _COUNTED}
     totals = {key: values[which] for key, values in points.totals.items()}
@@ -81,22 +89,22 @@ def taken(points: _Points, which: slice | IntArray) -> _Points:
 
 
 def _table(
-    pieces: Sequence[PointTable], totals: Sequence[str], extremes: Sequence[str], layers: Sequence[str] | None
+    tables: Sequence[PointTable], totals: Sequence[str], extremes: Sequence[str], layers: Sequence[str] | None
 ) -> Points:
-    """The pieces one after the other; NaN where one lacks a total."""
-    counted: dict[str, Any] = {name: _concatenate([getattr(p, name) for p in pieces], name) for name in _COUNTED}
+    """The tables one after the other; NaN where one lacks a total."""
+    counted: dict[str, Any] = {name: _concatenate([getattr(p, name) for p in tables], name) for name in _COUNTED}
     shape = () if layers is None else (len(layers),)
 
     def column(values: Iterable[FloatArray | None]) -> FloatArray:
         parts = [
-            np.full((len(piece.steps), *shape), np.nan) if array is None else array
-            for piece, array in zip(pieces, values, strict=True)
+            np.full((len(table.steps), *shape), np.nan) if array is None else array
+            for table, array in zip(tables, values, strict=True)
         ]
         return _concatenate(parts, "")
 
-    joined = {key: column(piece.totals.get(key) for piece in pieces) for key in totals}
+    joined = {key: column(table.totals.get(key) for table in tables) for key in totals}
     nothing = (None, None)
-    pairs = {key: [piece.extremes.get(key, nothing) for piece in pieces] for key in extremes}
+    pairs = {key: [table.extremes.get(key, nothing) for table in tables] for key in extremes}
     return Points(
         **counted,
         world_size=1,
@@ -113,19 +121,19 @@ def _concatenate(parts: list[NDArray[Any]], name: str) -> NDArray[Any]:
 
 
 def _visible(
-    points: Points, pieces: Sequence[PointTable], bound: Callable[[int], int], selection: Selection
+    points: Points, tables: Sequence[PointTable], bound: Callable[[int], int], selection: Selection
 ) -> Points:
-    if not pieces:
+    if not tables:
         return points
-    order = _visible_order(pieces, points.steps, bound, selection)
+    order = _visible_order(tables, points.steps, bound, selection)
     as_it_stands = np.array_equal(order, np.arange(len(points.steps)))
-    return _merge_equal_steps(points if as_it_stands else taken(points, order))
+    return _merge_equal_steps(points if as_it_stands else select_points(points, order))
 
 
 def _visible_order(
-    pieces: Sequence[PointTable], steps: IntArray, bound: Callable[[int], int], selection: Selection
+    tables: Sequence[PointTable], steps: IntArray, bound: Callable[[int], int], selection: Selection
 ) -> IntArray:
-    attempts = np.repeat([piece.attempt for piece in pieces], [len(piece.steps) for piece in pieces])
+    attempts = np.repeat([table.attempt for table in tables], [len(table.steps) for table in tables])
     limits = {int(attempt): bound(int(attempt)) for attempt in np.unique(attempts)}
     keep = np.ones(len(steps), dtype=bool)
     for attempt, limit in limits.items():
@@ -197,32 +205,32 @@ def has_layer_extremes(key: str) -> bool:
 
 
 def coarsen(
-    piece: PointTable, level: int, points: int, metrics: Sequence[str]
+    table: PointTable, level: int, points: int, metrics: Sequence[str]
 ) -> tuple[PointTable, dict[str, FloatArray]]:
     """A whole chunk at a coarser level: each point merges `level` of the chunk's `points` measured ones.
 
     A late point in between makes the last one larger. Beside it everything to store: totals and extremes by entry.
     """
     starts = np.arange(0, points, level, dtype=np.intp)
-    coarse = merged(piece, starts)
+    coarse = merged(table, starts)
     stored = dict(coarse.totals)
     with np.errstate(divide="ignore", invalid="ignore"):
         for key in metrics:
-            single = finish(key, piece.totals)
+            single = finish(key, table.totals)
             stored[minimum_key(key)] = np.fmin.reduceat(single, starts, axis=0)
             stored[maximum_key(key)] = np.fmax.reduceat(single, starts, axis=0)
     return coarse, stored
 
 
-def merged(piece: PointTable, starts: NDArray[np.intp]) -> PointTable:
+def merged(table: PointTable, starts: NDArray[np.intp]) -> PointTable:
     """Points merged over their steps: each from one of `starts` to the next."""
-    ends = np.append(starts[1:], len(piece.steps)) - 1
+    ends = np.append(starts[1:], len(table.steps)) - 1
     return PointTable(
-        attempt=piece.attempt,
-        first_steps=piece.first_steps[starts],
-        steps=piece.steps[ends],
-        times=piece.times[ends],
-        ranks=np.minimum.reduceat(piece.ranks, starts),
-        counts=np.add.reduceat(piece.counts, starts),
-        totals=reduce_steps(piece.totals, axis=0, starts=starts),
+        attempt=table.attempt,
+        first_steps=table.first_steps[starts],
+        steps=table.steps[ends],
+        times=table.times[ends],
+        ranks=np.minimum.reduceat(table.ranks, starts),
+        counts=np.add.reduceat(table.counts, starts),
+        totals=reduce_steps(table.totals, axis=0, starts=starts),
     )

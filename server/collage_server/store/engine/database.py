@@ -70,11 +70,11 @@ class Database(ABC):
         """How much space there is."""
 
     @abstractmethod
-    def fold_log(self) -> None:
+    def checkpoint_log(self) -> None:
         """Keep the database's log short."""
 
     @abstractmethod
-    def return_space(self) -> bool:
+    def release_space(self) -> bool:
         """Give a slice of free space back to the disk; True if there is more."""
 
     @property

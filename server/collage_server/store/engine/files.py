@@ -17,7 +17,7 @@ from typing import Final
 
 from collage_server.store.contract import Sizes
 
-__all__ = ["file_identity", "fold_log", "folder_lock", "network_file_system", "return_pages", "sqlite_sizes"]
+__all__ = ["file_identity", "checkpoint_log", "folder_lock", "network_file_system", "return_pages", "sqlite_sizes"]
 
 _MOUNTS = Path("/proc/self/mounts")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
@@ -103,7 +103,7 @@ def sqlite_sizes(path: Path) -> Sizes:
     return Sizes(used_bytes=(total - free) * page, free_bytes=shutil.disk_usage(path.parent).free)
 
 
-def fold_log(path: Path) -> bool:
+def checkpoint_log(path: Path) -> bool:
     """Fold the write-ahead log into the file and empty it; the caller keeps this process from writing meanwhile.
 
     Readers that follow on each other without a pause keep it from beginning anew, and it grows. Those of now are

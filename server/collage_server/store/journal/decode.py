@@ -1,4 +1,4 @@
-"""Journal rows decoded into arrays: only the asked statistics and layers, no row by itself."""
+"""Decodes journal rows into arrays: only the wanted statistics and layers, many rows at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]
     """Model totals [keys, rows]; NaN where a row's stream does not declare the key."""
     values = np.full((len(keys), len(rows)), np.nan)
     declared: dict[tuple[str, ...], list[IntArray]] = defaultdict(list)
-    for (stream_id, count), members in _alike(rows, "statistic_count"):
+    for (stream_id, count), members in _rows_by_shape(rows, "statistic_count"):
         declared[streams[stream_id].statistics[:count]].append(members)
     for statistics, parts in declared.items():
         members = np.concatenate(parts)
@@ -37,7 +37,9 @@ def decode_layers(
     """Layer totals [keys, rows, layers] of the layers at these positions of the run's dictionary."""
     values = np.full((len(keys), len(rows), len(positions)), np.nan)
     target_of = {position: target for target, position in enumerate(positions.tolist())}
-    for (stream_id, statistic_count, layer_count), members in _alike(rows, "statistic_count", "layer_count"):
+    for (stream_id, statistic_count, layer_count), members in _rows_by_shape(
+        rows, "statistic_count", "layer_count"
+    ):
         stream = streams[stream_id]
         data = b"".join(rows[i].statistics for i in members.tolist())
         block = np.frombuffer(data, dtype="<f8").reshape(len(members), statistic_count, layer_count)
@@ -61,7 +63,7 @@ def layer_replicas(stream: StreamRecord, positions: IntArray) -> FloatArray:
     return placed[positions]
 
 
-def _alike(rows: Sequence[Row[Any]], *shape: str) -> list[tuple[tuple[Any, ...], IntArray]]:
+def _rows_by_shape(rows: Sequence[Row[Any]], *shape: str) -> list[tuple[tuple[Any, ...], IntArray]]:
     """Indices of rows that can be decoded together: same stream, same counts."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):

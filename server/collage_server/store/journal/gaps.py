@@ -1,4 +1,4 @@
-"""Numbers of reports that a stream gave up, kept as ranges beside its newest place."""
+"""Numbers of reports that a stream gave up, kept as ranges in its row of `run_latest`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from collage_server.store.contract import NewEvent, StreamRecord
 from collage_server.store.ranges import Ranges, add_ranges, ranges_from_json, ranges_to_json
 from collage_server.store.runs.events import add_events
 
-__all__ = ["count_numbers", "note_gaps"]
+__all__ = ["count_numbers", "record_gaps"]
 
 _MOST_RANGES: Final = 10_000
 
 
-def note_gaps(connection: Connection, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
-    """Add these gaps to the stream's and tell of what is new; the same gap again changes nothing.
+def record_gaps(connection: Connection, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
+    """Add these gaps to the stream's, with an event for new ones; the same gap again changes nothing.
 
-    Where there would be more separate ones than are kept, these only count as missing: no report is refused for it.
+    Beyond the most ranges that are kept, gaps are not recorded and count as missing; no report is refused.
     """
     table = schema.run_latest
     mine = (table.c.run_id == stream.run_id, table.c.stream_id == stream.stream_id)

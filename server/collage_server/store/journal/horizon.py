@@ -1,7 +1,7 @@
-"""The raw horizon: the step up to which an attempt takes no more totals.
+"""The raw horizon: the step up to which an attempt accepts no more totals.
 
-It stands in every stream's row of `run_latest`. Ingest reads it with the row that it locks anyway; retention raises
-it in the transaction that drops the points, under the same locks: what is acknowledged has a place.
+It is a column of every stream's row of `run_latest`. Ingest reads it with the row that it locks anyway; retention
+raises it in the transaction that drops the points, under the same locks, so no acknowledged report lacks a place.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def freeze(connection: Connection, run_id: str, attempt: int, step: int) -> bool
 
 
 def catch_up(connection: Connection, run_id: str, lagging: Mapping[int, int]) -> None:
-    """Move the horizons of attempts to where the points are gone already."""
+    """Raise the horizons of attempts to where points have been dropped already."""
     for attempt, step in lagging.items():
         _lock(connection, run_id, attempt)
         _write(connection, run_id, attempt, step)
 
 
 def read_lagging(connection: Connection, run_id: str) -> dict[int, int]:
-    """Attempts whose horizon lags behind what is frozen, with where it belongs: an older server dropped points."""
+    """The right horizon by attempt, where it lags behind frozen chunks: an older server dropped their points."""
     wanted: dict[int, int] = {}
     for info in read_chunk_infos(connection, [run_id])[run_id]:
         if info.frozen:

@@ -29,7 +29,7 @@ from collage_server.store import schema
 from collage_server.store.contract import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
 from collage_server.store.engine.database import Database
 from collage_server.store.engine.driver import Statement, driver_cursor
-from collage_server.store.journal.gaps import note_gaps
+from collage_server.store.journal.gaps import record_gaps
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.rows import scalars_to_json, to_json
 from collage_server.store.runs.events import COUNTED, add_events, count_event
@@ -204,10 +204,10 @@ class SqlJournal:
         with self._database.writing() as connection:
             return append(connection, groups, now)
 
-    def note_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
+    def record_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
         """Keep which reports of a stream will never come; the same gap twice is one."""
         with self._database.writing() as connection:
-            note_gaps(connection, stream, gaps, now)
+            record_gaps(connection, stream, gaps, now)
 
     def runs(self) -> list[str]:
         """Runs that have reports in the journal."""

@@ -16,7 +16,7 @@ __all__ = ["RowPlaces", "Steps", "group_steps", "merge_rows", "visible"]
 
 @dataclass(frozen=True, eq=False)
 class RowPlaces:
-    """Where rows stand: one entry a row in each array; `streams` holds the run's stream numbers."""
+    """Stream number, attempt, rank, step and time of rows: one entry a row in each array."""
 
     streams: IntArray
     attempts: IntArray

@@ -48,7 +48,7 @@ def plan_read(
     chosen: dict[tuple[int, int], list[ChunkInfo]] = defaultdict(list)
     for info in inside:
         wanted = 1 if fine and (info.attempt, info.chunk) in fine else level
-        chosen[info.attempt, _held_level(info, wanted)].append(info)
+        chosen[info.attempt, _available_level(info, wanted)].append(info)
     chunks = {place: [info.chunk for info in members] for place, members in chosen.items()}
     known: dict[int, Contributors] = {
         attempt: read_contributors(
@@ -64,7 +64,7 @@ def plan_read(
     return ReadPlan(chunks, unsealed, known, {place: tuple(members) for place, members in chosen.items()})
 
 
-def _held_level(info: ChunkInfo, wanted: int) -> int:
+def _available_level(info: ChunkInfo, wanted: int) -> int:
     """The coarsest level that the chunk has up to the one wanted; a frozen chunk may only have coarser ones."""
     if wanted in info.levels:
         return wanted

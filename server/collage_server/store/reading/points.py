@@ -25,7 +25,7 @@ from collage_server.store.chunks.blocks import (
 )
 from collage_server.store.chunks.cache import ChunkCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.tables import PointTable, has_layer_extremes, join, taken
+from collage_server.store.chunks.tables import PointTable, has_layer_extremes, join, select_points
 from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read
@@ -68,7 +68,7 @@ def points_of_views(
     selection: Selection,
     cache: ChunkCache,
 ) -> dict[str, Points]:
-    """The same for runs that are looked at already."""
+    """As `read_points`, for runs whose views are read already."""
     if selection.by_layer:
         return _layer_points(connection, views, wanted, selection, cache)
     mixed = [run for run, view in views.items() if view.mixed]
@@ -76,7 +76,7 @@ def points_of_views(
     tables: Tables = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
         known = None if level == 1 or selection.rank is not None else cache
-        for run_id, found in _known_model(
+        for run_id, found in _cached_model(
             connection, views, plans, level, chunks, wanted, selection, known
         ).items():
             tables[run_id] += found
@@ -113,7 +113,7 @@ def _layer_points(
     return _joined(views, tables, selection, list(next(iter(chosen.values()))))
 
 
-def _known_model(
+def _cached_model(
     connection: Connection,
     views: Views,
     plans: Mapping[str, ReadPlan],
@@ -123,7 +123,7 @@ def _known_model(
     selection: Selection,
     cache: ChunkCache | None,
 ) -> Tables:
-    """`sealed_model`, of what is not in memory."""
+    """`sealed_model`, through the cache."""
     chosen = {run_id: views[run_id] for run_id, _ in chunks}
     if cache is None:
         return sealed_model(connection, chosen, level, chunks, wanted, selection)
@@ -134,7 +134,7 @@ def _known_model(
         entries = views[owner[0]].entries
         totals = _keys({owner[0]: views[owner[0]]}, wanted, (), level)
         shown = [metric for metric in selection.extremes_of if minimum_key(metric) in entries]
-        table = cache.known(places[owner], totals, shown)
+        table = cache.get(places[owner], totals, shown)
         if table is None:
             missing[owner] = numbers
         else:
@@ -144,7 +144,7 @@ def _known_model(
         for run_id, read in sealed_model(connection, left, level, missing, wanted, selection).items():
             found[run_id] += read
             for table in read:
-                cache.keep(places[run_id, table.attempt], table)
+                cache.put(places[run_id, table.attempt], table)
     return found
 
 
@@ -194,16 +194,16 @@ def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
 
 def _unsealed_model(views: Views, plans: Mapping[str, ReadPlan], wanted: Collection[str] | None) -> Tables:
     found: Tables = {run_id: [] for run_id in views}
-    alone = {}
+    unmerged = {}
     for run_id, plan in plans.items():
         view = views[run_id]
         for attempt, rows in plan.unsealed.items():
             known = plan.known.get(attempt, {})
-            if unsealed.alone(rows, known) and not view.mixed:
-                alone[run_id, attempt] = rows
+            if unsealed.needs_no_merge(rows, known) and not view.mixed:
+                unmerged[run_id, attempt] = rows
                 continue
             found[run_id].append(_model_table(view, attempt, rows, view.statistics(wanted), known))
-    for (run_id, _), table in unsealed.model_tables(views, alone, wanted).items():
+    for (run_id, _), table in unsealed.model_tables(views, unmerged, wanted).items():
         found[run_id].append(table)
     return found
 
@@ -218,7 +218,7 @@ def _model_table(
 
 
 def _check_one_rank(views: Views, rank: int) -> None:
-    """Layers are kept with all ranks merged; one rank alone is known where there is no other."""
+    """Layers are kept with all ranks merged; a single rank can be read only where it is the only one."""
     for run_id, view in views.items():
         ranks = {record.rank for record in view.streams.values()}
         if ranks - {rank}:
@@ -250,11 +250,11 @@ def sealed_model(
     values = read_model_data(connection, level, merged, points, _entries(views), keys)
     found = _point_tables(views, level, points, keys, values)
     for owner, numbers in several.items():
-        found[owner[0]] += _of_one_rank(connection, views[owner[0]], {owner: numbers}, keys, rank or 0)
+        found[owner[0]] += _model_of_rank(connection, views[owner[0]], {owner: numbers}, keys, rank or 0)
     return found
 
 
-def _of_one_rank(
+def _model_of_rank(
     connection: Connection, view: RunView, chunks: Chunks, keys: Sequence[str], rank: int
 ) -> list[PointTable]:
     """Only the points to which the rank contributed; where it was the only one, the merged totals are its own.
@@ -270,15 +270,15 @@ def _of_one_rank(
     numbers = chunks[view.run_id, attempt]
     contributed = rank_contributed(connection, view.run_id, attempt, numbers, rank)
     unfinished = unfinished_steps(connection, view.run_id, attempt, numbers, view.streams_of(attempt), rank)
-    for (chunk, part), (present, alone) in contributed.items():
+    for (chunk, part), (present, only_one) in contributed.items():
         start = points.where[view.run_id, attempt, chunk, part]
         place = slice(start, start + len(present))
         there[place] = present
-        if alone and not view.replicated:
+        if only_one and not view.replicated:
             values[:, place] = merged[:, place]
     tables = []
     for table in _point_tables(views, 1, points, keys, values)[view.run_id]:
-        held = taken(table, np.flatnonzero(there))
+        held = select_points(table, np.flatnonzero(there))
         ranks = np.zeros(len(held.steps), dtype=np.int64)
         ranks[np.unique(held.steps, return_index=True)[1]] = 1
         ranks[np.isin(held.steps, unfinished)] = 0
@@ -353,7 +353,7 @@ def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[st
 def read_latest(
     connection: Connection, run_id: str, stale_after_seconds: float, cache: ChunkCache
 ) -> LatestPoint | None:
-    """The newest measured step that every live rank has reached and told whole, with the model's totals."""
+    """The newest measured step that every live rank has reached and reported whole, with the model's totals."""
     view = RunView(connection, run_id)
     step = newest_measured_step(connection, run_id, view.bounds, stale_after_seconds)
     if step is None:

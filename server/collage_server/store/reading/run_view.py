@@ -86,7 +86,7 @@ class RunView:
         return [key for key in self._declared if (is_known(key) if wanted is None else key in wanted)]
 
     @property
-    def is_newer(self) -> bool:
+    def has_unknown_statistics(self) -> bool:
         """Whether a newer server took statistics that this one cannot merge."""
         return not all(map(is_known, self._declared))
 

@@ -1,4 +1,4 @@
-"""Reports that stand in no chunk yet, read from the journal and merged to points.
+"""Reports that are not sealed into chunks yet: read from the journal and merged to points.
 
 The journal of a run is bounded, so all of it is read at once.
 """
@@ -17,8 +17,8 @@ from sqlalchemy import Connection, Row
 
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
-from collage_server.store.chunks.contributors import Contributors, Told, unknown_stream
-from collage_server.store.chunks.tables import PointTable, taken
+from collage_server.store.chunks.contributors import Contributors, PartCount, unknown_stream
+from collage_server.store.chunks.tables import PointTable, select_points
 from collage_server.store.contract import FloatArray, IntArray, Selection, StreamRecord
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal.reports import read_reports
@@ -28,14 +28,14 @@ from collage_server.store.reading.run_view import RunView
 __all__ = [
     "ScalarRow",
     "UnsealedReports",
-    "alone",
+    "needs_no_merge",
     "layer_table",
     "model_of",
     "model_table",
     "model_tables",
     "read_unsealed",
-    "seen_rows",
-    "told_parts",
+    "visible_rows",
+    "part_counts",
     "unsealed_rows",
 ]
 
@@ -80,7 +80,7 @@ class ScalarRow(NamedTuple):
 
 _Kind = TypeVar("_Kind", ModelRow, LayerRow, ScalarRow)
 UnsealedReports = Mapping[int, Sequence[Any]]
-"""By attempt, rows of the journal that stand in no chunk, in order of their numbers."""
+"""Journal rows that are not sealed yet, by attempt, in order of `seq`."""
 
 
 def read_unsealed(
@@ -100,7 +100,7 @@ def read_unsealed(
 def unsealed_rows(
     connection: Connection, views: Mapping[str, RunView], kind: type[_Kind], present: str, selection: Selection
 ) -> Iterator[tuple[StreamRecord, _Kind]]:
-    """Rows that stand in no chunk yet, with their streams."""
+    """Journal rows that are not sealed yet, with their streams."""
     streams = {name: stream for view in views.values() for name, stream in view.streams.items()}
     for row in map(kind._make, read_reports(connection, list(views), kind._fields, present, selection)):
         stream = streams.get(row.stream_id)
@@ -113,13 +113,13 @@ def model_table(
     view: RunView, attempt: int, rows: Sequence[Row[Any]], keys: Sequence[str], known: Contributors
 ) -> PointTable:
     """Rows of one attempt merged to the model's totals by step."""
-    if alone(rows, known):
+    if needs_no_merge(rows, known):
         return model_tables({view.run_id: view}, {(view.run_id, attempt): rows}, keys)[view.run_id, attempt]
 
     def replicas(stream_id: str) -> FloatArray:
         return np.array(model_replica(view.streams[stream_id]))
 
-    rows = seen_rows(view, rows, known)
+    rows = visible_rows(view, rows, known)
     totals = dict(zip(keys, decode_model(view.streams, rows, keys), strict=True))
     return _table(view, attempt, rows, totals, known, replicas)
 
@@ -129,12 +129,12 @@ def model_tables(
     waiting: Mapping[tuple[str, int], Sequence[Row[Any]]],
     wanted: Collection[str] | None,
 ) -> dict[tuple[str, int], PointTable]:
-    """The same of rows that stand `alone`, by run and attempt: all of them are decoded together."""
-    alike: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
+    """As `model_table`, for rows that need no merge: those of all runs and attempts are decoded in one pass."""
+    by_keys: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
     for owner in waiting:
-        alike[tuple(views[owner[0]].statistics(wanted))].append(owner)
+        by_keys[tuple(views[owner[0]].statistics(wanted))].append(owner)
     found = {}
-    for keys, owners in alike.items():
+    for keys, owners in by_keys.items():
         streams = {name: stream for run_id, _ in owners for name, stream in views[run_id].streams.items()}
         rows = [row for owner in owners for row in waiting[owner]]
         totals = dict(zip(keys, decode_model(streams, rows, keys), strict=True))
@@ -142,7 +142,7 @@ def model_tables(
         start = 0
         for owner in owners:
             stop = start + len(waiting[owner])
-            found[owner] = replace(taken(whole, slice(start, stop)), attempt=owner[1])
+            found[owner] = replace(select_points(whole, slice(start, stop)), attempt=owner[1])
             start = stop
     return found
 
@@ -156,7 +156,7 @@ def layer_table(
     known: Contributors,
 ) -> PointTable:
     """Rows of one attempt merged to totals by step and layer."""
-    if alone(rows, known):
+    if needs_no_merge(rows, known):
         blocks = decode_layers(view.streams, rows, keys, positions)
         return _table_of_one(attempt, rows, dict(zip(keys, blocks, strict=True)))
     cache: dict[str, FloatArray] = {}
@@ -166,15 +166,15 @@ def layer_table(
             cache[stream_id] = layer_replicas(view.streams[stream_id], positions)
         return cache[stream_id]
 
-    rows = seen_rows(view, rows, known)
+    rows = visible_rows(view, rows, known)
     blocks = decode_layers(view.streams, rows, keys, positions)
     return _table(view, attempt, rows, dict(zip(keys, blocks, strict=True)), known, replicas)
 
 
-def alone(rows: Sequence[Row[Any]], known: Contributors) -> bool:
-    """Whether one stream reported every step once, and nothing of it is sealed: nothing is to be merged."""
-    alike = len({row.stream_id for row in rows}) == 1
-    return alike and not known and all(a.step < b.step for a, b in itertools.pairwise(rows))
+def needs_no_merge(rows: Sequence[Row[Any]], known: Contributors) -> bool:
+    """Whether the rows need no merging: one stream, one report a step, nothing of these steps sealed before."""
+    one_stream = len({row.stream_id for row in rows}) == 1
+    return one_stream and not known and all(a.step < b.step for a, b in itertools.pairwise(rows))
 
 
 def _table_of_one(attempt: int, rows: Sequence[Row[Any]], totals: dict[str, FloatArray]) -> PointTable:
@@ -190,18 +190,18 @@ def model_of(table: PointTable) -> PointTable:
     return replace(table, totals=reduce_shards(table.totals, axis=1))
 
 
-def seen_rows(view: RunView, rows: Sequence[Row[Any]], known: Contributors) -> list[Row[Any]]:
-    """Without second processes of a rank: where one stands in a sealed part of the step, no other one is added.
+def visible_rows(view: RunView, rows: Sequence[Row[Any]], known: Contributors) -> list[Row[Any]]:
+    """The rows, at most one process a rank at each step: if one process is sealed already, others are left out.
 
-    Several reports of one process about one step are shards of it, and each of them comes once.
+    Several reports of one process about one step are shards of it, and all are kept.
     """
-    rows = [row for row in rows if not (known and _another_is_known(view, row, known))]
+    rows = [row for row in rows if not (known and _another_is_sealed(view, row, known))]
     seen = visible(_places(view, rows), {})
     return [row for row, kept in zip(rows, seen.tolist(), strict=True) if kept]
 
 
-def _another_is_known(view: RunView, row: Row[Any], known: Contributors) -> bool:
-    """Whether another process of the row's rank stands in a sealed part of its step."""
+def _another_is_sealed(view: RunView, row: Row[Any], known: Contributors) -> bool:
+    """Whether another process of the row's rank has already been sealed at its step."""
     if not view.is_contested(row.stream_id):
         return False
     own = view.streams[row.stream_id]
@@ -215,12 +215,12 @@ def _places(view: RunView, rows: Sequence[Row[Any]]) -> RowPlaces:
     return RowPlaces.of([(view.streams[row.stream_id], row.step, row.time) for row in rows])
 
 
-def told_parts(view: RunView, rows: Sequence[Row[Any]]) -> dict[tuple[int, int], Told]:
-    """How many parts these rows tell, by (step, stream)."""
-    found: dict[tuple[int, int], Told] = {}
+def part_counts(view: RunView, rows: Sequence[Row[Any]]) -> dict[tuple[int, int], PartCount]:
+    """How many parts of a step these rows hold, by (step, stream)."""
+    found: dict[tuple[int, int], PartCount] = {}
     for row in rows:
-        place, told = (row.step, view.streams[row.stream_id].stream), Told(1, row.parts)
-        found[place] = found[place].joined(told) if place in found else told
+        key, count = (row.step, view.streams[row.stream_id].stream), PartCount(1, row.parts)
+        found[key] = found[key].joined(count) if key in found else count
     return found
 
 
@@ -242,20 +242,20 @@ def _table(
         first_steps=grouped.steps,
         steps=grouped.steps,
         times=grouped.times,
-        ranks=grouped.ranks - _not_counted(view, rows, grouped.steps, known),
+        ranks=grouped.ranks - _uncounted_ranks(view, rows, grouped.steps, known),
         counts=np.ones(len(grouped.steps), dtype=np.int64),
         totals=merge_rows(grouped, totals, replicas),
     )
 
 
-def _not_counted(view: RunView, rows: Sequence[Row[Any]], steps: IntArray, known: Contributors) -> IntArray:
-    """How many of the ranks at each of these steps have parts to come, or were whole in sealed parts already."""
+def _uncounted_ranks(view: RunView, rows: Sequence[Row[Any]], steps: IntArray, known: Contributors) -> IntArray:
+    """At each step, how many ranks are not to be counted: parts are missing, or they were sealed whole before."""
     if not known and all(row.parts == 1 for row in rows):
         return np.zeros(len(steps), dtype=np.int64)
     left = []
-    for (step, stream), told in told_parts(view, rows).items():
+    for (step, stream), count in part_counts(view, rows).items():
         before = known.get(step, {}).get(stream)
-        after = told if before is None else before.joined(told)
+        after = count if before is None else before.joined(count)
         if not after.whole or (before is not None and before.whole):
             left.append(step)
     return np.bincount(np.searchsorted(steps, np.array(left, dtype=np.int64)), minlength=len(steps))
@@ -270,7 +270,7 @@ def _leave_out_replicas(
     replicas: FloatArray,
     replicas_of: Callable[[str], FloatArray],
 ) -> None:
-    """Blank, in late rows, what a sealed part has from another replica already: what is sealed stays."""
+    """Set to NaN, in late rows, what another replica has already contributed to a sealed part."""
     names = {stream.stream: stream.stream_id for stream in view.streams.values()}
     names |= {unknown_stream(s.rank): s.stream_id for s in view.streams.values() if s.attempt == attempt}
     for index, row in enumerate(rows):

@@ -19,11 +19,11 @@ __all__ = [
     "newest_measured_step",
     "newest_scalars",
     "sum_of_newest",
-    "waited_for",
+    "awaited_streams",
 ]
 
 _PASSED: Final = 64
-"""Measured steps of another rank that a rank passes without one of its own before nobody waits for it."""
+"""A rank is no longer waited for after passing so many measured steps of another rank without one of its own."""
 _UNBOUNDED: Final = 2**62
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 
@@ -66,10 +66,9 @@ def sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float 
 def newest_measured_step(
     connection: Connection, run_id: str, bounds: Mapping[int, int], stale_after_seconds: float
 ) -> int | None:
-    """The newest measured step that every rank `waited_for` in the newest measured attempt has reached.
+    """The newest measured step that every one of the `awaited_streams` of the newest measured attempt has reached.
 
-    None when nothing was measured, or a newer attempt hides that step: the visible points then have to be looked
-    at.
+    None when nothing was measured, or a newer attempt hides that step: the caller must then read the points.
     """
     table = schema.run_latest
     rows = connection.execute(
@@ -79,12 +78,12 @@ def newest_measured_step(
     rows = [row for row in rows if row.attempt == attempt]
     if not rows:
         return None
-    waited = waited_for(connection, run_id, attempt, rows, stale_after_seconds)
+    waited = awaited_streams(connection, run_id, attempt, rows, stale_after_seconds)
     step: int = min(row.measured_step for row in waited)
     return step if step < bounds.get(attempt, _UNBOUNDED) else None
 
 
-def waited_for(
+def awaited_streams(
     connection: Connection, run_id: str, attempt: int, rows: Sequence[Row[Any]], stale_after_seconds: float
 ) -> list[Row[Any]]:
     """Of the attempt's rows of `run_latest` that have reports, those of ranks whose next report is waited for.
@@ -143,7 +142,7 @@ def measured_state(connection: Connection, run_id: str, stale_after_seconds: flo
         freshest[row.attempt] = max(row.last_report_at, freshest.get(row.attempt, 0.0))
 
     def lagging(row: Row[Any]) -> object:
-        """How far a rank has come besides, and whether it is silent, decides only where it lags (`waited_for`)."""
+        """A rank's last step, and whether it is silent: they matter only where it lags (`awaited_streams`)."""
         return row.last_step, row.last_report_at >= freshest[row.attempt] - stale_after_seconds
 
     seen = [(*row[:4], lagging(row) if row.measured_step < newest else None) for row in places]

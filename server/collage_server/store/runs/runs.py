@@ -38,11 +38,11 @@ _OWNED: Final = (
 
 
 class SqlRuns:
-    """Implements `RunStore` on an SQL database. `clear` begins to remove what a deleted run has left."""
+    """Implements `RunStore` on an SQL database. `begin_purge` starts to remove the rows of a deleted run."""
 
-    def __init__(self, database: Database, clear: Callable[[str], None]) -> None:
+    def __init__(self, database: Database, begin_purge: Callable[[str], None]) -> None:
         self._database = database
-        self._clear = clear
+        self._begin_purge = begin_purge
 
     def create(
         self, project: str, create: wire.RunCreate, now: float, check: QuotaCheck | None = None
@@ -102,7 +102,7 @@ class SqlRuns:
         with self._database.writing() as connection:
             delete_run(connection, run_id, now)
             record_acts(connection, acts)
-        self._clear(run_id)
+        self._begin_purge(run_id)
 
 
 def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:

@@ -17,7 +17,7 @@ from collage_server.store.chunks.cache import LEVELS, ChunkInfo, read_chunk_info
 from collage_server.store.contract import SealLimits
 from collage_server.store.journal.reports import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
-from collage_server.store.runs.latest import waited_for
+from collage_server.store.runs.latest import awaited_streams
 
 __all__ = ["Journal", "SealPlan", "plan_seal", "read_journal"]
 
@@ -131,7 +131,7 @@ def _ready_step(connection: Connection, view: RunView, attempt: int, stale_after
     ).all()
     if not rows:
         return -1
-    live = waited_for(connection, view.run_id, attempt, rows, stale_after_seconds)
+    live = awaited_streams(connection, view.run_id, attempt, rows, stale_after_seconds)
     measuring = [row.measured_step for row in live if row.measured_step is not None]
     return int(min(measuring) if measuring else min(row.last_step for row in live) - 1)
 

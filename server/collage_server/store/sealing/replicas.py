@@ -24,7 +24,7 @@ from collage_server.store.journal.decode import decode_layers, decode_model, lay
 from collage_server.store.journal.reports import read_reports
 from collage_server.store.ranges import Ranges, add_numbers, contains
 from collage_server.store.reading.run_view import RunView
-from collage_server.store.reading.unsealed import read_unsealed, seen_rows
+from collage_server.store.reading.unsealed import read_unsealed, visible_rows
 from collage_server.store.rows import int_array, to_json
 from collage_server.store.runs.events import MOST_LAYERS, add_events
 
@@ -48,44 +48,44 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class ReplicaCursor:
-    """What was looked at: `numbers` of reports by stream, when so many reports of the run were `stored`."""
+class ComparedReports:
+    """Reports already compared: their `numbers` by stream, at a time when the run had `stored` reports in all."""
 
     stored: int = -1
     numbers: Mapping[str, Ranges] = field(default_factory=dict)
 
 
 class Replicas:
-    """Finds what differs among reports that were not looked at before; what was is remembered by this process."""
+    """Finds replicas that differ, among reports not compared before; this process remembers which it compared."""
 
     def __init__(self) -> None:
-        self._looked: LRUCache[str, ReplicaCursor] = LRUCache(_KEPT_RUNS)
+        self._compared: LRUCache[str, ComparedReports] = LRUCache(_KEPT_RUNS)
         self._lock = Lock()
 
-    def find(self, view: RunView) -> tuple[list[Mismatch], ReplicaCursor | None]:
+    def find(self, view: RunView) -> tuple[list[Mismatch], ComparedReports | None]:
         """Mismatches at the steps of unsealed reports that are new to this process, and what to remember."""
         if not view.replicated or not view.statistics(_KEYS):
             return [], None
         with self._lock:
-            looked = self._looked.get(view.run_id, ReplicaCursor())
+            compared = self._compared.get(view.run_id, ComparedReports())
         stored = _stored(view)
-        if stored == looked.stored:
+        if stored == compared.stored:
             return [], None
-        numbers, steps = _fresh(view, looked)
-        known = dict(looked.numbers)
+        numbers, steps = _new_reports(view, compared)
+        known = dict(compared.numbers)
         known.update({name: add_numbers(known.get(name, ()), seqs) for name, seqs in numbers.items()})
         found = (
             mismatch
             for attempt, rows in (_by_attempt(view, steps) if len(steps) else ())
-            for mismatch in _differing(view, attempt, rows)
+            for mismatch in _compare_rows(view, attempt, rows)
         )
-        # More are not kept, of those that are known and new together.
-        return list(islice(found, _MOST_ROWS)), ReplicaCursor(stored, known)
+        # keep_mismatches stores no more than this in all, known ones included.
+        return list(islice(found, _MOST_ROWS)), ComparedReports(stored, known)
 
-    def remember(self, run_id: str, looked: ReplicaCursor) -> None:
-        """Do not look at these reports again: what they told is stored."""
+    def remember(self, run_id: str, compared: ComparedReports) -> None:
+        """Do not compare these reports again: their mismatches are stored."""
         with self._lock:
-            self._looked[run_id] = looked
+            self._compared[run_id] = compared
 
 
 def _stored(view: RunView) -> int:
@@ -94,12 +94,12 @@ def _stored(view: RunView) -> int:
     return int(view.connection.execute(total).scalar_one())
 
 
-def _fresh(view: RunView, looked: ReplicaCursor) -> tuple[dict[str, array[int]], IntArray]:
-    """Numbers of reports that were not looked at, by stream, and their steps."""
+def _new_reports(view: RunView, compared: ComparedReports) -> tuple[dict[str, array[int]], IntArray]:
+    """Numbers of reports that were not compared yet, by stream, and their steps."""
     numbers: dict[str, array[int]] = defaultdict(lambda: array("q"))
     steps: array[int] = array("q")
     for row in read_reports(view.connection, [view.run_id], _KEY, "statistics", Selection()):
-        if not contains(looked.numbers.get(row.stream_id, ()), row.seq):
+        if not contains(compared.numbers.get(row.stream_id, ()), row.seq):
             numbers[row.stream_id].append(row.seq)
             steps.append(row.step)
     return numbers, np.unique(np.frombuffer(steps, dtype=np.int64))
@@ -111,11 +111,11 @@ def _by_attempt(view: RunView, steps: IntArray) -> Iterator[tuple[int, list[Any]
     unsealed = read_unsealed(view.connection, {view.run_id: view}, selection, layers=False)
     wanted = set(steps.tolist())
     for attempt, rows in sorted(unsealed[view.run_id].items()):
-        yield attempt, seen_rows(view, [row for row in rows if row.step in wanted], {})
+        yield attempt, visible_rows(view, [row for row in rows if row.step in wanted], {})
 
 
-def _differing(view: RunView, attempt: int, rows: Sequence[Any]) -> Iterator[Mismatch]:
-    """Model vectors first: they are small, and where they agree no layer differs."""
+def _compare_rows(view: RunView, attempt: int, rows: Sequence[Any]) -> Iterator[Mismatch]:
+    """Mismatches by layer. Model vectors come first: they are small, and where they agree no layer differs."""
     steps = sorted(_suspicious_steps(view, rows))
     if not steps:
         return
@@ -129,7 +129,7 @@ def _differing(view: RunView, attempt: int, rows: Sequence[Any]) -> Iterator[Mis
             blocks[row.step].append(row)
     for step, members in blocks.items():
         if members:
-            yield from _at_step(view, attempt, step, members)
+            yield from _compare_step(view, attempt, step, members)
 
 
 def _suspicious_steps(view: RunView, rows: Sequence[Row[Any]]) -> Iterable[int]:
@@ -144,7 +144,7 @@ def _suspicious_steps(view: RunView, rows: Sequence[Row[Any]]) -> Iterable[int]:
     return [step for step, table in sums.items() if len({tuple(values) for values in table.values()}) > 1]
 
 
-def _at_step(view: RunView, attempt: int, step: int, rows: Sequence[Row[Any]]) -> Iterator[Mismatch]:
+def _compare_step(view: RunView, attempt: int, step: int, rows: Sequence[Row[Any]]) -> Iterator[Mismatch]:
     positions = np.arange(len(view.layers), dtype=np.int64)
     numbers = np.stack([layer_replicas(view.streams[row.stream_id], positions) for row in rows])
     checksums = decode_layers(view.streams, rows, _KEYS, positions)
@@ -189,7 +189,7 @@ def _expected_shards(view: RunView, attempt: int, count: int, replicas: IntArray
 
 
 def _unequal(sums: FloatArray, complete: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Layers where complete replicas of equal samples differ, bool [layers]; another sample says nothing."""
+    """Layers where complete replicas differ, bool [layers]; only replicas with equal samples are comparable."""
     first = complete.argmax(0)
     layers = np.arange(complete.shape[1])
     differs = complete & (sums[1] == sums[1][first, layers]) & (sums[0] != sums[0][first, layers])
@@ -198,7 +198,7 @@ def _unequal(sums: FloatArray, complete: NDArray[np.bool_]) -> NDArray[np.bool_]
 
 
 def keep_mismatches(connection: Connection, run_id: str, found: Sequence[Mismatch], now: float) -> None:
-    """Store what was found, and tell of layers that had not differed in their attempt before."""
+    """Store mismatches; add an event for each layer that differs for the first time in its attempt."""
     table = schema.replica_mismatch
     rows = connection.execute(
         select(table.c.attempt, table.c.step, table.c.layer).where(table.c.run_id == run_id)
@@ -219,11 +219,11 @@ def keep_mismatches(connection: Connection, run_id: str, found: Sequence[Mismatc
         for entry in fresh
     ]
     connection.execute(insert(table), values)
-    told = {(row.attempt, row.layer) for row in rows}
+    announced = {(row.attempt, row.layer) for row in rows}
     first: dict[tuple[int, int], list[Mismatch]] = defaultdict(list)
     for entry in sorted(fresh, key=lambda entry: (entry.attempt, entry.step, entry.layer)):
-        if (entry.attempt, entry.layer) not in told:
-            told.add((entry.attempt, entry.layer))
+        if (entry.attempt, entry.layer) not in announced:
+            announced.add((entry.attempt, entry.layer))
             first[entry.attempt, entry.step].append(entry)
     names = _layer_names(connection, run_id)
     add_events(connection, run_id, [_event(entries, names) for entries in first.values()], now)

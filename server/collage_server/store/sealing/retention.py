@@ -1,9 +1,9 @@
-"""What happens to a run after its reports came in: sealed into chunks, thinned past a horizon, removed.
+"""What happens to stored reports: sealed into chunks, thinned when old, removed with their run.
 
-Everything is done in slices, behind no reader.
+All work is done in short transactions, so that readers and the writer do not wait.
 
-A chunk whose level 1 is gone is *frozen*: its coarse levels stay as they are, and totals that still come for its
-steps are refused (`horizon`). The newest chunk of an attempt is never frozen, so a run's last step stays as it was.
+A chunk whose level 1 was dropped is *frozen*: its coarse levels no longer change, and later totals for its steps
+are refused (`horizon`). The newest chunk of an attempt is never frozen, so a run's last step stays as it was.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from collage_server.store.sealing.seal import seal
 
 __all__ = ["SqlRetention", "SqlSealing"]
 
-Settle = Callable[[str], None]
-"""Seals every report that still waits for its place in an old chunk; the caller holds the claim."""
+SealLateReports = Callable[[str], None]
+"""Seals every late report of the run; the caller holds the claim."""
 _BULKY: Final = (
     schema.report,
     schema.layer_chunk,
@@ -45,9 +45,9 @@ _BULKY: Final = (
 )
 _SLICE_ROWS: Final = 48
 _PURGED_AT_ONCE: Final = 100
-"""Short transactions that a deletion takes at most before it is answered."""
-_LOOK_SECONDS: Final = 50.0
-"""How long after a look for rows of deleted runs the next one comes: other servers delete runs, and end, too."""
+"""The most short transactions that a deletion runs before it is answered."""
+_SEARCH_SECONDS: Final = 50.0
+"""Seconds between searches for rows of deleted runs: another server may have deleted a run and stopped."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class SqlSealing:
         silent = record.updated_at < now - self._stale_after_seconds
         with self._database.claimed(run_id) as mine:
             closed = silent or record.state != "running"
-            limits = self.limits.beside(self._journal.last_bytes)
+            limits = self.limits.scaled_to_commits(self._journal.last_bytes)
             return self._seal_parts(run_id, limits, now=now, closed=closed, pressed=pressed) if mine else 0
 
-    def settle(self, run_id: str) -> None:
+    def seal_late_reports(self, run_id: str) -> None:
         """Seal every late report, however few they are; the caller has claimed the run."""
         limits = dataclasses.replace(self.limits, late_rows=1)
         with self._database.reading() as connection:
@@ -114,11 +114,11 @@ class SqlSealing:
 class SqlRetention:
     """Implements `Retention` on an SQL database."""
 
-    def __init__(self, database: Database, settle: Settle) -> None:
+    def __init__(self, database: Database, seal_late_reports: SealLateReports) -> None:
         self._database = database
-        self._settle = settle
+        self._seal_late_reports = seal_late_reports
         self._deleted: set[str] = set()
-        self._next_look = 0.0
+        self._next_search = 0.0
         self._lock = Lock()
 
     def sealed_runs(self) -> list[str]:
@@ -143,11 +143,11 @@ class SqlRetention:
                 with self._database.writing() as connection:
                     catch_up(connection, run_id, lagging)
             if any(entry.level == 1 for entry in expired):
-                self._settle(run_id)
+                self._seal_late_reports(run_id)
             return sum(self._drop(run_id, entry) for entry in expired)
 
-    def clear(self, run_id: str) -> None:
-        """Begin to remove the rows of a run that was just deleted; the rest is left to maintenance."""
+    def begin_purge(self, run_id: str) -> None:
+        """Remove the first rows of a run that was just deleted; maintenance removes the rest."""
         with self._lock:
             self._deleted.add(run_id)
         self.purge(_PURGED_AT_ONCE)
@@ -165,10 +165,10 @@ class SqlRetention:
 
     def _next_deleted(self) -> str | None:
         with self._lock:
-            if not self._deleted and time.monotonic() >= self._next_look:
+            if not self._deleted and time.monotonic() >= self._next_search:
                 with self._database.reading() as connection:
-                    self._deleted = set(connection.execute(_buried_with_rows()).scalars())
-                self._next_look = time.monotonic() + _LOOK_SECONDS
+                    self._deleted = set(connection.execute(_deleted_runs_with_rows()).scalars())
+                self._next_search = time.monotonic() + _SEARCH_SECONDS
             return min(self._deleted, default=None)
 
     def _purge_slice(self, run_id: str) -> bool:
@@ -179,8 +179,11 @@ class SqlRetention:
         return False
 
     def _drop(self, run_id: str, entry: _Expired) -> bool:
-        """The points first: from then on readers use coarser levels. The model's rows last: they tell that a drop
-        was interrupted. False: reports came meanwhile that belong there; the next round tries again."""
+        """Delete one level of one chunk.
+
+        Points go first: from then on readers use coarser levels. The model's rows go last: while they exist, an
+        interrupted drop is found again. False: new reports came for it; the next round tries again.
+        """
         with self._database.writing() as connection:
             if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
                 return False
@@ -197,7 +200,7 @@ class SqlRetention:
         return True
 
 
-def _buried_with_rows() -> Any:
+def _deleted_runs_with_rows() -> Any:
     tomb = schema.deleted_run
     there = [exists().where(table.c.run_id == tomb.c.run_id) for table in _BULKY]
     return select(tomb.c.run_id).where(or_(*there))
@@ -223,8 +226,8 @@ def _rows_of(table: Table, run_id: str, entry: _Expired) -> tuple[Any, ...]:
 
 def _expired(connection: Connection, run_id: str, before: Mapping[int, float]) -> list[_Expired]:
     created = _attempt_times(connection, run_id)
-    held = _held(connection, schema.point_chunk, run_id)
-    left = _held(connection, schema.model_chunk, run_id)
+    held = _levels_by_chunk(connection, schema.point_chunk, run_id)
+    left = _levels_by_chunk(connection, schema.model_chunk, run_id)
     expired = []
     for attempt, chunks in held.items():
         newest = max(chunks)
@@ -249,7 +252,7 @@ def _attempt_times(connection: Connection, run_id: str) -> dict[int, float]:
     return {row.attempt: row.created_at for row in rows}
 
 
-def _held(connection: Connection, table: Table, run_id: str) -> dict[int, dict[int, set[int]]]:
+def _levels_by_chunk(connection: Connection, table: Table, run_id: str) -> dict[int, dict[int, set[int]]]:
     """Attempt → chunk → its levels."""
     columns = (table.c.attempt, table.c.chunk, table.c.level)
     rows: list[Row[Any]] = list(connection.execute(select(*columns).where(table.c.run_id == run_id).distinct()))

@@ -1,9 +1,8 @@
-"""Sealing: journal rows become chunks, in slices that do not keep the writer waiting.
+"""Sealing: journal rows become chunks, in transactions so short that the writer hardly waits.
 
-A reader's transaction builds, several short write transactions store the blocks of every level, one makes them
-visible together with the ranges that they hold, and short ones delete the journal rows. A sealing that is
-interrupted leaves either blocks that nobody sees, overwritten by the next one, or journal rows that readers skip
-and the next one deletes.
+A read transaction builds the part; several short write transactions store its blocks; one publishes blocks and
+sealed ranges; short ones delete the journal rows. If sealing is interrupted, either unpublished blocks are left,
+which the next sealing overwrites, or sealed journal rows, which readers skip and the next sealing deletes.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _COLUMNS: Final = (
     "statistics",
 )
 _FLOAT: Final = np.dtype("<f8")
-_PARTS_A_LOOK: Final = 16
+_PARTS_AT_ONCE: Final = 16
 _NOBODY: Final = MappingProxyType({"contributor_ranks": b"", "contributors": b""})
 
 
@@ -99,16 +98,16 @@ def seal(
     pressed: bool,
     stale_after_seconds: float,
 ) -> int:
-    """Make parts of chunks of the run's journal, several after one look at it; how many, 0 when nothing is due.
+    """Seal what is due of the run's journal; returns how many parts were made, 0 when nothing is due.
 
-    Replicas are compared first: what is sealed can no longer be. What an interrupted sealing left behind is cleared
-    away then, and counts as a part. A run with statistics that this server cannot merge is left to a newer one.
+    Replicas are compared first: once sealed they cannot be. Leftovers of an interrupted sealing are deleted next,
+    and count as a part. A run with statistics that this server cannot merge is left to a newer server.
     """
     with reading() as connection:
         view = RunView(connection, run_id)
-        if view.is_newer:
+        if view.has_unknown_statistics:
             return 0
-        mismatches, looked = replicas.find(view)
+        mismatches, compared = replicas.find(view)
         journal = read_journal(
             connection, view, closed=closed, pressed=pressed, stale_after_seconds=stale_after_seconds
         )
@@ -118,12 +117,12 @@ def seal(
         with writing() as connection:
             _require(connection, run_id)
             keep_mismatches(connection, run_id, mismatches, now)
-    if looked is not None:
-        replicas.remember(run_id, looked)
+    if compared is not None:
+        replicas.remember(run_id, compared)
     if journal.leftovers:
         _delete_reports(run_id, writing, journal.leftovers, limits)
         return 1
-    for number in range(_PARTS_A_LOOK):
+    for number in range(_PARTS_AT_ONCE):
         with reading() as connection:
             view = RunView(connection, run_id)
             plan = plan_seal(connection, view, journal, limits)
@@ -133,7 +132,7 @@ def seal(
         _write(run_id, writing, built, limits)
         _delete_reports(run_id, writing, sorted(built.plan.reports), limits)
         journal = journal.without(built.plan.reports)
-    return _PARTS_A_LOOK
+    return _PARTS_AT_ONCE
 
 
 def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits) -> _Built:
@@ -166,7 +165,7 @@ def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLi
 
 
 def _rows(connection: Connection, view: RunView, plan: SealPlan) -> list[Row[Any]]:
-    """The plan's journal rows, found by their key: what waits behind them is not touched."""
+    """The plan's journal rows, read by key, so that the rest of the journal is not scanned."""
     table = schema.report
     statement = select(*(table.c[name] for name in _COLUMNS)).where(table.c.run_id == view.run_id)
     found: list[Row[Any]] = []
@@ -188,10 +187,10 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     model = unsealed.model_table(view, plan.attempt, rows, keys, known)
     if view.mixed:
         model = unsealed.model_of(layers)
-    seen = unsealed.seen_rows(view, rows, known)
-    told = unsealed.told_parts(view, seen)
+    seen = unsealed.visible_rows(view, rows, known)
+    counts = unsealed.part_counts(view, seen)
     ranks = {}
-    contributing = sorted({view.ranks_by_stream[stream] for _, stream in told})
+    contributing = sorted({view.ranks_by_stream[stream] for _, stream in counts})
     if len(contributing) > 1 or view.replicated:
         ranks = {rank: _one_rank(view, plan, seen, keys, model, rank) for rank in contributing}
     return _Level(
@@ -199,7 +198,7 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
         model=_stored(model.totals),
         ranks=ranks,
         layers=_stored(_aligned(layers, model.steps)),
-        contributors=pack_contributors(model.steps, told, view.ranks_by_stream),
+        contributors=pack_contributors(model.steps, counts, view.ranks_by_stream),
     )
 
 
@@ -210,18 +209,18 @@ def _one_rank(
     return _stored(_aligned(unsealed.model_table(view, plan.attempt, own, keys, {}), model.steps))
 
 
-def _aligned(piece: PointTable, steps: IntArray) -> dict[str, FloatArray]:
-    """The piece's totals at these steps; NaN where it has no point."""
-    place = np.searchsorted(steps, piece.steps)
+def _aligned(table: PointTable, steps: IntArray) -> dict[str, FloatArray]:
+    """The table's totals at these steps; NaN where it has no point."""
+    place = np.searchsorted(steps, table.steps)
     aligned = {}
-    for key, values in piece.totals.items():
+    for key, values in table.totals.items():
         aligned[key] = np.full((len(steps), *values.shape[1:]), np.nan)
         aligned[key][place] = values
     return aligned
 
 
 def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """Without what one step's totals give anew, and what nobody reported."""
+    """Without totals that can be computed from a single step's others, and those that nobody reported."""
     return {
         key: values
         for key, values in totals.items()
@@ -233,7 +232,7 @@ def _whole_model(view: RunView, plan: SealPlan, part: _Level) -> PointTable:
     """All points of the chunk so far, this part's joined in."""
     held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
     old = sealed_model(view.connection, {view.run_id: view}, 1, held, None, Selection())[view.run_id]
-    return _whole([*old, _as_piece(plan, part, part.model)])
+    return _whole([*old, _point_table(plan, part, part.model)])
 
 
 def _coarse(
@@ -265,7 +264,7 @@ def _coarse_layers(
             view.connection, {view.run_id: view}, 1, held, keys, positions, neighbours=width < len(names)
         )
         own = {key: values[:, some] for key, values in part.layers.items()}
-        layers = _whole([*old[view.run_id], _as_piece(plan, part, own)], names[some])
+        layers = _whole([*old[view.run_id], _point_table(plan, part, own)], names[some])
         for level, stored in found.items():
             _, more = coarsen(layers, level, limits.points, layer_extremes(list(layers.totals)))
             for key, values in more.items():
@@ -276,17 +275,17 @@ def _coarse_layers(
     }
 
 
-def _as_piece(plan: SealPlan, part: _Level, totals: Mapping[str, FloatArray]) -> PointTable:
+def _point_table(plan: SealPlan, part: _Level, totals: Mapping[str, FloatArray]) -> PointTable:
     points = part.points
     return PointTable(
         plan.attempt, points.first_steps, points.steps, points.times, points.ranks, points.counts, dict(totals)
     )
 
 
-def _whole(pieces: Sequence[PointTable], layers: Sequence[str] | None = None) -> PointTable:
-    points = join({"": pieces}, lambda *_: UNBOUNDED, Selection(), {"": 1}, layers)[""]
+def _whole(tables: Sequence[PointTable], layers: Sequence[str] | None = None) -> PointTable:
+    points = join({"": tables}, lambda *_: UNBOUNDED, Selection(), {"": 1}, layers)[""]
     return PointTable(
-        pieces[0].attempt,
+        tables[0].attempt,
         points.first_steps,
         points.steps,
         points.times,
