@@ -1,4 +1,4 @@
-"""A run: what the training loop holds on to. It takes measurements and scalars and never gets in the way."""
+"""A run as the training process has it: it takes measurements and scalars, and never blocks training."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class StepSource(Protocol):
 
 @dataclass
 class _WatchSlot:
-    """A place among a run's watches: the one that has it, and how far the earlier ones there came.
+    """A watch of the run, and how far earlier watches of the same layers came.
 
-    `reached` is their last step that is still shown; `hidden` the last step of `watch` that was taken before the
-    newest attempt began.
+    `reached` is their last step that is still shown; `hidden` is the last step of `watch` before the newest attempt
+    began.
     """
 
     watch: StepSource
@@ -53,7 +53,7 @@ class _WatchSlot:
     hidden: int = 0
 
     def hand_over(self, watch: StepSource) -> None:
-        """Another watch goes on from this one."""
+        """Another watch takes over from this one."""
         step = self.watch.step or 0
         if step > self.hidden:
             self.reached = max(self.reached, step)
@@ -82,19 +82,21 @@ class Run:
         self._counted_step = 0
         self._log_cpu_seconds = 0.0
         self._finished = False
-        self._speaks_for_the_run = identity.is_first_rank
+        self._reports_run_state = identity.is_first_rank
         self._pipeline: DeliveryPipeline | None = None
         if settings.mode != "disabled":
             # Ranks register the run in any order, so only a single process can ask for a new one.
             resume = "allow" if settings.resume == "never" and identity.world_size > 1 else settings.resume
-            self._pipeline = DeliveryPipeline(settings, identity, transport, resume=resume, on_away=self._say_away)
+            self._pipeline = DeliveryPipeline(
+                settings, identity, transport, resume=resume, on_unreachable=self._announce_unreachable
+            )
             try:
                 self._pipeline.begin()
             except Exception as error:
-                # A machine without room for one more thread can still train.
+                # Training goes on, even where no thread can be started.
                 self._guard.caught("starting to deliver", error)
                 self._pipeline = None
-        if settings.mode == "offline" and self._speaks_for_the_run:
+        if settings.mode == "offline" and self._reports_run_state:
             _say(f"offline: reports are kept in {self._spool_folder}. {_HOW_TO_VIEW}")
 
     @property
@@ -150,7 +152,7 @@ class Run:
         return self._log_cpu_seconds + (self._pipeline.cpu_seconds if self._pipeline else 0.0)
 
     def attach(self, watch: StepSource, earlier: StepSource | None = None) -> int:
-        """Take the step of `log` from this watch, too; it goes on from `earlier`, if that is given.
+        """Use this watch's step in `log`, too; it takes over from `earlier`, if that is given.
 
         Returns its number among the run's watches, which is that of the earlier one.
         """
@@ -164,8 +166,8 @@ class Run:
     def started(self, first_step: int, watch_index: int = 0) -> None:
         """A watched optimizer is about to take its first step.
 
-        A new attempt begins where an earlier watch of the same layers has come this far: training has gone back to
-        a checkpoint, and what it does again must not count twice.
+        If an earlier watch of the same layers has already reached this step, training went back to a checkpoint: a
+        new attempt begins, so that repeated steps do not count twice.
         """
         if self._first_step is None:
             self._first_step = first_step
@@ -205,9 +207,9 @@ class Run:
         settled = True
         try:
             if self._pipeline is not None:
-                settled = self._pipeline.finish(state if self._speaks_for_the_run else None, seconds)
-            if self._speaks_for_the_run:
-                self._say_goodbye(settled)
+                settled = self._pipeline.finish(state if self._reports_run_state else None, seconds)
+            if self._reports_run_state:
+                self._print_farewell(settled)
         except Exception as error:
             self._guard.caught("finish", error)
 
@@ -220,13 +222,17 @@ class Run:
     def begin_in_child_process(self) -> None:
         """After a fork: a stream of its own, made when the child reports something; the parent keeps the run."""
         pipeline, self._pipeline = self._pipeline, None
-        self._speaks_for_the_run = False
+        self._reports_run_state = False
         if pipeline is None or self._finished:
             return
         pipeline.forget()
         self._identity = self._identity.in_child_process()
         self._pipeline = DeliveryPipeline(
-            self.settings, self._identity, self._given_transport, resume="allow", on_away=self._say_away
+            self.settings,
+            self._identity,
+            self._given_transport,
+            resume="allow",
+            on_unreachable=self._announce_unreachable,
         )
         if self._first_step is not None:
             self._pipeline.prepare(Started(self._first_step))
@@ -266,7 +272,7 @@ class Run:
             place = self._step_of_watches()
         self._counted_step = max(self._counted_step, place or 0)
         now = time.time()
-        kept = ((str(name), _kept(value)) for name, value in values.items())
+        kept = ((str(name), _snapshot(value)) for name, value in values.items())
         while part := dict(itertools.islice(kept, LIMITS["scalars_per_report"])):
             self._put(Logged(place, now, part, counted))
 
@@ -291,13 +297,13 @@ class Run:
             return f": {dashboard}/run/{self.run_id}"
         return f" ({self.run_id}) is at {server}; to look at it: collage-monitor dashboard --server-url {server}"
 
-    def _say_away(self, error: CollageError) -> None:
-        if self._speaks_for_the_run:
+    def _announce_unreachable(self, error: CollageError) -> None:
+        if self._reports_run_state:
             _say(f"{error}. Reports are kept in {self._spool_folder} until it takes them. {_HOW_TO_VIEW}")
         else:
             _LOG.warning("%s; reports are kept in %s", error, self._spool_folder)
 
-    def _say_goodbye(self, settled: bool) -> None:
+    def _print_farewell(self, settled: bool) -> None:
         for slot in self._slots:
             _write(f"{slot.watch}\n", sys.stdout)
         if self._pipeline is None:
@@ -325,8 +331,8 @@ def _dashboard_of(server_url: str) -> str | None:
 _HOW_TO_VIEW = "`collage-monitor up` starts a server, `collage-monitor replay` sends it what is left there."
 
 
-def _kept(value: Any) -> Any:
-    """A value that nobody can change any more. A tensor is cloned on its device, which does not wait for it."""
+def _snapshot(value: Any) -> Any:
+    """A value that later changes do not reach. A tensor is cloned on its device, which does not wait for it."""
     if isinstance(value, torch.Tensor):
         return TensorSnapshot.of(value) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     return value

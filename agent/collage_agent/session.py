@@ -51,7 +51,7 @@ class _Watched:
         """The watch, while anybody holds it; the run of a watch does."""
         return self._handle()
 
-    def goes_on_from(self, other: _Watched) -> bool:
+    def continues(self, other: _Watched) -> bool:
         """Whether the other watch is over, and this one looks at its layers.
 
         Over: removed, or its parameters have another optimizer now. A model with the same layers beside one that is
@@ -125,7 +125,7 @@ class _Session:
         handle = watched.handle
         if handle is None:
             return
-        earlier = next((other for other in reversed(self.watched) if watched.goes_on_from(other)), None)
+        earlier = next((other for other in reversed(self.watched) if watched.continues(other)), None)
         reporter.belongs_to(run, handle, earlier)
         self.watched = [other for other in self.watched if other is not earlier] + [watched]
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.buckets.totals import TableUnion
 from collage_agent.guard import Guard
 from collage_agent.intent.choose import Intents
-from collage_agent.measure.windows import Schedule
+from collage_agent.measure.windows import WindowSchedule
 from collage_agent.measurement import Layout, Measurement, Reporter
 from collage_agent.options import DEFAULTS, Exclude, WatchOptions
 from collage_agent.training.parameters import WatchedParameter
@@ -88,7 +88,7 @@ class Watch:
         self.options = options
         self._reporter = reporter
         self._guard = Guard()
-        cycle = Schedule(options.windows, options.every).cycle
+        cycle = WindowSchedule(options.windows, options.every).cycle
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds, cycle=cycle)
         self._attached: list[OptimizerHooks] = []
         intents, names = Intents(), dict[str, None]()
@@ -118,7 +118,7 @@ class Watch:
         self._bytes_per_parameter: float | None = None
         self._layout: Layout | None = None
         self._last: Measurement | None = None
-        self._rarer: dict[tuple[str, ...], Measurement] = {}
+        self._last_occasional: dict[tuple[str, ...], Measurement] = {}
         self._iterations = Iterations(len(self._attached), self._begun, self._report)
         for attached in self._attached:
             attached.begin(self._iterations)
@@ -152,7 +152,7 @@ class Watch:
         beside theirs as NAME_low, NAME_high. Blocks until the step is finished: synchronises the device. This
         process's shards only.
         """
-        summary = summarise(self._last, self._rarer)
+        summary = summarise(self._last, self._last_occasional)
         skipped = most_skipped(attached.skipped for attached in self._attached)
         if skipped is not None:
             summary["model"]["skipped_steps"] = float(skipped)
@@ -221,7 +221,7 @@ class Watch:
         self._last = Measurement(self._current_layout(), self.step, time.time(), table.array, scalars)
         for attached in self._attached:
             if attached.totals is not None:
-                self._rarer.update(dict.fromkeys(attached.meter.rarer, self._last))
+                self._last_occasional.update(dict.fromkeys(attached.meter.occasional, self._last))
         if self._reporter is not None:
             self._reporter.measured(self._last)
 

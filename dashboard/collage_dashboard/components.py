@@ -11,7 +11,7 @@ from dash import dcc, html
 
 from collage_dashboard.descriptions import Description, describe
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
-from collage_dashboard.identities import Identity, is_stochastic
+from collage_dashboard.identities import RunStyle, is_stochastic
 from collage_dashboard.reader import Problem
 from collage_dashboard.view import View
 from collage_monitor.judgement import LIMITS, Judgement
@@ -49,7 +49,7 @@ class Entry:
 
     value: str
     detail: str = ""
-    identity: Identity | None = None
+    identity: RunStyle | None = None
 
 
 def number_card(key: str, entries: Sequence[Entry], *, title: str = "", note: str = "") -> dmc.Paper:
@@ -118,7 +118,7 @@ def help_text(title: str, description: Description) -> dmc.Tooltip:
     )
 
 
-def verdict_line(judgement: Judgement, identity: Identity | None = None) -> html.Div:
+def verdict_line(judgement: Judgement, identity: RunStyle | None = None) -> html.Div:
     """A judgement in one line; its mark is no traffic light."""
     mark, kind = _VERDICT_MARKS.get(judgement.health, _BAD_MARK)
     label = [run_label(identity), " "] if identity else []
@@ -128,7 +128,7 @@ def verdict_line(judgement: Judgement, identity: Identity | None = None) -> html
     )
 
 
-def run_label(identity: Identity, href: str | None = None) -> Any:
+def run_label(identity: RunStyle, href: str | None = None) -> Any:
     """A run's name behind its colour."""
     dot = html.Span(className=f"dot dot-{identity.dash}", style={"--run-colour": identity.colour})
     name = dcc.Link(identity.label, href=href) if href else html.Span(identity.label)

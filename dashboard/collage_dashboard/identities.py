@@ -10,7 +10,7 @@ from typing import Protocol
 from collage_dashboard.figures.style import DASHES, strategy_colour
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["Identity", "identify", "is_stochastic", "strategy_title"]
+__all__ = ["RunStyle", "identify", "is_stochastic", "strategy_title"]
 
 _LABEL_CHARACTERS = 48
 
@@ -29,7 +29,7 @@ class Named(Protocol):
 
 
 @dataclass(frozen=True)
-class Identity:
+class RunStyle:
     """A run on a page: the same label and line in every chart, card and table."""
 
     run_id: str
@@ -38,7 +38,7 @@ class Identity:
     dash: str
 
 
-def identify(runs: Sequence[Named]) -> list[Identity]:
+def identify(runs: Sequence[Named]) -> list[RunStyle]:
     """An identity for each run, in the order given.
 
     The label is the run's name, cut in its middle beyond 48 characters; where two runs share it, strategy and
@@ -53,7 +53,7 @@ def identify(runs: Sequence[Named]) -> list[Identity]:
     identities = []
     for run, label in zip(runs, labels, strict=True):
         colour = strategy_colour(run.strategy, run.dtype)
-        identities.append(Identity(run.run_id, label, colour, DASHES[used[colour] % len(DASHES)]))
+        identities.append(RunStyle(run.run_id, label, colour, DASHES[used[colour] % len(DASHES)]))
         used[colour] += 1
     return identities
 

@@ -69,9 +69,11 @@ def test_of_our_own_optimizers_they_start_from_the_stored_weight(strategy):
 def test_they_are_made_at_measured_steps_about_once_in_a_hundred(every, steps):
     governor = Governor(every, 4096, None)
     measured = [step for step in range(1, 256) if step % governor.interval == 0]
-    assert [step for step in measured if governor.rarely(step)] == steps
+    assert [step for step in measured if governor.counterfactuals_due(step)] == steps
     governor.doublings = 1
-    assert [step for step in measured if governor.rarely(step)] == [2 * step for step in steps if step < 128]
+    assert [step for step in measured if governor.counterfactuals_due(step)] == [
+        2 * step for step in steps if step < 128
+    ]
 
 
 def test_values_that_are_not_finite_leave_the_others_alone():

@@ -41,7 +41,7 @@ def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypa
     handle = watch(model, optimizer, every=1, sample=256, oracle=True, windows=(2,), budget=None)
     train(model, optimizer, 3)
     listening = Listening()
-    for name in ("_look", "_measure"):
+    for name in ("_gather_before", "_measure"):
         original = getattr(OptimizerHooks, name)
 
         def listened(*arguments, _original=original):

@@ -16,7 +16,7 @@ from collage_agent.command.doctor import doctor
 from collage_agent.doctor import TRIED, delivery_checks, machine_checks
 from collage_agent.transport.spool import spool_path
 
-from tests.doors.programs import bootstrap
+from tests.launching.programs import bootstrap
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]

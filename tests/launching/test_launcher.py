@@ -14,7 +14,7 @@ from collage_agent.integrations import launcher
 from collage_agent.transport import MemoryTransport
 from torch import nn
 
-from tests.doors.programs import TRAINING, bootstrap, launched, python, write
+from tests.launching.programs import TRAINING, bootstrap, launched, python, write
 from tests.ports import command
 from tests.waiting import PATIENCE_SECONDS
 

@@ -86,7 +86,7 @@ def test_a_call_that_is_not_measured_looks_at_nothing(monkeypatch):
     optimizers = in_backward(model, MAKERS["AdamW"])
     watch(model, list(optimizers.values()), every=5)
     looks = []
-    monkeypatch.setattr(OptimizerHooks, "_look", lambda *arguments, **_: looks.append(arguments))
+    monkeypatch.setattr(OptimizerHooks, "_gather_before", lambda *arguments, **_: looks.append(arguments))
     for step in range(4):
         mlp_loss(model, step).backward()
     assert looks == []
@@ -96,13 +96,13 @@ def test_a_call_that_is_not_measured_looks_at_nothing(monkeypatch):
 
 def test_optimizers_with_equal_settings_share_one_self_test(monkeypatch):
     tests = []
-    original = choose._for_group
+    original = choose._intent_of_group
 
     def counted(*arguments):
         tests.append(arguments)
         return original(*arguments)
 
-    monkeypatch.setattr(choose, "_for_group", counted)
+    monkeypatch.setattr(choose, "_intent_of_group", counted)
     model = mlp()
     rates = iter((1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-4))
     watch(model, in_backward(model, lambda p: torch.optim.AdamW(p, lr=next(rates))))
@@ -238,9 +238,9 @@ def test_iterations_are_counted_in_any_order():
     iterations = Iterations(3, lambda: 10, lambda: over.append(iterations.step))
     seen = []
     for member in (0, 1, 2, 2, 0, 1, 1, 1, 2):
-        seen.append(iterations.entered(member))
+        seen.append(iterations.begin_step(member))
         iterations.measured = True
-        iterations.stepped(member)
+        iterations.end_step(member)
     assert seen == [11, 11, 11, 12, 12, 12, 13, 14, 14]
     assert over == [11, 12, 13]
     iterations.end()

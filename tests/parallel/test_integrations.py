@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.doors.programs import launched, python, write
 from tests.integrations.identity import assert_same_training
-from tests.parallel.doors import ACCUMULATED, BATCHES
+from tests.launching.programs import launched, python, write
+from tests.parallel.integrations import ACCUMULATED, BATCHES
 from tests.parallel.launch import launch
 
 # It leaves out the interpreter's teardown: torch's own threads sometimes abort it (SIGABRT), watched or not.
@@ -78,11 +78,11 @@ def test_a_program_under_run_and_torchrun_reports_its_replicas_and_trains_the_sa
 
 
 @pytest.mark.parametrize(
-    ("door", "steps", "layers"),
+    ("integration", "steps", "layers"),
     [("accelerate", BATCHES // ACCUMULATED, 4), ("transformers", 8, None)],
 )
-def test_a_framework_s_ranks_report_their_replicas_to_one_run(door, steps, layers, tmp_path):
-    ranks = launch(f"doors.{door}", 2, tmp_path)
+def test_a_framework_s_ranks_report_their_replicas_to_one_run(integration, steps, layers, tmp_path):
+    ranks = launch(f"integrations.{integration}", 2, tmp_path)
     assert ranks[0][True]["run"] == ranks[1][True]["run"]
     for rank, seen in enumerate(ranks):
         assert_same_training(seen[False]["training"], seen[True]["training"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_agent.buckets.observation import IntendedUpdate, Observation, StepInputs, Workspace, view_of
+from collage_agent.buckets.observation import BufferPool, IntendedUpdate, ObservedStep, StepInputs, view_of
 from collage_agent.buckets.oracle import SLOTS_AT_ONCE, OracleView
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.choose import Intent
@@ -42,7 +42,7 @@ class Bucket:
         intent: Intent,
         *,
         knows_gradient: bool = True,
-        workspace: Workspace | None = None,
+        workspace: BufferPool | None = None,
     ) -> None:
         self.members = tuple(members)
         self.parameters = tuple(parameters)
@@ -57,7 +57,7 @@ class Bucket:
         self._scalars: dict[str, Any] = {}
         self._keys_before: tuple[str, ...] = ()
         self._scales: Tensor | None = None
-        self._workspace = workspace or Workspace()
+        self._workspace = workspace or BufferPool()
         self._padding, self._held = [], []
         for slots in self._runs():
             padding = [slot - slots.start for slot in self.layout.padding if slots.start <= slot < slots.stop]
@@ -105,14 +105,14 @@ class Bucket:
         self,
         states: Sequence[Mapping[str, Any]],
         scale: Tensor | None,
-        followed: Sequence[OracleView],
+        oracles: Sequence[OracleView],
         *,
         counterfactuals: bool = False,
     ) -> BlockTotals:
         """Gather again after the step, work out u and e, and reduce them to block totals.
 
-        `scale`: what the gathered gradients are to be divided by; `counterfactuals`: add what other ways of keeping
-        the weights would have kept. Runs inside `isolated`.
+        `scale`: what the gathered gradients are to be divided by; `counterfactuals`: also measure how much
+        other storage strategies would have kept. Runs inside `isolated`.
         """
         self._scales = self._fp8_scales() if counterfactuals else None
         keys_after = (stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0]))
@@ -121,12 +121,14 @@ class Bucket:
             self._gather_state(self._after, key, states)
         found = []
         for index, slots in enumerate(self._runs()):
-            view = view_of(self._observation(index, slots, keys_after, scale))
-            found.append(_measured(view))
-            for oracle in followed:
-                oracle.take(index, (view.intended, view.effective, view.parameter + view.effective), view.left_out)
+            view = view_of(self._observed_step(index, slots, keys_after, scale))
+            found.append(_measure_run(view))
+            for oracle in oracles:
+                oracle.copy_run(
+                    index, (view.intended, view.effective, view.parameter + view.effective), view.left_out
+                )
             del view  # Its memory, still in the cache, is that of the next one.
-        return _put_together(found)
+        return _combine_runs(found)
 
     def intended(self, scale: Tensor | None) -> Tensor:
         """u of what was gathered before the step, fp64 [slots], valid until the next call; see `measure`."""
@@ -134,7 +136,7 @@ class Bucket:
         for slots in self._runs():
             intended = found[slots]
             rows = self._workspace.buffer("rows", self.layout.device, 2, len(intended))
-            IntendedUpdate(self._seen_before(slots, scale), rows[0], rows[1], intended)
+            IntendedUpdate(self._step_inputs(slots, scale), rows[0], rows[1], intended)
         return found
 
     def weights_before(self) -> dict[str, Tensor]:
@@ -166,7 +168,7 @@ class Bucket:
     def _weights(self, keys: Sequence[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys((stored.PARAMETER, *stored.stored_parameter(keys, self.intent.kept))))
 
-    def _seen_before(self, slots: slice, scale: Tensor | None) -> StepInputs:
+    def _step_inputs(self, slots: slice, scale: Tensor | None) -> StepInputs:
         return StepInputs(
             before={key: self._before[key].values[slots] for key in self._keys_before},
             group=self._group,
@@ -177,10 +179,12 @@ class Bucket:
             workspace=self._workspace,
         )
 
-    def _observation(self, run: int, slots: slice, keys_after: Sequence[str], scale: Tensor | None) -> Observation:
+    def _observed_step(
+        self, run: int, slots: slice, keys_after: Sequence[str], scale: Tensor | None
+    ) -> ObservedStep:
         block = self.layout.block
-        return Observation(
-            **vars(self._seen_before(slots, scale)),
+        return ObservedStep(
+            **vars(self._step_inputs(slots, scale)),
             after={key: self._after[key].values[slots] for key in keys_after},
             block=block,
             columns=self.layout.columns[slots.start // block : slots.stop // block],
@@ -196,7 +200,7 @@ class Bucket:
         return fp8_scales(values, self.layout.columns, len(self.members), self.layout.block)
 
     def _gather_state(self, into: dict[str, Staging], key: str, states: Sequence[Mapping[str, Any]]) -> None:
-        # Tensors of a bucket are kept alike: where the first is read as it is, so are the others.
+        # All tensors of a bucket are stored in the same form: if the first is read as it is, so are the others.
         plain = reading(states[0], key) is states[0][key]
         tensors = [state[key] for state in states] if plain else [reading(state, key) for state in states]
         self._gather(into, key, tensors, lasting=plain)
@@ -210,7 +214,7 @@ class Bucket:
             staging.values.neg_()
 
 
-def _measured(view: StepView) -> list[Sums]:
+def _measure_run(view: StepView) -> list[Sums]:
     found = []
     for measure in MEASURES.values():
         sums = measure(view)
@@ -218,15 +222,15 @@ def _measured(view: StepView) -> list[Sums]:
     return found
 
 
-def _put_together(runs: Sequence[Sequence[Sums]]) -> BlockTotals:
-    """Sums by block side by side, run after run; those by tensor added up."""
+def _combine_runs(runs: Sequence[Sequence[Sums]]) -> BlockTotals:
+    """The runs' sums together: those by block concatenated, those by tensor added."""
     by_block: list[Table[Tensor]] = []
     by_tensor: list[Table[Tensor]] = []
-    for alike in zip(*runs, strict=True):
-        tables = [table for sums in alike if (table := table_of(sums.by_block)) is not None]
+    for same_measure in zip(*runs, strict=True):
+        tables = [table for sums in same_measure if (table := table_of(sums.by_block)) is not None]
         if tables:
-            by_block.append(_joined(tables, [table.array for table in tables]))
-        tables = [table for sums in alike if (table := table_of(sums.by_tensor)) is not None]
+            by_block.append(_concatenate(tables, [table.array for table in tables]))
+        tables = [table for sums in same_measure if (table := table_of(sums.by_tensor)) is not None]
         if tables:
             total = tables[0].array
             for table in tables[1:]:
@@ -235,5 +239,5 @@ def _put_together(runs: Sequence[Sequence[Sums]]) -> BlockTotals:
     return BlockTotals(by_block, by_tensor)
 
 
-def _joined(tables: Sequence[Table[Tensor]], arrays: list[Tensor]) -> Table[Tensor]:
+def _concatenate(tables: Sequence[Table[Tensor]], arrays: list[Tensor]) -> Table[Tensor]:
     return tables[0] if len(tables) == 1 else Table(tables[0].statistics, None, torch.cat(arrays, 1))

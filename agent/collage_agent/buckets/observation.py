@@ -1,4 +1,4 @@
-"""A measured step as it is seen: θ, g and u from what was known before it, e and eᵛ from what came of it."""
+"""A measured step in fp64: θ, g and u from the values before it, e and eᵛ from those after it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from collage_agent.stats.classes import class_codes, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
 from collage_agent.stats.view import ROWS
 
-__all__ = ["IntendedUpdate", "Observation", "StepInputs", "Values", "Workspace", "add_up", "view_of"]
+__all__ = ["IntendedUpdate", "ObservedStep", "StepInputs", "Values", "BufferPool", "sum_components", "view_of"]
 
 Values = Mapping[str, Tensor]
 
 
-class Workspace:
+class BufferPool:
     """Large fp64 buffers that each run of slots writes over: a fresh one costs a page fault every 4 KiB."""
 
     def __init__(self) -> None:
@@ -44,7 +44,8 @@ class StepInputs:
     """A run of gathered slots before the live step: values by key, in their stored dtypes.
 
     `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
-    gradient; `scale` is what gradients are to be divided by; in `workspace` the work is done, until the next one's.
+    gradient; `scale` is what gradients are to be divided by; `workspace` lends the buffers, until the next run of
+    slots.
     """
 
     before: Values
@@ -53,7 +54,7 @@ class StepInputs:
     decay: float | Tensor | None
     intent: Intent
     scale: Tensor | None
-    workspace: Workspace
+    workspace: BufferPool
 
 
 class IntendedUpdate:
@@ -63,26 +64,28 @@ class IntendedUpdate:
     before the step, s after it, and room for s as stored after it. `known`: there is a u; without, it is 0.
     """
 
-    def __init__(self, seen: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> None:
-        kept, before = seen.intent.kept, seen.before
-        add_up(before, stored.stored_parameter(before, kept), parameter)
-        _fill_gradient(seen, gradient)
+    def __init__(self, step: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> None:
+        kept, before = step.intent.kept, step.before
+        sum_components(before, stored.stored_parameter(before, kept), parameter)
+        _fill_gradient(step, gradient)
         names = stored.average_names(before, kept)
         self.averages = [name for name in names if before[name].is_floating_point()]
         slots = parameter.numel()
-        self.states = seen.workspace.buffer("states", parameter.device, 3, len(self.averages), slots)
-        self.known = self._intend(seen, parameter, gradient, intended)
+        self.states = step.workspace.buffer("states", parameter.device, 3, len(self.averages), slots)
+        self.known = self._intend(step, parameter, gradient, intended)
 
-    def _intend(self, seen: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> bool:
-        kept = seen.intent.kept
-        state: dict[str, Any] = clone_value(seen.scalars)
-        for name in stored.average_names(seen.before, kept):
-            if not seen.before[name].is_floating_point():
-                state[name] = seen.before[name].clone()
+    def _intend(self, step: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> bool:
+        kept = step.intent.kept
+        state: dict[str, Any] = clone_value(step.scalars)
+        for name in stored.average_names(step.before, kept):
+            if not step.before[name].is_floating_point():
+                state[name] = step.before[name].clone()
         for index, name in enumerate(self.averages):
-            state[name] = add_up(seen.before, stored.components(name, seen.before, kept), self.states[1, index])
+            state[name] = sum_components(
+                step.before, stored.components(name, step.before, kept), self.states[1, index]
+            )
         torch.abs(self.states[1], out=self.states[0])
-        if not seen.intent.displacement(seen.group, state, parameter, gradient, intended):
+        if not step.intent.displacement(step.group, state, parameter, gradient, intended):
             intended.zero_()
             return False
         for index, name in enumerate(self.averages):
@@ -91,17 +94,17 @@ class IntendedUpdate:
         return True
 
 
-def _fill_gradient(seen: StepInputs, target: Tensor) -> None:
-    gradient = seen.before.get(stored.GRADIENT)
+def _fill_gradient(step: StepInputs, target: Tensor) -> None:
+    gradient = step.before.get(stored.GRADIENT)
     if gradient is None:
         target.zero_()
         return
     target.copy_(gradient)
-    if seen.scale is not None:
-        target.div_(seen.scale)
+    if step.scale is not None:
+        target.div_(step.scale)
 
 
-def add_up(values: Values, keys: list[str], target: Tensor) -> Tensor:
+def sum_components(values: Values, keys: list[str], target: Tensor) -> Tensor:
     """The sum of the values under `keys`, written to `target` and returned."""
     target.copy_(values[keys[0]])
     for key in keys[1:]:
@@ -110,7 +113,7 @@ def add_up(values: Values, keys: list[str], target: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Observation(StepInputs):
+class ObservedStep(StepInputs):
     """A run of gathered slots before and after the live step.
 
     `columns` [blocks] int64 names each block's tensor of `tensors`, `held` fp64 [blocks] counts its slots that hold
@@ -126,24 +129,24 @@ class Observation(StepInputs):
     scales: Tensor | None
 
 
-def view_of(seen: Observation) -> StepView:
-    """What is seen of the step. Valid until the next one is made in the same workspace. Synchronises nothing."""
-    registered = seen.before[stored.PARAMETER]
-    stored_after = stored.stored_parameter(seen.after, seen.intent.kept)
+def view_of(step: ObservedStep) -> StepView:
+    """The step as measures read it, valid until the next view is made in the same workspace. No synchronisation."""
+    registered = step.before[stored.PARAMETER]
+    stored_after = stored.stored_parameter(step.after, step.intent.kept)
     # e and eᵛ share a row where the registered parameter is all that is stored.
     names = ROWS if stored_after != [stored.PARAMETER] else tuple(name for name in ROWS if name != "visible")
-    rows = seen.workspace.buffer("rows", registered.device, len(names), registered.numel())
+    rows = step.workspace.buffer("rows", registered.device, len(names), registered.numel())
     row = dict(zip(names, rows, strict=True))
     parameter, effective = row["parameter"], row["effective"]
     visible = row.setdefault("visible", effective)
-    update = IntendedUpdate(seen, parameter, row["gradient"], row["intended"])
+    update = IntendedUpdate(step, parameter, row["gradient"], row["intended"])
     visible_parameter = parameter if visible is effective else registered.to(torch.float64)
-    visible.copy_(seen.after[stored.PARAMETER]).sub_(visible_parameter)
+    visible.copy_(step.after[stored.PARAMETER]).sub_(visible_parameter)
     if visible is not effective:
-        _fill_effective(seen, stored_after, parameter, visible, effective)
-    if len(seen.padding):
-        rows.index_fill_(1, seen.padding, 0.0)
-    squares, left_out, bad_gradient, bad_parameter = _leave_out_nonfinite(seen, rows, row)
+        _fill_effective(step, stored_after, parameter, visible, effective)
+    if len(step.padding):
+        rows.index_fill_(1, step.padding, 0.0)
+    squares, left_out, bad_gradient, bad_parameter = _leave_out_nonfinite(step, rows, row)
     squares_of = dict(zip(names, squares, strict=True))
     squares_of.setdefault("visible", squares_of["effective"])
     products = edq_products(row["intended"], rows[names.index("effective") : names.index("intended")])
@@ -155,82 +158,82 @@ def view_of(seen: Observation) -> StepView:
         bad_parameter=bad_parameter,
         known=update.known,
         registered=registered,
-        block=seen.block,
-        columns=seen.columns,
-        tensors=seen.tensors,
-        held=seen.held,
-        classes=class_counts(codes, seen.block, seen.held),
+        block=step.block,
+        columns=step.columns,
+        tensors=step.tensors,
+        held=step.held,
+        classes=class_counts(codes, step.block, step.held),
         squares=squares_of,
         products=products,
-        averages=_averages_of(seen, update, row["gradient"]),
+        averages=_averages_of(step, update, row["gradient"]),
         visible_parameter=visible_parameter,
-        residual=_residual_of(seen, stored_after),
-        decay=seen.decay,
-        scales=seen.scales,
-        padded=len(seen.padding),
+        residual=_residual_of(step, stored_after),
+        decay=step.decay,
+        scales=step.scales,
+        padded=len(step.padding),
     )
 
 
 def _leave_out_nonfinite(
-    seen: Observation, rows: Tensor, row: Mapping[str, Tensor]
+    step: ObservedStep, rows: Tensor, row: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Sums of squares by block with what is not finite left out, what is left out, and whose gradient, whose weight
     is not finite (None: nobody's).
 
-    Where sums of squares say that all is finite, and the host can look at them, that is the whole work.
+    Finite sums of squares prove that all values are finite; where the host can read them, nothing else is checked.
     """
-    squares = squared_block_sums(rows, seen.block)
+    squares = squared_block_sums(rows, step.block)
     if on_host(squares) and math.isfinite(squares.numpy().sum()):
         left_out = torch.zeros(rows.shape[1], dtype=torch.uint8)
-        return squares, left_out.index_fill_(0, seen.padding, 1), None, None
-    # θ, e and eᵛ are finite where their components are, which are cheaper to look at in their own dtype.
-    bad_gradient = nonfinite(seen.before.get(stored.GRADIENT, row["gradient"]))
-    bad_parameter = nonfinite(seen.after[stored.PARAMETER])
+        return squares, left_out.index_fill_(0, step.padding, 1), None, None
+    # θ, e and eᵛ are finite where their components are, which are cheaper to check in their own dtype.
+    bad_gradient = nonfinite(step.before.get(stored.GRADIENT, row["gradient"]))
+    bad_parameter = nonfinite(step.after[stored.PARAMETER])
     left_out = nonfinite(row["intended"]).bitwise_or_(bad_gradient).bitwise_or_(bad_parameter)
-    left_out.bitwise_or_(nonfinite(seen.before[stored.PARAMETER]))
+    left_out.bitwise_or_(nonfinite(step.before[stored.PARAMETER]))
     if len(rows) == len(ROWS):
-        for values in (seen.before, seen.after):
-            for key in stored.stored_parameter(values, seen.intent.kept):
+        for values in (step.before, step.after):
+            for key in stored.stored_parameter(values, step.intent.kept):
                 left_out.bitwise_or_(nonfinite(values[key]))
-    left_out.index_fill_(0, seen.padding, 1)
+    left_out.index_fill_(0, step.padding, 1)
     leave_out(rows, left_out)
-    return squared_block_sums(rows, seen.block), left_out, bad_gradient, bad_parameter
+    return squared_block_sums(rows, step.block), left_out, bad_gradient, bad_parameter
 
 
 def _fill_effective(
-    seen: Observation, stored_after: list[str], parameter: Tensor, visible: Tensor, effective: Tensor
+    step: ObservedStep, stored_after: list[str], parameter: Tensor, visible: Tensor, effective: Tensor
 ) -> None:
     if stored.PARAMETER not in stored_after:
-        effective.copy_(seen.after[stored_after[0]]).sub_(parameter)
+        effective.copy_(step.after[stored_after[0]]).sub_(parameter)
         return
     effective.copy_(visible)
     for key in stored_after[1:]:
-        change = seen.after[key].to(torch.float64)
-        effective.add_(change.sub_(seen.before[key]) if key in seen.before else change)
+        change = step.after[key].to(torch.float64)
+        effective.add_(change.sub_(step.before[key]) if key in step.before else change)
 
 
-def _averages_of(seen: Observation, update: IntendedUpdate, gradient: Tensor) -> MovingAverages:
-    kept, after = seen.intent.kept, seen.after
+def _averages_of(step: ObservedStep, update: IntendedUpdate, gradient: Tensor) -> MovingAverages:
+    kept, after = step.intent.kept, step.after
     judged = tuple(
         name
         for name in stored.average_names(after, kept)
-        if stored.decaying(name, after[name].dtype) and (name in update.averages or name not in seen.before)
+        if stored.decaying(name, after[name].dtype) and (name in update.averages or name not in step.before)
     )
     present = {
         name: [after[key] for key in stored.components(name, after, kept)]
         for name in update.averages
         if name in after
     }
-    live = seen.before.get(stored.GRADIENT, gradient)
+    live = step.before.get(stored.GRADIENT, gradient)
     return MovingAverages(tuple(update.averages), update.states, judged, present, live)
 
 
-def _residual_of(seen: Observation, stored_after: list[str]) -> Tensor | None:
+def _residual_of(step: ObservedStep, stored_after: list[str]) -> Tensor | None:
     """r before the step, fp64 [slots], 0 where it did not exist yet; None: the weight is not kept as a sum."""
     if stored_after[0] != stored.PARAMETER or len(stored_after) == 1:
         return None
-    residual = torch.zeros_like(seen.before[stored.PARAMETER], dtype=torch.float64)
+    residual = torch.zeros_like(step.before[stored.PARAMETER], dtype=torch.float64)
     for key in stored_after[1:]:
-        if key in seen.before:
-            residual.add_(seen.before[key])
+        if key in step.before:
+            residual.add_(step.before[key])
     return residual

@@ -1,4 +1,4 @@
-"""The oracle beside a bucket: what it sees of each measured step, and its estimated totals."""
+"""What an oracle needs of a bucket at each measured step, and the oracle's estimated totals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATISTICS: Final = Axis((*_FIXED, "oracle_active_blocks", *ORACLE_SUMS, *varia
 
 
 class OracleView:
-    """What an oracle sees of a bucket: u, e and θ after the step at the elements that it follows."""
+    """A bucket's u, e and θ after the step, at the elements of one oracle's sample."""
 
     def __init__(self, oracle: Oracle, layers: Axis, members: Sequence[int], layout: BlockLayout) -> None:
         """members: those of the bucket, as watched parameters; layout: of its sample."""
@@ -47,8 +47,8 @@ class OracleView:
         self.rows = torch.zeros(3, oracle.layout.slots, dtype=torch.float64, device=oracle.layout.device)
         self.left_out = torch.zeros(oracle.layout.slots, dtype=torch.uint8, device=oracle.layout.device)
 
-    def take(self, run: int, rows: Sequence[Tensor], left_out: Tensor) -> None:
-        """Copy the followed elements of run number `run` of the bucket's slots: rows u, e and θ after the step."""
+    def copy_run(self, run: int, rows: Sequence[Tensor], left_out: Tensor) -> None:
+        """Copy the oracle's elements of run number `run` of the bucket's slots: u, e and θ after the step."""
         source, target = self._where[run]
         block = self.oracle.layout.block
         complete = len(target) == self.oracle.layout.blocks
@@ -59,10 +59,10 @@ class OracleView:
             else:
                 into.index_copy_(0, target, chosen.index_select(0, source))
 
-    def differs(self, weights: Tensor) -> bool:
-        """Whether these stored weights, fp64 [slots] on the host, are others than the last step left.
+    def weights_differ(self, weights: Tensor) -> bool:
+        """Whether these stored weights, fp64 [slots] on the host, differ from those after the last measured step.
 
-        By more than adding and subtracting them in fp64 can explain; what was not finite is not compared.
+        Rounding errors of fp64 are allowed for; values that were not finite are not compared.
         """
         expected, now = self.rows[2].numpy(), weights.numpy()
         compared = self.left_out.numpy() == 0

@@ -1,4 +1,4 @@
-"""A bucket with what is fixed until the next plan: its sample's sizes, its layers, the oracles that look on."""
+"""A bucket with what stays fixed until the next plan: the sizes of its sample, its layers, its oracles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion
 from collage_agent.stats import replicas
 from collage_monitor.table import Axis, Table
 
-__all__ = ["BucketPlan", "decoupled_rate", "differing", "out_of_lock_step"]
+__all__ = ["BucketPlan", "decoupled_rate", "differing_counters", "out_of_lock_step"]
 
 _ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
 _CHECKSUMS: Final = Axis(replicas.KEYS)
@@ -27,8 +27,8 @@ _CHECKSUMS: Final = Axis(replicas.KEYS)
 class BucketPlan:
     """A bucket of parameter group number `group`, whose tensors are the layers `layers`.
 
-    `replicated` bool [tensors] says which of them other ranks have, too; None: no one. `apart` says which are out
-    of step this time.
+    `replicated` bool [tensors]: which of them other ranks hold too; None: none. `out_of_step` bool [tensors]: which
+    have another step counter than the first at this step; None: none can have.
     """
 
     bucket: Bucket
@@ -36,7 +36,7 @@ class BucketPlan:
     layers: Axis
     oracles: Sequence[OracleView] = ()
     replicated: Tensor | None = None
-    apart: Tensor | None = None
+    out_of_step: Tensor | None = None
     sizes: SampleSizes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,10 +48,10 @@ class BucketPlan:
         return [optimizer.state.get(parameter, {}) for parameter in self.bucket.parameters]
 
     def gather_before(self, optimizer: Optimizer) -> None:
-        """Copy the sample before the optimizer's step, and find out who is out of step. Synchronises nothing."""
+        """Copy the sample before the step, and compare the tensors' step counters. Synchronises nothing."""
         self.bucket.intent.refresh(optimizer)
         states = self.states(optimizer)
-        self.apart = out_of_lock_step(states)
+        self.out_of_step = out_of_lock_step(states)
         group = optimizer.param_groups[self.group]
         self.bucket.gather_before(group, states, decoupled_rate(optimizer, group))
 
@@ -64,8 +64,8 @@ class BucketPlan:
         """
         blocks = self.bucket.measure(self.states(optimizer), scale, self.oracles, counterfactuals=counterfactuals)
         table = estimated_totals(blocks, self.sizes, self.layers, self.bucket.missing)
-        if self.apart is not None:
-            table = Table(table.statistics, self.layers, torch.where(self.apart, torch.nan, table.array))
+        if self.out_of_step is not None:
+            table = Table(table.statistics, self.layers, torch.where(self.out_of_step, torch.nan, table.array))
         found = [table]
         if self.replicated is not None:
             values, sizes = self.bucket.parameter_after, self.sizes
@@ -77,18 +77,18 @@ class BucketPlan:
 
 
 def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """bool [tensors]: whose step counter differs from the first one's; None where counters live on the host.
+    """bool [tensors]: which step counters differ from the first; None where counters are on the host.
 
-    On the host counters decide about the buckets. On a device reading them would synchronise it: tensors that
-    missed a step there are stepped with a wrong counter by the shadow, and so not reported.
+    Counters on the host separate tensors into buckets. Reading counters on a device would synchronise it: there the
+    shadow steps a tensor that missed a step with a wrong counter, so that tensor is not reported.
     """
     steps = [state.get("step") for state in states]
     if not all(isinstance(step, Tensor) and not step.is_cpu for step in steps):
         return None
-    return differing([step.reshape(()) for step in steps if isinstance(step, Tensor)])
+    return differing_counters([step.reshape(()) for step in steps if isinstance(step, Tensor)])
 
 
-def differing(counters: Sequence[Tensor]) -> Tensor:
+def differing_counters(counters: Sequence[Tensor]) -> Tensor:
     """bool [n]: which of n counters [()] differ from the first. No synchronisation."""
     stacked = torch.stack(list(counters))
     return stacked.ne(stacked[0])

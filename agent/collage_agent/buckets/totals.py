@@ -47,7 +47,7 @@ def _ratios_of(keys: Collection[str]) -> dict[str, Interval]:
 
 _BASE: Final = (*edq.NORM_KEYS, *edq.EDQ_KEYS, *classes.KEYS, *updates.KEYS)
 BASE_STATISTICS: Final = (*_FIXED, *_BASE, *variance_keys(tuple(_ratios_of(_BASE))))
-"""What every measured step of every optimizer reports, be it as missing."""
+"""What every measured step of every optimizer reports, as NaN where it is missing."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class SampleSizes:
         """The rows of a table with sums under these keys; `missing` is what the step lacked of what they need."""
         known = self._rows.get((tuple(keys), missing))
         if known is None:
-            known = self._rows[tuple(keys), missing] = self._made(keys, missing)
+            known = self._rows[tuple(keys), missing] = self._make_rows(keys, missing)
         return known
 
-    def _made(self, keys: Sequence[str], missing: frozenset[str]) -> _Rows:
+    def _make_rows(self, keys: Sequence[str], missing: frozenset[str]) -> _Rows:
         ratios = _ratios_of(keys)
         every = [*_FIXED, *keys, *variance_keys(tuple(ratios))]
         if len(set(every)) < len(every):

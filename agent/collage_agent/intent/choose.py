@@ -14,9 +14,9 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.blockwise import Blockwise, is_blockwise, unlike_its_rule
 from collage_agent.intent.clone import isolated
-from collage_agent.intent.observe import observed
+from collage_agent.intent.observe import observe_storage
 from collage_agent.intent.probing import HOST
-from collage_agent.intent.selftest import Judgement, judged
+from collage_agent.intent.selftest import SelfTestResult, run_selftest
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.optim import CollageOptimizer, known_strategy
@@ -27,11 +27,11 @@ __all__ = ["Intent", "Intents", "choose_intent"]
 
 
 class Intent(Protocol):
-    """Whoever can say what a step would do in exact arithmetic."""
+    """A source of u: what a step would do in exact arithmetic."""
 
     @property
     def kind(self) -> Literal["shadow", "rule", "whole-tensor", "before-after"]:
-        """The name that travels with the run."""
+        """How u is found, as reported with the run."""
 
     @property
     def kept(self) -> Composition:
@@ -42,7 +42,7 @@ class Intent(Protocol):
         """Whether weights are seen to be rounded at random; None: not known."""
 
     def refresh(self, optimizer: Optimizer) -> None:
-        """Look at the live instance once before each step that will be asked about."""
+        """Copy what changes on the live instance; called once before each step whose u is needed."""
 
     def displacement(
         self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor, out: Tensor
@@ -80,7 +80,7 @@ class Rule:
 
 
 class Intents:
-    """Where u comes from, group by group; optimizers with equal settings share an answer, and so its self-test."""
+    """The Intents of optimizers' groups; optimizers with equal settings share them, so the self-test runs once."""
 
     def __init__(self) -> None:
         self._known: dict[object, list[Intent]] = {}
@@ -104,16 +104,16 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
     for group in optimizer.param_groups:
         kind = _kind_of(group)
         if kind not in chosen:
-            chosen[kind] = _for_group(optimizer, group)
+            chosen[kind] = _intent_of_group(optimizer, group)
     return [chosen[_kind_of(group)] for group in optimizer.param_groups]
 
 
-def _for_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
+def _intent_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
     if is_blockwise(optimizer):
         failure = unlike_its_rule(optimizer, group)
         return Blockwise(optimizer) if failure is None else BeforeAfter(failure)
-    found = judged(optimizer, group)
-    seen = observed(optimizer, group, found)
+    found = run_selftest(optimizer, group)
+    seen = observe_storage(optimizer, group, found)
     if found.kind == "before-after":
         return BeforeAfter(found.reason, seen.kept, seen.stochastic)
     failure = seen.failure or _failure_on_device(optimizer, group, found)
@@ -123,7 +123,7 @@ def _for_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
     return shadow if found.kind == "shadow" else WholeTensor(shadow, found.reason)
 
 
-def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: Judgement) -> str | None:
+def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult) -> str | None:
     """Why the clone cannot step fp64 tensors where the weights are, or would wait for the device each time.
 
     Steps a probe there twice; nothing of it is read.
@@ -138,7 +138,7 @@ def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: Judge
             # Whole tensors may have to be matrices. The first step makes states, with copies from the host.
             probe, gradient = torch.zeros(2, 4, 4, dtype=torch.float64, device=device)
             shadow.step(group, state, probe, gradient)
-            with _waits(device) as waited:
+            with _collect_sync_warnings(device) as waited:
                 shadow.step(group, state, probe, gradient)
     except Exception as error:
         return f"{name} cannot step fp64 tensors on {device.type}: {type(error).__name__}: {error}"
@@ -146,7 +146,7 @@ def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: Judge
 
 
 @contextmanager
-def _waits(device: torch.device) -> Iterator[list[Any]]:
+def _collect_sync_warnings(device: torch.device) -> Iterator[list[Any]]:
     """Collects a warning for each time that the host waits for a CUDA device inside."""
     if device.type != "cuda":
         yield []
@@ -162,7 +162,7 @@ def _waits(device: torch.device) -> Iterator[list[Any]]:
 
 
 def _kind_of(group: dict[str, Any]) -> object:
-    """What can change the form of a step: which settings there are, and those that are no plain number."""
+    """What decides the form of a step: which settings exist, and the values of those that are not plain numbers."""
     switches = []
     for key, value in sorted(group.items()):
         if key == "params" or isinstance(value, Tensor):
@@ -176,7 +176,7 @@ def _kind_of(group: dict[str, Any]) -> object:
 
 def _settings_of(optimizer: Optimizer) -> object:
     """Equal for optimizers that step alike: class, what is kept on the instance, groups' settings and dtypes."""
-    own = {key: _setting(value) for key, value in vars(optimizer).items() if not _of_every_optimizer(key, value)}
+    own = {key: _setting(value) for key, value in vars(optimizer).items() if not _is_common_attribute(key, value)}
     groups = []
     for group in optimizer.param_groups:
         settings = {key: _setting(value) for key, value in group.items() if key != "params"}
@@ -185,12 +185,12 @@ def _settings_of(optimizer: Optimizer) -> object:
     return type(optimizer), tuple(sorted(own.items())), tuple(groups)
 
 
-def _of_every_optimizer(name: str, value: object) -> bool:
+def _is_common_attribute(name: str, value: object) -> bool:
     return name in ("state", "param_groups", "defaults") or name.endswith("_hooks") or callable(value)
 
 
 def _setting(value: object) -> str:
-    """What tells one setting from another; an object that can change is equal to itself alone."""
+    """A setting in comparable form; an object that can change equals only itself."""
     plain = isinstance(value, int | float | str | tuple | None)
     return repr(value) if plain else f"{type(value).__name__} {id(value)}"
 

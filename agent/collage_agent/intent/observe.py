@@ -19,13 +19,13 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_optimizer, clone_value, isolated
 from collage_agent.intent.probing import HOST, ProbeRun
-from collage_agent.intent.selftest import Judgement
+from collage_agent.intent.selftest import SelfTestResult
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.widen import Widening, widened
 from collage_agent.sample.quantised import is_quantised, reading
 from collage_agent.sample.stored import PLAIN, Composition, elementwise_state
 
-__all__ = ["Observed", "observed"]
+__all__ = ["Observed", "observe_storage"]
 
 _SHAPE: Final = (64, 64)
 _STEPS: Final = 10
@@ -65,7 +65,7 @@ class _Step:
     state_after: dict[str, Any]
 
 
-def observed(optimizer: Optimizer, group: dict[str, Any], found: Judgement) -> Observed:
+def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult) -> Observed:
     """Watch a clone step probe weights in the dtype of most of the group's; 10 to 100 ms.
 
     Touches neither the optimizer nor any random state; synchronises no device. What cannot be run is not known.
@@ -93,7 +93,11 @@ def observed(optimizer: Optimizer, group: dict[str, Any], found: Judgement) -> O
 
 
 def _weights(
-    optimizer: Optimizer, group: dict[str, Any], found: Judgement, dtype: torch.dtype, generator: torch.Generator
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    found: SelfTestResult,
+    dtype: torch.dtype,
+    generator: torch.Generator,
 ) -> Tensor:
     """Weights of one binade, in `dtype`, whose gap is eight times the median update."""
     start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
@@ -150,7 +154,7 @@ def _readings(run: ProbeRun) -> dict[str, Any]:
     }
 
 
-def _composition(steps: Sequence[_Step], found: Judgement) -> Composition:
+def _composition(steps: Sequence[_Step], found: SelfTestResult) -> Composition:
     """The composition whose displacements match the intended ones, if any does better than the weight alone."""
     last = steps[-1]
     floats = [
@@ -182,7 +186,7 @@ def _only_master(steps: Sequence[_Step]) -> Composition:
     return PLAIN
 
 
-def _mismatch(steps: Sequence[_Step], found: Judgement, kept: Composition) -> float:
+def _mismatch(steps: Sequence[_Step], found: SelfTestResult, kept: Composition) -> float:
     """Σ(e − u)² over Σ u² of the median step, if the weight were stored so.
 
     The median: at every sixth step a lookahead writes weights without their residual.
@@ -194,7 +198,9 @@ def _mismatch(steps: Sequence[_Step], found: Judgement, kept: Composition) -> fl
     return statistics.median(ratios)
 
 
-def _displacements(steps: Sequence[_Step], found: Judgement, kept: Composition) -> Iterator[tuple[Tensor, Tensor]]:
+def _displacements(
+    steps: Sequence[_Step], found: SelfTestResult, kept: Composition
+) -> Iterator[tuple[Tensor, Tensor]]:
     """u and e of each step but the first, fp64, for a stored weight of this composition."""
     shadow = Shadow(steps[0].optimizer, kept, widens=found.widens)
     for step in steps[1:]:
@@ -216,7 +222,7 @@ def _stored(weight: Tensor, state: dict[str, Any], kept: Composition) -> Tensor:
     return weight.double()
 
 
-def _rounds(steps: Sequence[_Step], found: Judgement) -> bool:
+def _rounds(steps: Sequence[_Step], found: SelfTestResult) -> bool:
     """Whether updates that rounding to nearest must lose move weights about as often as they should on average."""
     moved, expected = 0, 0.0
     gap = _gap(steps[0].before)
@@ -228,7 +234,7 @@ def _rounds(steps: Sequence[_Step], found: Judgement) -> bool:
 
 
 def _unlike_the_shadow(
-    optimizer: Optimizer, group: dict[str, Any], found: Judgement, weights: Tensor
+    optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult, weights: Tensor
 ) -> str | None:
     """Why fp64 steps are not what the optimizer does to fp32 weights; None where they are."""
     steps = _record(optimizer, group, weights)

@@ -19,7 +19,7 @@ from collage_agent.intent.clone import clone_value, isolated
 from collage_agent.intent.probing import HOST, STEPS, ProbeRun, agree, gradients_of, same_scalars
 from collage_agent.intent.widen import Widening
 
-__all__ = ["Judgement", "judged"]
+__all__ = ["SelfTestResult", "run_selftest"]
 
 _SHAPES: Final = ((24, 16), (40,))
 _MATRIX_SHAPES: Final = ((24, 16), (8, 5))
@@ -30,7 +30,7 @@ _COARSE: Final = "computes in fp32 inside an operation of its own, where a small
 
 
 @dataclass(frozen=True)
-class Judgement:
+class SelfTestResult:
     """What the self-test found.
 
     kind: "shadow": elementwise; "whole-tensor": each tensor by itself; "before-after": neither. widens: its own
@@ -42,7 +42,7 @@ class Judgement:
     reason: str = ""
 
 
-def judged(optimizer: Optimizer, group: dict[str, Any]) -> Judgement:
+def run_selftest(optimizer: Optimizer, group: dict[str, Any]) -> SelfTestResult:
     """How the optimizer may be shadowed with the settings of `group`.
 
     Touches neither the optimizer nor any random state; synchronises no device.
@@ -51,14 +51,14 @@ def judged(optimizer: Optimizer, group: dict[str, Any]) -> Judgement:
     with isolated(HOST):
         failure, widens = _first_that_runs(_elementwise_failure, optimizer, group)
         if failure is None:
-            return Judgement("shadow", widens)
+            return SelfTestResult("shadow", widens)
         if any(known in failure for known in (_CANNOT_RUN, _STILL, _COARSE)):
-            return Judgement("before-after", reason=f"{name} {failure}")
+            return SelfTestResult("before-after", reason=f"{name} {failure}")
         whole, widens = _first_that_runs(_separable_failure, optimizer, group)
     if whole is None:
-        return Judgement("whole-tensor", widens, f"{name} {failure}")
+        return SelfTestResult("whole-tensor", widens, f"{name} {failure}")
     both = failure if whole == failure else f"{failure}; it {whole}"
-    return Judgement("before-after", reason=f"{name} {both}")
+    return SelfTestResult("before-after", reason=f"{name} {both}")
 
 
 def _first_that_runs(test: Any, optimizer: Optimizer, group: dict[str, Any]) -> tuple[str | None, bool]:

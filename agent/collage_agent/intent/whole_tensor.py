@@ -1,4 +1,4 @@
-"""u of optimizers whose tensors are stepped by themselves but not their elements: the whole tensor in fp64."""
+"""u of optimizers that step tensors independently of each other, but not elements: from whole tensors in fp64."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.quantised import reading
 
-__all__ = ["Turn", "WholeTensor"]
+__all__ = ["WholeTensorStep", "WholeTensor"]
 
 
 class WholeTensor(BeforeAfter):
-    """On a sample only before and after are known; a tensor whose turn it is has its u from `shadow`."""
+    """Before and after alone on a sample; a tensor whose turn it is in the rotation has u from `shadow`."""
 
     def __init__(self, shadow: Shadow, reason: str) -> None:
         super().__init__(reason, shadow.kept, shadow.stochastic)
         self.shadow = shadow
 
 
-class Turn:
-    """u of one tensor at a step: `look` before the live step, `resolve` after it, then `displacement` in order."""
+class WholeTensorStep:
+    """u of one tensor at a step: `copy_inputs` before the live step, `step_copies` after it, then `displacement`."""
 
     kind: Final = "whole-tensor"
 
@@ -48,7 +48,7 @@ class Turn:
         """Take over what the live instance keeps on itself, before its step."""
         self._shadow.refresh(optimizer)
 
-    def look(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    def copy_inputs(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Copy weight, gradient, state and the group's numbers before the live step. Synchronises nothing."""
         parameter, kept = self._parameter, self.kept
         assert parameter.grad is not None
@@ -65,7 +65,7 @@ class Turn:
         elif kept.residual in elementwise:
             self._weight.add_(self._state[str(kept.residual)], alpha=kept.sign)
 
-    def resolve(self, layout: BlockLayout, scale: Tensor | None) -> None:
+    def step_copies(self, layout: BlockLayout, scale: Tensor | None) -> None:
         """Step the copies in fp64 and lay u and the stepped states out as `layout` does. Runs inside `isolated`.
 
         `scale`: what the gradient is to be divided by. Synchronises only if the optimizer's own step does.
@@ -76,11 +76,11 @@ class Turn:
             gradient.div_(scale)
         self._shadow.step(self._group, state, moved, gradient)
         self._flat = {
-            key: _laid_out(value, layout)
+            key: _in_layout(value, layout)
             for key, value in stored.elementwise_state(moved, state).items()
             if value.is_floating_point()
         }
-        self._flat[stored.PARAMETER] = _laid_out(moved.sub_(self._weight), layout)
+        self._flat[stored.PARAMETER] = _in_layout(moved.sub_(self._weight), layout)
         self._position = 0
 
     def displacement(
@@ -95,13 +95,13 @@ class Turn:
         out.copy_(self._flat[stored.PARAMETER][slots])
         return True
 
-    def forget(self) -> None:
-        """Let go of the copies: the next look makes its own."""
+    def release_copies(self) -> None:
+        """Release the copies; the next `copy_inputs` makes new ones."""
         self._weight = self._gradient = self._parameter
         self._state, self._flat = {}, {}
 
 
-def _laid_out(tensor: Tensor, layout: BlockLayout) -> Tensor:
+def _in_layout(tensor: Tensor, layout: BlockLayout) -> Tensor:
     staging = Staging(layout, torch.float64)
     layout.gather([tensor.double()], staging, lasting=False)
     return staging.values

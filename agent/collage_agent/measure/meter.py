@@ -31,9 +31,9 @@ WINDOW_SAMPLE: Final = 2048
 class Meter:
     """Measures steps of one optimizer, and keeps its oracles and windows running.
 
-    Calls come in pairs around a step: `before`, `after`. `rarer` holds keys that the last measured step reported
-    and not every one does. Tensors stepped alike are measured as one bucket; when gradients come or go, or states
-    appear, the buckets are planned anew.
+    Call `before` and `after` around each measured step. `occasional` holds the keys that the last measured step
+    reported but other steps may not: windows and counterfactuals. Tensors stepped in lock-step are measured as one
+    bucket; when gradients come or go, or states appear, the buckets are planned anew.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Meter:
     ) -> None:
         self.sample: int | Literal["all"] = sample
         self.windows = windows
-        self.rarer: list[tuple[str, ...]] = []
+        self.occasional: list[tuple[str, ...]] = []
         self._planner = Planner(watched, intents, seed=seed, shard=shard)
         self._oracles = Oracles(self._planner) if oracle else None
         self._versions: list[int] = []
@@ -83,7 +83,7 @@ class Meter:
         return found
 
     def shrink_sample(self, sample: int) -> None:
-        """Look at a smaller sample, a prefix of the present one, from the next measured step on."""
+        """From the next measured step on, use a smaller sample: a prefix of the present one."""
         self.sample, self._signature = sample, None
 
     def extend(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
@@ -93,32 +93,32 @@ class Meter:
         self._signature = None
 
     def state_was_loaded(self) -> None:
-        """The live weights and states were replaced: what oracles and windows have gone through is another's."""
+        """The live weights and states were replaced: oracles and windows start again."""
         if self._oracles is not None:
             self._oracles.restart()
         if self.windows is not None:
-            self.windows.drop()
+            self.windows.discard()
         self._signature = None
 
-    def broken_off(self) -> None:
-        """The live step raised: the step that oracles and windows had counted did not complete."""
+    def step_raised(self) -> None:
+        """The live step raised: oracles and windows counted a step that did not complete, and start again."""
         if self._oracles is not None:
-            self._oracles.broken_off()
+            self._oracles.step_raised()
         if self.windows is not None:
-            self.windows.drop()
+            self.windows.discard()
         self._signature = None
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Let the oracle take the step that the optimizer is about to take. Inside `isolated`."""
+    def step_oracles(self, optimizer: Optimizer) -> None:
+        """Have the oracles take the step that the optimizer is about to take. Inside `isolated`."""
         if self._oracles is not None:
-            self._oracles.follow(optimizer, self.sample, written=self._written_since())
+            self._oracles.step(optimizer, self.sample, written=self._weights_were_written())
 
-    def add_up(self, optimizer: Optimizer, step: int, doublings: int) -> None:
-        """Let the windows add u of step number `step`, which the optimizer is about to take. Inside `isolated`."""
+    def add_to_windows(self, optimizer: Optimizer, step: int, doublings: int) -> None:
+        """Add u of step number `step`, which the optimizer is about to take, to the windows. Inside `isolated`."""
         if self.windows is None:
             return
-        if self.windows.running and self._written_since():
-            self.windows.drop()
+        if self.windows.running and self._weights_were_written():
+            self.windows.discard()
         signature = self._planner.signature_of(optimizer, False)
         cap = self.sample if self.sample == "all" else min(self.sample, WINDOW_SAMPLE)
 
@@ -128,8 +128,8 @@ class Meter:
 
         self.windows.before(optimizer, step, doublings, (cap, signature), plan)
 
-    def stepped(self) -> None:
-        """The live step is over: whoever writes to the weights from here on is not the optimizer. O(1) a tensor."""
+    def note_weight_versions(self) -> None:
+        """After the live step: remember each weight's version, to notice writes by others. O(1) a tensor."""
         if self._oracles is not None or (self.windows is not None and self.windows.running):
             self._versions = [watched.parameter._version for watched in self.watched]
 
@@ -137,7 +137,7 @@ class Meter:
         """Gather what the step is about to change. Inside `isolated`."""
         if self._signature_now(optimizer, closure) != self._signature:
             if self._oracles is not None:
-                self._oracles.split_unlike(optimizer)
+                self._oracles.split_by_state(optimizer)
             signature = self._signature_now(optimizer, closure)
             self._plan = self._planner.plans(optimizer, signature, self.sample, self._running())
             self._signature = signature
@@ -149,21 +149,21 @@ class Meter:
     def after(self, optimizer: Optimizer, *, counterfactuals: bool = False) -> list[Table[Tensor]]:
         """Estimated totals of the step, [statistic][layer], a table for each part of it. Inside `isolated`.
 
-        `counterfactuals` asks for what other ways of keeping the weights would have kept.
+        `counterfactuals`: also measure how much other storage strategies would have kept.
         """
         scale, skipped = loss_scaling(optimizer)
         found: list[Table[Tensor]] = []
         for planned in self._plan:
             found += planned.measure(optimizer, scale, counterfactuals=counterfactuals)
         if self._oracles is not None:
-            self._oracles.measured([view for planned in self._plan for view in planned.oracles])
+            self._oracles.keep_views([view for planned in self._plan for view in planned.oracles])
         found += self._rotation.after(optimizer, scale, skipped)
-        self.rarer = [COUNTERFACTUAL_SUMS] if any(COUNTERFACTUAL_SUMS[0] in part for part in found) else []
+        self.occasional = [COUNTERFACTUAL_SUMS] if any(COUNTERFACTUAL_SUMS[0] in part for part in found) else []
         if self.windows is not None:
             ended = self.windows.after(optimizer)
-            self.rarer += dict.fromkeys(tuple(part.statistics) for part in ended)
+            self.occasional += dict.fromkeys(tuple(part.statistics) for part in ended)
             found += ended
-        return [_unless(skipped, part) for part in found]
+        return [_nan_where(skipped, part) for part in found]
 
     def _signature_now(self, optimizer: Optimizer, closure: bool) -> Signature:
         return self._planner.signature_of(optimizer, closure, self._running())
@@ -171,15 +171,15 @@ class Meter:
     def _running(self) -> Sequence[Oracle]:
         return () if self._oracles is None else self._oracles.running or ()
 
-    def _written_since(self) -> bool:
-        """Whether somebody wrote to a weight since the last step; torch counts the writes on the host."""
+    def _weights_were_written(self) -> bool:
+        """Whether somebody wrote to a weight since the last step, by torch's own count of writes."""
         return any(
             watched.parameter._version != version
             for watched, version in zip(self.watched, self._versions, strict=False)
         )
 
 
-def _unless(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
+def _nan_where(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
     """NaN where the loss scaler skipped the step: tensor [1], not 0."""
     if skipped is None:
         return part
@@ -190,7 +190,7 @@ def _unless(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
 def kept_bytes(root: object, foreign: Iterable[Tensor]) -> int:
     """Bytes of the tensors reachable from `root` through the agent's objects, on whatever device they are.
 
-    Memory is counted once however many views look at it. `foreign` are the tensors of the training (weights,
+    Memory is counted once, however many views share it. `foreign` are the tensors of the training (weights,
     gradients, states), whose memory is not the agent's. Reads sizes and addresses only: synchronises no device.
     """
     not_ours = {_address(part) for tensor in foreign for part in stored_tensors(tensor)}

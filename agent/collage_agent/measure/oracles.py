@@ -26,34 +26,35 @@ ORACLE_SAMPLE: Final = 1024
 
 
 class Oracles:
-    """Attaches oracles before the first step, lets them step, and anew where somebody else moved the weights.
+    """Attaches oracles before the first step and steps them; attaches new ones when others wrote to the weights.
 
-    `running`: one for each kind of tensor, None before they attach. `restarts` counts how often they had to.
+    `running`: one for each kind of tensor, None before they attach. `restarts` counts how often new ones were
+    attached.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self.running: list[Oracle] | None = None
         self.restarts = 0
-        self._left_behind: list[OracleView] = []
+        self._last_views: list[OracleView] = []
 
     def restart(self) -> None:
         """Attach anew before the next step: the live weights and states were replaced."""
         self.running = None
 
-    def broken_off(self) -> None:
-        """The live step raised: the step that they have taken was not taken, or in part."""
+    def step_raised(self) -> None:
+        """The live step raised: the step that the oracles took did not complete."""
         if self.running is not None:
             self.restart()
             self.restarts += 1
 
-    def measured(self, views: Sequence[OracleView]) -> None:
-        """A step was measured: what these have seen is how it left the weights."""
-        self._left_behind = list(views)
+    def keep_views(self, views: Sequence[OracleView]) -> None:
+        """Keep what these views copied at the step just measured, to notice later writes to the weights."""
+        self._last_views = list(views)
 
-    def follow(self, optimizer: Optimizer, sample: int | Literal["all"], *, written: bool) -> None:
+    def step(self, optimizer: Optimizer, sample: int | Literal["all"], *, written: bool) -> None:
         """Take the step that the optimizer is about to take; `written`: somebody wrote to a weight since."""
-        if written or self._moved_since(optimizer):
+        if written or self._weights_moved(optimizer):
             self.restart()
             self.restarts += 1
         if self.running is None:
@@ -66,8 +67,8 @@ class Oracles:
             gradients = [_gradient(self._planner.watched[member]) for member in oracle.members]
             oracle.step(intent, optimizer.param_groups[watched.group], gradients, scale, skipped)
 
-    def split_unlike(self, optimizer: Optimizer) -> None:
-        """Split those whose tensors have states, which came after they attached, that are not kept alike."""
+    def split_by_state(self, optimizer: Optimizer) -> None:
+        """Split oracles whose tensors got states of different form after they attached."""
         if self.running is None:
             return
         parts: list[Oracle] = []
@@ -82,19 +83,19 @@ class Oracles:
             parts += [oracle] if alone else [oracle.split(members, parameters) for members in kinds.values()]
         self.running = parts
 
-    def _moved_since(self, optimizer: Optimizer) -> bool:
-        """Whether followed weights are not those that the last step left, if it was measured.
+    def _weights_moved(self, optimizer: Optimizer) -> bool:
+        """Whether the oracles' weights differ from those after the last step, if it was measured.
 
-        So a write that torch does not count, through `.data`, is noticed too; on the host only, where comparing
-        waits for nothing.
+        This notices a write through `.data`, which torch does not count. On the host only: comparing on a device
+        would synchronise it.
         """
-        followers, self._left_behind = self._left_behind, []
+        views, self._last_views = self._last_views, []
         current = {id(oracle) for oracle in self.running or ()}
-        for follower in followers:
-            oracle = follower.oracle
-            if id(oracle) in current and on_host(follower.rows):
+        for view in views:
+            oracle = view.oracle
+            if id(oracle) in current and on_host(view.rows):
                 weights = self._state_of(optimizer, oracle.members, oracle.layout, averages=False)
-                if follower.differs(weights[stored.PARAMETER]):
+                if view.weights_differ(weights[stored.PARAMETER]):
                     return True
         return False
 
@@ -103,7 +104,7 @@ class Oracles:
         oracles = []
         kinds: dict[object, list[int]] = {}
         for index, watched in enumerate(self._planner.watched):
-            if self._planner.intents[watched.group].kind == "before-after" or not _followed(watched):
+            if self._planner.intents[watched.group].kind == "before-after" or not _can_have_oracle(watched):
                 continue
             own = optimizer.state.get(watched.parameter, {})
             key = (
@@ -117,7 +118,7 @@ class Oracles:
             kinds.setdefault(key, []).append(index)
         for members in kinds.values():
             parameters = [self._planner.watched[member].parameter for member in members]
-            samples = [self._planner.drawn(member, cap) for member in members]
+            samples = [self._planner.draw_sample(member, cap) for member in members]
             layout = BlockLayout(samples, parameters)
             state = self._state_of(optimizer, members, layout)
             oracles.append(Oracle(members, samples, layout, state.pop(stored.PARAMETER), state))
@@ -173,7 +174,7 @@ class Oracles:
         return {index: watched.parameter for index, watched in enumerate(self._planner.watched)}
 
 
-def _followed(watched: WatchedParameter) -> bool:
+def _can_have_oracle(watched: WatchedParameter) -> bool:
     gradient = watched.parameter.grad
     return gradient is not None and watched.shard.elements > 0 and placed_alike(watched.parameter, gradient)
 

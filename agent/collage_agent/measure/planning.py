@@ -81,7 +81,7 @@ class Planner:
     ) -> BucketPlan:
         watched = self.watched[members[0]]
         parameters = [self.watched[member].parameter for member in members]
-        samples = [self.drawn(member, cap) for member in members]
+        samples = [self.draw_sample(member, cap) for member in members]
         intent = _CLOSURE if closure else self.intents[watched.group]
         bucket = Bucket(members, parameters, samples, intent, knows_gradient=not closure)
         views = [
@@ -97,7 +97,7 @@ class Planner:
         """The layers that these watched parameters are."""
         return Axis(self.watched[member].name for member in members)
 
-    def drawn(self, index: int, cap: int | Literal["all"]) -> TensorSample:
+    def draw_sample(self, index: int, cap: int | Literal["all"]) -> TensorSample:
         """The sample of a watched parameter, at most `cap` elements of it."""
         watched, shard = self.watched[index], self.watched[index].shard
         return draw(

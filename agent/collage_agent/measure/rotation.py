@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.observation import Workspace
+from collage_agent.buckets.observation import BufferPool
 from collage_agent.buckets.oracle import OracleView
 from collage_agent.buckets.plan import BucketPlan
 from collage_agent.buckets.totals import BlockTotals
-from collage_agent.intent.whole_tensor import Turn, WholeTensor
+from collage_agent.intent.whole_tensor import WholeTensor, WholeTensorStep
 from collage_agent.measure.planning import Planner
 from collage_agent.sample.gather import local
 from collage_agent.sample.sampling import TensorSample
@@ -32,7 +32,7 @@ ELEMENTS_A_STEP: Final = 2**20
 
 
 class Rotation:
-    """Whose turn it is at a measured step, and the totals held until the round is complete.
+    """Which whole tensors are stepped at a measured step, and the totals held until each has had its turn.
 
     Where one turn is a whole round, the next is of the same tensors: their buffers are `kept` between steps. Others
     are let go, and so are those without a bound, which would be as large as the model.
@@ -62,7 +62,7 @@ class Rotation:
             # What was kept goes before its successors come.
             self.kept = self._turn = ()
             self._made_for = chosen
-            workspace = Workspace()
+            workspace = BufferPool()
             self._turn = tuple(_planned(index, planner, intent, workspace) for index, intent in chosen)
         else:
             self._turn = self.kept
@@ -107,7 +107,7 @@ class _WholeBucket(Bucket):
     """A bucket of one tensor, measured whole: what is known of u comes from its turn."""
 
     def __init__(
-        self, index: int, parameter: Tensor, sample: TensorSample, turn: Turn, workspace: Workspace
+        self, index: int, parameter: Tensor, sample: TensorSample, turn: WholeTensorStep, workspace: BufferPool
     ) -> None:
         super().__init__([index], [parameter], [sample], turn, workspace=workspace)
         self._turn = turn
@@ -116,7 +116,7 @@ class _WholeBucket(Bucket):
         self, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]], decay: float | Tensor | None = None
     ) -> None:
         super().gather_before(group, states, decay)
-        self._turn.look(group, states[0])
+        self._turn.copy_inputs(group, states[0])
 
     def measure(
         self,
@@ -126,9 +126,9 @@ class _WholeBucket(Bucket):
         *,
         counterfactuals: bool = False,
     ) -> BlockTotals:
-        self._turn.resolve(self.layout, scale)
+        self._turn.step_copies(self.layout, scale)
         blocks = super().measure(states, scale, followed, counterfactuals=counterfactuals)
-        self._turn.forget()
+        self._turn.release_copies()
         return blocks
 
 
@@ -145,8 +145,8 @@ def _is_whole(entry: WatchedParameter) -> bool:
     return whole and gradient is not None and not gradient.is_sparse and tuple(parameter.shape) == shard.shape
 
 
-def _planned(index: int, planner: Planner, intent: WholeTensor, workspace: Workspace) -> BucketPlan:
+def _planned(index: int, planner: Planner, intent: WholeTensor, workspace: BufferPool) -> BucketPlan:
     entry = planner.watched[index]
-    turn = Turn(intent, entry.parameter)
-    bucket = _WholeBucket(index, entry.parameter, planner.drawn(index, "all"), turn, workspace)
+    turn = WholeTensorStep(intent, entry.parameter)
+    bucket = _WholeBucket(index, entry.parameter, planner.draw_sample(index, "all"), turn, workspace)
     return BucketPlan(bucket, entry.group, planner.names_of([index]))

@@ -1,4 +1,4 @@
-"""Windows: u added up over bursts of consecutive steps, against what the weights have moved by since."""
+"""Windows: the sum of u over several consecutive steps, against how far the weights moved over the same steps."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from collage_agent.stats.several_steps import WINDOW_SUMS, window_block_sums
 from collage_agent.training.scaling import loss_scaling
 from collage_monitor.table import Axis, Table
 
-__all__ = ["CYCLE_WINDOWS", "Schedule", "Span", "Windows"]
+__all__ = ["CYCLE_WINDOWS", "WindowSchedule", "WindowSpan", "Windows"]
 
 CYCLE_WINDOWS: Final = 4
-"""A window of k steps ends every 4·k steps, rounded up to measured ones: one step in four lies in its bursts."""
+"""A window of k steps ends every 4·k steps, rounded up to measured ones: one step in four lies in a window."""
 
 
 @dataclass(frozen=True)
-class Span:
+class WindowSpan:
     """A window of `length` steps, from the state after step `begin` to that after step `end`, a measured one."""
 
     length: int
@@ -32,7 +32,7 @@ class Span:
     end: int
 
 
-class Schedule:
+class WindowSchedule:
     """The windows of `lengths` steps, for steps measured every `every`; they share steps and end together."""
 
     def __init__(self, lengths: Sequence[int], every: int) -> None:
@@ -43,25 +43,25 @@ class Schedule:
         """Steps from one end of the longest window to the next, before the governor doubles it."""
         return max(self._cycles.values(), default=0)
 
-    def covering(self, step: int, doublings: int) -> list[Span]:
+    def covering(self, step: int, doublings: int) -> list[WindowSpan]:
         """The windows that step number `step`, about to be taken, belongs to; `doublings` are the governor's."""
         found = []
         for length, cycle in self._cycles.items():
             stretched = cycle << doublings
             end = -(-step // stretched) * stretched
             if step > end - length:
-                found.append(Span(length, end - length, end))
+                found.append(WindowSpan(length, end - length, end))
         return found
 
 
 @dataclass
-class _Burst:
-    """One window under way: U of each bucket's slots, the weights at its start, and whether it is spoilt."""
+class _OpenWindow:
+    """A window that has begun: U of each bucket's slots, the weights at its start, and whether it is invalid."""
 
-    span: Span
+    span: WindowSpan
     intended: list[Tensor] = field(default_factory=list)
     start: list[dict[str, Tensor]] = field(default_factory=list)
-    spoilt: Tensor | None = None
+    invalid: Tensor | None = None
 
     @property
     def statistics(self) -> Axis:
@@ -70,27 +70,28 @@ class _Burst:
 
 
 class Windows:
-    """Adds up intended updates over bursts of steps. Synchronises nothing; runs inside `isolated`.
+    """Sums intended updates over windows of steps. Synchronises nothing; runs inside `isolated`.
 
-    A burst is given up without a word where a step is missing, somebody else wrote to the weights, other tensors
-    are stepped, the loss scaler skipped a step or a value was not finite: U and E then belong to different things.
+    A window is discarded silently if a step is missing, something else wrote to the weights, other tensors are
+    stepped, the loss scaler skipped a step, or a value was not finite: U and E would then describe different
+    updates.
     """
 
     def __init__(self, lengths: Sequence[int], every: int) -> None:
-        self.schedule = Schedule(lengths, every)
-        self._bursts: dict[int, _Burst] = {}
+        self.schedule = WindowSchedule(lengths, every)
+        self._open: dict[int, _OpenWindow] = {}
         self.plan: list[BucketPlan] = []
         self._signature: Hashable = None
         self._step = -1
 
     @property
     def running(self) -> bool:
-        """Whether a burst is under way, so that foreign writes matter."""
-        return bool(self._bursts)
+        """Whether a window is open, so that writes by others matter."""
+        return bool(self._open)
 
-    def drop(self) -> None:
-        """Give up the bursts under way."""
-        self._bursts = {}
+    def discard(self) -> None:
+        """Discard the open windows."""
+        self._open = {}
 
     def before(
         self,
@@ -105,57 +106,57 @@ class Windows:
         `signature` says which tensors are stepped alike, `plan` gathers them into buckets.
         """
         if step != self._step + 1:
-            self.drop()
+            self.discard()
         self._step = step
         spans = {span.length: span for span in self.schedule.covering(step, doublings)}
-        self._bursts = {k: burst for k, burst in self._bursts.items() if spans.get(k) == burst.span}
+        self._open = {k: window for k, window in self._open.items() if spans.get(k) == window.span}
         starting = [span for span in spans.values() if step == span.begin + 1]
-        if not (starting or self._bursts):
+        if not (starting or self._open):
             return
         if signature != self._signature:
-            self.drop()
+            self.discard()
             self.plan, self._signature = plan(), signature
-        self._bursts.update({span.length: _Burst(span) for span in starting})
+        self._open.update({span.length: _OpenWindow(span) for span in starting})
         scale, skipped = loss_scaling(optimizer)
         for index, planned in enumerate(self.plan):
             planned.gather_before(optimizer)
             intended = planned.bucket.intended(scale)
-            for burst in self._bursts.values():
-                if index == len(burst.intended):
-                    burst.intended.append(intended.clone())
-                    burst.start.append(planned.bucket.weights_before())
+            for window in self._open.values():
+                if index == len(window.intended):
+                    window.intended.append(intended.clone())
+                    window.start.append(planned.bucket.weights_before())
                 else:
-                    burst.intended[index].add_(intended)
-                burst.spoilt = _either(burst.spoilt, planned.apart)
+                    window.intended[index].add_(intended)
+                window.invalid = _any_set(window.invalid, planned.out_of_step)
         if skipped is not None:
-            for burst in self._bursts.values():
-                burst.spoilt = _either(burst.spoilt, skipped.ne(0))
+            for window in self._open.values():
+                window.invalid = _any_set(window.invalid, skipped.ne(0))
 
     def after(self, optimizer: Optimizer) -> list[Table[Tensor]]:
-        """The totals of the windows that the step just taken ends: estimated, not a number where spoilt."""
-        ending = [burst for burst in self._bursts.values() if burst.span.end == self._step]
-        found: list[tuple[_Burst, BucketPlan, Tensor]] = []
-        for burst in ending:
-            del self._bursts[burst.span.length]
+        """The totals of the windows that the step just taken ends: estimated, not a number where invalid."""
+        ending = [window for window in self._open.values() if window.span.end == self._step]
+        found: list[tuple[_OpenWindow, BucketPlan, Tensor]] = []
+        for window in ending:
+            del self._open[window.span.length]
         for index, planned in enumerate(self.plan if ending else []):
             after = planned.bucket.weights_after(planned.states(optimizer))
-            for burst in ending:
+            for window in ending:
                 kept = planned.bucket.intent.kept
-                effective, visible = _moved(burst.start[index], after, kept)
-                intended = planned.bucket.without_padding(burst.intended[index])
+                effective, visible = _changes(window.start[index], after, kept)
+                intended = planned.bucket.without_padding(window.intended[index])
                 bad = nonfinite(intended) | nonfinite(effective) | nonfinite(visible)
-                burst.spoilt = _either(burst.spoilt, bad)
+                window.invalid = _any_set(window.invalid, bad)
                 sums = planned.sizes.columns.sums(
                     window_block_sums(intended, effective, visible, planned.bucket.layout.block)
                 )
-                found.append((burst, planned, sums * planned.sizes.scale))
+                found.append((window, planned, sums * planned.sizes.scale))
         return [
-            Table(burst.statistics, planned.layers, _unless(burst.spoilt, totals))
-            for burst, planned, totals in found
+            Table(window.statistics, planned.layers, _nan_where(window.invalid, totals))
+            for window, planned, totals in found
         ]
 
 
-def _moved(
+def _changes(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: stored.Composition
 ) -> tuple[Tensor, Tensor]:
     """E and Eᵛ, fp64 [slots]: Σ over components of (after − before); a component that is new began at 0."""
@@ -171,13 +172,13 @@ def _moved(
     return effective, visible
 
 
-def _either(known: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """bool [()]: whether anything is set in either; None: nothing can be."""
+def _any_set(known: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """bool [()]: whether any element of either is set; None: both are None."""
     if more is None:
         return known
     found = more.ne(0).any()
     return found if known is None else known.to(found.device).logical_or(found)
 
 
-def _unless(spoilt: Tensor | None, totals: Tensor) -> Tensor:
-    return totals if spoilt is None else torch.where(spoilt.to(totals.device), torch.nan, totals)
+def _nan_where(invalid: Tensor | None, totals: Tensor) -> Tensor:
+    return totals if invalid is None else torch.where(invalid.to(totals.device), torch.nan, totals)

@@ -15,10 +15,10 @@ __all__ = ["SkippedSteps", "loss_scaling", "most_skipped"]
 
 
 class SkippedSteps:
-    """Skipped steps of one optimizer since attach; `count` is None until a loss scaler was seen at work.
+    """Skipped steps of one optimizer since attach; `count` is None until a loss scaler has been used.
 
-    An optimizer that does not know about scaling is not called at all, which only the scaler's own `step` shows; a
-    fused one is called with a verdict that is still on its device.
+    When the scaler skips, most optimizers are not called at all, which only the scaler's own `step` shows; a fused
+    one is called with a flag that is still on its device.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -36,12 +36,12 @@ class SkippedSteps:
             return None
         return float(self._missed) if self._verdicts is None else self._verdicts + self._missed
 
-    def called(self) -> None:
-        """The optimizer is about to step."""
+    def count_call(self) -> None:
+        """Count a call of the optimizer's step."""
         self._calls += 1
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped, or has been told not to. Does not synchronise."""
+    def count_skipped(self, optimizer: Optimizer) -> None:
+        """After a call: count it as skipped if a fused optimizer's flag says so. Does not synchronise."""
         _, skipped = loss_scaling(optimizer)
         if skipped is not None:
             verdict = skipped.detach().reshape(()).ne(0).to(torch.float64)

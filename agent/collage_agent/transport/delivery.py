@@ -30,7 +30,7 @@ from collage_monitor.wire import BatchAnswer, Gap, ReportBatch, RunCreate
 __all__ = ["Delivery"]
 
 _LOG = logging.getLogger("collage_agent")
-_LATER: Final = (ServerUnreachable, Unavailable, NotAuthorised)
+_RETRY_LATER: Final = (ServerUnreachable, Unavailable, NotAuthorised)
 _REGISTRATIONS: Final = ("run", "attempt", "stream")
 
 
@@ -50,26 +50,26 @@ class Delivery:
         counts: ReportCounts,
         *,
         wait: Callable[[float], bool] = lambda seconds: True,
-        on_away: Callable[[CollageError], None] = lambda error: None,
+        on_unreachable: Callable[[CollageError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spool = spool
         self.counts = counts
         self.stopped: str | None = None
         """Why nothing is sent any more, as a reason for dropping."""
-        self.after_older = False
-        """Whether older messages must go another way first; until then everything is kept in the spool."""
+        self.older_spools_first = False
+        """Whether spools of earlier processes must be sent first; until then everything is kept in the spool."""
         self.last_error: CollageError | None = None
-        """Why the server did not take the last message for now; None when it did."""
+        """Why the last message must be sent again later; None if it was accepted."""
         self._transport = transport
         self._wait = wait
-        self._on_away = on_away
+        self._on_unreachable = on_unreachable
         self._clock = clock
         self._next_try = 0.0
         self._failed_at = -math.inf
         self._backoff = Backoff(limits.first_pause_seconds, limits.longest_pause_seconds)
         self._registrations: dict[str, Envelope] = {}
-        self._named: set[str] = set()
+        self._warned: set[str] = set()
         self._gaps: defaultdict[str, list[Gap]] = defaultdict(list)
         self._source: Literal["pending", "spooled"] = "pending"
 
@@ -83,19 +83,19 @@ class Delivery:
         if envelope.kind == "attempt":
             # The stream so far is an older attempt's.
             self._registrations.pop("stream", None)
-        must_wait = self._transport is None or self.after_older or not self.spool.is_empty or self.is_waiting
+        must_wait = self._transport is None or self.older_spools_first or not self.spool.is_empty or self.is_waiting
         if must_wait or not self._deliver(envelope):
             self._keep(envelope)
 
     def drain(self, envelopes: int, *, now: bool = False) -> bool:
         """Send up to `envelopes` of the spool, unless a pause is on (`now` ends it); True if some went."""
-        if self._transport is None or self.after_older or (self.is_waiting and not now):
+        if self._transport is None or self.older_spools_first or (self.is_waiting and not now):
             return False
         some = False
         self._source = "spooled"
         for _ in range(envelopes):
             envelope = self.spool.peek()
-            self._give_up_damaged()
+            self._drop_damaged()
             if envelope is None or not (self._discard(envelope) or self._deliver(envelope)):
                 break
             self.spool.advance()
@@ -104,12 +104,12 @@ class Delivery:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server is taken to be away, so that nothing is sent before the pause is over."""
+        """Whether sending is paused, because the server did not take the last message."""
         return self.pause_seconds > 0.0
 
     @property
     def pause_seconds(self) -> float:
-        """How long nothing will be sent, 0 outside a pause."""
+        """Seconds left of the pause, 0 outside one."""
         return max(0.0, self._next_try - self._clock())
 
     @property
@@ -118,11 +118,11 @@ class Delivery:
         return self._clock() - self._failed_at
 
     def _deliver(self, envelope: Envelope) -> bool:
-        """True when the matter is settled: acknowledged, or refused for good and counted."""
+        """True when the envelope is done with: acknowledged, or refused for good and counted."""
         assert self._transport is not None
         try:
-            answer = self._transport.send(self._telling_gaps(envelope), self._wait)
-        except _LATER as error:
+            answer = self._transport.send(self._with_gaps(envelope), self._wait)
+        except _RETRY_LATER as error:
             self._pause(error)
             return False
         except ServerRefusal as error:
@@ -131,17 +131,17 @@ class Delivery:
                 return False
             self._refused(envelope, error)
         except Exception as error:
-            # A transport that breaks in its own way must not take the worker with it.
-            if "transport" not in self._named:
-                self._named.add("transport")
+            # An unexpected exception of a transport must not end the worker.
+            if "transport" not in self._warned:
+                self._warned.add("transport")
                 _LOG.exception("the transport failed (said once)")
             self._pause(ServerUnreachable(f"{type(error).__name__}: {error}"))
             return False
         else:
-            self._gaps_were_told(envelope)
+            self._forget_gaps(envelope)
             self._acknowledged(envelope, answer)
         if envelope.kind not in {"run", "attempt"}:
-            # A server that takes these two, again and again, may still refuse the stream behind them.
+            # A server may accept these two every time, and still refuse the stream that follows.
             self._resume()
         return True
 
@@ -190,7 +190,7 @@ class Delivery:
     def _acknowledged(self, envelope: Envelope, answer: BatchAnswer) -> None:
         if answer.rejected:
             self._count(len(answer.rejected), "dropped", "rejected")
-            self._say("rejected", f"the server rejects a report: {answer.rejected[0].message}")
+            self._warn_once("rejected", f"the server rejects a report: {answer.rejected[0].message}")
             for entry in answer.rejected:
                 if entry.seq is not None:
                     gap = Gap(first_seq=entry.seq, last_seq=entry.seq, reason="rejected")
@@ -198,10 +198,10 @@ class Delivery:
         self._count(envelope.report_count - len(answer.rejected), "sent")
 
     def _count(self, reports: int, target: Place, reason: str = "") -> None:
-        """What became of reports: fresh ones, or those that the spool gave back."""
+        """Count what became of reports, new ones or ones from the spool."""
         source: Place = self._source
         if self.spool.taken_over and source == "spooled":
-            # Nobody has counted what another process left.
+            # Reports that another process left are not counted yet.
             self.counts.add(reports)
             source = "pending"
         self.counts.move(reports, source, target, reason)
@@ -210,12 +210,12 @@ class Delivery:
         try:
             begins = self.spool.is_empty
             if begins:
-                # Each file can be understood alone, whatever the server knew when it was written.
+                # Each file is complete without what the server knew when it was written.
                 for known in self._registrations.values():
                     self.spool.append(_allowing_resume(known))
             if not (begins and envelope.kind in self._registrations):
-                gave_way = self.spool.append(self._telling_gaps(envelope))
-                self._gaps_were_told(envelope)
+                gave_way = self.spool.append(self._with_gaps(envelope))
+                self._forget_gaps(envelope)
                 if self._source == "pending":
                     self.counts.move(envelope.report_count, "pending", "spooled")
                 # The spool keeps their numbers itself.
@@ -223,14 +223,14 @@ class Delivery:
         except OSError as error:
             self._drop(envelope, "spool_failed", f"reports cannot be kept in {self.spool.path}: {error}")
 
-    def _give_up_damaged(self) -> None:
+    def _drop_damaged(self) -> None:
         if self.spool.damaged:
             damaged, self.spool.damaged = self.spool.damaged, []
             self._count_lost([gap for _, gap in damaged], f"{self.spool.path} was damaged: some reports are lost")
             for stream_id, gap in damaged:
                 self._gaps[stream_id].append(gap)
         if self.spool.is_empty and not self.spool.taken_over:
-            # What stood at its damaged end has no number that anybody knows.
+            # Reports at a damaged end have no readable number.
             self.counts.move(self.counts.spooled, "spooled", "dropped", "spool_damaged")
 
     def _count_lost(self, gaps: Iterable[Gap], text: str) -> None:
@@ -240,23 +240,23 @@ class Delivery:
                 self._count(count, "dropped", gap.reason)
             else:
                 self.counts.move(count, "spooled", "dropped", gap.reason)
-            self._say(gap.reason, text)
+            self._warn_once(gap.reason, text)
 
-    def _telling_gaps(self, envelope: Envelope) -> Envelope:
-        """A batch of reports with the gaps that the server has not heard of; another message as it is."""
+    def _with_gaps(self, envelope: Envelope) -> Envelope:
+        """A batch of reports, with the gaps not yet sent to the server; other messages unchanged."""
         gaps = self._gaps.get(envelope.stream_id)
         if not gaps or not isinstance(envelope.body, ReportBatch):
             return envelope
         body = msgspec.structs.replace(envelope.body, gaps=[*envelope.body.gaps, *gaps])
         return replace(envelope, body=body)
 
-    def _gaps_were_told(self, envelope: Envelope) -> None:
+    def _forget_gaps(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, ReportBatch):
             self._gaps.pop(envelope.stream_id, None)
 
     def _pause(self, error: CollageError) -> None:
         if self.last_error is None:
-            self._on_away(error)
+            self._on_unreachable(error)
         self.last_error = error
         self._failed_at = self._clock()
         if isinstance(error, NotAuthorised):
@@ -288,11 +288,11 @@ class Delivery:
                 for report in envelope.body.reports:
                     join_gap(gaps, Gap(first_seq=report.seq, last_seq=report.seq, reason=reason))
         if text:
-            self._say(reason, text)
+            self._warn_once(reason, text)
 
-    def _say(self, reason: str, text: str) -> None:
-        if reason not in self._named:
-            self._named.add(reason)
+    def _warn_once(self, reason: str, text: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
             _LOG.warning("%s (said once; see run.reports_dropped)", text)
 
 
@@ -306,7 +306,7 @@ def _in_words(error: CollageError) -> str:
 
 
 def _allowing_resume(envelope: Envelope) -> Envelope:
-    """A registration that may be repeated: the question whether the run may exist was for the first time only."""
+    """A registration that may be repeated: `resume` only restricts the first one."""
     if not isinstance(envelope.body, RunCreate) or envelope.body.resume == "allow":
         return envelope
     return replace(envelope, body=msgspec.structs.replace(envelope.body, resume="allow"))

@@ -1,4 +1,4 @@
-"""A process's way out: the queue, and the daemon thread that empties it into delivery."""
+"""The queue of a process's reports, and the daemon thread that delivers them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DeliveryPipeline:
         transport: Transport | None,
         *,
         resume: Resume,
-        on_away: Callable[[CollageError], None],
+        on_unreachable: Callable[[CollageError], None],
     ) -> None:
         limits = settings.limits
         self.counts = ReportCounts()
@@ -64,20 +64,22 @@ class DeliveryPipeline:
             transport = HttpTransport(
                 settings.address, lambda: settings.token, limits, check_first=settings.server_url is None
             )
-            self._replay = Replay(settings.folder, self._spool.path, transport, limits, self._ending.wait, on_away)
+            self._replay = Replay(
+                settings.folder, self._spool.path, transport, limits, self._ending.wait, on_unreachable
+            )
         self._transport = transport
         self._delivery = Delivery(
-            transport, self._spool, limits, self.counts, wait=self._ending.wait, on_away=on_away
+            transport, self._spool, limits, self.counts, wait=self._ending.wait, on_unreachable=on_unreachable
         )
         self._sender = StreamSender(settings, identity, self._delivery)
         self._begun = False
         self._deadline = 0.0
         self._state: FinalState = None
-        self._named: set[type[Exception]] = set()
+        self._logged_types: set[type[Exception]] = set()
         self._thread = threading.Thread(target=self._run, name=WORKER_THREAD_NAME, daemon=True)
 
     def begin(self) -> None:
-        """Start the thread, which introduces the run; once."""
+        """Start the thread, which registers the run; once."""
         if not self._begun:
             self._begun = True
             self._thread.start()
@@ -105,11 +107,11 @@ class DeliveryPipeline:
         return not self._thread.is_alive()
 
     def forget(self) -> None:
-        """In a forked child: let go of what belongs to the parent, without touching its locks."""
+        """In a forked child: drop what belongs to the parent, without touching its locks."""
         self._spool.forget()
 
     def _run(self) -> None:
-        self._guarded(self._hold_for_older)
+        self._guarded(self._hold_behind_older_spools)
         self._guarded(lambda: self._sender.introduce_run(self._resume))
         while not self._ending.is_set():
             self._queue.wait_for_steps(self._limits.linger_seconds, self._longest_wait())
@@ -126,42 +128,42 @@ class DeliveryPipeline:
         if entries:
             self._guarded(lambda: self._sender.take(entries))
         self._guarded(lambda: self._delivery.drain(_ENVELOPES_PER_CYCLE))
-        self._guarded(self._send_older)
+        self._guarded(self._send_older_spools)
         self.cpu_seconds = time.thread_time()
 
     def _longest_wait(self) -> float:
-        """Seconds to wait for the next item: none while there is old work that can be done."""
+        """Seconds to wait for the next item: 0 while spooled reports can be sent."""
         delivery = self._delivery
-        own_work = not (delivery.spool.is_empty or delivery.is_waiting or delivery.after_older)
+        own_work = not (delivery.spool.is_empty or delivery.is_waiting or delivery.older_spools_first)
         return 0.0 if self._transport is not None and (own_work or self._may_replay()) else _IDLE_SECONDS
 
     def _may_replay(self) -> bool:
         replay = self._replay
-        return replay is not None and replay.can_go_on and self._delivery.last_error is None
+        return replay is not None and replay.is_ready and self._delivery.last_error is None
 
-    def _send_older(self) -> bool:
+    def _send_older_spools(self) -> bool:
         went = self._replay is not None and self._may_replay() and self._replay.step(_ENVELOPES_PER_CYCLE)
-        self._hold_for_older()
+        self._hold_behind_older_spools()
         return went
 
-    def _hold_for_older(self) -> None:
-        self._delivery.after_older = self._replay is not None and self._replay.comes_first
+    def _hold_behind_older_spools(self) -> None:
+        self._delivery.older_spools_first = self._replay is not None and self._replay.must_go_first
 
     def _flush(self) -> None:
-        while self._replay is not None and self._replay.comes_first:
+        while self._replay is not None and self._replay.must_go_first:
             assert self._replay.current is not None
             if not self._send_all(self._replay.current):
                 break
             self._replay.step(_ENVELOPES_PER_CYCLE)
-        self._hold_for_older()
+        self._hold_behind_older_spools()
         self._send_all(self._delivery)
-        while time.monotonic() < self._deadline and self._send_older():
+        while time.monotonic() < self._deadline and self._send_older_spools():
             pass
 
     def _send_all(self, delivery: Delivery) -> bool:
         """Empty a spool; True when it is empty.
 
-        A busy server gets until the deadline, an absent one a try, unless it has failed one this moment.
+        A busy server is retried until the deadline; an unreachable one is tried once, unless it has just failed.
         """
         while not delivery.spool.is_empty:
             just_failed = delivery.seconds_since_failure < _ANOTHER_TRY_AFTER_SECONDS
@@ -183,10 +185,10 @@ class DeliveryPipeline:
         if self._transport is not None:
             self._transport.close()
 
-    def _guarded(self, errand: Callable[[], object]) -> None:
+    def _guarded(self, work: Callable[[], object]) -> None:
         try:
-            errand()
+            work()
         except Exception as error:
-            if type(error) not in self._named:
-                self._named.add(type(error))
-                _LOG.exception("the delivering side failed at one of its errands; training goes on (said once)")
+            if type(error) not in self._logged_types:
+                self._logged_types.add(type(error))
+                _LOG.exception("delivering reports failed; training goes on (said once)")

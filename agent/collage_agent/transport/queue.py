@@ -122,8 +122,8 @@ class StepItems:
     def has_room_for(self, item: Item) -> bool:
         """Whether the item is of the same step."""
         first = self.items[0]
-        alike = not isinstance(first, Started) and not isinstance(item, Started) and first.step == item.step
-        return alike and len(self.items) < _MOST_ITEMS
+        same_step = not isinstance(first, Started) and not isinstance(item, Started) and first.step == item.step
+        return same_step and len(self.items) < _MOST_ITEMS
 
     def add(self, item: Item) -> None:
         """Take the item in."""
@@ -134,7 +134,7 @@ class StepItems:
 class BoundedQueue:
     """First in, first out, at most `steps` steps and `size_bytes` bytes; what does not fit is counted as dropped.
 
-    The newest step stays for `open_seconds`, because more may be told of it, so that one step makes one report.
+    The newest step stays for `open_seconds`, so that what is logged of it later joins the same report.
     The lock is held for a few operations only, by both sides, so the training thread never waits for the network,
     the disk or the device.
     """

@@ -1,4 +1,4 @@
-"""What earlier processes left in their spools: sent beside a run's own reports, or all at once by `replay`."""
+"""Sends what earlier processes left in their spools: beside a run's own reports, or all at once by `replay`."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ class Replay:
         transport: Transport,
         limits: DeliveryLimits,
         wait: Callable[[float], bool],
-        on_away: Callable[[CollageError], None] = lambda error: None,
+        on_unreachable: Callable[[CollageError], None] = lambda error: None,
     ) -> None:
         self._own_run = own.parent
-        self._on_away = on_away
+        self._on_unreachable = on_unreachable
         self._transport = transport
         self._limits = limits
         self._wait = wait
         self._files: Iterator[SpoolFile] = abandoned_spools(folder, own)
         self.current: Delivery | None = None
-        """What sends the spool at hand."""
+        """Sends the current spool."""
         self._done = False
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether a `step` now may get something done."""
+    def is_ready(self) -> bool:
+        """Whether calling `step` now may send something."""
         return not self._done and (self.current is None or not self.current.is_waiting)
 
     @property
-    def comes_first(self) -> bool:
-        """Whether the spool at hand is of this very run.
+    def must_go_first(self) -> bool:
+        """Whether the current spool belongs to this run.
 
-        Its attempt is older than this process's, and the server orders attempts as it hears of them: hearing of
-        this one first would let the older one hide it.
+        Its attempt is older than this process's, and the server orders attempts by arrival: if this process's
+        attempt arrived first, the older one would hide it.
         """
-        self._look()
+        self._open_next()
         return self.current is not None and self.current.spool.path.parent == self._own_run
 
     def step(self, envelopes: int) -> bool:
         """Send up to `envelopes`; False when nothing is left, or the server does not take it now."""
-        self._look()
+        self._open_next()
         if self.current is None:
             return False
         went = self.current.drain(envelopes)
@@ -71,7 +71,7 @@ class Replay:
         self.current = None
         return True
 
-    def _look(self) -> None:
+    def _open_next(self) -> None:
         if self.current is not None or self._done:
             return
         spool = next(self._files, None)
@@ -79,7 +79,12 @@ class Replay:
             self._done = True
         else:
             self.current = Delivery(
-                self._transport, spool, self._limits, ReportCounts(), wait=self._wait, on_away=self._on_away
+                self._transport,
+                spool,
+                self._limits,
+                ReportCounts(),
+                wait=self._wait,
+                on_unreachable=self._on_unreachable,
             )
 
     def close(self) -> None:

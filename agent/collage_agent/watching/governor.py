@@ -21,8 +21,7 @@ class Governor:
     """Counts the CPU of the hooks' thread and of the worker against the rest of the process.
 
     `interval` = every · 2^doublings: steps divisible by it are measured. With budget None nothing is
-    changed. `cycle`: steps after which the cost comes round again, the least to judge it by; doublings stretch it
-    too.
+    changed. `cycle`: the period of the cost in steps, the least time to judge it by; doublings stretch it.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class Governor:
         """Steps from one measured step to the next."""
         return self._every << self.doublings
 
-    def rarely(self, step: int) -> bool:
-        """Whether a measured step is one that does more: about one in a hundred steps, fewer with doublings."""
+    def counterfactuals_due(self, step: int) -> bool:
+        """Whether this measured step measures counterfactuals: about one step in 100, fewer with doublings."""
         return step % (self._every * -(-_STEPS_BETWEEN_MORE // self._every) << self.doublings) == 0
 
     @property
@@ -68,7 +67,7 @@ class Governor:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Count what the training thread does inside as the agent's: its CPU, and in `wall_seconds` its time."""
+        """Count the CPU time spent inside as the agent's, and the wall time as `wall_seconds`."""
         cpu, wall = time.thread_time(), time.perf_counter()
         try:
             yield

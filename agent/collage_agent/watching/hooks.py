@@ -1,4 +1,4 @@
-"""One optimizer under a watch: the hooks around its step, what is looked at before it and measured after it."""
+"""The hooks around one optimizer's step: values are gathered before it, the step is measured after it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class OptimizerHooks:
-    """One optimizer under a watch. `totals` are those of its last measured step, until somebody takes them.
+    """The hooks on one watched optimizer. `totals` are those of the last measured step, until the watch takes them.
 
-    `number` tells it from the others that the watch has; `named` are the layers of all of them so far. With a
-    `sub_group` it is one of those that the optimizer steps in turn, and is made while that one is shown.
+    `number` is the optimizer's place in its watch; `named` holds the layer names used so far in that watch. With a
+    `sub_group` the hooks cover only that part of the optimizer, and must be made while it is shown.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class OptimizerHooks:
         self._mixed_precision = sharding.mixed_precision
         watched, self.left_out = watched_parameters(model, self.stepping, options, sharding)
         with governor.timing():
-            self._chosen = intents.of(self.stepping)
-        self._groups = _sizes_of(self.stepping)
+            self._intents = intents.of(self.stepping)
+        self._sizes = _group_sizes(self.stepping)
         self._windows = Windows(options.windows, options.every) if options.windows else None
-        self._entered = 0
+        self._step = 0
         self.meter = Meter(
-            _apart(watched, number, named),
-            self._chosen,
+            _with_unique_names(watched, number, named),
+            self._intents,
             options.sample,
             oracle=options.oracle,
             windows=self._windows,
@@ -90,13 +90,13 @@ class OptimizerHooks:
         self._iterations: Iterations | None = None
         self._depth = 0
         self._measuring = False
-        # Where the user compiles the step, the hooks are called from compiled code and stay out of it.
-        self._uncompiled_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
-        self._uncompiled_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
+        # If the user compiles the step, the hooks are called from compiled code, and must themselves run eagerly.
+        self._eager_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
+        self._eager_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
         self._handles: list[Any] = []
 
     def begin(self, iterations: Iterations) -> None:
-        """Take part in these iterations from the next step on."""
+        """Install the hooks; steps are counted in `iterations`."""
         self._iterations = iterations
         self._handles = [
             # A wrapper that shares out tensors copies them back after its inner optimizer's step.
@@ -118,12 +118,12 @@ class OptimizerHooks:
         self.skipped.stop()
 
     def info(self, notes: Sequence[str]) -> wire.WatchInfo:
-        """What is watched of this optimizer and how, as it travels."""
+        """What is watched of this optimizer and how, in wire form."""
         return describe(
             self.stepping,
             self.options,
             self.meter.watched,
-            self._chosen,
+            self._intents,
             notes=[*self._notes(), *notes],
             closure=self.closure_seen,
         )
@@ -132,45 +132,47 @@ class OptimizerHooks:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Arguments | None:
         if torch.compiler.is_compiling():
-            return self._uncompiled_before(optimizer, args, kwargs)  # type: ignore[no-any-return]
+            return self._eager_before(optimizer, args, kwargs)  # type: ignore[no-any-return]
         return self._before(optimizer, args, kwargs)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         if self._sub_group is not None and not self._sub_group.steps(optimizer):
-            self.skipped.called()
+            self.skipped.count_call()
             return None
         if self._depth and _inside_own_step(optimizer):
             self._depth += 1
             return None
         if self._depth:
             # Left over from a step that raised.
-            self.meter.broken_off()
+            self.meter.step_raised()
         self._depth = 1
         self._measuring = False
-        self.skipped.called()
+        self.skipped.count_call()
         if self._guard.disabled or self._iterations is None:
             return None
-        step = self._entered = self._iterations.entered(self._number)
+        step = self._step = self._iterations.begin_step(self._number)
         measured = step % self._governor.interval == 0
         if not (measured or self.options.oracle or self._in_window()):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or self.closure_seen:
-            self._look(optimizer, measured, closure is not None)
+            self._gather_before(optimizer, measured, closure is not None)
             return None
-        looking = self._looking_after(closure, optimizer, measured)
-        return ((args[0], looking, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looking})
+        wrapped = self._closure_then_gather(closure, optimizer, measured)
+        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
     def _in_window(self) -> bool:
-        """Whether u of the step that is about to be taken is added up."""
+        """Whether the step about to be taken lies in a window."""
         windows = self._windows
-        return windows is not None and bool(windows.schedule.covering(self._entered, self._governor.doublings))
+        return windows is not None and bool(windows.schedule.covering(self._step, self._governor.doublings))
 
-    def _looking_after(self, closure: Callable[[], Any], optimizer: Optimizer, measured: bool) -> Callable[[], Any]:
-        """The closure, followed by the look that a step without one gets before it: the gradient is known then.
+    def _closure_then_gather(
+        self, closure: Callable[[], Any], optimizer: Optimizer, measured: bool
+    ) -> Callable[[], Any]:
+        """The closure, with gathering after its first evaluation, when the gradient is known.
 
-        An optimizer that evaluates it again moves the parameters between: that step is not measured, and from
-        then on only what changed is.
+        An optimizer that evaluates it again has moved the parameters in between: that step is not measured, and
+        later steps are measured by before and after alone.
         """
         evaluations = 0
 
@@ -179,7 +181,7 @@ class OptimizerHooks:
             loss = closure()
             evaluations += 1
             if evaluations == 1:
-                self._look(optimizer, measured, closure=False)
+                self._gather_before(optimizer, measured, closure=False)
             else:
                 self.closure_seen = True
                 self._measuring = False
@@ -189,7 +191,7 @@ class OptimizerHooks:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            self._uncompiled_after(optimizer)
+            self._eager_after(optimizer)
         else:
             self._after(optimizer)
 
@@ -206,16 +208,16 @@ class OptimizerHooks:
         assert self._iterations is not None
         if not self._guard.disabled:
             try:
-                self.skipped.stepped(optimizer)
-                self.meter.stepped()
+                self.skipped.count_skipped(optimizer)
+                self.meter.note_weight_versions()
             except Exception as error:
                 self._guard.caught("looking at the optimizer after a step", error)
             if self._measuring:
                 self._measuring = False
                 self._measure()
-        self._iterations.stepped(self._number)
+        self._iterations.end_step(self._number)
 
-    def _look(self, optimizer: Optimizer, measured: bool, closure: bool) -> None:
+    def _gather_before(self, optimizer: Optimizer, measured: bool, closure: bool) -> None:
         try:
             with self._governor.timing(), isolated(_device_of(self.meter)):
                 if measured:
@@ -223,9 +225,9 @@ class OptimizerHooks:
                 if closure:
                     self.closure_seen = True
                 else:
-                    self.meter.follow(optimizer)
+                    self.meter.step_oracles(optimizer)
                     if self._in_window():
-                        self.meter.add_up(optimizer, self._entered, self._governor.doublings)
+                        self.meter.add_to_windows(optimizer, self._step, self._governor.doublings)
                 if measured:
                     self.meter.before(optimizer, closure=closure)
                     self._measuring = True
@@ -236,23 +238,25 @@ class OptimizerHooks:
         assert self._iterations is not None
         try:
             with self._governor.timing(), isolated(_device_of(self.meter)):
-                self.totals = self.meter.after(self.stepping, counterfactuals=self._governor.rarely(self._entered))
+                self.totals = self.meter.after(
+                    self.stepping, counterfactuals=self._governor.counterfactuals_due(self._step)
+                )
             self._iterations.measured = True
         except Exception as error:
             self._guard.caught("measuring a step", error)
 
     def _notice_new_groups(self, optimizer: Optimizer) -> None:
-        sizes = _sizes_of(optimizer)
-        if sizes == self._groups:
+        sizes = _group_sizes(optimizer)
+        if sizes == self._sizes:
             return
-        self._groups = sizes
-        self._chosen = choose_intent(optimizer)
+        self._sizes = sizes
+        self._intents = choose_intent(optimizer)
         known = {id(watched.parameter) for watched in self.meter.watched}
         found, self.left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
         new = [watched for watched in found if id(watched.parameter) not in known]
-        self.meter.extend(_apart(new, self._number, self._named), self._chosen)
+        self.meter.extend(_with_unique_names(new, self._number, self._named), self._intents)
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         self.meter.state_was_loaded()
@@ -269,8 +273,10 @@ class OptimizerHooks:
         return notes
 
 
-def _apart(watched: Sequence[WatchedParameter], number: int, named: dict[str, None]) -> list[WatchedParameter]:
-    """Parameters under names that nobody has yet: those that no module knows are called alike."""
+def _with_unique_names(
+    watched: Sequence[WatchedParameter], number: int, named: dict[str, None]
+) -> list[WatchedParameter]:
+    """The parameters under unused names: those outside the model get the same names in every optimizer."""
     found = [
         replace(entry, name=f"optimizer{number}.{entry.name}") if entry.name in named else entry
         for entry in watched
@@ -280,9 +286,9 @@ def _apart(watched: Sequence[WatchedParameter], number: int, named: dict[str, No
 
 
 def _inside_own_step(optimizer: Optimizer) -> bool:
-    """Whether the hook that asks runs inside a hooked step that another hooked step of the optimizer called.
+    """Whether the calling hook runs in a step that the optimizer's own step called.
 
-    The frames say so: a counter alone would stay up after a step that raised.
+    Read from the stack frames: a counter alone would stay up after a step that raised.
     """
     frame: FrameType | None = sys._getframe(1)
     steps = 0
@@ -304,7 +310,7 @@ def steps_taken(optimizer: Optimizer) -> int:
     return max((int(step.max().item()) if isinstance(step, Tensor) else int(step) for step in steps), default=0)
 
 
-def _sizes_of(optimizer: Optimizer) -> tuple[int, ...]:
+def _group_sizes(optimizer: Optimizer) -> tuple[int, ...]:
     return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 

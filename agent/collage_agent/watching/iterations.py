@@ -11,8 +11,8 @@ class Iterations:
     """Counts iterations from the steps of `members` optimizers; with one of them each step is an iteration.
 
     An iteration is over when all have stepped, or when one of them steps again: then the others had no gradient.
-    `begun` gives the number of the last iteration before the first; `over` is called at the end of each in which
-    `measured` was set. Every call takes a constant time.
+    `begun` returns the number of the last iteration before the first; `over` is called after each iteration in
+    which `measured` was set. Every call takes a constant time.
     """
 
     def __init__(self, members: int, begun: Callable[[], int], over: Callable[[], None]) -> None:
@@ -22,7 +22,7 @@ class Iterations:
         self._begun, self._over = begun, over
         self._stepped: set[int] = set()
 
-    def entered(self, member: int) -> int:
+    def begin_step(self, member: int) -> int:
         """Number of the iteration to which the step that `member` is about to take belongs."""
         if self.step is None:
             self.step = self._begun()
@@ -32,7 +32,7 @@ class Iterations:
             self.end()
         return self.step + 1
 
-    def stepped(self, member: int) -> None:
+    def end_step(self, member: int) -> None:
         """`member` has stepped. The number counts as reached as soon as the first has."""
         if self.step is None:
             return

@@ -28,17 +28,17 @@ NONE: Final[Mapping[tuple[str, ...], Measurement]] = {}
 
 
 def summarise(
-    measurement: Measurement | None, rarer: Mapping[tuple[str, ...], Measurement] = NONE
+    measurement: Measurement | None, occasional: Mapping[tuple[str, ...], Measurement] = NONE
 ) -> dict[str, Any]:
     """{"step", "model": {key: value}, "layers": {name: {key: value}}}; empty before the first measured step.
 
-    `rarer`: keys of statistics that not every step reports, and the last step that did, where they are taken from.
+    `occasional`: keys of statistics that not every step reports, with the last measurement that has them.
     Layers merge into the model as shards do. Undefined values are None. Synchronises the device.
     """
     if measurement is None:
         return {"step": None, "model": {}, "layers": {}}
     totals = _totals(measurement)
-    for keys, earlier in rarer.items():
+    for keys, earlier in occasional.items():
         found = _totals(earlier)
         for key in keys:
             totals[key] = np.full_like(totals["elements"], np.nan)

@@ -12,7 +12,7 @@ from dash import html
 
 from collage_dashboard.components import Entry, number_card, run_label, verdict_line
 from collage_dashboard.descriptions import count, describe, finite, interval, number, state_key
-from collage_dashboard.identities import Identity, identify, is_stochastic, strategy_title
+from collage_dashboard.identities import RunStyle, identify, is_stochastic, strategy_title
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.judgement import judge
@@ -150,7 +150,7 @@ def _steps(run: wire.ComparedRun) -> Cell:
 
 
 def _entries(
-    runs: Sequence[wire.ComparedRun], identities: Sequence[Identity], cell: Callable[[wire.ComparedRun], Cell]
+    runs: Sequence[wire.ComparedRun], identities: Sequence[RunStyle], cell: Callable[[wire.ComparedRun], Cell]
 ) -> list[Entry]:
     return [
         Entry(*cell(run), identity if len(runs) > 1 else None)

@@ -8,8 +8,8 @@ import optimi
 import pytest
 import pytorch_optimizer
 import torch
-from collage_agent.intent.observe import observed
-from collage_agent.intent.selftest import judged
+from collage_agent.intent.observe import observe_storage
+from collage_agent.intent.selftest import run_selftest
 from collage_agent.sample.stored import PLAIN, Composition
 from collage_agent.watch import watch
 from torch import nn
@@ -22,7 +22,7 @@ def seen(make, dtype=torch.bfloat16):
     parameters = [nn.Parameter(torch.randn(8, 4).to(dtype)), nn.Parameter(torch.randn(4).to(dtype))]
     optimizer = make(parameters)
     group = optimizer.param_groups[0]
-    return observed(optimizer, group, judged(optimizer, group))
+    return observe_storage(optimizer, group, run_selftest(optimizer, group))
 
 
 ADDED = Composition(residual="kahan_comp")

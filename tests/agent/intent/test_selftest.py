@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from collage_agent.intent.selftest import judged
+from collage_agent.intent.selftest import run_selftest
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -100,14 +100,14 @@ if hasattr(torch.optim, "Muon"):
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_pass(name):
     optimizer = ELEMENTWISE[name](parameters())
-    assert judged(optimizer, optimizer.param_groups[0]).kind == "shadow"
+    assert run_selftest(optimizer, optimizer.param_groups[0]).kind == "shadow"
 
 
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_others_are_refused_with_the_reason(name):
     make, reason = NOT_ELEMENTWISE[name]
     optimizer = make(parameters())
-    assert reason in judged(optimizer, optimizer.param_groups[0]).reason
+    assert reason in run_selftest(optimizer, optimizer.param_groups[0]).reason
 
 
 def test_the_test_leaves_parameters_state_hooks_and_random_numbers_alone():
@@ -118,7 +118,7 @@ def test_the_test_leaves_parameters_state_hooks_and_random_numbers_alone():
     handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
     states = torch.get_rng_state(), random.getstate()
     try:
-        judged(optimizer, optimizer.param_groups[0])
+        run_selftest(optimizer, optimizer.param_groups[0])
     finally:
         handle.remove()
     assert torch.equal(states[0], torch.get_rng_state())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.buckets.plan import differing, out_of_lock_step
+from collage_agent.buckets.plan import differing_counters, out_of_lock_step
 from collage_agent.watch import watch
 
 from collage_monitor.statistics import histogram_counts
@@ -210,7 +210,11 @@ def test_a_learning_rate_far_below_fp32_resolution_is_not_idle():
 def test_counters_on_the_host_make_buckets_and_counters_on_a_device_take_tensors_out():
     assert out_of_lock_step([{"step": torch.tensor(3.0)}, {"step": torch.tensor(4.0)}]) is None
     assert out_of_lock_step([{}]) is None
-    assert differing([torch.tensor(3.0), torch.tensor(4.0), torch.tensor(3.0)]).tolist() == [False, True, False]
+    assert differing_counters([torch.tensor(3.0), torch.tensor(4.0), torch.tensor(3.0)]).tolist() == [
+        False,
+        True,
+        False,
+    ]
     on_device = [{"step": torch.zeros((), device="meta")}]
     found = out_of_lock_step(on_device)
     assert found is not None

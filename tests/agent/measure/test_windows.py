@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.measure.windows import Schedule
+from collage_agent.measure.windows import WindowSchedule
 from collage_agent.optim import CollageAdamW
 from collage_agent.watch import watch
 
@@ -19,7 +19,7 @@ CYCLE = 16
 
 
 def test_a_burst_ends_at_a_measured_step_and_takes_a_quarter_of_the_steps():
-    schedule = Schedule((8, 64), 10)
+    schedule = WindowSchedule((8, 64), 10)
     assert schedule.cycle == 260
     spans = [span for step in range(1, 521) for span in schedule.covering(step, 0)]
     assert {span.end for span in spans if span.length == 64} == {260, 520}
