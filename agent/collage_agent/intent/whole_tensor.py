@@ -29,7 +29,7 @@ class WholeTensor(BeforeAfter):
 
 
 class WholeTensorStep:
-    """u of one tensor at a step: `copy_inputs` before the live step, `step_copies` after it, then `displacement`."""
+    """u of a tensor at one step: `copy_inputs` before it, `step_copies` and `displacement` after it."""
 
     kind: Final = "whole-tensor"
 
