@@ -37,7 +37,7 @@ distributed.init_process_group("gloo")
 told = {"rank": distributed.get_rank(), "digest": train()}
 if "collage_agent" in sys.modules:
     from collage_agent import current_run
-    (watched,) = current_run()._handles
+    (watched,) = [slot.watch for slot in current_run()._slots]
     layout = watched._last.layout
     told |= {
         "run": current_run().run_id,
