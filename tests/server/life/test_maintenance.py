@@ -59,10 +59,10 @@ def test_the_guard_names_the_bound_and_a_remote_disk_has_no_reserve():
     assert "101 bytes, its budget is 100" in guard.reason
     assert "then VACUUM FULL, or raise COLLAGE_SERVER_DISK_BUDGET_BYTES" in guard.reason
     local = guard_of(Disk(used=101), budget=100)
-    local.look()
+    local.check_sizes()
     assert "delete runs or shorten the retention or raise" in local.reason
     free = guard_of(Disk(used=101, free=None))
-    free.look()
+    free.check_sizes()
     assert free.reason is None
 
 
