@@ -27,7 +27,7 @@ up: $(VENV)/.stamp  ## Start server and dashboard
 
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
 
 quick: $(VENV)/.stamp-dev  ## The fast half, for while you work: no test that starts processes or is marked slow
 	$(BIN)/python -m pytest -n 2 --quick -m "not slow and not nightly and not gpu"

@@ -9,13 +9,12 @@ from typing import Final
 
 import numpy as np
 from collage_server.store import ReportGroup, SqliteStore, Store
-from collage_server.store.database import SqlStore
 from collage_server.store.schema import metadata
 from sqlalchemy import Connection, Engine, Table, event, insert, literal, select, text
 
 from collage_monitor import wire
 
-__all__ = ["LAYERED", "LAYERS", "MODELS", "STATISTICS", "FillingStore", "populate"]
+__all__ = ["LAYERED", "LAYERS", "MODELS", "STATISTICS", "UnsyncedStore", "populate"]
 
 LAYERS: Final = 200
 STATISTICS: Final = (
@@ -47,7 +46,7 @@ _POINTS_A_BATCH: Final = 256
 _NOW: Final = 1.7e9
 
 
-class FillingStore(SqliteStore):
+class UnsyncedStore(SqliteStore):
     """SQLite without waiting for the disk: filling is not what is measured."""
 
     def _connect(self) -> Engine:
@@ -56,7 +55,7 @@ class FillingStore(SqliteStore):
         return engine
 
 
-def populate(store: SqlStore, seed: int) -> int:
+def populate(store: Store, seed: int) -> int:
     """Fill with LAYERED and MODELS; the number of numbers stored."""
     numbers = 0
     for runs, layers in ((LAYERED, LAYERS), (MODELS, 0)):
@@ -77,11 +76,11 @@ def populate(store: SqlStore, seed: int) -> int:
 def _seal(store: Store, run_id: str, points: int, layers: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     names = [wire.Layer(name=f"layer.{i}", shape=[64, 64], dtype="bfloat16", elements=4096) for i in range(layers)]
-    blocks = generator.random((64, len(STATISTICS), max(layers, 1)))
-    blocks[:, 0] = 1.0
-    blocks[:, STATISTICS.index("elements")] = 4096.0
-    blocks[:, STATISTICS.index("sampled")] = 1024.0
-    blocks[:, STATISTICS.index("active_blocks")] = 128.0
+    tables = generator.random((64, len(STATISTICS), max(layers, 1)))
+    tables[:, 0] = 1.0
+    tables[:, STATISTICS.index("elements")] = 4096.0
+    tables[:, STATISTICS.index("sampled")] = 1024.0
+    tables[:, STATISTICS.index("active_blocks")] = 128.0
     store.runs.create("p", wire.RunCreate(run_id=run_id), _NOW)
     store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=0), _NOW)
     create = wire.StreamCreate(
@@ -91,13 +90,13 @@ def _seal(store: Store, run_id: str, points: int, layers: int, seed: int) -> Non
     stream = store.streams.record(run_id)
     for start in range(0, points, _POINTS_A_BATCH):
         seqs = range(start, min(start + _POINTS_A_BATCH, points))
-        store.journal.append([ReportGroup(stream, [_report(seq, blocks[seq % 64], layers) for seq in seqs])], _NOW)
+        store.journal.append([ReportGroup(stream, [_report(seq, tables[seq % 64], layers) for seq in seqs])], _NOW)
         while store.sealing.seal(run_id, _NOW):
             pass
 
 
-def _report(seq: int, block: np.ndarray, layers: int) -> wire.Report:
-    model = block.sum(axis=1)
+def _report(seq: int, table: np.ndarray, layers: int) -> wire.Report:
+    model = table.sum(axis=1)
     model[0] = 1.0
     return wire.Report(
         seq=seq,
@@ -106,12 +105,12 @@ def _report(seq: int, block: np.ndarray, layers: int) -> wire.Report:
         scalars={"loss": 4.0 - seq * 1e-5, "tokens": 1024.0 * seq},
         statistic_count=len(STATISTICS),
         layer_count=layers,
-        statistics=wire.array_to_bytes(block) if layers else None,
+        statistics=wire.array_to_bytes(table) if layers else None,
         model=wire.array_to_bytes(model),
     )
 
 
-def _copy(store: SqlStore, source: str, run_id: str) -> None:
+def _copy(store: Store, source: str, run_id: str) -> None:
     with store.engine.begin() as connection:
         for table in metadata.sorted_tables:
             if "run_id" in table.c and table.name != "deleted_run":

@@ -98,8 +98,8 @@ def register(port: int, run_id: str, shape: Shape, streams: int) -> None:
 
 def batches(shape: Shape, first_seq: int, count: int, batch: int, seed: int) -> Iterator[wire.ReportBatch]:
     """Batches of `batch` reports each, `count` reports in all, a step a report."""
-    blocks = np.random.default_rng(seed).random((_PATTERNS, len(shape.statistics), shape.layers))
-    packed = [(wire.array_to_bytes(block), wire.array_to_bytes(block.sum(axis=1))) for block in blocks]
+    tables = np.random.default_rng(seed).random((_PATTERNS, len(shape.statistics), shape.layers))
+    packed = [(wire.array_to_bytes(table), wire.array_to_bytes(table.sum(axis=1))) for table in tables]
     for start in range(first_seq, first_seq + count, batch):
         yield wire.ReportBatch(
             reports=[

@@ -26,7 +26,7 @@ from collage_server.app import make_store
 from collage_server.command.serve import Server
 from collage_server.settings import Settings
 from collage_server.store import GroupOutcome, PostgresqlStore, ReportGroup, SqliteStore, Store
-from collage_server.store.journal.reports import SqlJournal
+from collage_server.store.journal.reports import ReportJournal
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -206,7 +206,7 @@ _NEVER: Final = 1e6
 _NO_BOUND: Final = 2**60
 
 
-class _NullJournal(SqlJournal):
+class _NullJournal(ReportJournal):
     """Acknowledges reports without writing them."""
 
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:

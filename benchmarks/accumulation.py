@@ -1,159 +1,166 @@
-"""What ten thousand steps of rounding leave: every strategy beside fp64 AdamW on the same gradients.
+"""What ten thousand steps of rounding leave: every strategy beside fp64 AdamW, on the same gradients.
 
-`python -m benchmarks.accumulation` prints one table for each arithmetic; `--write docs/numerics.md` puts them
-between that page's markers; `--gate` ends with 1 when a stated error is exceeded.
+`python -m benchmarks.accumulation` runs 37 courses of training under several β₂ and prints the largest errors of
+each kind of course, then all of them; `--write docs/numerics.md` puts both between that page's markers; `--gate`
+ends with 1 when a stated error is exceeded. `--json` keeps what was found, `--read` prints such files together.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from collage_agent.optim import LOW_COMPONENT_SUFFIX, STRATEGIES, CollageAdamW
+from collage_agent.optim import STRATEGIES, CollageAdamW, Scalar
+from collage_agent.optim.rules import AdamRule, Group
 from torch import Tensor
 
 from benchmarks._harness import machine, versions
 from tests.reference.adamw import ReferenceAdamW
-from tests.reference.streams import STREAMS
+from tests.reference.streams import COURSES, Course, Courses
 
-ELEMENTS = 1024
+ELEMENTS = 128
 BETA2 = (0.95, 0.99, 0.999)
-MEASURED_EVERY = 10
-STATED_ERRORS = {"plus": 1e-3, "full": 3e-4, "light-stochastic": 3e-2}
+WEIGHT_DECAY = 0.01
 START, END = "<!-- accumulation -->", "<!-- end of accumulation -->"
+
+KINDS: Mapping[str, Callable[[Course], bool]] = {
+    "drift": lambda course: course.kind not in ("zero-mean", "constant") and course.rate > 1e-4,
+    "fine-tuning": lambda course: course.kind != "zero-mean" and course.rate < 1e-4,
+    "constant": lambda course: course.kind == "constant",
+    "zero-mean": lambda course: course.kind == "zero-mean" and course.rate > 1e-4,
+    "zero-mean, fine-tuning": lambda course: course.kind == "zero-mean" and course.rate < 1e-4,
+}
+"""Which courses are judged together, by the largest error among them."""
+STATED: Mapping[str, tuple[float, float, float, float, float]] = {
+    "split-master": (3e-4, 3e-4, 3e-4, 5e-4, 5e-3),
+    "split-master-16bit": (6e-3, 6e-3, 2e-3, 1.3e-2, 1.3e-2),
+    "split-master-8bit": (4e-2, 4e-2, 1e-2, 6e-2, 6e-2),
+}
+"""What each must keep to, by kind, at β₂ = 0.999. Not met yet: `split-master` in fine-tuning (4.6e-4, where fp32
+master weights reach 4.5e-4) and on constant gradients (2.4e-3), `split-master-16bit` on drift (6.5e-3)."""
 
 
 @dataclass
 class Result:
-    """One row: relative errors in the 2-norm, and the two ratios over the second half of the steps."""
+    """The displacement's error of one strategy in one course: relative, in the 2-norm, after the last step."""
 
-    stream: str
+    course: str
     beta2: float
-    arithmetic: str
     strategy: str
-    displacement_error: float
-    second_moment_error: float
-    edq_ratio: float | None
-    edq_oracle_ratio: float | None
+    error: float
+
+
+@dataclass(frozen=True)
+class _ScheduledRule(AdamRule):
+    """AdamW whose learning rate is a vector: each element has that of its course."""
+
+    courses: Courses | None = None
+
+    def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
+        numbers = super().scalars(group, step)
+        assert self.courses is not None
+        rates = self.courses.rates(step)
+        for name in ("negative_step_size", "decay"):
+            numbers[name] = (rates * numbers[name]).to(torch.float32)
+        return numbers
 
 
 class Contender:
-    """One optimizer under test, with the sums of its two ratios."""
+    """One strategy under test: the optimizer itself, with the courses' learning rates in place of a number."""
 
-    def __init__(self, start: Tensor, strategy: str, arithmetic: str, options: dict[str, Any]) -> None:
-        self.strategy, self.arithmetic = strategy, arithmetic
-        self.parameter = torch.nn.Parameter(start.clone())
-        self.optimizer = CollageAdamW(
-            [self.parameter],
-            strategy=strategy,
-            arithmetic=arithmetic,
-            **options,
-        )
-        self.sums = {"ue": 0.0, "uu": 0.0, "oe": 0.0, "oo": 0.0}
+    def __init__(self, courses: Courses, strategy: str, beta2: float) -> None:
+        self.strategy = strategy
+        self.parameter = torch.nn.Parameter(courses.start.clone())
 
-    def joined(self, name: str) -> Tensor:
-        """A moving average as it is kept, in fp64."""
-        state = self.optimizer.state[self.parameter]
-        value: Tensor = state[name].to(torch.float64)
-        low = state.get(name + LOW_COMPONENT_SUFFIX)
-        return value if low is None else value + low.to(torch.float64)
+        class Scheduled(CollageAdamW):
+            rule = _ScheduledRule(decoupled=True, courses=courses)
 
-    def step(self, gradient: Tensor, oracle: Tensor | None) -> None:
-        """One step, measured against the intended update and the oracle's when the oracle's is given."""
+        options: dict[str, Any] = {"lr": 1.0, "betas": (0.9, beta2), "weight_decay": WEIGHT_DECAY}
+        self.optimizer = Scheduled([self.parameter], strategy=strategy, seed=1, **options)
+        # It looks at a sample of the weights, which the vector of rates does not fit.
+        self.optimizer._update_guard.told = True
+
+    def step(self, gradient: Tensor) -> None:
+        """One step."""
         self.parameter.grad = gradient
-        if oracle is None:
-            self.optimizer.step()
-            return
-        before = self.optimizer.stored_parameter(self.parameter)
-        state = {name: self.joined(name) for name in ("exp_avg", "exp_avg_sq")}
-        number = int(self.optimizer.state[self.parameter]["step"]) + 1
-        group = self.optimizer.param_groups[0]
-        intended, _ = self.optimizer.exact_displacement(group, state, before, gradient, number)
         self.optimizer.step()
-        effective = self.optimizer.stored_parameter(self.parameter) - before
-        for name, one, other in (
-            ("ue", intended, effective),
-            ("uu", intended, intended),
-            ("oe", oracle, effective),
-            ("oo", oracle, oracle),
-        ):
-            self.sums[name] += float((one * other).sum())
 
-    def result(self, stream: str, beta2: float, start: Tensor, reference: ReferenceAdamW) -> Result:
-        """The row of this contender after the last step."""
-        exact = reference.parameter - start.double()
-        moved = self.optimizer.stored_parameter(self.parameter) - start.double()
-        second = self.joined("exp_avg_sq")
-        sums = self.sums
-        return Result(
-            stream,
-            beta2,
-            self.arithmetic,
-            self.strategy,
-            float((moved - exact).norm() / exact.norm()),
-            float((second - reference.second).norm() / reference.second.norm()),
-            sums["ue"] / sums["uu"] if sums["uu"] else None,
-            sums["oe"] / sums["oo"] if sums["oo"] else None,
-        )
+    def bytes_per_parameter(self) -> float:
+        """Weights, gradient and states, from their storages; the step counter is left out."""
+        state = self.optimizer.state[self.parameter]
+        kept = [self.parameter, self.parameter.grad, *(value for key, value in state.items() if key != "step")]
+        storages = [tensor.untyped_storage() for tensor in kept if tensor is not None]
+        return float(sum(storage.nbytes() for storage in storages) / self.parameter.numel())
 
 
-def measure(
-    stream: str, beta2: float, arithmetics: list[str], strategies: list[str], steps: int
-) -> Iterator[Result]:
-    """Run all strategies side by side on one stream, with one fp64 reference."""
-    source = STREAMS[stream]
-    start = source.start(ELEMENTS)
-    options: dict[str, Any] = {**source.options, "betas": (0.9, beta2)}
-    reference = ReferenceAdamW(start, **options)
-    contenders = [
-        Contender(start, strategy, arithmetic, options) for arithmetic in arithmetics for strategy in strategies
-    ]
-    for step, gradient in enumerate(source.gradients(ELEMENTS, steps), start=1):
-        oracle = reference.step(gradient)
-        measured = step > steps // 2 and step % MEASURED_EVERY == 0
+def measure(courses: Courses, beta2: float, strategies: Iterable[str]) -> tuple[list[Result], dict[str, float]]:
+    """Run all strategies side by side in all courses: the errors, and bytes a parameter."""
+    reference = ReferenceAdamW(courses.start, lr=courses.rates(1), betas=(0.9, beta2), weight_decay=WEIGHT_DECAY)
+    contenders = [Contender(courses, strategy, beta2) for strategy in strategies]
+    for step, gradient in enumerate(courses.gradients(), start=1):
+        reference.lr = courses.rates(step)
+        reference.step(gradient)
         for contender in contenders:
-            contender.step(gradient, oracle if measured else None)
+            contender.step(gradient)
+        if step % 1000 == 0:
+            print(f"β₂ = {beta2}, step {step}", file=sys.stderr, flush=True)
+    exact = (reference.parameter - courses.start.double()).view(-1, courses.elements)
+    found = []
     for contender in contenders:
-        yield contender.result(stream, beta2, start, reference)
+        moved = contender.optimizer.stored_parameter(contender.parameter) - courses.start.double()
+        error = (moved.view_as(exact) - exact).norm(dim=1) / exact.norm(dim=1)
+        found += [
+            Result(course.name, beta2, contender.strategy, value)
+            for course, value in zip(courses.courses, error.tolist(), strict=True)
+        ]
+    return found, {contender.strategy: contender.bytes_per_parameter() for contender in contenders}
 
 
-def table(results: list[Result]) -> str:
-    """Markdown: a table for each arithmetic and β₂, strategies down, streams across."""
-    parts = []
-    for arithmetic in dict.fromkeys(row.arithmetic for row in results):
+def largest(results: list[Result], strategy: str, beta2: float, kind: str) -> float | None:
+    """The largest error of a strategy among the courses of one kind; None where none was run."""
+    names = {course.name for course in COURSES if KINDS[kind](course)}
+    errors = [
+        row.error for row in results if (row.strategy, row.beta2) == (strategy, beta2) and row.course in names
+    ]
+    return max(errors, default=None)
+
+
+def summary(results: list[Result], sizes: dict[str, float]) -> str:
+    """Markdown: the largest errors of each kind, by strategy and β₂."""
+    lines = ["| strategy | bytes | β₂ | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 3) + "|"]
+    for strategy in sorted(sizes, key=lambda name: -sizes[name]):
         for beta2 in dict.fromkeys(row.beta2 for row in results):
-            chosen = [row for row in results if row.arithmetic == arithmetic and row.beta2 == beta2]
-            streams = list(dict.fromkeys(row.stream for row in chosen))
-            parts.append(f"\n`{arithmetic}` arithmetic, β₂ = {beta2}\n")
-            parts.append("| strategy | " + " | ".join(streams) + " |")
-            parts.append("|---" * (len(streams) + 1) + "|")
-            for strategy in dict.fromkeys(row.strategy for row in chosen):
-                cells = [cell(row) for row in chosen if row.strategy == strategy]
-                parts.append(f"| {strategy} | " + " | ".join(cells) + " |")
-    return "\n".join(parts)
+            cells = [largest(results, strategy, beta2, kind) for kind in KINDS]
+            shown = " | ".join("–" if error is None else f"{error:.1e}" for error in cells)
+            if any(error is not None for error in cells):
+                lines.append(f"| `{strategy}` | {sizes[strategy]:.4g} | {beta2} | {shown} |")
+    return "\n".join(lines)
 
 
-def cell(row: Result) -> str:
-    """Displacement error, second moment's error, and the two ratios."""
-    ratios = ["–" if value is None else f"{value:.3f}" for value in (row.edq_ratio, row.edq_oracle_ratio)]
-    return f"{row.displacement_error:.1e}, {row.second_moment_error:.1e}, {ratios[0]}, {ratios[1]}"
+def table(results: list[Result], beta2: float) -> str:
+    """Markdown: every error at one β₂, courses down, strategies across."""
+    chosen = [row for row in results if row.beta2 == beta2]
+    strategies = list(dict.fromkeys(row.strategy for row in chosen))
+    lines = ["| course | " + " | ".join(strategies) + " |", "|---" * (len(strategies) + 1) + "|"]
+    for course in dict.fromkeys(row.course for row in chosen):
+        errors = " | ".join(f"{row.error:.1e}" for row in chosen if row.course == course)
+        lines.append(f"| {course} | {errors} |")
+    return "\n".join(lines)
 
 
 def exceeded(results: list[Result]) -> list[str]:
-    """The stated errors (β₂ = 0.999, noisy and falling gradients, fp32 arithmetic) that were not met."""
-    return [
-        f"{row.strategy}, {row.stream} gradients: {row.displacement_error:.2e} > {STATED_ERRORS[row.strategy]:.0e}"
-        for row in results
-        if row.strategy in STATED_ERRORS
-        and row.beta2 == 0.999
-        and row.arithmetic == "fp32"
-        and row.stream in ("noisy", "falling")
-        and row.displacement_error > STATED_ERRORS[row.strategy]
-    ]
+    """The stated errors that were not met."""
+    missed = []
+    for strategy, limits in STATED.items():
+        for kind, limit in zip(KINDS, limits, strict=True):
+            error = largest(results, strategy, 0.999, kind)
+            if error is not None and error > limit:
+                missed.append(f"{strategy}, {kind}: {error:.2e} > {limit:.1e}")
+    return missed
 
 
 def put_between_markers(page: Path, text: str) -> None:
@@ -167,31 +174,41 @@ def put_between_markers(page: Path, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--streams", nargs="+", default=list(STREAMS), choices=list(STREAMS))
+    parser.add_argument("--elements", type=int, default=ELEMENTS, help="elements of each course")
     parser.add_argument("--beta2", nargs="+", type=float, default=list(BETA2))
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
-    parser.add_argument("--arithmetics", nargs="+", default=["fp32", "storage"], choices=["fp32", "storage"])
     parser.add_argument("--write", type=Path, help="a Markdown page with the two markers")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", nargs="+", type=Path, default=[], help="files of --json: nothing is run")
     parser.add_argument("--gate", action="store_true", help="only what is stated, and fail when it is exceeded")
     arguments = parser.parse_args()
     if arguments.gate:
-        arguments.streams, arguments.beta2, arguments.arithmetics = ["noisy", "falling"], [0.999], ["fp32"]
-        arguments.strategies = list(STATED_ERRORS)
+        arguments.beta2, arguments.strategies = [0.999], list(STATED)
     torch.set_num_threads(1)
     results: list[Result] = []
-    for beta2 in arguments.beta2:
-        for stream in arguments.streams:
-            print(f"β₂ = {beta2}, {stream} gradients, {arguments.steps} steps", file=sys.stderr, flush=True)
-            results += measure(stream, beta2, arguments.arithmetics, arguments.strategies, arguments.steps)
-    text = table(results)
+    sizes: dict[str, float] = {}
+    for path in arguments.read:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        results += [Result(**row) for row in record["results"]]
+        sizes.update(record["bytes"])
+    for beta2 in () if arguments.read else arguments.beta2:
+        found, more = measure(Courses(COURSES, arguments.elements, arguments.steps), beta2, arguments.strategies)
+        results += found
+        sizes.update(more)
+    where = f"{machine()['processor']}, torch {versions()['torch']}"
+    note = f"{arguments.steps:,} steps, {arguments.elements} elements a course; {where}."
+    last = max(row.beta2 for row in results)
+    text = f"{summary(results, sizes)}\n\nβ₂ = {last}:\n\n{table(results, last)}\n\n{note}"
     print(text)
     if arguments.write:
-        where = f"{machine()['processor']}, torch {versions()['torch']}"
-        note = f"\n{arguments.steps:,} steps of {ELEMENTS:,} elements; {where}."
-        put_between_markers(arguments.write, text + "\n" + note)
+        put_between_markers(arguments.write, text)
     if arguments.json:
-        record = {"machine": machine(), "versions": versions(), "results": [asdict(row) for row in results]}
+        record = {
+            "machine": machine(),
+            "versions": versions(),
+            "bytes": sizes,
+            "results": list(map(asdict, results)),
+        }
         arguments.json.write_text(json.dumps(record, indent=1), encoding="utf-8")
     missed = exceeded(results) if arguments.gate else []
     for line in missed:

@@ -188,7 +188,7 @@ def rate(entry: Round) -> float:
 
 
 def ratios_of_one(rounds: Rounds) -> list[Figure]:
-    """What is held at one connection and one report a request."""
+    """Gated ratios at one connection and one report a request."""
     waiting = tuple(
         (ours.p50_seconds - ours.sync_seconds) / null.p50_seconds
         for ours, null in zip(rounds["sqlite"], rounds["null"], strict=True)
@@ -202,7 +202,7 @@ def ratios_of_one(rounds: Rounds) -> list[Figure]:
 
 
 def ratios_of_ten(rounds: Rounds) -> list[Figure]:
-    """What is held at ten reports a request."""
+    """Gated ratios at ten reports a request."""
     return [
         *ratio(rounds, ("sqlite", "null"), cpu, f"{TEN.name}: CPU per report, SQLite / null", limit=5.0),
         *ratio(rounds, ("null", "bare"), cpu, f"{TEN.name}: CPU per report, null / bare route", limit=3.5),
@@ -211,7 +211,7 @@ def ratios_of_ten(rounds: Rounds) -> list[Figure]:
 
 
 def ratios_of_eight(rounds: Rounds) -> list[Figure]:
-    """What is held at eight connections."""
+    """Gated ratios at eight connections."""
     return [
         *ratio(rounds, ("sqlite", "single"), rate, f"{EIGHT.name}: group commit / one a request", floor=1.4),
         *ratio(rounds, ("postgresql", "sqlite"), rate, f"{EIGHT.name}: rate, PostgreSQL / SQLite", floor=0.6),

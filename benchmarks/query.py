@@ -4,11 +4,12 @@ Two populations: runs of 200 layers × 20 statistics (10 of 2,000 points, one of
 only (50 of 10,000 points, one of 100,000). Over one connection, encoding included. Each round asks for another
 number of points, so that no curve is kept from the last (what stands beside the curves of a comparison is).
 
-Held is no time but the ratio to a reference measured just before: the blocks that the question is about, read by
-their key on a connection of the benchmark's own, and summed in one pass of numpy. Warm answers are compared by the
-CPU of server and database, which does not depend on what else the machine does; cold ones by the time that passes.
-Cold is the first answer of a fresh server whose files were dropped from the page cache (a PostgreSQL keeps its own
-buffers), beside a reference as cold. "Asked again" is the same question once more, from the answers kept.
+The gate is a ratio, not a time. Its reference is measured just before, and is what no server could leave out: the
+blobs that the question is about, read by key on a connection of its own and summed in one pass of numpy, and the
+question's answer encoded once as JSON. Warm answers are compared by the CPU of server and database, which does
+not depend on what else the machine does; cold ones by the time that passes. Cold is the first answer of a fresh
+server whose files were dropped from the page cache (a PostgreSQL keeps its own buffers); its reference is as cold.
+"Asked again" is the same question once more, from the answers kept.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import psycopg
 from collage_server.store import PostgresqlStore
 
 from benchmarks._harness import Figure, Options, main
-from benchmarks._population import LAYERED, MODELS, FillingStore, populate
+from benchmarks._population import LAYERED, MODELS, UnsyncedStore, populate
 from benchmarks._serving import Connection, ServerProcess, cpu_seconds, run_cluster, run_server
 
 ROUNDS, GATE_ROUNDS = 15, 9
@@ -50,7 +52,7 @@ _LAYER: Final = 100
 
 
 @dataclass(frozen=True)
-class Blocks:
+class StoredColumns:
     """What a question is about: columns of a table, of these runs at one level; `layer` cuts one layer out."""
 
     table: str
@@ -80,7 +82,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Question:
-    """Paths asked one after the other, so many points of each, and the blocks that they are about.
+    """Paths asked one after the other, so many points of each, and the columns that they are about.
 
     `limits` are how many times the reference the median may take, warm (CPU) and cold (time), on SQLite and then on
     PostgreSQL, two to three times what was measured; None is stated, not held.
@@ -89,13 +91,13 @@ class Question:
     name: str
     paths: list[str]
     points: int
-    blocks: Sequence[Blocks]
+    columns: Sequence[StoredColumns]
     limits: tuple[tuple[float, float], tuple[float, float]] | None = None
 
 
 @dataclass
 class Side:
-    """A database full of runs, and what was measured on it, by figure and question."""
+    """A database full of runs, the answers that it gives, and what was measured on it, by figure and question."""
 
     kind: str
     folder: Path
@@ -103,6 +105,7 @@ class Side:
     database: str | None = None
     postgres: int | None = None
     seconds: float = 0.0
+    answers: dict[str, list[Any]] = field(default_factory=dict)
     measured: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def note(self, figure: str, question: Question, value: float) -> None:
@@ -110,14 +113,15 @@ class Side:
         self.measured.setdefault(figure, {}).setdefault(question.name, []).append(value)
 
     @contextmanager
-    def reference(self) -> Iterator[Callable[[Question], tuple[float, float]]]:
-        """Measures the reference of a question, (milliseconds, CPU in milliseconds), on a connection of its own."""
+    def reference(self) -> Iterator[Callable[[Question, list[Any]], tuple[float, float]]]:
+        """Measures a question's reference, (milliseconds, CPU in milliseconds), on a connection of its own."""
         opened: Any = sqlite3.connect(self.data) if self.database is None else psycopg.connect(self.database)
         cursor = opened.cursor() if self.database is None else opened.cursor(binary=True)
 
-        def measure_reference(question: Question) -> tuple[float, float]:
+        def measure_reference(question: Question, answers: list[Any]) -> tuple[float, float]:
             started, before = time.perf_counter(), self._cpu_seconds()
-            read_by_key(cursor, question.blocks, "?" if self.database is None else "%s")
+            read_by_key(cursor, question.columns, "?" if self.database is None else "%s")
+            msgspec.json.encode(answers)
             return 1e3 * (time.perf_counter() - started), 1e3 * (self._cpu_seconds() - before)
 
         try:
@@ -129,10 +133,10 @@ class Side:
         return time.process_time() + (0.0 if self.postgres is None else cpu_seconds(self.postgres))
 
 
-def read_by_key(cursor: Any, blocks: Sequence[Blocks], mark: str) -> int:
-    """Read these blocks and add up all that is in them; how many numbers that was."""
+def read_by_key(cursor: Any, columns: Sequence[StoredColumns], mark: str) -> int:
+    """Read these columns and add up all that is in them; how many numbers that was."""
     count = 0
-    for entry in blocks:
+    for entry in columns:
         statement = entry.statement(mark)
         for run in entry.runs:
             rows = cursor.execute(statement, entry.parameters(run)).fetchall()
@@ -147,20 +151,20 @@ def questions() -> list[Question]:
     ten, fifty = ("&".join(f"run={run}" for run in runs) for runs in (_TEN, _FIFTY))
     layer = f"{_EDQ}&layer=layer.{_LAYER}"
 
-    def layered(run: str) -> list[Blocks]:
-        return [Blocks("point_chunk", [run], 16), Blocks("layer_chunk", [run], 16, _RATIO)]
+    def layered(run: str) -> list[StoredColumns]:
+        return [StoredColumns("point_chunk", [run], 16), StoredColumns("layer_chunk", [run], 16, _RATIO)]
 
-    def model(runs: Sequence[str]) -> list[Blocks]:
-        return [Blocks("point_chunk", runs, 16), Blocks("model_chunk", runs, 16)]
+    def model(runs: Sequence[str]) -> list[StoredColumns]:
+        return [StoredColumns("point_chunk", runs, 16), StoredColumns("model_chunk", runs, 16)]
 
-    one_layer = [Blocks("point_chunk", _TEN), Blocks("layer_chunk", _TEN, 1, _INTERVAL, _LAYER)]
+    one_layer = [StoredColumns("point_chunk", _TEN), StoredColumns("layer_chunk", _TEN, 1, _INTERVAL, _LAYER)]
     return [
         Question(
             "heatmap, 2,000 points × 200 layers",
             [f"/runs/layers-0/heatmap?{_EDQ}"],
             200,
             layered("layers-0"),
-            ((150, 40), (80, 40)),
+            ((30, 40), (20, 10)),
         ),
         Question(
             "heatmap, 10,000 points × 200 layers",
@@ -183,21 +187,22 @@ def questions() -> list[Question]:
             "a loss of 100,000 points",
             ["/runs/model-long/series?metric=loss"],
             1000,
-            [Blocks("scalar_chunk", ["model-long"])],
+            [StoredColumns("scalar_chunk", ["model-long"])],
             ((10, 8), (12, 12)),
         ),
     ]
 
 
-def ask(connection: Connection, question: Question, fewer: int = 0) -> float:
-    """Milliseconds from asking to the last byte of the last answer; `fewer` points make it a new question."""
-    started = time.perf_counter()
+def ask(connection: Connection, question: Question, fewer: int = 0) -> tuple[float, list[Any]]:
+    """(milliseconds from asking to the last byte, the answers); `fewer` points make it a new question."""
+    started, bodies = time.perf_counter(), []
     for path in question.paths:
         target = f"/api/v1{path}&points={question.points - fewer}"
         status, body = connection.exchange(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         if status != 200:
             raise RuntimeError(f"{path}: {status} {body[:300]!r}")
-    return 1e3 * (time.perf_counter() - started)
+        bodies.append(body)
+    return 1e3 * (time.perf_counter() - started), [msgspec.json.decode(body) for body in bodies]
 
 
 def measure(options: Options) -> tuple[list[str], list[Figure]]:
@@ -224,7 +229,7 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
 
 def _sqlite(root: Path, seed: int) -> Side:
     started = time.perf_counter()
-    store = FillingStore(root / "collage.sqlite", stale_after_seconds=600.0)
+    store = UnsyncedStore(root / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
     populate(store, seed)
     store.close()
@@ -255,32 +260,32 @@ def _warm(sides: Sequence[Side], asked: Sequence[Question], rounds: int) -> None
     with ExitStack() as stack:
         served = [(side, *_serve(stack, side), stack.enter_context(side.reference())) for side in sides]
         for question in asked:
-            for _, _, connection, reference in served:
-                ask(connection, question)
-                reference(question)
+            for side, _, connection, reference in served:
+                _, side.answers[question.name] = ask(connection, question)
+                reference(question, side.answers[question.name])
         for number in range(1, rounds + 1):
             for question in asked:
                 for side, server, connection, reference in served:
-                    known = [reference(question) for _ in range(3)]
+                    known = [reference(question, side.answers[question.name]) for _ in range(3)]
                     read, read_cpu = map(statistics.median, zip(*known, strict=True))
                     before = server.cpu_seconds()
-                    side.note("answer", question, ask(connection, question, number))
+                    side.note("answer", question, ask(connection, question, number)[0])
                     cpu = 1e3 * (server.cpu_seconds() - before)
                     side.note("CPU", question, cpu)
                     side.note("reference", question, read)
                     side.note("reference, CPU", question, read_cpu)
                     side.note("CPU of a warm answer", question, cpu / read_cpu)
-                    side.note("asked again", question, ask(connection, question, number))
+                    side.note("asked again", question, ask(connection, question, number)[0])
 
 
 def _cold(side: Side, question: Question) -> None:
     """The first answer of a fresh server, beside the first read of a fresh connection."""
     _forget(side.data)
     with side.reference() as reference:
-        known, _ = reference(question)
+        known, _ = reference(question, side.answers[question.name])
     _forget(side.data)
     with ExitStack() as stack:
-        took = ask(_serve(stack, side)[1], question)
+        took, _ = ask(_serve(stack, side)[1], question)
     side.note("cold reference", question, known)
     side.note("cold answer", question, took)
     side.note("cold answer's time", question, took / known)

@@ -2,8 +2,8 @@
 
 Every `--interval` seconds (10) each of `--ranks` (1,000) sends a report of 200 layers × 60 statistics and 34
 histogram bins, over 8 connections, `--points` times (10). Behind each point the dashboard's questions are asked,
-while the server seals. Held: every report is there once, every point is seen with all ranks, an acknowledgement's
-p99 stays below a second, and the job is not kept waiting.
+while the server seals. Held: every report is there once, and every point is seen with all ranks. Times are the
+machine's, and only stated.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Ranks:
     def __init__(self, job: Job, port: int) -> None:
         self._parts = np.array_split(np.arange(job.ranks), CONNECTIONS)
         self._port = port
-        block = np.random.default_rng(0).random((len(LARGE.statistics), LARGE.layers))
-        block[0] = 1.0
-        self._statistics = wire.array_to_bytes(block)
-        self._model = wire.array_to_bytes(block.sum(axis=1))
+        totals = np.random.default_rng(0).random((len(LARGE.statistics), LARGE.layers))
+        totals[0] = 1.0
+        self._statistics = wire.array_to_bytes(totals)
+        self._model = wire.array_to_bytes(totals.sum(axis=1))
 
     def send(self, point: int) -> Iterator[float]:
         """One report of every rank; seconds until each was acknowledged, refusals and waits included."""
@@ -163,18 +163,18 @@ def _verify(job: Job, port: int, outcome: Outcome) -> None:
 
 
 def figures_of(job: Job, kind: str, outcome: Outcome) -> list[Figure]:
-    """What is held, then what is only stated."""
+    """Gated figures first, then the others."""
     milliseconds = 1e3 * np.array(outcome.waits)
 
     def one(name: str, unit: str, *values: float, **bound: float) -> Figure:
         return Figure(f"{kind}: {name}", unit, tuple(map(float, values)), **bound)
 
     return [
-        one("acknowledgement, p99", "ms", np.percentile(milliseconds, 99), limit=1000.0),
-        one("acknowledgement, p50", "ms", np.percentile(milliseconds, 50)),
-        one("the job was kept waiting", "s", outcome.late, limit=0.0),
         one("ranks whose reports are not all there once", "", outcome.incomplete_streams, limit=0.0),
         one("points that are not seen with all ranks", "", outcome.incomplete_points, limit=0.0),
+        one("acknowledgement, p99", "ms", np.percentile(milliseconds, 99)),
+        one("acknowledgement, p50", "ms", np.percentile(milliseconds, 50)),
+        one("the job was kept waiting", "s", outcome.late),
         one("registering all ranks", "s", outcome.registered),
         *(one(name, "ms", *(1e3 * np.array(times))) for name, times in outcome.questions.items()),
         one("CPU of server and database", "cores", outcome.server_cpu_seconds / (job.points * job.interval)),

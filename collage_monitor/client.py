@@ -37,7 +37,7 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 @dataclass(frozen=True, eq=False)
 class ExportStream:
-    """An export on its way: the bytes, and how many lines they will have where the format has lines."""
+    """A streamed export: its bytes, and the number of lines in all if the format has lines."""
 
     parts: Iterator[bytes]
     lines: int | None
@@ -370,7 +370,7 @@ def _sendable(token: str) -> str:
 
 
 def quoted(part: str) -> str:
-    """A part of a path, whatever characters it has."""
+    """Text as one segment of a path, whatever characters it has."""
     return quote(part, safe="")
 
 

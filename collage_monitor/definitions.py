@@ -1,8 +1,8 @@
-"""What one diagnostic is: the totals that travel, how they merge, and the metrics made of them; what a strategy is.
+"""Types of the catalogue: statistics and how they merge, the metrics made of them, strategies.
 
-A `Definition` is the whole of it: the project's own are the modules of `collage_monitor.statistics`, those of other
-packages come through the entry-point group `collage_monitor.statistics`. How a total is measured stands under the
-same name in the agent (`collage_agent.stats`, entry-point group `collage_agent.statistics`).
+A `Definition` holds one diagnostic. The project's own are the modules of `collage_monitor.statistics`; other
+packages add theirs through the entry-point group of that name. The function that measures a statistic has the same
+name in the agent (`collage_agent.stats`, entry-point group `collage_agent.statistics`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ __all__ = [
     "SAMPLE",
     "Statistic",
     "Strategy",
+    "active_elements",
     "as_is",
+    "cosine",
     "ratio",
     "root_ratio",
     "sums",
@@ -34,7 +36,7 @@ __all__ = [
 
 Array = NDArray[np.float64]
 OverShards = Literal["sum", "max", "min"]
-OverSteps = Literal["sum", "last", "max", "min", "root_sum"]
+OverSteps = Literal["sum", "last", "max", "min", "root_sum", "fourth_root_sum"]
 Need = Literal["intended", "gradient"]
 
 HISTOGRAM_OCTAVES: Final = tuple(range(-24, 8))
@@ -46,10 +48,10 @@ HISTOGRAM_LABELS: Final = ("underflow", *(str(octave) for octave in HISTOGRAM_OC
 
 @dataclass(frozen=True)
 class Statistic:
-    """One estimated total: what it is and how it merges. `label` names what stands behind the slash of its key.
+    """One estimated total: what it is and how it merges. `label` says what follows the slash in its key.
 
-    `needs`: what a step must have for it to be known, the intended update or the gradient; without, it is reported
-    as missing. `raw`: it says what was looked at, and is never multiplied by elements / sampled.
+    `needs`: what must be known of a step, the intended update or the gradient; without it, the total is reported as
+    missing. `raw`: the total describes the sample, and is never multiplied by elements / sampled.
     """
 
     name: str
@@ -64,9 +66,9 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Interval:
-    """Which ratio a metric is, for its 95 % interval: `variance_numerator/METRIC` and so on travel beside it.
+    """The ratio behind a metric, for its 95 % interval; agents report its variances (`variance_numerator/…`).
 
-    `denominator` "active" stands for elements − nonfinite − idle. `share`: a share of elements, with an interval
+    `denominator` "active" stands for `active_elements`. `share`: a share of elements, with an interval
     within 0 and 1. `sample` names the totals that say what was looked at: elements, of how many, active blocks.
     """
 
@@ -82,6 +84,7 @@ class Metric:
 
     `finish` makes it, elementwise, of the totals that `needs` names, one argument each: a total labelled as the
     metric is comes under the same label, a histogram comes as [HISTOGRAM_LABELS, …]. Undefined is NaN.
+    `helpful` names further totals, which `finish` takes after those, as NaN where nobody reported them.
     `unit` is one of "ratio", "elements", "weight", "gradient", "octaves", "factor", "steps".
     `ideal` is the value of a run that loses nothing (None: there is no such value).
     `exposed` puts the model's value on `/metrics`.
@@ -98,11 +101,12 @@ class Metric:
     ideal: float | None = None
     interval: Interval | None = None
     exposed: bool = False
+    helpful: tuple[str, ...] = ()
 
     def described(self) -> dict[str, Any]:
-        """The entry as it is told to people: `interval` says whether there is one."""
-        told = {key: value for key, value in vars(self).items() if key != "finish"}
-        return told | {"interval": self.interval is not None}
+        """The entry as plain values, for the catalogue's readers; `interval` says whether there is one."""
+        plain = {key: value for key, value in vars(self).items() if key != "finish"}
+        return plain | {"interval": self.interval is not None}
 
 
 @dataclass(frozen=True)
@@ -131,20 +135,36 @@ class Strategy:
 def sums(
     unit: str, *, needs: tuple[Need, ...] = (), label: str | None = None, raw: bool = False, **help_of: str
 ) -> list[Statistic]:
-    """Totals that add up over shards and over steps: name=help."""
+    """Statistics that add up over shards and over steps, given as name=help."""
     return [Statistic(name, "sum", "sum", unit, text, label, needs, raw) for name, text in help_of.items()]
 
 
-def ratio(numerator: Array, under: Array) -> Array:
-    """Their quotient; NaN where the denominator is 0."""
-    numerator, under = np.asarray(numerator, dtype=np.float64), np.asarray(under, dtype=np.float64)
-    quotient: Array = np.divide(numerator, under, out=np.full(under.shape, np.nan), where=under != 0)
+def ratio(over: Array, under: Array) -> Array:
+    """over / under; NaN where `under` is 0."""
+    over, under = np.asarray(over, dtype=np.float64), np.asarray(under, dtype=np.float64)
+    quotient: Array = np.divide(over, under, out=np.full(under.shape, np.nan), where=under != 0)
     return quotient + 0.0  # −0 / −x is a plain zero to its readers
 
 
-def root_ratio(numerator: Array, under: Array) -> Array:
-    """The root of their quotient; NaN where the denominator is 0."""
-    return np.sqrt(ratio(numerator, under))
+def root_ratio(over: Array, under: Array) -> Array:
+    """√(over / under); NaN where `under` is 0."""
+    return np.sqrt(ratio(over, under))
+
+
+def cosine(product: Array, squares: Array, other_squares: Array) -> Array:
+    """Σ a·b / √(Σ a² · Σ b²), of those three sums; NaN where a or b is 0."""
+    return ratio(product, np.sqrt(squares) * np.sqrt(other_squares))
+
+
+def active_elements(
+    elements: Array, nonfinite: Array, idle: Array, lost: Array, distorted: Array, faithful: Array
+) -> Array:
+    """Elements with u ≠ 0: lost + distorted + faithful. Elements whose u is not known are in none of the three.
+
+    Where they were not all reported: elements − nonfinite − idle, which counts elements without a u too.
+    """
+    counted = lost + distorted + faithful
+    return np.where(np.isnan(counted), elements - nonfinite - idle, counted)
 
 
 def as_is(total: Array) -> Array:

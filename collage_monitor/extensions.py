@@ -13,7 +13,7 @@ __all__ = ["GROUPS", "extensions"]
 GROUPS: Final = {
     "collage_monitor.statistics": "a statistic: how its totals merge and what is made of them",
     "collage_monitor.alerts": "an alert",
-    "collage_monitor.strategies": "a storage strategy, as people read of it",
+    "collage_monitor.strategies": "the description of a storage strategy",
     "collage_agent.statistics": "how a statistic is measured, under the name that its definition has",
     "collage_agent.strategies": "how a storage strategy keeps weights and states, under the same name",
     "collage_agent.rules": "an update rule",

@@ -78,7 +78,7 @@ def ensure_token(folder: Path) -> str:
 
 
 def _make_token(path: Path) -> None:
-    """The whole file at once: of several that start together, all find that of the first."""
+    """Write the whole file at once: if several start together, all find the first one's token."""
     descriptor, made = tempfile.mkstemp(prefix=".token-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -95,7 +95,7 @@ def _make_token(path: Path) -> None:
 
 @dataclass(frozen=True)
 class LocalServer:
-    """A server of this user on this machine, as the file tells that `up` leaves for everybody who looks for one."""
+    """A server of this user on this machine, as `up` announces it in a file."""
 
     server_url: str
     dashboard_url: str
@@ -104,7 +104,7 @@ class LocalServer:
 
 
 def local_server(environment: Mapping[str, str] | None = None) -> LocalServer | None:
-    """The server that `up` keeps running; None where there is none, or where the one that was is gone."""
+    """The server that `up` keeps running; None if no such process lives."""
     try:
         found = LocalServer(**json.loads(_announcement(environment).read_text(encoding="utf-8")))
         if sys.platform != "win32":
@@ -116,9 +116,9 @@ def local_server(environment: Mapping[str, str] | None = None) -> LocalServer | 
 
 @contextlib.contextmanager
 def announced(server: LocalServer, environment: Mapping[str, str] | None = None) -> Iterator[bool]:
-    """Lets this user's programs find the server and its token while the context is open.
+    """Let this user's programs find the server and its token while the context is open.
 
-    False where an earlier server is still there, which stays the one that is found.
+    Yields False if an earlier server is still announced: programs then go on finding that one.
     """
     path = _announcement(environment)
     if local_server(environment) is not None:

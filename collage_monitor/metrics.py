@@ -107,6 +107,14 @@ _SCALARS = (
         "Times that weights were written between two steps or a step raised, so that the oracle attached anew, "
         "since attach.",
     ),
+    Scalar(
+        "external_writes",
+        "External writes",
+        "writes",
+        "agent",
+        "How often one of our optimizers found a weight changed by somebody else, and dropped what it kept "
+        "beside it.",
+    ),
     Scalar("skipped_steps", "Skipped steps", "steps", "agent", "Steps that the loss scaler skipped, since attach."),
     Scalar(
         "reports_dropped",

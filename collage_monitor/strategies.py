@@ -13,7 +13,7 @@ from collage_monitor.definitions import Strategy
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 
-__all__ = ["STRATEGIES", "catalogue_of", "strategy"]
+__all__ = ["STRATEGIES", "catalogue_of", "recommend", "strategy"]
 
 
 _STRATEGIES = (
@@ -27,6 +27,28 @@ _STRATEGIES = (
     Strategy("plus", "Collage plus", "weights as (θ, δθ), second moment as (v, δv), β₂ as (β₂, δβ₂)", 12),
     Strategy("full", "Collage full", "weights and both moments as pairs", 14),
     Strategy("fp32-states", "fp32 states", "weights, both moments in fp32", 12),
+    Strategy(
+        "split-master", "Split fp32 master", "weights with the bits below as integers; ours: moments in 24 bits", 12
+    ),
+    Strategy(
+        "split-master-16bit",
+        "Split master, 16-bit states",
+        "fp32 weights as bfloat16 and 16 bits below; m and √v in 16 bits, rounded stochastically",
+        10,
+    ),
+    Strategy(
+        "split-master-8bit",
+        "Split master, 8-bit states",
+        "fp32 weights as bfloat16 and 16 bits below; m and √v in 8-bit blocks of 128, rounded stochastically",
+        8,
+    ),
+    Strategy(
+        "split-24bit-8bit",
+        "24-bit weights, 8-bit states",
+        "weights as bfloat16 and 8 bits below; m and √v in 8-bit blocks of 128; all rounded stochastically",
+        7,
+        True,
+    ),
     Strategy("master-weights", "fp32 master weights", "weights with an fp32 copy, both moments in fp32", 16),
     Strategy("unknown", "Unknown", "not recognised", None),
 )
@@ -49,6 +71,30 @@ def catalogue_of(own: Sequence[Strategy], added: Mapping[str, Any]) -> dict[str,
 
 
 STRATEGIES: Final = catalogue_of(_STRATEGIES, extensions("collage_monitor.strategies"))
+
+
+_RECOMMENDED: Final = (
+    "master-weights",
+    "split-master",
+    "split-master-16bit",
+    "split-master-8bit",
+    "split-24bit-8bit",
+)
+"""One for each number of bytes, the most exact first: `python -m benchmarks.accumulation`, docs/numerics.md."""
+
+
+def recommend(bytes_per_parameter: float = 12) -> Strategy | None:
+    """The strategy to train bfloat16 weights with in so many bytes a parameter, states and gradient included.
+
+    The most exact of those that need no more, by the displacement after 10,000 steps on the streams of
+    `benchmarks.accumulation`; None where nothing here fits. The scales of 8-bit blocks, a sixteenth of a byte a
+    parameter, are not counted.
+    """
+    for name in _RECOMMENDED:
+        entry = STRATEGIES[name]
+        if entry.bytes_per_parameter is not None and entry.bytes_per_parameter <= bytes_per_parameter:
+            return entry
+    return None
 
 
 def strategy(name: str) -> Strategy:

@@ -1,7 +1,7 @@
 """The one table of totals: float64 [statistic][layer], whose two axes are only ever appended to.
 
 The agent's meter fills one, several optimizers are joined into one, a report carries one, the journal and the
-readers hand on one. Whoever wants a number asks for it by name; nobody counts rows or columns by hand.
+readers hand on one. Numbers are read by name, never by position.
 """
 
 from __future__ import annotations

@@ -57,10 +57,12 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What starts processes is slow; a CUDA test says why it is skipped where there is no device."""
+    """What starts processes is slow and comes first; a CUDA test says why it is skipped without a device."""
     for item in items:
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
+    # First what starts processes, so that no worker is left alone with it at the end.
+    items.sort(key=lambda item: not starts_processes(item.path))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

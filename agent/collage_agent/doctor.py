@@ -1,6 +1,6 @@
 """What the agent finds on a machine before a training starts, in plain words: one check a question.
 
-What is said of optimizer libraries is how each one's steps are followed, as far as was tried.
+For each optimizer library it says how the agent follows its steps, as far as that was tried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from msgspec import Struct
 
 from collage_agent.integrations.launcher import ATTACH, environment_of
-from collage_agent.settings import read_settings, watch_defaults
+from collage_agent.settings import VARIABLES, read_settings, watch_defaults
 from collage_agent.transport.spool import waiting_spools
 from collage_monitor.local import data_folder, find_token, server_address, token_path
 
@@ -31,20 +31,6 @@ __all__ = ["TRIED", "Check", "Status", "Tried", "delivery_checks", "machine_chec
 _TIMEOUT_SECONDS: Final = 3.0
 _CLOCK_SECONDS: Final = 30.0
 _FREE_BYTES: Final = 2 * 2**30
-_VARIABLES: Final = (
-    "SERVER_URL",
-    "TOKEN",
-    "PROJECT",
-    "RUN_NAME",
-    "RUN_ID",
-    "RUN_GROUP",
-    "TAGS",
-    "MODE",
-    "DIR",
-    "EVERY",
-    "SAMPLE",
-    "BUDGET",
-)
 _INTEGRATIONS: Final = {
     "transformers": "collage_agent.integrations.transformers.CollageCallback",
     "lightning": "collage_agent.integrations.lightning.CollageCallback",
@@ -81,7 +67,7 @@ class Tried:
 
 
 TRIED: Final = {
-    "torch": Tried("torch", "shadow", ("Adafactor", "Muon"), ("SparseAdam", "LBFGS")),
+    "torch": Tried("torch", "shadow", ("Adafactor", "Muon"), ("LBFGS",)),
     "optimi": Tried("torch-optimi", "shadow", ("StableAdamW",)),
     "torchao": Tried("torchao", "shadow"),
     "bitsandbytes": Tried("bitsandbytes", "rule", (), ("LAMB",)),
@@ -157,18 +143,17 @@ def _ranks(environment: Mapping[str, str]) -> Check:
 
 
 def _variables(environment: Mapping[str, str]) -> Iterator[Check]:
-    prefix = "COLLAGE_"
-    given = {key.removeprefix(prefix): value for key, value in environment.items() if key.startswith(prefix)}
-    shown = [f"{prefix}{key}={'(hidden)' if key == 'TOKEN' else value}" for key, value in sorted(given.items())]
+    given = {key: value for key, value in environment.items() if key.startswith("COLLAGE_")}
+    shown = [f"{key}={'(hidden)' if key == VARIABLES['token'] else value}" for key, value in sorted(given.items())]
     yield Check("environment", "ok", ", ".join(shown) if shown else "no COLLAGE_ variable is set")
-    for key in sorted(given.keys() - {*_VARIABLES, ATTACH.removeprefix(prefix)}):
-        known = ", ".join(prefix + name for name in _VARIABLES)
-        yield Check("environment", "problem", f"{prefix}{key} is not a variable of ours", f"known are {known}")
+    for key in sorted(given.keys() - {*VARIABLES.values(), ATTACH}):
+        known = ", ".join(VARIABLES.values())
+        yield Check("environment", "problem", f"{key} is not a variable of ours", f"known are {known}")
     for told in _refused_values(environment):
         yield Check("environment", "problem", told, "correct or unset it; training would go on with the default")
-    if given.get("MODE") == "disabled":
+    if given.get("COLLAGE_MODE") == "disabled":
         yield Check("environment", "note", "COLLAGE_MODE=disabled: nothing is reported", "unset it to report")
-    if given.get("MODE") == "offline" and "SERVER_URL" in given:
+    if given.get("COLLAGE_MODE") == "offline" and "COLLAGE_SERVER_URL" in given:
         yield Check(
             "environment",
             "note",
@@ -176,7 +161,7 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Check]:
             "unset COLLAGE_MODE to send them",
         )
     folder = environment_of({})["PYTHONPATH"]
-    if given.get("ATTACH") == "1" and folder not in environment.get("PYTHONPATH", "").split(os.pathsep):
+    if given.get(ATTACH) == "1" and folder not in environment.get("PYTHONPATH", "").split(os.pathsep):
         yield Check(
             "environment",
             "problem",

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["Guard", "raise_in_tests"]
+__all__ = ["Guard", "raise_in_tests", "reraise_in_tests"]
 
 FAILURES_ALLOWED: Final = 3
 _LOGGER = logging.getLogger("collage_agent")
@@ -21,6 +21,12 @@ def raise_in_tests(on: bool) -> None:
     _raising = on
 
 
+def reraise_in_tests(error: Exception) -> None:
+    """Raise an error that is about to be swallowed, under `raise_in_tests`."""
+    if _raising:
+        raise error
+
+
 class Guard:
     """Swallows errors of one watch. After FAILURES_ALLOWED of them, or when memory ran out, `disabled` is True."""
 
@@ -28,15 +34,17 @@ class Guard:
         self.failures: Counter[str] = Counter()
         self.disabled = False
         self.reason = ""
+        """What failed last, and whether measuring goes on; empty while nothing has failed."""
 
     def caught(self, doing: str, error: Exception) -> None:
         """Take an error that happened while `doing` something; re-raises it only in tests."""
-        if _raising:
-            raise error
+        reraise_in_tests(error)
         kind = f"{doing}: {type(error).__name__}"
         self.failures[kind] += 1
         if self.failures[kind] == 1:
             _LOGGER.warning("%s failed (%s); training is not affected", doing, error, exc_info=error)
+        if not self.disabled:
+            self.reason = f"measuring fails, last {kind}: {error}"
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if (out_of_memory or self.failures.total() >= FAILURES_ALLOWED) and not self.disabled:
             self.disabled = True

@@ -1,4 +1,4 @@
-"""The seam between measuring and delivering: what a measured step hands over, and to whom."""
+"""The interface between measuring and delivering: a measured step, and the reporter that takes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Measurement:
 
 
 class Reporter(Protocol):
-    """Whoever takes measurements away from the training thread. Neither call blocks, synchronises or raises."""
+    """Takes measurements from the training thread. Neither call blocks, synchronises or raises."""
 
     def started(self, first_step: int) -> None:
         """The watched optimizer is about to take its first step under the agent, number `first_step`."""

@@ -1,56 +1,21 @@
-"""The options of `watch`: one frozen value object, checked where it is made, and the one table of defaults."""
+"""The options of `watch`: names, types and defaults, checked where they are made."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypedDict, TypeVar
 
+from collage_monitor.statistics.casts import FORMATS
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["DEFAULTS", "Exclude", "WatchOptions", "default", "is_default", "plain"]
-
-_Value = TypeVar("_Value")
-
-
-class _Default:
-    """Marks a value that nobody gave."""
-
-
-def default(value: _Value) -> _Value:
-    """A value that equals `value`, and that `is_default` tells from the same value given by a caller."""
-    kind = type(value)
-    marked: _Value = type("default", (_Default, kind), {})(value)
-    return marked
-
-
-def is_default(value: object) -> bool:
-    """Whether the value was marked by `default`, so that nobody gave it."""
-    return isinstance(value, _Default)
-
-
-def plain(value: _Value) -> _Value:
-    """The value without the mark."""
-    if not isinstance(value, _Default):
-        return value
-    unmarked: _Value = type(value).__mro__[2](value)
-    return unmarked
-
-
-DEFAULTS: Final[dict[str, Any]] = {
-    "every": default(10),
-    "sample": default(4096),
-    "layers": None,
-    "strategy": None,
-    "oracle": False,
-    "windows": (),
-    "budget": default(0.01),
-    "first_step": None,
-}
-"""Of `watch`. Only the marked ones give way to COLLAGE_EVERY, COLLAGE_SAMPLE and COLLAGE_BUDGET."""
+__all__ = ["Exclude", "WatchArguments", "WatchOptions", "shows_options"]
 
 MOST_WINDOWS: Final = 4
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Exclude:
@@ -67,26 +32,41 @@ class Exclude:
         return f"Exclude({', '.join(repr(pattern.pattern) for pattern in self.patterns)})"
 
 
+class WatchArguments(TypedDict, total=False):
+    """The fields of `WatchOptions`, as those are typed who pass some of them on."""
+
+    every: int
+    sample: int | Literal["all"]
+    layers: str | Sequence[str] | Exclude | None
+    strategy: str | None
+    oracle: bool
+    windows: Sequence[int]
+    budget: float | None
+    first_step: int | None
+    casts: Sequence[str]
+
+
 @dataclass(frozen=True)
 class WatchOptions:
-    """How a model is watched; see `watch` for the meaning of each field.
+    """How a model is watched; see `collage_agent.watch` for the meaning of each field.
 
     Raises:
         ValueError, TypeError: a value that cannot be used; the message names it and what to pass instead.
     """
 
-    every: int = DEFAULTS["every"]
-    sample: int | Literal["all"] = DEFAULTS["sample"]
-    layers: str | Sequence[str] | Exclude | None = DEFAULTS["layers"]
-    strategy: str | None = DEFAULTS["strategy"]
-    oracle: bool = DEFAULTS["oracle"]
-    windows: tuple[int, ...] = DEFAULTS["windows"]
-    budget: float | None = DEFAULTS["budget"]
-    first_step: int | None = DEFAULTS["first_step"]
+    every: int = 10
+    sample: int | Literal["all"] = 4096
+    layers: str | Sequence[str] | Exclude | None = None
+    strategy: str | None = None
+    oracle: bool = False
+    windows: Sequence[int] = ()
+    budget: float | None = 0.01
+    first_step: int | None = None
+    casts: Sequence[str] = ("bf16",)
 
     def __post_init__(self) -> None:
-        for name in DEFAULTS:
-            object.__setattr__(self, name, plain(getattr(self, name)))
+        for name in ("windows", "casts"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         _whole_number("every", self.every, at_least=1)
         if self.sample == "all":
             object.__setattr__(self, "budget", None)
@@ -97,6 +77,7 @@ class WatchOptions:
         if self.budget is not None and not 0 < self.budget < 1:
             raise ValueError(f"budget={self.budget!r}; pass a share between 0 and 1, or None for no governor")
         _window_lengths(self.windows)
+        _formats(self.casts)
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r}; choose one of {', '.join(STRATEGIES)}, or None")
         self.selects("")
@@ -111,6 +92,20 @@ class WatchOptions:
         return any(pattern.search(name) for pattern in _compiled(patterns))
 
 
+def shows_options(function: _Function) -> _Function:
+    """Spell out, for `help` and editors, the options and defaults behind a function's **options."""
+    signature = inspect.signature(function)
+    named = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type
+        )
+        for option in dataclasses.fields(WatchOptions)
+    ]
+    vars(function)["__signature__"] = signature.replace(parameters=[*named, *options])
+    return function
+
+
 def _compiled(patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:
     try:
         return tuple(re.compile(pattern) for pattern in patterns)
@@ -118,11 +113,18 @@ def _compiled(patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:
         raise ValueError(f"layers={patterns!r}: not a regular expression ({error})") from None
 
 
-def _window_lengths(windows: tuple[int, ...]) -> None:
+def _window_lengths(windows: Sequence[int]) -> None:
     for length in windows:
         _whole_number("windows", length, at_least=2, otherwise=" for each window, in steps")
     if len(set(windows)) != len(windows) or len(windows) > MOST_WINDOWS:
         raise ValueError(f"windows={windows!r}; pass at most {MOST_WINDOWS} different lengths, such as (8, 64)")
+
+
+def _formats(casts: Sequence[str]) -> None:
+    unknown = [name for name in casts if name not in FORMATS]
+    if unknown or len(set(casts)) < len(casts):
+        detail = f": {unknown[0]!r} is no format known here" if unknown else ""
+        raise ValueError(f"casts={casts!r}{detail}; pass different ones of {', '.join(FORMATS)}")
 
 
 def _whole_number(name: str, value: object, *, at_least: int, otherwise: str = "") -> None:

@@ -11,18 +11,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Final, Literal, Protocol, TextIO
 
 import torch
 
-from collage_agent.guard import Guard
+from collage_agent.guard import Guard, reraise_in_tests
 from collage_agent.launch.identity import Identity
+from collage_agent.launch.termination import is_failure
 from collage_agent.measurement import Measurement
 from collage_agent.settings import Settings
 from collage_agent.transport import Transport
 from collage_agent.transport.http import page_answers
 from collage_agent.transport.pipeline import DeliveryPipeline
-from collage_agent.transport.queue import Item, Logged, Measured, Started, TensorSnapshot, moment_on
+from collage_agent.transport.queue import AttemptStart, Item, LoggedScalars, MeasuredStep, TensorSnapshot, moment_on
 from collage_monitor.errors import CollageError
 from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL, local_server
 from collage_monitor.wire import LIMITS
@@ -30,6 +31,7 @@ from collage_monitor.wire import LIMITS
 __all__ = ["Run", "StepSource"]
 
 _LOG = logging.getLogger("collage_agent")
+_MOST_REFUSALS: Final = 20
 
 
 class StepSource(Protocol):
@@ -51,13 +53,15 @@ class _WatchSlot:
     watch: StepSource
     reached: int = 0
     hidden: int = 0
+    numbered: bool = True
+    """False: nobody knows the numbers of its steps."""
 
     def hand_over(self, watch: StepSource) -> None:
         """Another watch takes over from this one."""
         step = self.watch.step or 0
         if step > self.hidden:
             self.reached = max(self.reached, step)
-        self.watch, self.hidden = watch, 0
+        self.watch, self.hidden, self.numbered = watch, 0, True
 
     def hide(self, first_step: int) -> None:
         """A new attempt begins at `first_step`."""
@@ -77,11 +81,13 @@ class Run:
         self._identity = identity
         self._given_transport = transport
         self._guard = Guard()
-        self._slots: list[_WatchSlot] = []
+        self._slots: dict[int, _WatchSlot] = {}
+        self._numbers = itertools.count()
         self._first_step: int | None = None
         self._counted_step = 0
         self._log_cpu_seconds = 0.0
         self._finished = False
+        self._refused: set[str] = set()
         self._reports_run_state = identity.is_first_rank
         self._pipeline: DeliveryPipeline | None = None
         if settings.mode != "disabled":
@@ -156,12 +162,29 @@ class Run:
 
         Returns its number among the run's watches, which is that of the earlier one.
         """
-        for index, slot in enumerate(self._slots):
+        for index, slot in self._slots.items():
             if earlier is not None and slot.watch is earlier:
                 slot.hand_over(watch)
                 return index
-        self._slots.append(_WatchSlot(watch))
-        return len(self._slots) - 1
+        index = next(self._numbers)
+        self._slots[index] = _WatchSlot(watch)
+        return index
+
+    def take_over(self, index: int, earlier: StepSource) -> int:
+        """Let the watch of this number go on as `earlier`, whose number it gets."""
+        return self.attach(self._slots.pop(index).watch, earlier)
+
+    def last_step_shown(self, watch_index: int = 0) -> int | None:
+        """The last step that the run shows of this watch's layers, for optimizers without a count of their steps.
+
+        0: none. None: the run was named, and may show steps of other processes; then the watch must not report, and
+        what is logged at its steps is refused.
+        """
+        slot = self._slots.get(watch_index)
+        if slot is None or slot.reached or self.settings.run_id is None:
+            return slot.reached if slot is not None else 0
+        slot.numbered = False
+        return None
 
     def started(self, first_step: int, watch_index: int = 0) -> None:
         """A watched optimizer is about to take its first step.
@@ -171,19 +194,19 @@ class Run:
         """
         if self._first_step is None:
             self._first_step = first_step
-            self._put(Started(first_step))
-        elif watch_index < len(self._slots) and first_step <= self._slots[watch_index].reached:
+            self._put(AttemptStart(first_step))
+        elif watch_index in self._slots and first_step <= self._slots[watch_index].reached:
             self._first_step = first_step
             self._identity = self._identity.in_next_attempt()
-            for slot in self._slots:
+            for slot in self._slots.values():
                 slot.hide(first_step)
-            self._put(Started(first_step, self._identity))
+            self._put(AttemptStart(first_step, self._identity))
 
     def measured(self, measurement: Measurement, watch_index: int = 0) -> None:
         """Leave a measurement for the worker."""
         if self._pipeline is not None and not self._finished:
             try:
-                self._put(Measured(measurement, watch_index, moment_on(measurement.totals.device)))
+                self._put(MeasuredStep(measurement, watch_index, moment_on(measurement.totals.device)))
             except Exception as error:
                 self._guard.caught("reporting a measured step", error)
 
@@ -195,7 +218,9 @@ class Run:
         try:
             self._log(values, step)
         except Exception as error:
-            self._guard.caught("log", error)
+            # A value of the caller's is no failure of the agent's: measuring goes on, however often it comes.
+            reraise_in_tests(error)
+            self._refuse(error)
         finally:
             self._log_cpu_seconds += time.thread_time() - began
 
@@ -235,7 +260,7 @@ class Run:
             on_unreachable=self._announce_unreachable,
         )
         if self._first_step is not None:
-            self._pipeline.prepare(Started(self._first_step))
+            self._pipeline.prepare(AttemptStart(self._first_step))
 
     def __enter__(self) -> Run:
         return self
@@ -243,25 +268,38 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        self.finish("finished" if clean else "failed")
+        failed = is_failure(error.code) if isinstance(error, SystemExit) else error is not None
+        self.finish("failed" if failed else "finished")
 
     def __repr__(self) -> str:
         return f"<Run {self.run_id} of project {self.project!r}, {self.settings.mode}>"
 
     def _repr_html_(self) -> str:
-        address = html.escape(self.address)
-        return f'run <a href="{address}">{html.escape(self.name)}</a> of project {html.escape(self.project)}'
+        name, project = html.escape(self.name), html.escape(self.project)
+        if not self.reports_sent:
+            return f"run {name} of project {project}: nothing was sent yet"
+        return f'run <a href="{html.escape(self.address)}">{name}</a> of project {project}'
 
     def _put(self, item: Item) -> None:
         if self._pipeline is not None and not self._finished:
             self._pipeline.put(item)
 
+    def _refuse(self, error: Exception) -> None:
+        if (told := str(error)) not in self._refused and len(self._refused) < _MOST_REFUSALS:
+            self._refused.add(told)
+            _LOG.warning("log: this call is left out (%s); measuring goes on (said once)", told)
+
     def _log(self, values: Mapping[str, Any], step: int | None) -> None:
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values={type(values).__name__}: pass a mapping of names to numbers")
         if isinstance(step, torch.Tensor):
             # Reading a number from a tensor would wait for the device.
             raise TypeError("step: pass a number, not a tensor")
         counted = step is None and not self._slots
+        if step is None and self._slots and not any(slot.numbered for slot in self._slots.values()):
+            raise ValueError(
+                "the watched optimizer keeps no step count; pass step=… here, or first_step=… to watch"
+            )
         if step is not None:
             place: int | None = operator.index(step)
             if place is not None and place < 0:
@@ -274,12 +312,13 @@ class Run:
         now = time.time()
         kept = ((str(name), _snapshot(value)) for name, value in values.items())
         while part := dict(itertools.islice(kept, LIMITS["scalars_per_report"])):
-            self._put(Logged(place, now, part, counted))
+            self._put(LoggedScalars(place, now, part, counted))
 
     def _step_of_watches(self) -> int | None:
         """The last step of the watches that go on, else of those that ended."""
-        going_on = [slot.watch for slot in self._slots if not getattr(slot.watch, "removed", False)]
-        for watches in (going_on, [slot.watch for slot in self._slots]):
+        numbered = [slot.watch for slot in self._slots.values() if slot.numbered]
+        going_on = [watch for watch in numbered if not getattr(watch, "removed", False)]
+        for watches in (going_on, numbered):
             if steps := [step for watch in watches if (step := watch.step) is not None]:
                 return max(steps)
         return None
@@ -304,15 +343,17 @@ class Run:
             _LOG.warning("%s; reports are kept in %s", error, self._spool_folder)
 
     def _print_farewell(self, settled: bool) -> None:
-        for slot in self._slots:
+        for slot in self._slots.values():
             _write(f"{slot.watch}\n", sys.stdout)
         if self._pipeline is None:
             return
         waiting = self.reports_spooled
         if waiting:
             _say(f"{waiting} reports of run {self.name} wait in {self._spool_folder}. {_HOW_TO_VIEW}", sys.stdout)
-        else:
+        elif self.reports_sent:
             _say(f"run {self.name}{self._where_to_look()}", sys.stdout)
+        else:
+            _say(f"run {self.name}: nothing was sent", sys.stdout)
         if not settled:
             _say("the deadline passed before every report was sent or kept; the rest is lost")
         if dropped := self.reports_dropped:

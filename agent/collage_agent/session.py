@@ -6,19 +6,18 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from torch import nn
-from torch.optim import Optimizer
 
 from collage_agent.launch.identity import make_identity
-from collage_agent.launch.termination import TerminationHandler
+from collage_agent.launch.termination import ExitStatus, TerminationHandler
 from collage_agent.measurement import Measurement
-from collage_agent.options import DEFAULTS, Exclude, is_default
+from collage_agent.options import WatchArguments, shows_options
 from collage_agent.run import Run
-from collage_agent.settings import DEFAULT_MODE, NO_TAGS, Mode, Resume, read_settings, watch_defaults
+from collage_agent.settings import Mode, Resume, read_settings, watch_defaults
 from collage_agent.transport import Transport
 from collage_agent.watch import Optimizers, Watch
 from collage_agent.watch import watch as attach_watch
@@ -32,15 +31,12 @@ class _Watched:
     Identities hold for as long as the watch is not removed: until then it keeps the optimizers alive.
     """
 
-    def __init__(self, handle: Watch, model: nn.Module, optimizer: Optimizers) -> None:
+    def __init__(self, handle: Watch, model: nn.Module) -> None:
         self._handle = weakref.ref(handle)
-        optimizers: Iterable[Optimizer]
-        if isinstance(optimizer, Optimizer):
-            optimizers = [optimizer]
-        else:
-            optimizers = list(optimizer.values() if isinstance(optimizer, Mapping) else optimizer)
+        optimizers = handle.optimizers
         groups = [group for one in optimizers for group in one.param_groups]
         self._optimizers = {id(one) for one in optimizers}
+        self._kinds = {type(one) for one in optimizers}
         self._parameters = {id(entry) for group in groups for entry in group["params"]}
         named = [(name, entry) for name, entry in model.named_parameters() if handle.options.selects(name)]
         own = [(name, entry) for name, entry in named if id(entry) in self._parameters]
@@ -63,14 +59,26 @@ class _Watched:
             return True
         return bool(self._parameters & other._parameters) and not self._optimizers & other._optimizers
 
+    def resembles(self, other: _Watched) -> bool:
+        """Whether the other watch, which goes on, may be that of the same training before it was built anew."""
+        return (
+            self._layers == other._layers
+            and self._kinds == other._kinds
+            and not self._optimizers & other._optimizers
+        )
+
 
 class _WatchReporter:
-    """Takes what one watch reports to the run under which it was made, or to the next one if there was none."""
+    """Takes what one watch reports to the run under which it was made, or to the next one if there was none.
+
+    `before` is a watch that resembles this one, and its last step when this one was made.
+    """
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.index = 0
         self.first_step: int | None = None
+        self.before: tuple[Watch, int] | None = None
 
     def belongs_to(self, run: Run, handle: Watch, earlier: _Watched | None) -> None:
         """From now on report to `run`; a watch that has begun before starts there with its next step."""
@@ -83,14 +91,33 @@ class _WatchReporter:
         """CPU that delivering has used."""
         return self.run.worker_cpu_seconds() if self.run else 0.0
 
+    def last_step_shown(self) -> int | None:
+        """See `Run.last_step_shown`; 0 without a run."""
+        return self.run.last_step_shown(self.index) if self.run else 0
+
     def started(self, first_step: int) -> None:
         """Pass on the first step."""
         self.first_step = first_step
         if self.run:
+            self._take_over(self.run, first_step)
             self.run.started(first_step, self.index)
+
+    def _take_over(self, run: Run, first_step: int) -> None:
+        """End the watch that resembles this one if this one goes on from a checkpoint of the same training.
+
+        So it is if the other has taken no step since, and this one's first follows a step that the other has taken.
+        A model that begins with step 1 is another one.
+        """
+        before, self.before = self.before, None
+        if before is not None:
+            watch, step = before
+            if 1 < first_step <= step + 1 and watch.step == step:
+                watch.remove()
+                self.index = run.take_over(self.index, watch)
 
     def measured(self, measurement: Measurement) -> None:
         """Pass on a measurement."""
+        _SESSION.exit_status.training_goes_on()
         if self.run:
             self.run.measured(measurement, self.index)
 
@@ -106,6 +133,7 @@ class _Session:
         """Under the current run, oldest first, without those from which others went on."""
         self.handlers_registered = False
         self.termination = TerminationHandler(self.flush_before_death)
+        self.exit_status = ExitStatus()
 
     def flush_before_death(self, seconds: float) -> None:
         """Send or keep what is queued; the run stays open for a resumed attempt."""
@@ -127,12 +155,16 @@ class _Session:
             return
         earlier = next((other for other in reversed(self.watched) if watched.continues(other)), None)
         reporter.belongs_to(run, handle, earlier)
+        if earlier is None:
+            alike = (other.handle for other in reversed(self.watched) if watched.resembles(other))
+            reporter.before = next(((other, other.step) for other in alike if other and other.step), None)
         self.watched = [other for other in self.watched if other is not earlier] + [watched]
 
     def register_handlers(self) -> None:
         if self.handlers_registered:
             return
         self.handlers_registered = True
+        self.exit_status.begin_noting()
         atexit.register(_at_exit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -148,13 +180,13 @@ def init(
     run_id: str | None = None,
     resume: Resume = "allow",
     group: str | None = None,
-    tags: Iterable[str] = NO_TAGS,
+    tags: Iterable[str] | None = None,
     notes: str = "",
     seed: int | None = None,
     config: Any = None,
     server_url: str | None = None,
     token: str | None = None,
-    mode: Mode = DEFAULT_MODE,
+    mode: Mode | None = None,
     dir: str | Path | None = None,
     transport: Transport | None = None,
 ) -> Run:
@@ -163,8 +195,9 @@ def init(
     Returns at once: the server is spoken to in the background, and while it is away reports are kept on disk.
     Arguments left out come from the environment: COLLAGE_PROJECT, RUN_NAME, RUN_ID, RUN_GROUP, TAGS, SERVER_URL,
     TOKEN, MODE, DIR. `resume` says what to do when the server knows `run_id`: "allow", "must" or "never"; it is
-    asked in the background, and its refusal ends the sending with one log line. `mode` "offline" keeps everything
-    on disk for the next online run in the same folder; "disabled" reports nothing (watches still measure).
+    asked in the background, and its refusal ends the sending with one log line. `mode` is "online" by default;
+    "offline" keeps everything on disk for the next online run in the same folder; "disabled" reports nothing
+    (watches still measure).
 
     Raises:
         ValueError: an argument that cannot be used; the message names it and says what to pass.
@@ -182,7 +215,7 @@ def init(
         server_url=server_url,
         token=token,
         mode=mode,
-        folder=dir,
+        dir=dir,
     )
     if _SESSION.run is not None:
         _SESSION.run.finish()
@@ -194,51 +227,41 @@ def init(
     return run
 
 
-def watch(
-    model: nn.Module,
-    optimizer: Optimizers,
-    *,
-    every: int = DEFAULTS["every"],
-    sample: int | Literal["all"] = DEFAULTS["sample"],
-    layers: str | Sequence[str] | Exclude | None = DEFAULTS["layers"],
-    strategy: str | None = DEFAULTS["strategy"],
-    oracle: bool = DEFAULTS["oracle"],
-    windows: Sequence[int] = DEFAULTS["windows"],
-    budget: float | None = DEFAULTS["budget"],
-    first_step: int | None = DEFAULTS["first_step"],
-) -> Watch:
-    """Measure what becomes of the optimizer's updates, every `every` steps; report it to the current run, if any.
+@shows_options
+def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArguments]) -> Watch:
+    """Measure what becomes of the optimizer's updates, and report it to the current run, if there is one.
 
-    `optimizer` is one, or several over different parameters (a sequence, or the values of a mapping, such as one
-    for each parameter that steps in the backward pass): then steps are iterations, and one report holds them all.
-    `sample` elements of each tensor are looked at, "all" for whole tensors. `layers` are regular expressions for
-    the names to watch, or Exclude(...). `strategy` is the label that you believe in; the observed one stands beside
-    it. `oracle` keeps an fp64 optimizer beside yours on a small sample. `budget` bounds the agent's CPU over the
-    rest of the step's. `first_step` is the number of the next optimizer step. COLLAGE_EVERY, COLLAGE_SAMPLE and
-    COLLAGE_BUDGET replace defaults, never what was passed.
+    optimizer: one, or several over different parameters (a sequence, or the values of a mapping, such as one for
+    each parameter that steps in the backward pass): then steps are iterations, and one report holds them all. What
+    is no torch optimizer, a step function too, is measured between `handle.before()` and `handle.after()`.
+
+    Options:
+        every: measure the steps divisible by it.
+        sample: elements looked at in each tensor; "all": whole tensors.
+        layers: regular expression(s) for the names to watch, or Exclude(...).
+        strategy: the label that you believe in; the observed one stands beside it.
+        oracle: keep an fp64 optimizer running beside yours, on a small sample.
+        windows: numbers of steps over which u is added up, in bursts that take about a quarter of the steps.
+        budget: bounds the agent's CPU over the rest of the process's; None: no governor.
+        first_step: number of the next optimizer step; None: read from the optimizer.
+        casts: formats of low-precision copies of the weights, such as "mxfp8": what reaches them.
+    COLLAGE_EVERY, COLLAGE_SAMPLE and COLLAGE_BUDGET replace defaults, never what was passed.
 
     Raises:
         ValueError, TypeError: an argument that cannot be used.
     """
-    defaults = watch_defaults()
     run = _SESSION.run
     reporter = _WatchReporter()
     handle = attach_watch(
         model,
         optimizer,
-        every=defaults["every"] if is_default(every) else every,
-        sample=defaults["sample"] if is_default(sample) else sample,
-        layers=layers,
-        strategy=strategy,
-        oracle=oracle,
-        windows=tuple(windows),
-        budget=defaults["budget"] if is_default(budget) else budget,
-        first_step=first_step,
         reporter=reporter,
         seed=run.settings.seed or 0 if run is not None else 0,
         worker_cpu_seconds=reporter.worker_cpu_seconds,
+        last_step_shown=reporter.last_step_shown,
+        **{**watch_defaults(), **options},
     )
-    watched = _Watched(handle, model, optimizer)
+    watched = _Watched(handle, model)
     if run is not None:
         _SESSION.join(run, watched, reporter)
     else:
@@ -254,6 +277,7 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     Without a run nothing happens.
     """
     if _SESSION.run is not None:
+        _SESSION.exit_status.training_goes_on()
         _SESSION.run.log(values, step)
 
 
@@ -272,7 +296,7 @@ def current_run() -> Run | None:
 
 def _at_exit() -> None:
     if _SESSION.run is not None:
-        failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or _SESSION.exit_status.failed
         interactive = hasattr(sys, "ps1") or "IPython" in sys.modules
         _SESSION.run.finish("failed" if failed and not interactive else "finished")
 

@@ -1,4 +1,4 @@
-"""What a run is told: arguments of `init` over the environment over defaults, as one frozen value.
+"""Settings of a run. Arguments of `init` win over the environment, which wins over defaults.
 
 An argument that makes no sense raises ValueError; an environment variable that makes no sense is named in one log
 line and its default is used, so that a stray variable never stops a training job.
@@ -9,62 +9,91 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, cast
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from collage_agent.options import DEFAULTS, WatchOptions, default, is_default, plain
+from collage_agent.options import WatchOptions
 from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, find_token, server_address
 from collage_monitor.wire import LIMITS
 
-__all__ = [
-    "DEFAULT_MODE",
-    "NO_TAGS",
-    "DeliveryLimits",
-    "Mode",
-    "Resume",
-    "Settings",
-    "read_settings",
-    "watch_defaults",
-]
+__all__ = ["VARIABLES", "DeliveryLimits", "Mode", "Resume", "Settings", "read_settings", "watch_defaults"]
 
 Mode = Literal["online", "offline", "disabled"]
 Resume = Literal["allow", "must", "never"]
-_Value = TypeVar("_Value")
 
 _LOG = logging.getLogger("collage_agent")
-DEFAULT_PROJECT: Final = "default"
-DEFAULT_MODE: Final[Mode] = default("online")
-NO_TAGS: Final[tuple[str, ...]] = default(())
-_WORDS: Final = f"pass a text of 1 to {LIMITS['name_characters']} characters"
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """What an argument of `init` must be, what to pass where it is not, and what stands for it if it is left out.
+
+    variable: the environment's, without COLLAGE_, and how its text is read.
+    """
+
+    kind: Any
+    wanted: str
+    variable: str | None = None
+    default: Any = None
+    read: Callable[[str], Any] = str
+
+
+def _tags(text: str) -> tuple[str, ...]:
+    return tuple(tag.strip() for tag in text.split(",") if tag.strip())
+
+
 _NAME: Final = Meta(min_length=1, max_length=LIMITS["name_characters"])
-_TYPES: Final[dict[str, tuple[Any, str]]] = {
-    "project": (Annotated[str, _NAME, Meta(pattern=r"^(?!\.{1,2}\Z)")], _WORDS),
-    "name": (Annotated[str, _NAME], _WORDS),
-    "group": (Annotated[str, _NAME], _WORDS),
-    "run_id": (
+_WORDS: Final = f"pass a text of 1 to {LIMITS['name_characters']} characters"
+_ARGUMENTS: Final = {
+    "project": _Argument(
+        Annotated[str, _NAME, Meta(pattern=r"^(?!\.{1,2}\Z)")], _WORDS, "PROJECT", default="default"
+    ),
+    "name": _Argument(Annotated[str, _NAME], _WORDS, "RUN_NAME"),
+    "run_id": _Argument(
         Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}\Z")],
         "pass 1 to 64 letters, digits, '_', '.', ':' or '-', the first a letter or digit",
+        "RUN_ID",
     ),
-    "resume": (Resume, "choose one of 'allow', 'must', 'never'"),
-    "mode": (Mode, "choose one of 'online', 'offline', 'disabled'"),
-    "tags": (
+    "group": _Argument(Annotated[str, _NAME], _WORDS, "RUN_GROUP"),
+    "tags": _Argument(
         Annotated[tuple[Annotated[str, _NAME], ...], Meta(max_length=LIMITS["tags_per_run"])],
         f"pass a list of at most {LIMITS['tags_per_run']} texts",
+        "TAGS",
+        default=(),
+        read=_tags,
     ),
-    "notes": (Annotated[str, Meta(max_length=65_536)], "pass a text of at most 65536 characters"),
-    "seed": (Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "pass a 64-bit integer or None"),
-    "token": (
+    "mode": _Argument(Mode, "choose one of 'online', 'offline', 'disabled'", "MODE", default="online"),
+    "server_url": _Argument(str, f"pass an address such as {DEFAULT_SERVER_URL}", "SERVER_URL"),
+    "token": _Argument(
         Annotated[str, Meta(pattern=r"^[!-~]+\Z")],
         "pass the printable ASCII text that the server gave out, without spaces",
+        "TOKEN",
     ),
+    "resume": _Argument(Resume, "choose one of 'allow', 'must', 'never'", default="allow"),
+    "notes": _Argument(
+        Annotated[str, Meta(max_length=65_536)], "pass a text of at most 65536 characters", default=""
+    ),
+    "seed": _Argument(Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "pass a 64-bit integer or None"),
 }
-"""What each argument must be, and what to pass where it is not."""
+"""Of `init`, all but `config`, `dir` and `transport`."""
+_WATCH_ARGUMENTS: Final[dict[str, Callable[[str], Any]]] = {
+    "every": int,
+    "sample": lambda text: "all" if text == "all" else int(text),
+    "budget": lambda text: None if text.lower() == "none" else float(text),
+}
+"""Of `watch`, with how the text of COLLAGE_EVERY and so on is read."""
+VARIABLES: Final[dict[str, str]] = {
+    **{name: f"COLLAGE_{entry.variable}" for name, entry in _ARGUMENTS.items() if entry.variable},
+    "dir": "COLLAGE_DIR",
+    **{name: f"COLLAGE_{name.upper()}" for name in _WATCH_ARGUMENTS},
+}
+"""The environment variable of each argument of `init` and `watch` that has one."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +106,9 @@ class DeliveryLimits:
     batch_bytes: int = 4 * 2**20
     spool_bytes: int = 2**30
     linger_seconds: float = 0.5
-    """Reports wait this long for company, so that fast loops make few requests."""
+    """Reports wait this long for others, so that fast loops make few requests."""
     step_seconds: float = 5.0
-    """The newest step waits this long for more that is told of it, so that one step makes one report."""
+    """The newest step waits this long for more data of its own, so that one step makes one report."""
     connect_timeout_seconds: float = 2.0
     answer_timeout_seconds: float = 10.0
     retry_seconds: float = 3.0
@@ -92,7 +121,7 @@ class DeliveryLimits:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that one run was told; the token never shows in its text."""
+    """All settings of one run, frozen; `repr` leaves the token out."""
 
     project: str
     name: str | None
@@ -121,114 +150,86 @@ class Settings:
         return self.explicit_token or find_token(self.address, self.folder)
 
 
-def read_settings(
-    environment: Mapping[str, str] | None = None,
-    *,
-    project: str | None = None,
-    name: str | None = None,
-    run_id: str | None = None,
-    resume: Resume = "allow",
-    group: str | None = None,
-    tags: Iterable[str] = NO_TAGS,
-    notes: str = "",
-    seed: int | None = None,
-    config: object = None,
-    server_url: str | None = None,
-    token: str | None = None,
-    mode: Mode = DEFAULT_MODE,
-    folder: str | Path | None = None,
-) -> Settings:
-    """Settings from arguments and environment. Whatever was passed wins; a default gives way to the environment.
+def read_settings(environment: Mapping[str, str] | None = None, **given: Any) -> Settings:
+    """Settings from arguments of `init` and the environment. Whatever was passed, and is not None, wins.
 
     Raises:
         ValueError: an argument cannot be used; the message names it, its value and what is expected.
     """
     values = os.environ if environment is None else environment
-
-    def chosen(what: str, variable: str, given: Any, otherwise: Any, read: Callable[[str], Any] = str) -> Any:
-        if given is not None and not is_default(given):
-            return _checked(what, given)
-        return _from(values, variable, lambda text: _checked(what, read(text)), otherwise)
-
-    return Settings(
-        project=chosen("project", "PROJECT", project, DEFAULT_PROJECT),
-        name=chosen("name", "RUN_NAME", name, None),
-        run_id=chosen("run_id", "RUN_ID", run_id, None),
-        resume=_checked("resume", resume),
-        group=chosen("group", "RUN_GROUP", group, None),
-        tags=chosen("tags", "TAGS", tags, (), _split),
-        notes=_checked("notes", notes),
-        seed=None if seed is None else _checked("seed", seed),
-        config=_config(config),
-        server_url=chosen("server_url", "SERVER_URL", server_url, None),
-        explicit_token=chosen("token", "TOKEN", token, None),
-        mode=chosen("mode", "MODE", mode, plain(DEFAULT_MODE)),
-        folder=data_folder(folder, values),
-    )
+    config, folder = _config(given.pop("config", None)), data_folder(given.pop("dir", None), values)
+    found: dict[str, Any] = {}
+    for name, entry in _ARGUMENTS.items():
+        value = given.pop(name, None)
+        if value is not None:
+            found[name] = _checked(name, value)
+        elif entry.variable is None:
+            found[name] = entry.default
+        else:
+            found[name] = _from(values, name, entry.read, _checked, entry.default)
+    if given:
+        raise TypeError(f"init() has no argument {', '.join(given)}")
+    return Settings(explicit_token=found.pop("token"), config=config, folder=folder, **found)
 
 
 def watch_defaults(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What COLLAGE_EVERY, COLLAGE_SAMPLE and COLLAGE_BUDGET ("none": no governor) put in the place of defaults."""
     values = os.environ if environment is None else environment
-    readers: dict[str, Callable[[str], Any]] = {
-        "EVERY": int,
-        "SAMPLE": lambda text: "all" if text == "all" else int(text),
-        "BUDGET": lambda text: None if text.lower() == "none" else float(text),
+    default = WatchOptions()
+
+    def checked(name: str, value: Any) -> Any:
+        return getattr(WatchOptions(**{name: value}), name)
+
+    return {
+        name: _from(values, name, read, checked, getattr(default, name)) for name, read in _WATCH_ARGUMENTS.items()
     }
-    found: dict[str, Any] = {}
-    for variable, read in readers.items():
-        name = variable.lower()
-        found[name] = _from(values, variable, _option(name, read), plain(DEFAULTS[name]))
-    return found
 
 
-def _option(name: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Reads a text as an option of `watch`, and checks it as one."""
-    return lambda text: getattr(WatchOptions(**{name: read(text)}), name)
-
-
-def _from(values: Mapping[str, str], name: str, read: Callable[[str], _Value], otherwise: _Value) -> _Value:
-    text = values.get(f"COLLAGE_{name}", "").strip()
+def _from(
+    values: Mapping[str, str],
+    name: str,
+    read: Callable[[str], Any],
+    check: Callable[[str, Any], Any],
+    otherwise: Any,
+) -> Any:
+    """The value that the environment has for an argument; `otherwise` where it has none that can be used."""
+    text = values.get(VARIABLES[name], "").strip()
     if not text:
         return otherwise
     try:
-        return read(text)
+        return check(name, read(text))
     except ValueError as error:
-        _LOG.warning("environment variable COLLAGE_%s ignored: %s", name, error)
+        _LOG.warning("environment variable %s ignored: %s", VARIABLES[name], error)
         return otherwise
 
 
-def _checked(what: str, value: Any) -> Any:
+def _checked(name: str, value: Any) -> Any:
     """The value, if it is what the table says.
 
     Raises:
         ValueError: it is not.
     """
-    if what == "server_url":
-        return _url(value)
-    kind, wanted = _TYPES[what]
+    entry = _ARGUMENTS[name]
+    if name == "server_url":
+        return _url(value, entry.wanted)
     try:
-        if what == "tags" and not isinstance(value, str):
+        if name == "tags" and not isinstance(value, str):
             value = tuple(value)
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, entry.kind)
     except (msgspec.ValidationError, TypeError):
         # A token's value is a secret and stays out of messages.
-        shown = what if what == "token" else f"{what}={value!r:.200}"
-        raise ValueError(f"{shown}: {wanted}") from None
+        shown = name if name == "token" else f"{name}={value!r:.200}"
+        raise ValueError(f"{shown}: {entry.wanted}") from None
 
 
-def _url(value: object) -> str:
+def _url(value: object, wanted: str) -> str:
     parts = urlsplit(value) if isinstance(value, str) else urlsplit("")
     if parts.username is not None or parts.password is not None:
         # Addresses are printed, secrets are not.
         raise ValueError("server_url: leave user and password out of the address, and pass token=")
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"server_url={value!r}: pass an address such as {DEFAULT_SERVER_URL}")
+        raise ValueError(f"server_url={value!r}: {wanted}")
     return cast(str, value).rstrip("/")
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(tag.strip() for tag in text.split(",") if tag.strip())
 
 
 def _config(value: object) -> dict[str, Any]:

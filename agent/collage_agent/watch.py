@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import nullcontext
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -13,63 +15,58 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.buckets.totals import TableUnion
 from collage_agent.guard import Guard
 from collage_agent.intent.choose import Intents
+from collage_agent.intent.foreign import ForeignOptimizer, is_foreign, only_passes_on
 from collage_agent.measure.windows import WindowSchedule
 from collage_agent.measurement import Layout, Measurement, Reporter
-from collage_agent.options import DEFAULTS, Exclude, WatchOptions
+from collage_agent.options import WatchArguments, WatchOptions
+from collage_agent.stats import failures
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import most_skipped
-from collage_agent.training.subgroups import SubGroup, shown, sub_groups
-from collage_agent.watching.description import bytes_per_parameter, joined
+from collage_agent.training.subgroups import SubGroup, showing_only, sub_groups
+from collage_agent.watching.description import bytes_per_parameter, external_writes, joined
 from collage_agent.watching.governor import Governor
+from collage_agent.watching.history import History
 from collage_agent.watching.hooks import OptimizerHooks, steps_taken
 from collage_agent.watching.iterations import Iterations
-from collage_agent.watching.verdict import summarise, verdict
+from collage_agent.watching.verdict import evidence_of, since, summarise, verdict
 from collage_monitor import wire
+from collage_monitor.judgement import Evidence, Judgement, judge
 from collage_monitor.table import Table
 
 __all__ = ["Optimizers", "Watch", "watch"]
 
-Optimizers = Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer]
-"""What `watch` takes: an optimizer, or several over different parameters, such as one for each parameter."""
+Optimizers = Any
+"""What `watch` takes: an optimizer, or several over different parameters (a sequence, or a mapping's values).
+
+An optimizer of another make, or a function that takes the step, is measured between `before` and `after`.
+"""
+_LOG = logging.getLogger("collage_agent")
 
 
 def watch(
     model: nn.Module,
     optimizer: Optimizers,
     *,
-    every: int = DEFAULTS["every"],
-    sample: int | Literal["all"] = DEFAULTS["sample"],
-    layers: str | Sequence[str] | Exclude | None = DEFAULTS["layers"],
-    strategy: str | None = DEFAULTS["strategy"],
-    oracle: bool = DEFAULTS["oracle"],
-    windows: tuple[int, ...] = DEFAULTS["windows"],
-    budget: float | None = DEFAULTS["budget"],
-    first_step: int | None = DEFAULTS["first_step"],
     reporter: Reporter | None = None,
     seed: int = 0,
-    shard: int = 0,
     worker_cpu_seconds: Callable[[], float] | None = None,
+    last_step_shown: Callable[[], int | None] | None = None,
+    **options: Unpack[WatchArguments],
 ) -> Watch:
-    """Measure what becomes of the optimizer's updates, from its next step on, without changing the training.
+    """Measure what becomes of the optimizer's updates, from its next step on; see `collage_agent.watch`.
 
-    optimizer: one, or several over different parameters, in a sequence or as the values of a mapping. Several count
-    iterations instead of steps: one is over when each has stepped, or when one of them steps again.
-    every: measure the steps divisible by it. sample: elements looked at in each tensor, or "all".
-    layers: regular expression(s) of the names to watch, or `Exclude(...)`. strategy: the label that the user
-    believes in. oracle: keep an fp64 optimizer running beside the live one. budget: the agent's CPU over the rest
-    of the process's, None for no governor. windows: numbers of steps over which u is added up, in bursts that take
-    about a quarter of the steps. first_step: number of the next step, None: read from the optimizer.
-    reporter takes measurements away; seed and shard fix the sample; worker_cpu_seconds is what delivery has used.
-
+    Several optimizers count iterations instead of steps: one is over when each has stepped, or when one of them
+    steps again. reporter takes measurements away; seed fixes the sample; worker_cpu_seconds is what delivery has
+    used. last_step_shown is asked where an optimizer keeps no count of its steps: see `Run.last_step_shown`.
     Costs a self-test of 20 to 400 ms for each kind of parameter group. Synchronises no device.
 
     Raises:
         TypeError, ValueError: an option that cannot be used, or a model or optimizer that is none.
     """
-    options = WatchOptions(every, sample, layers, strategy, oracle, tuple(windows), budget, first_step)
+    checked = WatchOptions(**options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}; pass the torch.nn.Module that is trained")
-    return Watch(model, _several(optimizer), options, reporter, seed, shard, worker_cpu_seconds)
+    return Watch(model, _several(model, optimizer), checked, reporter, seed, worker_cpu_seconds, last_step_shown)
 
 
 class Watch:
@@ -78,14 +75,16 @@ class Watch:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizer | ForeignOptimizer],
         options: WatchOptions,
         reporter: Reporter | None,
         seed: int,
-        shard: int,
         worker_cpu_seconds: Callable[[], float] | None,
+        last_step_shown: Callable[[], int | None] | None,
     ) -> None:
         self.options = options
+        self.optimizers = optimizers
+        self._last_step_shown = last_step_shown
         self._reporter = reporter
         self._guard = Guard()
         cycle = WindowSchedule(options.windows, options.every).cycle
@@ -93,11 +92,12 @@ class Watch:
         self._attached: list[OptimizerHooks] = []
         intents, names = Intents(), dict[str, None]()
         # Sub-groups that an optimizer steps in turn are like several optimizers: one iteration, one report.
-        parts: list[tuple[Optimizer, SubGroup | None]] = []
+        parts: list[tuple[Optimizer | ForeignOptimizer, SubGroup | None]] = []
         for optimizer in optimizers:
-            parts += [(optimizer, part) for part in sub_groups(model, optimizer)] or [(optimizer, None)]
+            own = [] if isinstance(optimizer, ForeignOptimizer) else sub_groups(model, optimizer)
+            parts += [(optimizer, part) for part in own] or [(optimizer, None)]
         for number, (optimizer, part) in enumerate(parts):
-            with shown(optimizer, part):
+            with nullcontext() if isinstance(optimizer, ForeignOptimizer) else showing_only(optimizer, part):
                 attached = OptimizerHooks(
                     model,
                     optimizer,
@@ -108,7 +108,6 @@ class Watch:
                     number=number,
                     named=names,
                     seed=seed,
-                    shard=shard,
                     sub_group=part,
                 )
             self._attached.append(attached)
@@ -117,11 +116,29 @@ class Watch:
         self._union = TableUnion()
         self._bytes_per_parameter: float | None = None
         self._layout: Layout | None = None
+        self._failures: list[str] = []
         self._last: Measurement | None = None
+        self._history = History()
         self._last_occasional: dict[tuple[str, ...], Measurement] = {}
         self._iterations = Iterations(len(self._attached), self._begun, self._report)
         for attached in self._attached:
             attached.begin(self._iterations)
+        self._advice = "; ".join(own.advice for own in optimizers if isinstance(own, ForeignOptimizer))
+        if self._advice:
+            _LOG.warning("%s", self._advice)
+
+    def before(self) -> None:
+        """Say that a step is about to be taken, gradients being final, by what calls no hooks of torch's.
+
+        Of a torch optimizer the hooks say so; then this does nothing. Synchronises nothing, and never raises.
+        """
+        for attached in self._attached:
+            attached.before_by_hand()
+
+    def after(self) -> None:
+        """Say that the step announced by `before` has been taken; it is measured if it is due."""
+        for attached in self._attached:
+            attached.after_by_hand()
 
     @property
     def step(self) -> int | None:
@@ -136,7 +153,7 @@ class Watch:
     @property
     def info(self) -> wire.WatchInfo:
         """What is watched and how, as it travels."""
-        notes = [self._guard.reason] if self._guard.disabled else []
+        notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
         return joined([attached.info(notes) for attached in self._attached])
 
     def remove(self) -> None:
@@ -156,10 +173,25 @@ class Watch:
         skipped = most_skipped(attached.skipped for attached in self._attached)
         if skipped is not None:
             summary["model"]["skipped_steps"] = float(skipped)
+        written = external_writes([attached.stepping for attached in self._attached])
+        if written:
+            summary["model"]["external_writes"] = float(written)
         return summary
 
+    def evidence(self) -> Evidence:
+        """What a judgement rests on: the recent past, merged, of this process's shards. Synchronises the device."""
+        return evidence_of(self._history.past(), self._layout, self.info)
+
+    def judgement(self) -> Judgement:
+        """The run's health, in one word, a sentence, and the numbers behind it. Synchronises the device."""
+        return judge(self.evidence())
+
     def __str__(self) -> str:
-        return verdict(self.summary(), self.info)
+        if self._advice and self.step is None:
+            return f"nothing is measured: {self._advice}"
+        past = self._history.past()
+        evidence = evidence_of(past, self._layout, self.info)
+        return verdict(evidence, self.summary(), since(past, self._layout))
 
     def __repr__(self) -> str:
         at = "not started" if self.step is None else f"at step {self.step}"
@@ -173,15 +205,34 @@ class Watch:
         taken = 0
         try:
             first = self.options.first_step
-            steps = (
-                [steps_taken(attached.stepping) for attached in self._attached] if first is None else [first - 1]
-            )
-            taken = max(steps)
+            known = self._steps_taken() if first is None else first - 1
+            taken = known or 0
+            if known is None:
+                # None: nobody knows which of the run's points these steps would hide.
+                self._reporter = None
             if self._reporter is not None:
                 self._reporter.started(taken + 1)
         except Exception as error:
             self._guard.caught("reading the step number", error)
         return taken
+
+    def _steps_taken(self) -> int | None:
+        """Steps taken before the first one watched; None: not known, and the run may show steps already."""
+        counts = [steps_taken(attached.stepping) for attached in self._attached]
+        if None not in counts:
+            return max(count for count in counts if count is not None)
+        shown_already = 0 if self._last_step_shown is None else self._last_step_shown()
+        name = " + ".join(dict.fromkeys(type(attached.stepping).__name__ for attached in self._attached))
+        if shown_already is None:
+            _LOG.warning(
+                "%s keeps no step count; pass first_step=…: without it nothing is sent, since steps counted from 1 "
+                "would hide what this run has shown",
+                name,
+            )
+        else:
+            then = shown_already + 1
+            _LOG.warning("%s keeps no step count; pass first_step=…: its next step is called %d", name, then)
+        return shown_already
 
     def _report(self) -> None:
         try:
@@ -203,7 +254,6 @@ class Watch:
             "agent_cpu_seconds": self._governor.agent_cpu_seconds,
             "agent_overhead_ratio": self._governor.overhead_ratio,
             "agent_wall_seconds": self._governor.wall_seconds,
-            "agent_memory_bytes": sum(own.meter.kept_bytes(own.stepping) for own in self._attached),
         }
         if self._governor.interval != self.options.every:
             scalars["agent_interval"] = float(self._governor.interval)
@@ -214,11 +264,18 @@ class Watch:
             scalars["oracle_restarts"] = float(restarts)
         if self._bytes_per_parameter is not None:
             scalars["bytes_per_parameter"] = self._bytes_per_parameter
+        written = external_writes([attached.stepping for attached in self._attached])
+        if written:
+            scalars["external_writes"] = float(written)
         skipped = most_skipped(attached.skipped for attached in self._attached)
         if skipped is not None:
             scalars["skipped_steps"] = skipped
         assert self.step is not None
         self._last = Measurement(self._current_layout(), self.step, time.time(), table.array, scalars)
+        self._history.add(self._last)
+        own_bytes = sum(attached.meter.kept_bytes(attached.stepping) for attached in self._attached)
+        # The watch and its history hold this step now, too.
+        scalars["agent_memory_bytes"] = table.array.nbytes + self._history.bytes + own_bytes
         for attached in self._attached:
             if attached.totals is not None:
                 self._last_occasional.update(dict.fromkeys(attached.meter.occasional, self._last))
@@ -235,24 +292,36 @@ class Watch:
             layout is None
             or len(layout.statistics) != len(self._union.statistics)
             or len(layout.layers) != len(self._union.layers)
+            or self._failures != failures()
             or (layout.watch.intent != "before-after" and any(own.closure_seen for own in self._attached))
         ):
+            self._failures = failures()
             watched = self._watched()
             layers = tuple(watched[name].layer() for name in self._union.layers)
             layout = self._layout = Layout(layers, tuple(self._union.statistics), self.info)
         return layout
 
 
-def _several(given: object) -> list[Optimizer]:
+def _several(model: nn.Module, given: object) -> list[Optimizer | ForeignOptimizer]:
     """The optimizers that `watch` was given, each once."""
-    if isinstance(given, Optimizer):
-        return [given]
-    found = list(given.values()) if isinstance(given, Mapping) else given
-    if not isinstance(found, Sequence) or not found or not all(isinstance(entry, Optimizer) for entry in found):
+    if isinstance(given, Optimizer) or is_foreign(given):
+        found: Any = [given]
+    else:
+        found = list(given.values()) if isinstance(given, Mapping) else given
+    if (
+        isinstance(found, str)
+        or not isinstance(found, Sequence)
+        or not found
+        or not all(isinstance(entry, Optimizer) or is_foreign(entry) for entry in found)
+    ):
         raise TypeError(
             f"optimizer={type(given).__name__}; pass the torch.optim.Optimizer that trains it, or several of them"
         )
-    optimizers: list[Optimizer] = list(dict.fromkeys(found))
+    known = [only_passes_on(entry) or entry for entry in found]
+    optimizers = [
+        ForeignOptimizer(entry, model) if is_foreign(entry) else entry
+        for entry in {id(entry): entry for entry in known}.values()
+    ]
     stepped: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for parameter in (entry for group in optimizer.param_groups for entry in group["params"]):

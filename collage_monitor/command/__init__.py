@@ -50,7 +50,7 @@ def _advice(*extras: str) -> str:
     return f"pip install 'collage-monitor[{','.join(extras)}]'"
 
 
-class Verbs(click.Group):
+class VerbGroup(click.Group):
     """Commands found in the entry-point group, imported only when they are called or described."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -88,7 +88,7 @@ def _absent(verb: str, module: str, extra: str) -> click.Command:
     return absent
 
 
-@click.group(cls=Verbs, name="collage-monitor")
+@click.group(cls=VerbGroup, name="collage-monitor")
 @click.version_option(__version__)
 def root() -> None:
     """What low precision does to an optimizer's updates."""

@@ -81,7 +81,7 @@ def _format(stated: str | None, output: Path | None) -> ExportFormat:
 
 @contextmanager
 def _target(path: Path) -> Iterator[BinaryIO]:
-    """The file under a passing name, which is given up when something fails."""
+    """The file under a temporary name until it is whole; it is removed if something fails."""
     if str(path) == "-":
         yield sys.stdout.buffer
         return

@@ -1,4 +1,4 @@
-"""What every kind of file is turned into, and how it is sent to a server: as a new, closed run."""
+"""A run read from a file of any kind, and how it is sent to a server: as a new, closed run."""
 
 from __future__ import annotations
 

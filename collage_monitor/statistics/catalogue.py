@@ -9,6 +9,7 @@ from collage_monitor.definitions import HISTOGRAM_LABELS, Definition, Metric, St
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 from collage_monitor.statistics import (
+    casts,
     classes,
     counterfactuals,
     counts,
@@ -37,6 +38,7 @@ _OWN: Final = {
     "classes": classes.DEFINITION,
     "windows": several_steps.WINDOWS,
     "counterfactuals": counterfactuals.DEFINITION,
+    "casts": casts.DEFINITION,
     "states": kept.STATES,
     "decay": kept.DECAY,
     "residuals": kept.RESIDUALS,
@@ -127,4 +129,10 @@ def _look_up(key: str, table: dict[str, _Entry], kind: str) -> _Entry:
         raise CatalogueError(f"{kind} {key!r}: {name} takes a method and a dtype, {name}/light/bf16")
     if entry.label == "steps" and not str(label).isdigit():
         raise CatalogueError(f"{kind} {key!r}: a window's label is its length in steps, {name}/64")
+    if entry.label in ("format", "format/steps"):
+        cast, slash, steps = str(label).partition("/")
+        if cast not in casts.FORMATS or (entry.label == "format" and slash):
+            raise CatalogueError(f"{kind} {key!r}: formats of copies are {', '.join(casts.FORMATS)}")
+        if entry.label == "format/steps" and not steps.isdigit():
+            raise CatalogueError(f"{kind} {key!r}: {name} takes a format and a length in steps, {name}/bf16/64")
     return entry

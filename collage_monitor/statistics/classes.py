@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collage_monitor.definitions import Array, Definition, Interval, Metric, ratio, sums
+from collage_monitor.definitions import Array, Definition, Interval, Metric, active_elements, ratio, sums
 
 __all__ = ["DEFINITION"]
 
 
-def _share_of_active(part: Array, elements: Array, nonfinite: Array, idle: Array) -> Array:
-    return ratio(part, elements - nonfinite - idle)
+_FEWEST = ("elements", "nonfinite", "idle")
+_CLASSES = ("lost", "distorted", "faithful")
+
+
+def _share_of_active(part: Array, elements: Array, nonfinite: Array, idle: Array, *classes: Array) -> Array:
+    return ratio(part, active_elements(elements, nonfinite, idle, *classes))
+
+
+def _known(lost: Array, distorted: Array, faithful: Array, idle: Array, elements: Array, nonfinite: Array) -> Array:
+    return ratio(lost + distorted + faithful + idle, elements - nonfinite)
 
 
 def _share_of_finite(part: Array, elements: Array, nonfinite: Array) -> Array:
@@ -36,10 +44,11 @@ DEFINITION = Definition(
             "lost_update_ratio",
             "Updates lost",
             "ratio",
-            "lost / (elements − nonfinite − idle)",
+            "lost / (lost + distorted + faithful)",
             "Share of the intended updates that were rounded away in this step. "
             "Misjudges stochastic rounding, whose updates arrive in the mean.",
-            needs=("lost", "elements", "nonfinite", "idle"),
+            needs=("lost", *_FEWEST),
+            helpful=_CLASSES,
             finish=_share_of_active,
             ideal=0.0,
             interval=Interval("lost", "active", share=True),
@@ -49,12 +58,24 @@ DEFINITION = Definition(
             "lost_visible_ratio",
             "Updates lost, visible",
             "ratio",
-            "lost_visible / (elements − nonfinite − idle)",
+            "lost_visible / (lost + distorted + faithful)",
             "Share of the intended updates that did not move the registered parameter.",
-            needs=("lost_visible", "elements", "nonfinite", "idle"),
+            needs=("lost_visible", *_FEWEST),
+            helpful=_CLASSES,
             finish=_share_of_active,
             ideal=0.0,
             interval=Interval("lost_visible", "active", share=True),
+        ),
+        Metric(
+            "measured_ratio",
+            "Elements with a known u",
+            "ratio",
+            "(lost + distorted + faithful + idle) / (elements − nonfinite)",
+            "Share of the elements of stepped layers whose intended update is known. Of the others only what "
+            "changed is known: no ratio counts them.",
+            needs=(*_CLASSES, "idle", "elements", "nonfinite"),
+            finish=_known,
+            ideal=1.0,
         ),
         Metric(
             "unchanged_ratio",

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from collage_monitor.definitions import Array, Definition, Interval, Metric, Statistic, ratio, root_ratio, sums
+from collage_monitor.definitions import (
+    Array,
+    Definition,
+    Interval,
+    Metric,
+    Statistic,
+    cosine,
+    ratio,
+    root_ratio,
+    sums,
+)
 
 __all__ = ["EDQ", "NORMS"]
 
@@ -16,8 +26,9 @@ def _edq(product: Array, squares: Array, steps: Array) -> Array:
     return ratio(product, np.sqrt(squares * steps))
 
 
-def _cosine(product: Array, squares: Array, others: Array) -> Array:
-    return ratio(product, np.sqrt(squares) * np.sqrt(others))
+def _error(product: Array, squares: Array, others: Array) -> Array:
+    # Σ (e − u)², which rounding may leave a little below 0.
+    return root_ratio(np.maximum(others - 2 * product + squares, 0.0), squares)
 
 
 EDQ = Definition(
@@ -61,15 +72,27 @@ EDQ = Definition(
             "Σ u·e / √(Σ u² · Σ e²)",
             "Direction of the effective update against the intended one.",
             needs=("intended_effective_sum", "intended_squared_sum", "effective_squared_sum"),
-            finish=_cosine,
+            finish=cosine,
             ideal=1.0,
+        ),
+        Metric(
+            "update_error_ratio",
+            "Update error",
+            "ratio",
+            "√(Σ (e − u)² / Σ u²)",
+            "What rounding took and added, beside what was intended: 0 nothing, 1 as much as standing still. In it "
+            "an overshoot does not make up for a loss, as it does in edq_ratio. Stochastic rounding adds noise to "
+            "it that evens out.",
+            needs=("intended_effective_sum", "intended_squared_sum", "effective_squared_sum"),
+            finish=_error,
+            ideal=0.0,
         ),
         Metric(
             "edq_visible_ratio",
             "EDQ, visible",
             "ratio",
             "Σ u·eᵛ / Σ u²",
-            "The same for the registered parameter: what the forward pass sees.",
+            "As edq_ratio, for the registered parameter: what the forward pass sees.",
             needs=("intended_visible_sum", "intended_squared_sum"),
             finish=ratio,
             ideal=1.0,

@@ -28,7 +28,8 @@ def finish(key: str, totals: Totals) -> Array:
     except KeyError:
         shape = np.shape(next(iter(totals.values()))) if totals else ()
         return np.full(shape, np.nan)
-    return entry.finish(*amounts)
+    missing = np.full(np.shape(amounts[0]), np.nan)
+    return entry.finish(*amounts, *(totals.get(name, missing) for name in entry.helpful))
 
 
 def interval(key: str, totals: Totals) -> tuple[Array, Array]:
@@ -53,13 +54,13 @@ def has_interval(key: str, totals: Iterable[str]) -> bool:
 
 
 def statistics_for(key: str, *, intervals: bool = True) -> tuple[str, ...]:
-    """Keys of the statistics that the metric `key` is made of, and its interval too unless told not to.
+    """Keys of the statistics that the metric `key` is made of, and its interval too, with `intervals`.
 
     Raises:
         CatalogueError: no such metric, or a wrong label.
     """
     entry, (name, label) = metric(key), split_key(key)
-    keys = [found for need in entry.needs for found in _keys_of(need, entry, label)]
+    keys = [found for need in (*entry.needs, *entry.helpful) for found in _keys_of(need, entry, label)]
     if intervals and entry.interval is not None:
         keys += estimates.needed_for(name, entry.interval)
     return tuple(dict.fromkeys(keys))

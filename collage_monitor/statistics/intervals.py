@@ -4,6 +4,9 @@ Ratios: linearised variance (V_AA − 2R·V_AB + R²·V_BB) / B². Shares: Wilso
 size, so that zero losses do not give zero width. Both with Student's quantile for as many blocks as there are in
 effect: the normal one covers 0.92 with 32 blocks. Source: Cochran, Sampling Techniques, chapters 6 and 9; Wilson,
 JASA 22 (1927); Abramowitz and Stegun, 26.7.5.
+
+A ratio of sums of squares has tails. Where few blocks hold most of Σ u² or most of the variance, or where a look at
+whole gradients shows that the sample misses what matters, no width can be trusted, and none is given.
 """
 
 from __future__ import annotations
@@ -13,17 +16,25 @@ from typing import Final
 
 import numpy as np
 
-from collage_monitor.definitions import Array, Definition, Interval, Statistic, sums
+from collage_monitor.definitions import Array, Definition, Interval, Statistic, active_elements, sums
 
 __all__ = ["ACTIVE", "DEFINITION", "MINIMUM_BLOCKS", "bounds", "needed_for"]
 
 Totals = Mapping[str, Array]
 
-ACTIVE: Final = ("elements", "nonfinite", "idle")
-"""What the denominator "active" is made of: elements − nonfinite − idle."""
+ACTIVE: Final = ("elements", "nonfinite", "idle", "lost", "distorted", "faithful")
+"""What the denominator "active" is made of: the arguments of `active_elements`."""
 MINIMUM_BLOCKS: Final = 20
+VARIANCES: Final = ("variance_numerator", "variance_denominator", "covariance", "variance_product_root")
+_REFERENCE: Final = "variance_denominator/edq_ratio"
+"""The variance of Σ u² on the sample that `unseen_variance` is about."""
 _NORMAL_QUANTILE = 1.959963984540054
 _FEWEST_DEGREES = 4.0
+_FEWEST_IN_EFFECT: Final = 10.0
+_FEWEST_SOURCES: Final = 4.0
+"""Blocks in effect that a ratio's denominator and its variance must come from, for Student's quantile to cover."""
+_MOST_UNSEEN: Final = 2.25
+"""Standard errors of the denominator that the sample may be off by, where whole tensors were looked at."""
 
 
 def _variance(name: str, text: str) -> Statistic:
@@ -41,21 +52,39 @@ DEFINITION = Definition(
             covariance="Covariance of the two.",
             variance_product_root="√(V_AA·V_BB) of each step, made after shards merged.",
         ),
+        Statistic(
+            "fourth_moment",
+            "sum",
+            "fourth_root_sum",
+            "metric's⁴",
+            "Σ f²·d⁴ over blocks, d = a − R·b: tells from how many blocks a ratio's variance comes.",
+            "metric",
+            ("intended",),
+        ),
+        Statistic(
+            "unseen_variance",
+            "sum",
+            "root_sum",
+            "weight⁴",
+            "Square of what the sample's Σ u² is off by, as whole gradients and momenta tell it.",
+            needs=("intended",),
+            raw=True,
+        ),
     )
 )
 
 
 def needed_for(name: str, pair: Interval) -> list[str]:
     """Keys of the totals that `bounds` reads of the metric `name`."""
-    variances = [f"{entry.name}/{name}" for entry in DEFINITION.statistics]
+    variances = [f"{entry}/{name}" for entry in VARIANCES]
     under = ACTIVE if pair.denominator == "active" else (pair.denominator,)
-    return [pair.numerator, *under, *variances, *pair.sample, *(("measured_steps",) if pair.share else ())]
+    own = ("measured_steps",) if pair.share else (f"fourth_moment/{name}", "unseen_variance", _REFERENCE)
+    return [pair.numerator, *under, *variances, *pair.sample, *own]
 
 
 def _denominator(totals: Totals, name: str) -> Array:
     if name == "active":
-        elements, nonfinite, idle = (totals[part] for part in ACTIVE)
-        return elements - nonfinite - idle
+        return active_elements(*(totals.get(part, np.asarray(np.nan)) for part in ACTIVE))
     return totals[name]
 
 
@@ -63,7 +92,7 @@ def bounds(name: str, pair: Interval, totals: Totals) -> tuple[Array, Array]:
     """(low, high) of the 95 % interval of the metric `name`, the ratio `pair`; NaN where it is undefined.
 
     Undefined: a zero denominator, variances not reported, or fewer than MINIMUM_BLOCKS sampled blocks with
-    u ≠ 0 unless every element was measured, where the width is zero.
+    u ≠ 0 unless every element was measured, where the width is zero; and ratios whose sums have too heavy tails.
     """
     a, b = totals[pair.numerator], _denominator(totals, pair.denominator)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -71,15 +100,22 @@ def bounds(name: str, pair: Interval, totals: Totals) -> tuple[Array, Array]:
         variance = _ratio_variance(name, totals, ratio, b)
         sampled, elements, blocks = (totals[part] for part in pair.sample)
         whole = sampled == elements
-        quantile = _quantile(_degrees_of_freedom(name, totals, b, sampled / elements, blocks))
+        effective = _blocks_in_effect(name, totals, b, sampled / elements, blocks)
+        enough = blocks >= MINIMUM_BLOCKS
         if pair.share:
+            quantile = _quantile(effective)
             # Steps look at the same elements again and again: n_eff is bounded by those of one step.
             active = sampled * b / elements / totals.get("measured_steps", np.float64(1.0))
             low, high = _wilson(ratio, variance, sampled / elements, active, blocks, quantile)
         else:
-            half = quantile * np.sqrt(variance)
+            # Earlier agents report neither moment: their intervals are those of sums without heavy tails.
+            sources = np.square(variance * b**2) / totals.get(f"fourth_moment/{name}", np.float64(0.0))
+            enough &= (effective >= _FEWEST_IN_EFFECT) & (sources >= _FEWEST_SOURCES)
+            if "unseen_variance" in totals:
+                enough &= totals["unseen_variance"] <= _MOST_UNSEEN**2 * totals[_REFERENCE]
+            half = _quantile(np.minimum(effective, sources)) * np.sqrt(variance)
             low, high = ratio - half, ratio + half
-    known = np.isfinite(ratio) & (whole | ((blocks >= MINIMUM_BLOCKS) & np.isfinite(variance)))
+    known = np.isfinite(ratio) & (whole | (enough & np.isfinite(variance)))
     return (
         np.where(known, np.where(whole, ratio, low), np.nan),
         np.where(known, np.where(whole, ratio, high), np.nan),
@@ -96,22 +132,28 @@ def _ratio_variance(name: str, totals: Totals, ratio: Array, b: Array) -> Array:
     return np.maximum(v_aa - 2 * ratio * correlated + ratio**2 * v_bb, 0.0) / b**2
 
 
-def _degrees_of_freedom(name: str, totals: Totals, b: Array, fraction: Array, blocks: Array) -> Array:
-    """Blocks in effect, less one: n / (1 + cv²) with cv the spread of the denominator over the n blocks.
+def _blocks_in_effect(name: str, totals: Totals, b: Array, fraction: Array, blocks: Array) -> Array:
+    """n / (1 + cv²) with cv the spread of the denominator over the n blocks.
 
     Few blocks then count for less where most of the denominator stands in some of them, as in rarely used rows.
     """
     spread = totals[f"variance_denominator/{name}"] / (b**2 * np.maximum(1.0 - fraction, np.finfo(np.float64).tiny))
-    return np.maximum(1.0 / (1.0 / blocks + np.nan_to_num(spread)) - 1.0, _FEWEST_DEGREES)
+    found: Array = 1.0 / (1.0 / blocks + np.nan_to_num(spread))
+    return found
 
 
-def _quantile(degrees: Array) -> Array:
-    """Student's 97.5 % quantile, from the normal one by its expansion in 1 / degrees: within 0.003 from 5 on."""
+def _quantile(blocks: Array) -> Array:
+    """Student's 97.5 % quantile for so many blocks in effect, of degrees of freedom one less.
+
+    From the normal one by its expansion in 1 / degrees: within 0.003 from 5 on.
+    """
+    degrees = np.maximum(blocks - 1.0, _FEWEST_DEGREES)
     z = _NORMAL_QUANTILE
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
+    quantile: Array = z + first / degrees + second / degrees**2 + third / degrees**3
+    return quantile
 
 
 def _wilson(

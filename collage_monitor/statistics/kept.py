@@ -86,6 +86,13 @@ RESIDUALS = Definition(
     statistics=(
         _last("residual_elements", "elements", "Elements with a finite residual r, θ = θᵛ + r."),
         _last("residual_zero", "elements", "Elements whose residual is 0 before the step."),
+        Statistic(
+            "residual_dropped",
+            "sum",
+            "max",
+            "elements",
+            "Elements whose residual is 0 before the step though an average of theirs is not.",
+        ),
         _last("residual_nonfinite", "elements", "Residuals that are NaN or infinite."),
         _last("residual_fill_sum", "1", "Σ |r| / ½gap(θᵛ)"),
         _last(
@@ -102,7 +109,7 @@ RESIDUALS = Definition(
             "ratio",
             "residual_fill_sum / residual_elements",
             "Mean of |r| / ½gap(θᵛ), before the step, where the weight is kept as a sum θᵛ + r: "
-            "about ½ in training.",
+            "about ½ in training, 1 where bits are appended.",
             needs=("residual_fill_sum", "residual_elements"),
             finish=ratio,
         ),
@@ -115,6 +122,17 @@ RESIDUALS = Definition(
             "resume means a checkpoint that dropped them.",
             needs=("residual_zero", "residual_elements"),
             finish=ratio,
+        ),
+        Metric(
+            "residual_dropped_ratio",
+            "Residual dropped",
+            "ratio",
+            "residual_dropped / residual_elements",
+            "Largest share, of the steps merged, of the residuals that are 0 before a step though the element was "
+            "stepped before: something dropped them, such as a resume. Below 0.02 in training.",
+            needs=("residual_dropped", "residual_elements"),
+            finish=ratio,
+            ideal=0.0,
         ),
         Metric(
             "residual_nonfinite",

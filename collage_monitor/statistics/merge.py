@@ -22,10 +22,13 @@ Totals = Mapping[str, Array]
 _REDUCED_BY: Final[Mapping[str, tuple[np.ufunc, float]]] = {
     "sum": (np.add, 0.0),
     "root_sum": (np.add, 0.0),
+    "fourth_root_sum": (np.add, 0.0),
     "max": (np.maximum, -np.inf),
     "min": (np.minimum, np.inf),
 }
 """Merge rule → what reduces, and what stands for a part that is not reported."""
+_ROOTS: Final[Mapping[str, int]] = {"root_sum": 2, "fourth_root_sum": 4}
+"""Merge rule → the root that is added up, and then raised to its power again."""
 
 
 def merge(parts: Sequence[Totals], *, over: Literal["shards", "steps"]) -> dict[str, Array]:
@@ -60,7 +63,7 @@ def reduce_shards(totals: Totals, axis: int = 0) -> dict[str, Array]:
 def reduce_steps(totals: Totals, axis: int = 0, starts: NDArray[np.intp] | None = None) -> dict[str, Array]:
     """Merge over steps along `axis`, oldest first.
 
-    With `starts` (ascending indices into the axis) each bucket [starts[i], starts[i + 1]) becomes one point and
+    With `starts` (ascending indices into the axis) each range [starts[i], starts[i + 1]) becomes one point and
     the axis stays; without, everything becomes one point and the axis disappears.
     """
     lifted = with_variance_product_roots(totals)
@@ -103,8 +106,9 @@ def _reduce(values: Array, rule: str, axis: int, starts: NDArray[np.intp] | None
     gaps = bool(missing.any())
     ufunc, neutral = _REDUCED_BY[rule]
     given = np.where(missing, neutral, values) if gaps else values
-    if rule == "root_sum":
-        merged: Array = np.square(ufunc.reduceat(np.sqrt(np.maximum(given, 0.0)), bounds, axis=axis))
+    if rule in _ROOTS:
+        roots = np.power(np.maximum(given, 0.0), 1 / _ROOTS[rule])
+        merged: Array = np.power(ufunc.reduceat(roots, bounds, axis=axis), _ROOTS[rule])
     else:
         merged = ufunc.reduceat(given, bounds, axis=axis)
     if gaps:

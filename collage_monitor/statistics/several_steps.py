@@ -6,7 +6,7 @@ optimizer with weights and states of its own, is fed the same gradients.
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
 from collage_monitor.definitions import (
     Array,
@@ -15,6 +15,7 @@ from collage_monitor.definitions import (
     Metric,
     Statistic,
     as_is,
+    cosine,
     ratio,
     root_ratio,
     sums,
@@ -27,8 +28,17 @@ def _window(name: str, unit: str, text: str) -> Statistic:
     return Statistic(name, "sum", "last", unit, text, "steps", ("intended",))
 
 
-def _cosine(product: Array, squares: Array, others: Array) -> Array:
-    return ratio(product, np.sqrt(squares) * np.sqrt(others))
+def _ratio_over_window(
+    name: str,
+    title: str,
+    formula: str,
+    text: str,
+    needs: tuple[str, ...],
+    *,
+    finish: Callable[..., Array] = ratio,
+    ideal: float = 1.0,
+) -> Metric:
+    return Metric(name, title, "ratio", formula, text, needs=needs, finish=finish, label="steps", ideal=ideal)
 
 
 WINDOWS = Definition(
@@ -43,76 +53,52 @@ WINDOWS = Definition(
         _window("window_lost_visible", "elements", "U ≠ 0 and Eᵛ = 0."),
     ),
     metrics=(
-        Metric(
+        _ratio_over_window(
             "edq_window_ratio",
             "EDQ over a window",
-            "ratio",
             "Σ U·E / Σ U², U = Σ u and E = the change of θ over k steps",
             "As edq_ratio, for k steps together. Hardly depends on k: one step forecasts it.",
-            needs=("window_intended_effective_sum", "window_intended_squared_sum"),
-            finish=ratio,
-            label="steps",
-            ideal=1.0,
+            ("window_intended_effective_sum", "window_intended_squared_sum"),
         ),
-        Metric(
+        _ratio_over_window(
             "edq_window_cosine",
             "EDQ cosine over a window",
-            "ratio",
             "Σ U·E / √(Σ U² · Σ E²)",
             "Direction over k steps: nears 1 with k where errors even out, as stochastic rounding's do.",
-            needs=(
-                "window_intended_effective_sum",
-                "window_intended_squared_sum",
-                "window_effective_squared_sum",
-            ),
-            finish=_cosine,
-            label="steps",
-            ideal=1.0,
+            ("window_intended_effective_sum", "window_intended_squared_sum", "window_effective_squared_sum"),
+            finish=cosine,
         ),
-        Metric(
+        _ratio_over_window(
             "lost_window_ratio",
             "Updates lost over a window",
-            "ratio",
             "window_lost / window_active",
             "Share of the updates intended over k steps that left the stored weight where it was. "
             "Judges stochastic rounding, which one step misjudges.",
-            needs=("window_lost", "window_active"),
-            finish=ratio,
-            label="steps",
+            ("window_lost", "window_active"),
             ideal=0.0,
         ),
-        Metric(
+        _ratio_over_window(
             "edq_visible_window_ratio",
             "EDQ over a window, visible",
-            "ratio",
             "Σ U·Eᵛ / Σ U²",
-            "The same for the registered parameter.",
-            needs=("window_intended_visible_sum", "window_intended_squared_sum"),
-            finish=ratio,
-            label="steps",
-            ideal=1.0,
+            "As edq_window_ratio, for the registered parameter.",
+            ("window_intended_visible_sum", "window_intended_squared_sum"),
         ),
-        Metric(
+        _ratio_over_window(
             "edq_visible_window_cosine",
             "EDQ cosine over a window, visible",
-            "ratio",
             "Σ U·Eᵛ / √(Σ U² · Σ Eᵛ²)",
             "Direction over k steps of the registered parameter.",
-            needs=("window_intended_visible_sum", "window_intended_squared_sum", "window_visible_squared_sum"),
-            finish=_cosine,
-            label="steps",
-            ideal=1.0,
+            ("window_intended_visible_sum", "window_intended_squared_sum", "window_visible_squared_sum"),
+            finish=cosine,
         ),
-        Metric(
+        _ratio_over_window(
             "lost_visible_window_ratio",
             "Updates lost over a window, visible",
-            "ratio",
             "window_lost_visible / window_active",
             "Share of the updates intended over k steps that did not move the registered parameter. "
             "Judges Kahan's, which one step misjudges.",
-            needs=("window_lost_visible", "window_active"),
-            finish=ratio,
-            label="steps",
+            ("window_lost_visible", "window_active"),
             ideal=0.0,
         ),
     ),

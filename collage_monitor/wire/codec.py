@@ -13,7 +13,7 @@ import numpy as np
 
 from collage_monitor.errors import WireError
 from collage_monitor.wire.answers import RejectedReport
-from collage_monitor.wire.messages import LIMITS, Gap, Index, Parts, Report, ReportBatch
+from collage_monitor.wire.messages import LIMITS, Index, Report, ReportBatch, ReportGap, ReportsOfStep
 from collage_monitor.wire.numbers import Number, array_from_bytes, array_to_bytes, from_number, to_number
 
 __all__ = [
@@ -45,12 +45,12 @@ class _JsonReport(msgspec.Struct, kw_only=True, frozen=True):
     layer_count: Index = 0
     statistics: list[list[Number]] | None = None
     model: list[Number] | None = None
-    parts: Parts = 1
+    reports_of_step: ReportsOfStep = msgspec.field(default=1, name="parts")
 
 
 class _JsonBatch(msgspec.Struct, kw_only=True, frozen=True):
     reports: list[_JsonReport]
-    gaps: list[Gap] = msgspec.field(default_factory=list)
+    gaps: list[ReportGap] = msgspec.field(default_factory=list)
 
 
 _Bound = msgspec.Meta(max_length=LIMITS["reports_per_batch"])
@@ -58,12 +58,12 @@ _Bound = msgspec.Meta(max_length=LIMITS["reports_per_batch"])
 
 class _RawBatch(msgspec.Struct, kw_only=True, frozen=True):
     reports: Annotated[list[msgspec.Raw], _Bound]
-    gaps: list[Gap] = msgspec.field(default_factory=list)
+    gaps: list[ReportGap] = msgspec.field(default_factory=list)
 
 
 class _PlainBatch(msgspec.Struct, kw_only=True, frozen=True):
     reports: Annotated[list[Any], _Bound]
-    gaps: list[Gap] = msgspec.field(default_factory=list)
+    gaps: list[ReportGap] = msgspec.field(default_factory=list)
 
 
 class _Numbered(msgspec.Struct, frozen=True):
@@ -199,7 +199,7 @@ def _to_json(report: Report) -> _JsonReport:
         layer_count=report.layer_count,
         statistics=None if block is None else [[to_number(value) for value in row] for row in block.tolist()],
         model=None if model is None else [to_number(value) for value in model.tolist()],
-        parts=report.parts,
+        reports_of_step=report.reports_of_step,
     )
 
 
@@ -219,7 +219,7 @@ def _from_json(report: _JsonReport) -> Report:
         layer_count=report.layer_count,
         statistics=statistics,
         model=model,
-        parts=report.parts,
+        reports_of_step=report.reports_of_step,
     )
 
 

@@ -16,11 +16,11 @@ __all__ = [
     "Attempt",
     "AttemptCreate",
     "Fingerprint",
-    "Gap",
     "LIMITS",
     "Layer",
     "Report",
     "ReportBatch",
+    "ReportGap",
     "RunCreate",
     "RunUpdate",
     "Stream",
@@ -44,11 +44,12 @@ LIMITS: Final[Mapping[str, int]] = MappingProxyType(
 )
 """What one message may hold. The server answers more with 413 or 422 and names the limit."""
 
-Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*$")]
+Identifier = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*(?![\s\S])")]
+"""The end is written as JSON Schema and Python both read it: Python's `$` also matches before a last line break."""
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=65_536)]
 Index = Annotated[int, Meta(ge=0, le=2**53)]
-Parts = Annotated[int, Meta(ge=1, le=100_000)]
+ReportsOfStep = Annotated[int, Meta(ge=1, le=100_000)]
 
 
 class RunCreate(Struct, kw_only=True, frozen=True):
@@ -109,7 +110,8 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
     quantised. `master` is the state that holds the stored weight; `residual` the state that completes the weight,
     added with `residual_sign`. `stochastic_rounding` is that of weights, seen at attach; None if unknown.
     `implementation` is "fused", "foreach", "for-loop" or "unknown". `findings` says, a sentence each, what
-    disagrees with what was declared.
+    disagrees with what was declared. `unexplained` names a state that keeps something of the weights in a way that
+    is not understood, and what it did: where it is set, no number can make a run healthy or sick.
     """
 
     parameters: dict[Name, Index] = field(default_factory=dict)
@@ -121,6 +123,7 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
     stochastic_rounding: bool | None = None
     implementation: Name = "unknown"
     findings: list[Text] = field(default_factory=list)
+    unexplained: Text | None = None
 
 
 class WatchInfo(Struct, kw_only=True, frozen=True):
@@ -197,8 +200,9 @@ class Report(Struct, kw_only=True, frozen=True):
     [statistic_count][layer_count], `model` float64 [statistic_count] (the rank's layers merged as shards), both
     little-endian, rows in the order that the stream declared; both None when the step was not measured. NaN is
     "not reported". The same step may be reported more than once (scalars and statistics apart, or by several
-    watched optimizers): reports of one step merge. `parts` is how many reports with statistics this stream sends of
-    the step, at least; the step is partial until that many have come (of several values the largest counts).
+    watched optimizers): reports of one step merge. `reports_of_step` (`parts` on the wire) is how many reports with
+    statistics this stream sends of the step, at least; the step is partial until that many have come (of several
+    values the largest counts).
     """
 
     seq: Index
@@ -209,10 +213,10 @@ class Report(Struct, kw_only=True, frozen=True):
     layer_count: Index = 0
     statistics: bytes | None = None
     model: bytes | None = None
-    parts: Parts = 1
+    reports_of_step: ReportsOfStep = field(default=1, name="parts")
 
 
-class Gap(Struct, kw_only=True, frozen=True):
+class ReportGap(Struct, kw_only=True, frozen=True):
     """Reports that will never come: `first_seq` to `last_seq`, both included, were dropped for `reason`."""
 
     first_seq: Index
@@ -224,4 +228,4 @@ class ReportBatch(Struct, kw_only=True, frozen=True):
     """Reports of one stream, in any order, and the gaps since the last batch."""
 
     reports: list[Report]
-    gaps: list[Gap] = field(default_factory=list)
+    gaps: list[ReportGap] = field(default_factory=list)

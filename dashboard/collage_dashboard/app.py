@@ -76,7 +76,7 @@ def render(view: View, reader: Reader) -> Any:
             return runs.layout(view, reader)
     except CollageError as error:
         problem = explain(error)
-        return problem_page(problem, retry=problem.passing)
+        return problem_page(problem, retry=problem.temporary)
     return problem_page(_MISSING)
 
 

@@ -1,4 +1,4 @@
-"""Guards at the door: the names under which the dashboard answers, and callbacks from its own pages only."""
+"""Request guards: the host names under which the dashboard answers, and callbacks from its own pages only."""
 
 from __future__ import annotations
 

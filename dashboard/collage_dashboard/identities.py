@@ -15,7 +15,7 @@ __all__ = ["RunStyle", "identify", "is_stochastic", "strategy_title"]
 _LABEL_CHARACTERS = 48
 
 
-class Named(Protocol):
+class NamedRun(Protocol):
     """Anything with the four fields that name a run (`wire.ComparedRun` has them)."""
 
     @property
@@ -38,7 +38,7 @@ class RunStyle:
     dash: str
 
 
-def identify(runs: Sequence[Named]) -> list[RunStyle]:
+def identify(runs: Sequence[NamedRun]) -> list[RunStyle]:
     """An identity for each run, in the order given.
 
     The label is the run's name, cut in its middle beyond 48 characters; where two runs share it, strategy and
@@ -76,9 +76,9 @@ def _short(name: str) -> str:
     return name if len(name) <= _LABEL_CHARACTERS else f"{name[: half - 1]}…{name[-half:]}"
 
 
-def _with_strategy(label: str, run: Named) -> str:
+def _with_strategy(label: str, run: NamedRun) -> str:
     return f"{label} · {strategy_title(run.strategy, run.dtype)}"
 
 
-def _with_id(label: str, run: Named) -> str:
+def _with_id(label: str, run: NamedRun) -> str:
     return f"{label} · {run.run_id[-6:]}"

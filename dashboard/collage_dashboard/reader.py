@@ -23,7 +23,7 @@ class Problem:
     title: str
     text: str
     command: str = ""
-    passing: bool = False
+    temporary: bool = False
 
 
 class Reader:
@@ -59,12 +59,12 @@ class Reader:
 def explain(error: CollageError) -> Problem:
     """What a reader should know and do about an error."""
     if isinstance(error, ServerUnreachable):
-        return Problem("The server does not answer", str(error), _START, passing=True)
+        return Problem("The server does not answer", str(error), _START, temporary=True)
     if isinstance(error, NotAuthorised):
         text = f"{error}. Start the dashboard with the server's token: --token-file, --token or COLLAGE_TOKEN."
         return Problem("The server refused the token", text, "collage-monitor dashboard --token-file FILE")
     if isinstance(error, NotFound):
         return Problem("Nothing is stored under this address", f"{error}. It may have been deleted.")
     if isinstance(error, Unavailable):
-        return Problem("The server is busy", f"{error}. The page asks again by itself.", passing=True)
+        return Problem("The server is busy", f"{error}. The page asks again by itself.", temporary=True)
     return Problem("The server refused this question", str(error))

@@ -18,7 +18,6 @@ __all__ = ["RULE", "AdaBelief"]
 class AdaBelief(UpdateRule):
     """Written once, in operations of an arithmetic: it runs under every strategy, compiled, and in fp64."""
 
-    moves_by_learning_rate = True
     options: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-16, "weight_decay": 0.0, "decoupled_weight_decay": True}
     )

@@ -73,11 +73,11 @@ def _section(entry: Alert) -> Iterator[str]:
 
 
 @click.command()
-@click.argument("paper", type=click.Choice(["rules", "runbook"]))
+@click.argument("document", type=click.Choice(["rules", "runbook"]))
 @click.option("--time-scale", default=1.0, show_default=True, help="Shorten windows and waits by this factor.")
-def main(paper: str, time_scale: float) -> None:
+def main(document: str, time_scale: float) -> None:
     """Print the Prometheus rules or the runbook."""
-    click.echo(rules(time_scale) if paper == "rules" else runbook(), nl=False)
+    click.echo(rules(time_scale) if document == "rules" else runbook(), nl=False)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from collage_server import health
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
 from collage_server.api.routing import add_description
-from collage_server.auth.bearer import Access
+from collage_server.auth.bearer import AccessPolicy
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import Maintenance, Sealer
 from collage_server.components import Components
 from collage_server.disk import DiskGuard
-from collage_server.ingest.backpressure import InFlight, JournalBounds
+from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.settings import Settings
@@ -53,14 +53,14 @@ def create_app(
         lifespan=_lifespan,
         middleware=[
             Middleware(RequestIdentity),
-            Middleware(AccessControl, access=Access(settings, components.directory, components.store.access)),
+            Middleware(AccessControl, access=AccessPolicy(settings, components.directory, components.store.access)),
             Middleware(ReadOnlyGate, guard=components.guard),
         ],
         # Every other error goes through to `RequestIdentity`; for these two the framework has words of its own.
         exception_handlers={HTTPException: _failed, RequestValidationError: _failed},
         docs_url=None,
         redoc_url=None,
-        # What this server tells of itself stands at /metrics; FastAPI would look for tracers at each request.
+        # This server's own numbers are at /metrics; FastAPI would look for tracers at each request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.components = components
@@ -118,7 +118,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         guard=guard,
         registry=StreamRegistry(store.streams.record),
         counters=counters,
-        in_flight=InFlight(settings.in_flight_bytes),
+        in_flight=InFlightBudget(settings.in_flight_bytes),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings, store.access),
         answers=AnswerCache(settings.answer_cache_bytes),

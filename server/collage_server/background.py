@@ -1,4 +1,4 @@
-"""Background work: threads that check, once an interval, whether there is something to do.
+"""BackgroundThread work: threads that check, once an interval, whether there is something to do.
 
 The sealer turns journals into chunks; maintenance expires, purges, gives space back, and watches what is left.
 """
@@ -10,14 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from threading import Event, Thread
-from typing import Final, Protocol
+from typing import Final
 
 from collage_server.disk import DiskGuard
 from collage_server.errors import Gone, NotFound
 from collage_server.ingest.backpressure import JournalBounds
-from collage_server.store import EventStore, NewEvent, Retention
+from collage_server.store import NewEvent, Store
 
-__all__ = ["Background", "Maintainable", "Maintenance", "Sealer"]
+__all__ = ["BackgroundThread", "Maintenance", "Sealer"]
 
 _LOG: Final = logging.getLogger(__name__)
 _SLICES: Final = 16
@@ -25,10 +25,10 @@ _PAUSE_SECONDS: Final = 0.02
 _DAY_SECONDS: Final = 86_400.0
 
 
-class Background(ABC):
-    """A daemon thread that runs `look` every `interval_seconds`; a failure is logged, and the next run tries again.
+class BackgroundThread(ABC):
+    """A daemon thread that runs `do_due_work` every `interval_seconds`; it logs a failure and goes on.
 
-    It may be stopped at any point without harm: `look` checks `stopping` between slices of its work.
+    It may be stopped at any point without harm: `do_due_work` checks `stopping` between slices of its work.
     """
 
     def __init__(self, name: str, *, interval_seconds: float) -> None:
@@ -39,7 +39,7 @@ class Background(ABC):
         self._thread: Thread | None = None
 
     @abstractmethod
-    def look(self) -> None:
+    def do_due_work(self) -> None:
         """Do what is due."""
 
     def start(self) -> None:
@@ -65,17 +65,17 @@ class Background(ABC):
         try:
             work()
         except Exception:
-            _LOG.exception("%s failed; the next look tries again", self._name)
+            _LOG.exception("%s failed; the next round tries again", self._name)
 
     def _run(self) -> None:
         while not self.stopping.is_set():
             self._woken.wait(self._interval_seconds)
             self._woken.clear()
             if not self.stopping.is_set():
-                self.attempt(self.look)
+                self.attempt(self.do_due_work)
 
 
-class Sealer(Background):
+class Sealer(BackgroundThread):
     """Once an interval, and when the journal is half full, `seal`s what is due of every run that is `waiting`."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Sealer(Background):
         self._clock = clock
         bounds.on_pressure = self.wake
 
-    def look(self) -> None:
+    def do_due_work(self) -> None:
         """Seal what is due of every run; a failure in one does not stop the others."""
         waiting = self._waiting()
         for run_id in waiting:
@@ -117,25 +117,7 @@ class Sealer(Background):
             pass
 
 
-class Maintainable(Protocol):
-    """What maintenance needs of a store."""
-
-    @property
-    def retention(self) -> Retention:
-        """Old points and deleted runs."""
-
-    @property
-    def events(self) -> EventStore:
-        """What happened to runs."""
-
-    def checkpoint_log(self) -> None:
-        """Keep the database's log short, whoever reads."""
-
-    def release_space(self) -> bool:
-        """Give a slice of free space back to the disk; True if there is more."""
-
-
-class Maintenance(Background):
+class Maintenance(BackgroundThread):
     """Looks at the disk every `disk_seconds`, however long a round takes, at the rest every `interval_seconds`.
 
     `days` maps a level (measured points a stored point merges) to how long it is kept.
@@ -143,7 +125,7 @@ class Maintenance(Background):
 
     def __init__(
         self,
-        store: Maintainable,
+        store: Store,
         guard: DiskGuard,
         *,
         clock: Callable[[], float],
@@ -166,7 +148,7 @@ class Maintenance(Background):
         self.attempt(self._guard.check_sizes)
         super().start()
 
-    def look(self) -> None:
+    def do_due_work(self) -> None:
         """Look at the disk, and go a round if one is due."""
         self._watch_disk()
         if time.monotonic() >= self._round_due:
@@ -186,7 +168,7 @@ class Maintenance(Background):
                 )
                 if gone:
                     _LOG.info("retention: %d levels of chunks of run %s left", gone, run_id)
-                    self._tell(run_id, gone, now)
+                    self._record_event(run_id, gone, now)
             except (Gone, NotFound):
                 continue
             except Exception:
@@ -194,7 +176,7 @@ class Maintenance(Background):
         self._repeat(lambda: self._store.retention.purge(_SLICES))
         self._repeat(self._store.release_space)
 
-    def _tell(self, run_id: str, gone: int, now: float) -> None:
+    def _record_event(self, run_id: str, gone: int, now: float) -> None:
         text = f"retention took fine points of {gone} stretch{'es' if gone > 1 else ''} of steps; coarser ones stay"
         self._store.events.add(run_id, [NewEvent(origin=f"retention/{now}", kind="retention", text=text)], now)
 

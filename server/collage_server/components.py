@@ -12,7 +12,7 @@ from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
 from collage_server.background import Maintenance, Sealer
 from collage_server.disk import DiskGuard
-from collage_server.ingest.backpressure import InFlight, JournalBounds
+from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.settings import Settings
@@ -34,7 +34,7 @@ class Components:
     guard: DiskGuard
     registry: StreamRegistry
     counters: IngestCounters
-    in_flight: InFlight
+    in_flight: InFlightBudget
     directory: TokenDirectory
     quotas: Quotas
     answers: AnswerCache

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from typing import Final
 
 from collage_server.errors import StoreUnusable
-from collage_server.store import Sizes
+from collage_server.store import Sizes, Store
 
-__all__ = ["DiskGuard", "Measurable"]
+__all__ = ["DiskGuard"]
 
 _LOG: Final = logging.getLogger(__name__)
 _BACK: Final = 0.95
 """Writing begins again below this share of the budget, or above the reserve divided by it: no flutter."""
-
-
-class Measurable(Protocol):
-    """What the guard needs of a store."""
-
-    def sizes(self) -> Sizes:
-        """How much space there is."""
 
 
 class DiskGuard:
@@ -28,7 +21,7 @@ class DiskGuard:
     `budget_bytes` bounds the data (None: no bound), `reserve_bytes` must stay free on the disk of an SQLite file.
     """
 
-    def __init__(self, store: Measurable, *, budget_bytes: int | None, reserve_bytes: int) -> None:
+    def __init__(self, store: Store, *, budget_bytes: int | None, reserve_bytes: int) -> None:
         self._store = store
         self._budget_bytes = budget_bytes
         self._reserve_bytes = reserve_bytes

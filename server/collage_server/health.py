@@ -26,7 +26,7 @@ from collage_server.api.reading import worst_of
 from collage_server.auth.bearer import principal_of
 from collage_server.components import Components, components_of
 from collage_server.errors import Busy, Gone, NotFound
-from collage_server.queries import WORST_LAYERS, latest_answer
+from collage_server.queries.runs import WORST_LAYERS, latest_answer
 from collage_server.store import RunQuery, RunRecord
 
 __all__ = ["MODEL_GAUGES", "SCALAR_GAUGES", "exposition", "router"]
@@ -38,7 +38,7 @@ _DECREMENT: Final = "state_decrement_ratio/"
 _PREFERRED_STATE: Final = "exp_avg_sq"
 MODEL_GAUGES: Final = {
     "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
-    "edq_visible_ratio": "The same for the registered parameter.",
+    "edq_visible_ratio": "As collage_edq_ratio, for the registered parameter.",
     "edq_oracle_ratio": "This step against an fp64 oracle.",
     "lost_update_ratio": "Share of the intended updates that were rounded away.",
     "update_to_weight_ratio": "Size of an intended step beside the weights.",
@@ -80,13 +80,13 @@ def metrics(request: Request) -> Response:
 def exposition(components: Components, projects: Collection[str] | None = None) -> bytes:
     """The whole page, in a registry of its own; for some projects, their runs alone."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Runs(components, projects))
+    registry.register(_RunCollector(components, projects))
     if projects is None:
-        registry.register(_Server(components))
+        registry.register(_ServerCollector(components))
     return generate_latest(registry)
 
 
-class _Runs(Collector):
+class _RunCollector(Collector):
     """Runs that are running and not stale."""
 
     def __init__(self, components: Components, projects: Collection[str] | None) -> None:
@@ -94,7 +94,7 @@ class _Runs(Collector):
         self._projects = projects
 
     def collect(self) -> Iterable[Metric]:
-        families = _Families()
+        families = _RunGauges()
         for record in self._running():
             with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.
                 families.add(record, self._components)
@@ -112,7 +112,7 @@ class _Runs(Collector):
                 return
 
 
-class _Families:
+class _RunGauges:
     """The gauge families of runs, being filled."""
 
     def __init__(self) -> None:
@@ -170,12 +170,12 @@ class _Families:
 
 
 def _add(family: GaugeMetricFamily, labels: list[str], value: Number | None) -> None:
-    """An undefined value has no sample: a gap, never 0."""
+    """An undefined value has no sample; it is never 0."""
     if value is not None:
         family.add_metric(labels, float(value))
 
 
-class _Server(Collector):
+class _ServerCollector(Collector):
     """The server about itself."""
 
     def __init__(self, components: Components) -> None:

@@ -46,7 +46,8 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
                 ExtraAdder(FIELDS),
                 format_exc_info,
                 ProcessorFormatter.remove_processors_meta,
-                *([JSONRenderer(default=str), mask] if form == "json" else [_line, mask, _escaped]),
+                mask,
+                *([JSONRenderer(default=str)] if form == "json" else [_line, _escaped]),
             ]
         )
     )
@@ -79,9 +80,16 @@ def _escaped(_logger: Any, _level: str, text: Any) -> str:
 
 
 def _masking(secrets: Collection[str]) -> Processor:
-    def mask(_logger: Any, _level: str, text: Any) -> str:
+    """Masks each text of a record as it was said: in a rendered line a secret's characters may be escaped."""
+
+    def masked(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
         for secret in secrets:
-            text = text.replace(secret, "***")
-        return _SECRETS.sub("***", text)
+            value = value.replace(secret, "***")
+        return _SECRETS.sub("***", value)
+
+    def mask(_logger: Any, _level: str, entry: EventDict) -> EventDict:
+        return {name: masked(value) for name, value in entry.items()}
 
     return mask

@@ -20,14 +20,14 @@ from collage_monitor.command import require
 from collage_monitor.command.up import Services
 from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
 from collage_studies.recipe import PLANS, Plan, Recipe
-from collage_studies.worker import Done, Job, Step, Team
+from collage_studies.worker import FinalLine, Job, ProgressLine, WorkerPool
 
-__all__ = ["Line", "demo", "result_line", "summary_json", "summary_table"]
+__all__ = ["ResultRow", "demo", "result_row", "summary_json", "summary_table"]
 
 _TOGETHER = 2
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
     """A training's result. Ratios are of the whole model, all measured steps merged; None means undefined."""
 
     run_id: str
@@ -48,10 +48,10 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     reports_stored: int
 
 
-def result_line(plan: Plan, done: Done, compared: wire.ComparedRun) -> Line:
+def result_row(plan: Plan, done: FinalLine, compared: wire.ComparedRun) -> ResultRow:
     """A training's line, from what its process printed and what the server stored."""
     last = {name: logged.value for name, logged in compared.scalars.items()}
-    return Line(
+    return ResultRow(
         run_id=done.run_id,
         strategy=plan.strategy,
         dtype=plan.dtype,
@@ -71,12 +71,12 @@ def result_line(plan: Plan, done: Done, compared: wire.ComparedRun) -> Line:
     )
 
 
-def summary_json(lines: Sequence[Line]) -> bytes:
+def summary_json(lines: Sequence[ResultRow]) -> bytes:
     """The lines as a JSON list; undefined numbers are null."""
     return msgspec.json.format(msgspec.json.encode(lines), indent=2) + b"\n"
 
 
-def summary_table(lines: Sequence[Line]) -> str:
+def summary_table(lines: Sequence[ResultRow]) -> str:
     """The lines as a table for the terminal."""
     head = f"{'strategy':<17}{'dtype':<10}{'train':>8}{'valid.':>8}{'EDQ':>8}{'oracle':>8}{'decay':>8}{'lost':>8}"
     rows = [head + f"{'B/param':>9}{'tok/s':>8}{'agent':>8}{'reports':>9}"]
@@ -137,11 +137,11 @@ def demo(
             click.echo("stopping", err=as_json)
 
 
-def _train_and_compare(recipe: Recipe, services: Services, *, err: bool) -> list[Line]:
+def _train_and_compare(recipe: Recipe, services: Services, *, err: bool) -> list[ResultRow]:
     """Train each plan, at most two at a time, and read from the server what it stored."""
 
-    def progress(job: Job, line: Step | Done) -> None:
-        if isinstance(line, Step):
+    def progress(job: Job, line: ProgressLine | FinalLine) -> None:
+        if isinstance(line, ProgressLine):
             text = f"step {line.step}/{recipe.steps}  loss {line.loss:.4f}  validation {line.validation_loss:.4f}"
         else:
             text = f"done  {line.tokens_per_cpu_second:.0f} tokens per CPU second, {line.reports_sent} reports sent"
@@ -150,12 +150,12 @@ def _train_and_compare(recipe: Recipe, services: Services, *, err: bool) -> list
     group = f"demo {time.strftime('%Y-%m-%d %H:%M:%S')}"
     jobs = [Job(plan, recipe, group, services.server_url, services.folder) for plan in PLANS]
     click.echo(f"training {len(jobs)} strategies for {recipe.steps} steps, {_TOGETHER} at a time", err=err)
-    with Team(progress, _TOGETHER, err=err) as team:
+    with WorkerPool(progress, _TOGETHER, err=err) as team:
         done = team.run(jobs)
     with Client(services.server_url, services.token) as client:
         comparison = client.compare([entry.run_id for entry in done], "edq_ratio")
     runs = {entry.run_id: entry for entry in comparison.runs}
-    return [result_line(job.plan, entry, runs[entry.run_id]) for job, entry in zip(jobs, done, strict=True)]
+    return [result_row(job.plan, entry, runs[entry.run_id]) for job, entry in zip(jobs, done, strict=True)]
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from collage_studies.recipe import Plan, Recipe
 
-__all__ = ["Done", "Job", "Step", "Team", "line_of"]
+__all__ = ["FinalLine", "Job", "ProgressLine", "WorkerPool", "line_of"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Job:
     folder: Path
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class ProgressLine(msgspec.Struct, frozen=True, tag="step"):
     """A line of progress."""
 
     step: int
@@ -41,7 +41,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     validation_loss: float
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class FinalLine(msgspec.Struct, frozen=True, tag="done"):
     """The last line: the fields of `training.Outcome`."""
 
     run_id: str
@@ -51,10 +51,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     reports_dropped: int
 
 
-def line_of(text: str | bytes) -> Step | Done | None:
+def line_of(text: str | bytes) -> ProgressLine | FinalLine | None:
     """A worker's line, or None if something else printed it."""
     try:
-        return msgspec.json.decode(text, type=Step | Done)
+        return msgspec.json.decode(text, type=ProgressLine | FinalLine)
     except msgspec.DecodeError:
         return None
 
@@ -72,27 +72,27 @@ def main(argument: str) -> None:
         job.plan,
         job.recipe,
         standard_library(),
-        lambda *values: _print(Step(*values)),
+        lambda *values: _print(ProgressLine(*values)),
         group=job.group,
         server_url=job.server_url,
         folder=job.folder,
     )
-    _print(msgspec.convert(outcome, Done, from_attributes=True))
+    _print(msgspec.convert(outcome, FinalLine, from_attributes=True))
 
 
-def _print(line: Step | Done) -> None:
+def _print(line: ProgressLine | FinalLine) -> None:
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
     sys.stdout.flush()
 
 
-class Team:
+class WorkerPool:
     """Runs jobs as processes with one thread each; leaving the context ends those that still run.
 
     `err` sends what the trainings print to standard error, so that standard output holds data only.
     """
 
     def __init__(
-        self, progress: Callable[[Job, Step | Done], None], at_once: int = 2, *, err: bool = False
+        self, progress: Callable[[Job, ProgressLine | FinalLine], None], at_once: int = 2, *, err: bool = False
     ) -> None:
         self._progress = progress
         self._err = err
@@ -101,7 +101,7 @@ class Team:
         self._lock = threading.Lock()
         self._ended = False
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,7 +111,7 @@ class Team:
                 process.terminate()
         self._pool.shutdown(cancel_futures=True)
 
-    def run(self, jobs: Sequence[Job]) -> list[Done]:
+    def run(self, jobs: Sequence[Job]) -> list[FinalLine]:
         """Run the jobs and return their results, in order.
 
         Raises:
@@ -119,7 +119,7 @@ class Team:
         """
         return list(self._pool.map(self._train, jobs))
 
-    def _train(self, job: Job) -> Done:
+    def _train(self, job: Job) -> FinalLine:
         done = None
         said = []
         process = self._start(job)
@@ -131,7 +131,7 @@ class Team:
                     said.append(text)
                     continue
                 self._progress(job, line)
-                if isinstance(line, Done):
+                if isinstance(line, FinalLine):
                     done = line
         # Print what the agent says at the end of a run in one piece, not between the lines of another training.
         click.echo("".join(f"    {text}" for text in said), nl=False, err=self._err)

@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "CollageAdamW light, storage": lambda p: CollageAdamW(p, lr=1e-3, strategy="light", arithmetic="storage"),
-    "CollageAdamW compiled": lambda p: CollageAdamW(p, lr=1e-3, compiled="bit-identical"),
+    "CollageAdamW compiled": lambda p: CollageAdamW(p, lr=1e-3, compiled=True),
     **{
         f"CollageAdamW {strategy}": functools.partial(CollageAdamW, lr=1e-3, strategy=strategy)
         for strategy in STRATEGIES

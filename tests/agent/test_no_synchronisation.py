@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent.buckets import observation
+from collage_agent.measure import oracles
 from collage_agent.optim import CollageAdamW
-from collage_agent.stats import blocks, kept, several_steps
 from collage_agent.watch import watch
 from collage_agent.watching.hooks import OptimizerHooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,8 +33,7 @@ class Listening(TorchDispatchMode):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, CollageAdamW], ids=["AdamW", "SGD", "ours"])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "as on a device"])
 def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypatch):
-    for module in (observation, blocks, several_steps, kept):
-        monkeypatch.setattr(module, "on_host", lambda values: on_host)
+    monkeypatch.setattr(oracles, "on_host", lambda values: on_host)
     model = mlp()
     optimizer = make(model.parameters(), lr=1e-3)
     handle = watch(model, optimizer, every=1, sample=256, oracle=True, windows=(2,), budget=None)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import weakref
 
+import collage_agent
 import pytest
 import pytorch_optimizer
 import torch
-from collage_agent import guard
+from collage_agent import guard, stats
 from collage_agent.measure.meter import Meter
-from collage_agent.options import Exclude
+from collage_agent.options import Exclude, WatchArguments, WatchOptions
 from collage_agent.watch import watch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -58,6 +60,13 @@ def test_measured_steps_are_those_divisible_and_the_first_is_told_once():
     assert last.scalars["agent_cpu_seconds"] > 0
     assert last.scalars["agent_wall_seconds"] > 0
     assert last.layout is recorder.measurements[0].layout
+
+
+def test_the_signature_of_watch_shows_each_option_with_its_default():
+    shown = inspect.signature(collage_agent.watch).parameters
+    options = {name: entry.default for name, entry in shown.items() if entry.kind is entry.KEYWORD_ONLY}
+    assert options == {name: getattr(WatchOptions(), name) for name in WatchArguments.__annotations__}
+    assert options["every"] == 10
 
 
 def test_every_statistic_key_is_in_the_catalogue():
@@ -275,6 +284,29 @@ def test_nothing_raises_into_training_and_repeated_failure_disables(monkeypatch,
     train(model, optimizer, 2)
     assert handle.summary()["step"] is None
     assert "switched off" in handle.info.intent_reason
+
+
+@pytest.mark.parametrize(
+    ("measure", "words"),
+    [
+        (lambda step: 1 / 0, "division by zero"),
+        (lambda step: {"residual_zero": torch.zeros(3)}, "'residual_zero' has shape (3,)"),
+        (lambda step: {"lost": step.held}, "'lost' is no statistic of its definition"),
+    ],
+)
+def test_a_statistic_of_another_package_that_fails_is_switched_off_alone(measure, words, monkeypatch, caplog):
+    guard.raise_in_tests(False)
+    monkeypatch.setitem(stats.MEASURES, "added", stats.measures_of({}, {"residuals": measure})["residuals"])
+    model, recorder = mlp(), Recorder()
+    optimizer = adamw(model)
+    handle = watch(model, optimizer, every=1, reporter=recorder)
+    train(model, optimizer, 6)
+    assert recorder.steps == [1, 2, 3, 4, 5, 6]
+    assert handle.summary()["model"]["edq_ratio"] is not None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert words in caplog.text
+    assert words in handle.info.intent_reason
+    assert recorder.measurements[-1].layout.watch == handle.info
 
 
 def test_out_of_memory_disables_at_once(monkeypatch):

@@ -110,16 +110,16 @@ def went_back(training, how):
     training.take(5)
     if how == "a new optimizer":
         training.optimizer = type(training.optimizer)(training.model.parameters(), lr=1e-3)
-    else:
+    elif how != "everything new, nothing removed":
         first.remove()
-    if how == "everything new":
+    if how.startswith("everything new"):
         training = Training()
     training.load(checkpoint)
     training.watch()
     training.take(10)
 
 
-@pytest.mark.parametrize("how", ["removed", "a new optimizer", "everything new"])
+@pytest.mark.parametrize("how", ["removed", "a new optimizer", "everything new", "everything new, nothing removed"])
 def test_totals_after_going_back_are_those_of_a_run_that_did_not(application, how):
     collage.init("p", run_id="straight", transport=application)
     training = Training()
@@ -183,6 +183,23 @@ def test_a_second_model_that_begins_later_opens_no_attempt():
     generator.take(5)
     critic.watch()
     critic.take(3)
+    collage.finish()
+    assert attempts(transport) == [1]
+
+
+def test_a_model_of_the_same_kind_that_begins_later_or_steps_beside_opens_no_attempt():
+    transport = MemoryTransport()
+    collage.init(transport=transport)
+    first, fresh, beside = Training(), Training(), Training()
+    first.watch()
+    first.take(5)
+    fresh.watch()
+    fresh.take(2)
+    beside.take(3)
+    beside.watch()
+    first.take(1)
+    fresh.take(1)
+    beside.take(2)
     collage.finish()
     assert attempts(transport) == [1]
 

@@ -8,7 +8,7 @@ from collage_agent.transport import MemoryTransport
 from collage_agent.transport.replay import Replay
 
 from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachable, Unavailable
-from collage_monitor.wire import AttemptCreate, Gap, ReportBatch, RunCreate, StreamCreate, decode_batch
+from collage_monitor.wire import AttemptCreate, ReportBatch, ReportGap, RunCreate, StreamCreate, decode_batch
 from tests.agent_delivery.doubles import QUICK, make_run, measurement
 from tests.waiting import until
 
@@ -132,7 +132,7 @@ def test_what_the_server_refuses_for_good_is_a_gap(tmp_path, server, status):
     run.finish()
     batches = [decode_batch(body) for _, path, _, body in server.requests if path.endswith("/reports")]
     assert [gap for batch in batches for gap in batch.gaps] == [
-        Gap(first_seq=1, last_seq=1, reason=f"refused_{status}")
+        ReportGap(first_seq=1, last_seq=1, reason=f"refused_{status}")
     ]
 
 

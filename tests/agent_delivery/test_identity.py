@@ -13,6 +13,7 @@ from collage_agent.launch.identity import agree, make_identity, new_id
 from collage_agent.transport.spool import abandoned_spools
 
 from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
+from tests.forking import TRAINING, fork
 from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS
 
@@ -108,15 +109,14 @@ def identities_on_two_machines(when, **environment):
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": port}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", MACHINES, when],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **shared, "RANK": str(number), **environment},
-            stdout=subprocess.PIPE,
-            text=True,
+        fork(
+            TRAINING,
+            *("-c", MACHINES, when),
+            environment={**os.environ, **shared, "RANK": str(number), **environment},
         )
         for number in range(2)
     ]
-    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
+    outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     return [output.split()[1:] for output in outputs]
 

@@ -4,14 +4,14 @@ import threading
 
 import pytest
 from collage_agent.transport.counts import ReportCounts
-from collage_agent.transport.queue import BoundedQueue, Logged, Started
+from collage_agent.transport.queue import AttemptStart, BoundedQueue, LoggedScalars
 
 SMALL = 1024
 """The size of an item with one scalar."""
 
 
 def logged(step, **values):
-    return Logged(step, 1000.0, values or {"loss": 1.0})
+    return LoggedScalars(step, 1000.0, values or {"loss": 1.0})
 
 
 def queue_of(steps=10, size_bytes=100 * SMALL, open_seconds=60.0):
@@ -74,7 +74,7 @@ def test_bytes_are_bounded_too():
 def test_control_items_are_never_dropped_and_not_counted():
     queue, counts = queue_of(steps=3)
     queue.put(logged(0))
-    queue.put(Started(1))
+    queue.put(AttemptStart(1))
     for step in range(2, 9):
         queue.put(logged(step))
     queue.wake()

@@ -1,6 +1,5 @@
 """The public face with a real training: init, watch, log, finish, and what a process does around them."""
 
-import inspect
 import os
 import subprocess
 import sys
@@ -11,14 +10,13 @@ import collage_agent as collage
 import numpy as np
 import pytest
 import torch
-from collage_agent.options import DEFAULTS
 from collage_agent.session import _SESSION
 from collage_agent.transport import MemoryTransport
-from collage_agent.watch import watch as attach_watch
 from torch import nn
 
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, array_from_bytes, decode_batch
+from tests.forking import TRAINING, run_forked
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -50,12 +48,8 @@ def train(model, optimizer, steps, log=lambda loss: None):
         log(loss)
 
 
-def run_python(code, **environment):
-    values = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=values, timeout=PATIENCE_SECONDS, check=False
-    )
+def run_python(code):
+    return run_forked(TRAINING, "-W", "error", "-c", textwrap.dedent(code))
 
 
 def reports_of(transport):
@@ -189,13 +183,6 @@ def test_settings_that_equal_the_default_win_too_when_they_are_passed(monkeypatc
     assert (left_out.mode, left_out.tags) == ("disabled", ("from", "outside"))
 
 
-def test_the_signatures_show_the_one_table_of_defaults():
-    for function in (collage.watch, attach_watch):
-        shown = {name: entry.default for name, entry in inspect.signature(function).parameters.items()}
-        assert {name: shown[name] for name in DEFAULTS} == DEFAULTS
-    assert (DEFAULTS["every"], DEFAULTS["sample"], DEFAULTS["budget"]) == (10, 4096, 0.01)
-
-
 def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):
     nonsense = {
         "MODE": "sideways",
@@ -211,7 +198,7 @@ def test_nonsense_in_the_environment_is_named_and_ignored(monkeypatch, caplog):
     options = collage.watch(*small_training()).options
     assert run.settings.mode == "online"
     assert (options.every, options.sample, options.budget) == (10, 4096, 0.01)
-    assert {record.args[0] for record in caplog.records if record.args} >= set(nonsense)
+    assert {record.args[0] for record in caplog.records if record.args} >= {f"COLLAGE_{name}" for name in nonsense}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +273,8 @@ def test_importing_starts_nothing():
         assert threading.active_count() == before, threading.enumerate()
         assert collage_agent.current_run() is None
     """
-    result = run_python(code)
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -314,6 +302,33 @@ def test_a_script_that_fails_marks_the_run_failed(tmp_path):
     """
     assert run_python(code).returncode == 1
     assert replayed(tmp_path).messages[-1] == RunUpdate(state="failed")
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "state"),
+    [
+        ("sys.exit(3)", 3, "failed"),
+        ("exit('no data')", 1, "failed"),
+        ("sys.exit(0)", 0, "finished"),
+        ("sys.exit()", 0, "finished"),
+        ("caught()", 0, "finished"),
+    ],
+)
+def test_the_status_of_an_exit_decides_whether_the_run_failed(tmp_path, ending, status, state):
+    code = f"""
+        import sys
+        import collage_agent as collage
+        def caught():
+            try:
+                sys.exit(3)
+            except SystemExit:
+                collage.log({{"loss": 2.0}})
+        collage.init(mode="offline")
+        collage.log({{"loss": 1.0}})
+        {ending}
+    """
+    assert run_python(code).returncode == status
+    assert replayed(tmp_path).messages[-1] == RunUpdate(state=state)
 
 
 def test_a_forked_child_reports_under_a_stream_of_its_own(tmp_path):

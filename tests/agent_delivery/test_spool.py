@@ -11,7 +11,7 @@ from collage_agent.transport.envelope import Envelope
 from collage_agent.transport.spool import SpoolFile, abandoned_spools, spool_path
 
 from collage_monitor.errors import WireError
-from collage_monitor.wire import AttemptCreate, Gap, Report, ReportBatch, RunCreate
+from collage_monitor.wire import AttemptCreate, Report, ReportBatch, ReportGap, RunCreate
 
 
 def reports(*seqs):
@@ -127,7 +127,7 @@ def test_a_full_spool_gives_up_its_older_half_and_says_which(tmp_path):
         assert path.stat().st_size <= 4_000
     assert lost == list(range(len(lost)))
     assert 50 < len(lost) < 100
-    gap = Gap(first_seq=0, last_seq=lost[-1], reason="spool_full")
+    gap = ReportGap(first_seq=0, last_seq=lost[-1], reason="spool_full")
     told = replace(reports(), body=ReportBatch(reports=[], gaps=[gap]))
     assert read_all(spool) == [*introductions, told, *(reports(seq) for seq in range(len(lost), 100))]
     assert spool.is_empty
@@ -184,7 +184,7 @@ def test_a_damaged_record_costs_itself_only(tmp_path, place, caplog):
     path.write_bytes(content)
     (found,) = abandoned_spools(tmp_path, tmp_path)
     assert read_all(found) == [reports(2 * seq, 2 * seq + 1) for seq in (0, 1, 3, 4, 5)]
-    assert found.damaged == [("stream", Gap(first_seq=4, last_seq=5, reason="spool_damaged"))]
+    assert found.damaged == [("stream", ReportGap(first_seq=4, last_seq=5, reason="spool_damaged"))]
     assert "left out" in caplog.text
     found.close()
 
@@ -209,7 +209,7 @@ def test_noise_in_a_file_never_gives_a_false_report(tmp_path, seed):
 
 
 def test_a_mark_on_the_border_of_two_blocks_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("collage_agent.transport.spool._BLOCK", 64)
+    monkeypatch.setattr("collage_agent.transport.spool._READ_BYTES", 64)
     path = spool_path(tmp_path, "run", "stream")
     spool = SpoolFile(path)
     for seq in range(40):

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -11,6 +9,7 @@ from collage_agent.transport import MemoryTransport
 from collage_agent.transport.replay import send_spools
 
 from collage_monitor.wire import RunUpdate
+from tests.forking import TRAINING, fork
 from tests.waiting import PATIENCE_SECONDS
 
 BEGIN = """
@@ -44,25 +43,17 @@ def start(tmp_path):
         parts = {"before": before, "after": after, "loop": loop}
         code = BEGIN.format(**{name: textwrap.dedent(part) for name, part in parts.items()})
         settings = {"DIR": str(tmp_path), "MODE": mode, "SERVER_URL": address}
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **{f"COLLAGE_{key}": text for key, text in settings.items()},
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        environment = {**os.environ, **{f"COLLAGE_{key}": text for key, text in settings.items()}}
+        process = fork(TRAINING, "-c", code, environment=environment)
         processes.append(process)
-        assert process.stdout is not None
         assert "ready\n" in iter(process.stdout.readline, "")
         return process
 
     yield begin
     for process in processes:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 def arrived(folder):
@@ -110,7 +101,6 @@ def test_a_handler_that_calls_the_one_before_it_goes_on(start, tmp_path):
     )
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None
         assert process.stdout.readline() == "still here\n"
 
 
@@ -124,7 +114,6 @@ def test_an_ignored_signal_stays_ignored(start, tmp_path):
     # Of signals that wait together the lower number comes first, so the answer is given after SIGTERM.
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGRTMIN)
-    assert process.stdout is not None
     assert process.stdout.readline() == "still here\n"
 
 

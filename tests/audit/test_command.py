@@ -1,12 +1,14 @@
 """`collage-monitor audit`: text for people, JSON for programs, and its status."""
 
 import json
+import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
 from collage_agent.audit import CheckpointError
 from collage_agent.command.audit import audit
+from collage_agent.command.replay import replay
 
 from tests.audit.checkpoints import saved, trained
 
@@ -46,8 +48,16 @@ def test_strict_turns_a_problem_into_a_status(plain, tmp_path):
 
 
 def test_what_cannot_be_read_is_an_error_of_ours(tmp_path):
-    answer = CliRunner().invoke(audit, [str(tmp_path / "nowhere")])
+    answer = CliRunner().invoke(audit, [str(tmp_path)])
     assert isinstance(answer.exception, CheckpointError)
+
+
+@pytest.mark.parametrize(("verb", "option"), [(audit, []), (replay, ["--dir"])])
+def test_what_is_not_there_is_said_before_anything_is_loaded_or_asked(tmp_path, verb, option, monkeypatch):
+    monkeypatch.setitem(sys.modules, "collage_agent.audit", None)
+    answer = CliRunner().invoke(verb, [*option, str(tmp_path / "nowhere")])
+    assert answer.exit_code == 2
+    assert "nowhere' does not exist" in answer.output
 
 
 def test_a_wrong_rate_is_a_usage_error(plain):

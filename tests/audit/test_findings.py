@@ -4,9 +4,17 @@ import pytest
 import torch
 from collage_agent.audit import audit_checkpoint
 from collage_agent.optim import CollageAdamW
+from safetensors.torch import save_file
+from torch import nn
 
 from tests.audit.checkpoints import saved, trained
+from tests.keepers import replicas
 
+REPLICAS = {
+    "master_param": (replicas.Rounded, torch.bfloat16),
+    "mantissa": (replicas.AppendedUnsigned, torch.bfloat16),
+    "error_bits": (replicas.Fraction, torch.float16),
+}
 STRATEGIES = (
     "plain",
     "stochastic",
@@ -220,3 +228,116 @@ def test_momentum_alone_is_not_judged_by_the_learning_rate(tmp_path):
 def test_saved_files_are_used_by_the_command_as_they_are(tmp_path):
     path = saved(tmp_path / "a.pt", *trained(adamw), epoch=1)
     assert audit_checkpoint(path).elements == 24 * 40 + 40 + 40 + 40 + 40 * 24 + 24
+
+
+def remainders(key):
+    kind, dtype = REPLICAS[key]
+    return trained(lambda model: kind(list(model.named_parameters()), lr=1e-4), dtype=dtype)
+
+
+@pytest.mark.parametrize("key", REPLICAS)
+def test_integer_remainders_are_named_and_make_the_grid_finer(tmp_path, key):
+    model, optimizer = remainders(key)
+    audit = audited(tmp_path, model, optimizer, learning_rate=3e-6)
+    assert [entry.strategy for entry in audit.kept] == ["split-master"]
+    assert "integer remainder" in audit.kept[0].tensors
+    assert codes(audit) == {"remainder-kept"}
+    (told,) = audit.findings
+    assert told.text.startswith(f"{key} (")
+    assert audit.total is not None
+    alone = audited(tmp_path, model, learning_rate=3e-6)
+    assert alone.total is not None
+    assert audit.total.lost_ratio < 0.1 < 0.5 < alone.total.lost_ratio
+
+
+def zeroed(key, remainder):
+    return torch.zeros_like(remainder)
+
+
+def cast(key, remainder):
+    return remainder.half() if key == "error_bits" else remainder.view(torch.int16).bfloat16()
+
+
+@pytest.mark.parametrize(("damage", "code"), [(zeroed, "residual-zero"), (cast, "remainder-cast")])
+@pytest.mark.parametrize("key", REPLICAS)
+def test_a_remainder_that_was_dropped_or_cast_is_a_problem(tmp_path, key, damage, code):
+    model, optimizer = remainders(key)
+
+    def change(weights, states):
+        for state in states.values():
+            state.update({"step": 12, key: damage(key, state[key])})
+
+    assert codes(audited(tmp_path, model, optimizer, change=change), "problem") == {code}
+
+
+def test_a_remainder_beside_another_weight_is_a_problem(tmp_path):
+    model, optimizer = remainders("master_param")
+    stored = {
+        name: optimizer.decode(parameter.detach(), optimizer.state[parameter]["master_param"], 1)
+        for name, parameter in model.named_parameters()
+    }
+
+    def exported(weights, states):
+        weights.update(stored)
+
+    def of_another_moment(weights, states):
+        weights.update({name: weight * 1.01 for name, weight in stored.items()})
+
+    def padded(weights, states):
+        weights["2.weight"][:8] = 0
+
+    assert "remainder-foreign" not in codes(audited(tmp_path, model, optimizer, change=exported))
+    assert "remainder-foreign" in codes(audited(tmp_path, model, optimizer, change=of_another_moment), "problem")
+    audit = audited(tmp_path, model, optimizer, change=padded)
+    (told,) = (finding for finding in audit.findings if finding.code == "remainder-foreign")
+    assert told.layers == ["2.weight"]
+
+
+def in_a_folder(path, model, optimizer, change=None):
+    """As Hugging Face's Trainer leaves it: safetensors, in an order of their own, and numbered states."""
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if change is not None:
+        change(weights)
+    save_file(weights, path / "model.safetensors")
+    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    return audit_checkpoint(path)
+
+
+def deep(model):
+    return CollageAdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), strategy="master-weights")
+
+
+def test_a_healthy_folder_has_no_problem_and_a_stale_one_is_found(tmp_path):
+    torch.manual_seed(0)
+    layers = {f"layer{number}": nn.Linear(8, 8) for number in (10, 2, 0, 1)}
+    model = nn.ModuleDict(layers).bfloat16()
+    optimizer = deep(model)
+    for _ in range(4):
+        outputs = [layer(torch.ones(2, 8, dtype=torch.bfloat16)).float() for layer in model.values()]
+        loss = (torch.stack(outputs) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    audit = in_a_folder(tmp_path, model, optimizer)
+    assert codes(audit, "problem") == set()
+    assert not any("could not be matched" in note for note in audit.notes)
+    assert {layer.name for layer in audit.layers} == set(dict(model.named_parameters()))
+
+    def stale(weights):
+        weights["layer2.weight"] *= 2
+
+    changed = in_a_folder(tmp_path, model, optimizer, stale)
+    (told,) = (finding for finding in changed.findings if finding.severity == "problem")
+    assert (told.code, told.layers) == ("master-stale", ["layer2.weight"])
+
+
+def test_weights_and_states_that_are_not_paired_are_not_compared(tmp_path):
+    model, optimizer = trained(collage("light"))
+    audit = in_a_folder(tmp_path, model, optimizer)
+    assert codes(audit, "problem") == set()
+    assert "residual-foreign" not in codes(audit)
+    assert any("3 of 6 parameters" in note for note in audit.notes)
+    whole = audited(tmp_path, model, optimizer)
+    assert audit.total is not None
+    assert whole.total is not None
+    assert audit.elements == whole.elements

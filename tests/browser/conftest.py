@@ -1,19 +1,15 @@
 """A real server and a real dashboard, each in a process of its own, and a real Chromium to look at them."""
 
-import os
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import httpx
 import pytest
 
 from tests.dashboard.generated import GeneratedRun, demo_runs
 from tests.dashboard.posting import post_run
-from tests.ports import free_port
+from tests.ports import command, free_port, running
 from tests.system import require
-from tests.waiting import PATIENCE_SECONDS, until
+from tests.waiting import PATIENCE_SECONDS
 
 CHROMIUM_FLAGS = (
     "--no-sandbox",
@@ -59,14 +55,11 @@ def server_url(tmp_path_factory, runs):
 
 
 @pytest.fixture(scope="module")
-def dashboard_url(server_url):
+def dashboard_url(server_url, tmp_path_factory):
     """The address of a dashboard that reads from the server."""
     address, token_file = server_url
-    port = free_port()
-    arguments = ("--port", str(port), "--server-url", address, "--token-file", str(token_file))
-    with _process("dashboard", *arguments) as process:
-        _wait(f"http://127.0.0.1:{port}", process)
-        yield f"http://127.0.0.1:{port}"
+    with _dashboard(address, token_file, tmp_path_factory.mktemp("dashboard")) as url:
+        yield url
 
 
 @pytest.fixture
@@ -86,14 +79,10 @@ def growing(server_url):
 def lonely(tmp_path):
     """A dashboard without a server: its address, and how to start the server that it waits for."""
     require("chromium")
-    server_port, port = free_port(), free_port()
-    server_url = f"http://127.0.0.1:{server_port}"
+    port = free_port()
     (tmp_path / "token").write_text("a-token-of-the-test-that-is-long-enough")
-    arguments = ("--port", str(port), "--server-url", server_url, "--token-file", str(tmp_path / "token"))
-    serve = _process("serve", "--dir", str(tmp_path), "--port", str(server_port))
-    with _process("dashboard", *arguments) as process:
-        _wait(f"http://127.0.0.1:{port}", process)
-        yield f"http://127.0.0.1:{port}", serve
+    with _dashboard(f"http://127.0.0.1:{port}", tmp_path / "token", tmp_path) as url:
+        yield url, _served(tmp_path, port)
 
 
 @pytest.fixture(scope="module")
@@ -124,44 +113,20 @@ def watched(browser, dashboard_url):
 
 
 @contextmanager
-def _served(folder):
-    port = free_port()
-    with _process("serve", "--dir", str(folder), "--port", str(port)) as process:
-        _wait(f"http://127.0.0.1:{port}", process)
+def _served(folder, port=None):
+    port = port or free_port()
+    serve = command("serve", "--dir", folder, "--port", port)
+    with running(serve, f"http://127.0.0.1:{port}/healthz", folder / "server.log"):
         yield f"http://127.0.0.1:{port}", folder / "token"
+
+
+@contextmanager
+def _dashboard(server_url, token_file, folder):
+    port = free_port()
+    arguments = ("--port", port, "--server-url", server_url, "--token-file", token_file)
+    with running(command("dashboard", *arguments), f"http://127.0.0.1:{port}/healthz", folder / "dashboard.log"):
+        yield f"http://127.0.0.1:{port}"
 
 
 def _foreign(url):
     return not url.startswith(("http://127.0.0.1:", "data:", "blob:"))
-
-
-class _process:  # noqa: N801 - reads as a statement
-    """A verb of `collage-monitor` in a process that ends with the block."""
-
-    def __init__(self, *arguments):
-        self.arguments = arguments
-
-    def __enter__(self):
-        code = "from collage_monitor.command import main; main()"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-c", code, *self.arguments], env=environment)
-        return self.process
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        try:
-            self.process.wait(PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def _wait(url, process):
-    def answers():
-        assert process.poll() is None, f"{process.args[-1]} ended with {process.returncode}"
-        try:
-            return httpx.get(f"{url}/healthz", trust_env=False, timeout=PATIENCE_SECONDS).is_success
-        except httpx.HTTPError:
-            return False
-
-    until(answers, f"an answer at {url}")

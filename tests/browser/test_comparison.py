@@ -108,7 +108,9 @@ def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
         page.get_by_role("tab", name=tab).click()
         drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length"
         page.wait_for_function(f"{drawn} === {figures}")
-    page.wait_for_timeout(4000)
+    for _ in range(2):
+        with page.expect_response(lambda answer: "run-figures.data" in (answer.request.post_data or "")):
+            pass
     assert page.evaluate(drawn) == 4
 
 

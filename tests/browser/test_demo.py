@@ -1,37 +1,96 @@
-"""The comparison page of a real demo's data: five trainings, few steps, everything measured in them."""
+"""The whole demo in small: services up, five trainings watched over HTTP, a summary, and their comparison drawn."""
 
+import contextlib
+import json
+import os
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.browser.test_comparison import compare, legend
-from tests.ports import command, free_port
+from tests.ports import command, free_port, interruptible
+from tests.studies.test_summary import NAMES
 from tests.system import require
-from tests.waiting import PATIENCE_SECONDS
-
-pytestmark = pytest.mark.browser
+from tests.waiting import PATIENCE_SECONDS, until
 
 STEPS = 20
-NAMES = ("plain float32", "plain bfloat16", "light bfloat16", "plus bfloat16", "master-weights bfloat16")
+DRAWN = ("plain float32", "plain bfloat16", "light bfloat16", "plus bfloat16", "master-weights bfloat16")
+
+
+def arguments_for(folder, steps):
+    ports = ["--port", free_port(), "--dashboard-port", free_port()]
+    return command("demo", "--exit", "--output", folder, "--steps", steps, *ports)
 
 
 @pytest.fixture(scope="module")
-def server_url(tmp_path_factory, served):
-    """The address of a server over the folder that a demo of a few steps has left."""
+def finished(tmp_path_factory):
+    """(process, its summary, the folder of its data) of a demo that ended by itself."""
+    folder = tmp_path_factory.mktemp("demo")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
+    process = subprocess.run(
+        arguments_for(folder, STEPS),
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
+        timeout=4 * PATIENCE_SECONDS,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process, json.loads((folder / "summary.json").read_text()), folder / "data"
+
+
+@pytest.fixture(scope="module")
+def server_url(finished, served):
+    """The address of a server over the folder that the demo has left."""
     require("chromium")
-    output = tmp_path_factory.mktemp("demo")
-    ports = ["--port", free_port(), "--dashboard-port", free_port()]
-    demo = command("demo", "--exit", "--output", output, "--steps", STEPS, *ports)
-    subprocess.run(demo, check=True, capture_output=True, cwd=output, timeout=4 * PATIENCE_SECONDS)
-    with served(output / "data") as found:
+    with served(finished[2]) as found:
         yield found
 
 
+def test_five_lines_with_every_number_measured(finished):
+    _, lines, _ = finished
+    assert [(line["strategy"], line["dtype"]) for line in lines] == [
+        ("plain", "float32"),
+        ("plain", "bfloat16"),
+        ("light", "bfloat16"),
+        ("plus", "bfloat16"),
+        ("master-weights", "bfloat16"),
+    ]
+    for line in lines:
+        assert set(line) >= NAMES
+        assert line["steps"] == STEPS
+        undefined = {name for name, value in line.items() if value is None}
+        assert not undefined, line
+
+
+def test_everything_sent_is_stored_once(finished):
+    for line in finished[1]:
+        assert line["reports_sent"] == line["reports_stored"] >= STEPS
+
+
+def test_bytes_are_those_of_the_strategies(finished):
+    expected = {"plain": 8, "light": 10, "plus": 12, "master-weights": 16}
+    for line in finished[1]:
+        size = 16 if line["dtype"] == "float32" else expected[line["strategy"]]
+        assert line["bytes_per_parameter"] == pytest.approx(size, rel=0.02)
+
+
+def test_the_comparison_and_its_address_are_printed(finished):
+    process, lines, _ = finished
+    assert f"step {STEPS}/{STEPS}" in process.stdout
+    assert all(line["run_id"] in process.stdout for line in lines)
+    assert "master-weights" in process.stdout
+
+
+@pytest.mark.browser
 def test_a_demos_runs_are_picked_and_drawn_under_their_names(watched):
     page = watched.page
-    compare(page, watched.url, NAMES)
+    compare(page, watched.url, DRAWN)
     for chart in range(4):
-        assert sorted(legend(page, chart)) == sorted(NAMES)
+        assert sorted(legend(page, chart)) == sorted(DRAWN)
     last = page.evaluate(
         """() => Object.fromEntries(document.querySelector('#compare-chart-0 .js-plotly-plot').data
             .filter(trace => trace.showlegend !== false)
@@ -39,3 +98,29 @@ def test_a_demos_runs_are_picked_and_drawn_under_their_names(watched):
     )
     assert last["plain bfloat16"] < 0.95 < last["plus bfloat16"]
     assert page.locator("#compare-table tr", has_text="Collage plus").count() == 1
+
+
+def processes_about(folder):
+    """Command lines of the processes that name `folder`."""
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(entry.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="no /proc on this system to look for processes")
+def test_an_interrupted_demo_leaves_no_process_behind(tmp_path):
+    process = subprocess.Popen(
+        arguments_for(tmp_path, 100_000),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=interruptible,
+    )
+    with process:
+        until(lambda: sum("worker" in line for line in processes_about(tmp_path)) == 2, "two trainings run")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_SECONDS) != 0
+    until(lambda: not processes_about(tmp_path), "everything has ended")

@@ -13,9 +13,9 @@ from collage_monitor.metrics import METRICS, SCALARS, STATISTICS, metric, split_
 from collage_monitor.statistics import finish, interval, metric_keys, statistics_for
 from collage_monitor.statistics.catalogue import DEFINITIONS, catalogue_of
 from collage_monitor.strategies import STRATEGIES, strategy
+from tests.contract.labels import LABELS
 
 UNITS = {"ratio", "elements", "weight", "gradient", "octaves", "factor", "steps"}
-LABELS = {"octave": "-3", "state": "exp_avg_sq", "metric": "edq_ratio", "steps": "64", "method/dtype": "light/bf16"}
 
 
 def all_statistic_keys():
@@ -75,13 +75,14 @@ def test_each_declared_statistic_changes_the_metric(entry):
         np.linspace(1.0, 3.0, 34).reshape(shape) if STATISTICS[need].label == "octave" else np.array([float(10**i)])
         for i, need in enumerate(entry.needs, start=1)
     ]
-    whole = entry.finish(*amounts)
+    unreported = [np.full_like(amounts[0], np.nan)] * len(entry.helpful)
+    whole = entry.finish(*amounts, *unreported)
     for index in range(len(amounts)):
         changed = [
             values * np.arange(1, len(values) + 1)[:, None] if values.ndim == 2 else values for values in amounts
         ]
         changed[index] = changed[index] * 1.5 if amounts[index].ndim == 1 else changed[index]
-        assert entry.finish(*changed) != whole, entry.needs[index]
+        assert entry.finish(*changed, *unreported) != whole, entry.needs[index]
 
 
 def added(name="kurtosis", statistics=(), metrics=()):
@@ -174,6 +175,10 @@ def test_histogram_labels_are_octaves():
 
 def test_strategies():
     assert strategy("plus").bytes_per_parameter == 12
-    assert {name for name, entry in STRATEGIES.items() if entry.stochastic} == {"stochastic", "light-stochastic"}
+    assert {name for name, entry in STRATEGIES.items() if entry.stochastic} == {
+        "stochastic",
+        "light-stochastic",
+        "split-24bit-8bit",
+    }
     with pytest.raises(CatalogueError, match=r"'collage'.*choose one of"):
         strategy("collage")

@@ -24,6 +24,14 @@ LATEST = {
     "scalars": {"loss": {"step": 12, "value": "NaN"}},
     "worst": [],
 }
+NOTHING: dict = {
+    "run_id": "r",
+    "metric": "edq_ratio",
+    "layer": None,
+    "axis": "step",
+    "layers": [],
+    **{key: [] for key in ("first_steps", "steps", "positions", "values", "minimum", "maximum")},
+}
 WORST = [{"layer": "h.3.weight", "metric": "edq_ratio", "value": 0.1}]
 
 
@@ -33,6 +41,12 @@ def answer(request):
         return httpx.Response(200, json=WORST)
     if path.endswith("/latest"):
         return httpx.Response(200, json=LATEST)
+    if path.endswith("/streams"):
+        return httpx.Response(200, json={"run_id": "r", "streams": []})
+    if path.endswith(("/heatmap", "/series")):
+        return httpx.Response(200, json=NOTHING)
+    if "/runs/" in path:
+        return httpx.Response(200, json=RUN)
     return httpx.Response(200, json={"runs": [RUN], "cursor": None})
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from collage_monitor.metrics import STATISTICS, statistic
 from collage_monitor.statistics import merge, merge_shards, merge_steps, reduce_shards, reduce_steps
+from tests.contract.labels import LABELS
 
-LABELS = {"octave": "-3", "state": "exp_avg_sq", "metric": "edq_ratio", "steps": "64", "method/dtype": "light/bf16"}
 KEYS = [
     name if entry.label is None else f"{name}/{LABELS[entry.label]}"
     for name, entry in STATISTICS.items()

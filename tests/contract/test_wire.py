@@ -53,7 +53,7 @@ def reports():
             layer_count=layers,
             statistics=wire.array_to_bytes(np.resize(np.array(block), (rows, layers))),
             model=wire.array_to_bytes(np.resize(np.array(block), (rows,))),
-            parts=rows,
+            reports_of_step=rows,
         ),
         st.integers(0, 2**53),
         st.integers(0, 2**53),
@@ -98,7 +98,7 @@ def test_a_report_of_scalars_alone(content_type):
 
 @BOTH
 def test_a_batch_names_what_will_never_come(content_type):
-    gaps = [wire.Gap(first_seq=3, last_seq=7, reason="spool_full")]
+    gaps = [wire.ReportGap(first_seq=3, last_seq=7, reason="spool_full")]
     report = wire.Report(seq=8, step=1, time=2.0)
     batch = wire.ReportBatch(reports=[report], gaps=gaps)
     assert wire.decode_batch(wire.encode_batch(batch, content_type), content_type) == batch
@@ -140,6 +140,7 @@ def test_undefined_is_null_and_infinite_is_not():
     [
         ({"run_id": ""}, "run_id"),
         ({"run_id": "a b"}, "run_id"),
+        ({"run_id": "ab\n"}, "run_id"),
         ({"run_id": "a" * 65}, "run_id"),
         ({"run_id": "a", "tags": ["t"] * 65}, "tags"),
         ({"run_id": "a", "resume": "perhaps"}, "resume"),
@@ -206,4 +207,4 @@ def test_reports_apart_cost_no_more_memory_than_together(content_type):
 def test_a_report_of_an_older_agent_tells_of_its_step_alone(content_type):
     plain = {"reports": [{"seq": 0, "step": 3, "time": 1.5e9, "scalars": {"loss": 2.0}}]}
     data = msgspec.json.encode(plain) if content_type == wire.JSON else msgspec.msgpack.encode(plain)
-    assert wire.decode_batch(data, content_type).reports[0].parts == 1
+    assert wire.decode_batch(data, content_type).reports[0].reports_of_step == 1

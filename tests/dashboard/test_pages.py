@@ -11,6 +11,7 @@ from collage_dashboard.pages.run_content import TABS, about, draw, head, panel, 
 from collage_dashboard.pages.runs import compare_link, rows
 from collage_dashboard.view import View, read_address
 
+from collage_monitor.judgement import Evidence
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.walk import by_id, components, text
 
@@ -121,7 +122,7 @@ def test_a_comparison_of_nothing_says_how_to_pick(reader):
 def test_a_run_page_shows_three_numbers_before_its_details(server, reader):
     run = server.client().run("run-plain")
     compared = server.client().compare(["run-plain"], "edq_ratio").runs[0]
-    shown = summary(run, compared)
+    shown = summary(run, compared, Evidence(compared.merged, watch=run.watch))
     big = [part for part in components(shown) if "big" in str(getattr(part, "className", ""))]
     assert len(big) == 3
     assert "updates are lost" in text(shown)

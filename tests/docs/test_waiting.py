@@ -21,8 +21,10 @@ def clocks_in(source):
         for node in ast.walk(ast.parse(source))
         if (
             isinstance(node, ast.Attribute)
-            and node.attr in CLOCKS
-            and ast.unparse(node.value) in {"time", "asyncio"}
+            and (
+                (node.attr in CLOCKS and ast.unparse(node.value) in {"time", "asyncio"})
+                or node.attr == "wait_for_timeout"
+            )
         )
         or (isinstance(node, ast.ImportFrom) and node.module == "time")
     ]
@@ -34,6 +36,7 @@ def clocks_in(source):
         ("import time\ntime.sleep(1)", [2]),
         ("await asyncio.sleep(0.05)", [1]),
         ("from time import sleep", [1]),
+        ("page.wait_for_timeout(4000)", [1]),
         ("began = time.monotonic()", [1]),
         ("now = time.time()", []),
         ("monkeypatch.setattr('time.sleep', sleep)", []),

@@ -1,27 +1,26 @@
 """A real server in a process of its own."""
 
-import signal
-import subprocess
-
 import httpx
 
+from tests.forking import SERVER, fork
 from tests.ports import command, free_port
 from tests.waiting import PATIENCE_SECONDS, until
 
 
 class KillableServer:
+    """`collage-monitor serve` that can be killed and started again on the same port and folder."""
+
     def __init__(self, folder, log):
         self.folder = folder
         self.log = log
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes]
 
     def start(self):
+        """Start it, and wait until it answers."""
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command("serve", "--port", self.port, "--dir", self.folder), stdout=output, stderr=output
-            )
+            _, *arguments = command("serve", "--port", self.port, "--dir", self.folder)
+            self.process = fork(SERVER, *arguments, output=output)
         until(self.answers, "the server's first answer")
 
     def answers(self):
@@ -32,5 +31,5 @@ class KillableServer:
             return False
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import subprocess
 import sys
 
@@ -86,15 +85,9 @@ def test_a_server_in_trouble(double, tmp_path, undisturbed, trouble):
 def test_a_full_disk(tmp_path, undisturbed):
     absent = f"http://127.0.0.1:{free_port()}"
     with mounted(tmp_path / "small", "size=32k") as folder:
-        settings = {"server_url": absent, "dir": folder or tmp_path / "data"}
         # Where nothing may be mounted, a bound on the length of files stands in.
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if folder is None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, before[1]))
-        try:
-            outcome = train(**settings)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        bound = [] if folder else ["--file-bytes", 16_384]
+        outcome = train(*bound, server_url=absent, dir=folder or tmp_path / "data")
     assert unharmed(outcome, undisturbed)
     assert outcome.result["dropped"].keys() == {"spool_failed"}
     assert outcome.result["spooled"] + outcome.result["dropped"]["spool_failed"] >= 40

@@ -39,7 +39,7 @@ def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path)
     app = create_app(settings)
     components = app.state.components
     sealer = components.sealer
-    look, sealer.look = sealer.look, lambda: None
+    work, sealer.do_due_work = sealer.do_due_work, lambda: None
     with served(app) as url:
         run = make_run(
             tmp_path / "agent", server_url=url, run_id="r", project="p", limits=replace(QUICK, finish_seconds=60.0)
@@ -50,7 +50,7 @@ def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path)
                 until(lambda: run.reports_sent == 1, "the first report, so that the rest is no single batch")
         until(lambda: run.reports_spooled > 0, "the first report that found no room")
         assert components.store.journal.bytes_of("r") <= BOUND
-        sealer.look = look
+        sealer.do_due_work = work
         sealer.wake()
         run.finish(seconds=60.0)
         with Client(url, None) as client:

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +25,7 @@ def arguments():
         "--checkpoint", type=Path, help="written at step 20; where it exists training goes on from it"
     )
     parser.add_argument("--extra-scalars", type=int, default=0, help="logged at once after the last step")
+    parser.add_argument("--file-bytes", type=int, help="no file may become longer")
     return parser.parse_args()
 
 
@@ -61,6 +63,8 @@ def train(options, model, optimizer, first_step):
 
 def main():
     options = arguments()
+    if options.file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_bytes, options.file_bytes))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.waiting import PATIENCE_SECONDS
+from tests.forking import TRAINING, fork
 
 __all__ = ["Outcome", "start_training", "train"]
 
@@ -27,19 +25,13 @@ def start_training(*arguments, **settings):
     """A training process; settings are COLLAGE_ variables without their prefix."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
     chosen = {f"COLLAGE_{name.upper()}": str(value) for name, value in settings.items()}
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        env=clean | chosen | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return fork(TRAINING, SCRIPT, *arguments, environment=clean | chosen)
 
 
 def train(*arguments, **settings):
     """A whole training."""
     process = start_training(*arguments, **settings)
-    output, errors = process.communicate(timeout=2 * PATIENCE_SECONDS)
+    output, errors = process.communicate()
     lines = output.splitlines()
     result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
     return Outcome(process.returncode, result, errors)

@@ -1,16 +1,5 @@
-"""What the integrations' tests share: errors that the agent would swallow in training are raised."""
+"""As in `tests.launching`, errors that the agent would swallow in training are raised."""
 
-import collage_agent as collage
-import pytest
-import torch
-from collage_agent.guard import raise_in_tests
+from tests.launching.conftest import _errors_are_raised
 
-
-@pytest.fixture(autouse=True)
-def _errors_are_raised(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLLAGE_DIR", str(tmp_path / "data"))
-    torch.set_num_threads(1)
-    raise_in_tests(True)
-    yield
-    collage.finish()
-    raise_in_tests(False)
+__all__ = ["_errors_are_raised"]

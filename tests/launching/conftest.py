@@ -1,4 +1,4 @@
-"""What the doors' tests share: errors that the agent would swallow in training are raised."""
+"""Shared by the tests of launching and integrations: errors that the agent would swallow in training are raised."""
 
 import collage_agent as collage
 import pytest

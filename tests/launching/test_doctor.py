@@ -206,3 +206,13 @@ def test_the_status_follows_the_problems(tmp_path, answering, monkeypatch):
     answer = json.loads(ill.output)
     assert answer["problems"] == 1
     assert [check["name"] for check in answer["checks"] if check["status"] == "problem"] == ["environment"]
+
+
+def test_doctor_looks_into_the_folder_that_it_is_given(tmp_path):
+    spool = spool_path(tmp_path / "elsewhere", "run", "stream")
+    spool.parent.mkdir(parents=True)
+    spool.write_bytes(b"x")
+    told = CliRunner().invoke(doctor, ["--dir", str(tmp_path / "elsewhere"), "--json"])
+    checks = json.loads(told.output)["checks"]
+    assert [check["status"] for check in checks if check["name"] == "waiting reports"] == ["note"]
+    assert str(tmp_path / "elsewhere") in next(c["text"] for c in checks if c["name"] == "data folder")

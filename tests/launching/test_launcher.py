@@ -193,7 +193,7 @@ class Container(torch.optim.Optimizer):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    monkeypatch.setattr(launcher, "_LAUNCHED", launcher._Launched())
+    monkeypatch.setattr(launcher, "_AUTOMATIC", launcher._AutomaticWatches())
     transport = MemoryTransport()
     init("tests", transport=transport)
     yield transport

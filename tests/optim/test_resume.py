@@ -20,8 +20,12 @@ WIDTH = 32
 
 def refusal(rule, strategy, dtype, arithmetic):
     """The words of a refusal, or None for what must work."""
+    if STRATEGIES[strategy].is_coded and arithmetic == "storage":
+        return f"strategy '{strategy}' keeps other bits than those: leave arithmetic out"
     if dtype in (torch.float32, torch.float64) and strategy != "plain":
         return "is for bfloat16 and float16 parameters"
+    if STRATEGIES[strategy].is_coded and dtype == torch.float16:
+        return "use bfloat16 parameters, or strategy 'master-weights'"
     if strategy == "plus" and rule in ("SGD", "Lion"):
         return "has none: use 'light'"
     if dtype == torch.float16 and rule in ("AdamW", "Adam"):

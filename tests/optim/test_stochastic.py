@@ -1,10 +1,13 @@
 """Stochastic rounding: unbiased, from its own generator, the same again from a checkpoint."""
 
+import itertools
+
 import pytest
 import torch
 from collage_agent.numerics import neighbour, round_to, stochastic_round
-from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
-from collage_agent.optim.random_numbers import mixed_seed
+from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD, random_numbers
+from collage_agent.optim.arithmetic import WideArithmetic, Workspace
+from collage_agent.optim.random_numbers import Seeding, mixed_seed
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
 
@@ -50,6 +53,136 @@ def test_representable_and_special_numbers_stay():
 def test_e4m3_saturates():
     rounded = stochastic_round(torch.tensor([500.0, -1e6]), torch.float8_e4m3fn, torch.Generator().manual_seed(0))
     assert rounded.float().tolist() == [448.0, -448.0]
+
+
+def rounded(optimizer_class=CollageSGD, steps=1, elements=20_000, **options):
+    """Weights of 1.5 after steps of a thirtieth of a gap each, and their optimizer."""
+    member = torch.nn.Parameter(torch.full((elements,), 1.5, dtype=torch.bfloat16))
+    optimizer = optimizer_class([member], **{"lr": 2.0**-12, "strategy": "stochastic", **options})
+    for _ in range(steps):
+        member.grad = torch.ones_like(member)
+        optimizer.step()
+    return member.detach().clone()
+
+
+def correlation(first, second):
+    return float(torch.corrcoef(torch.stack((first.double(), second.double())))[0, 1])
+
+
+def test_optimizers_with_default_seeds_have_independent_noise():
+    """20,000 elements: a correlation of independent ones has a standard deviation of 0.007."""
+    first, second = rounded(), rounded()
+    assert first.unique().numel() == second.unique().numel() == 2
+    assert abs(correlation(first, second)) < 0.035
+
+
+def test_manual_seed_repeats_default_seeds():
+    torch.manual_seed(11)
+    first, second = rounded(), rounded()
+    torch.manual_seed(11)
+    assert torch.equal(first, rounded())
+    assert torch.equal(second, rounded())
+
+
+@pytest.mark.parametrize("strategy", ["plus", "split-master", "master-weights"])
+def test_without_stochastic_rounding_no_seed_is_drawn(strategy):
+    before = torch.get_rng_state()
+    optimizer = CollageAdamW(parameters(), strategy=strategy)
+    assert optimizer.param_groups[0]["seed"] is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_processes_that_are_seeded_differently_round_replicas_alike(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    replicas = []
+    for seed in (1, 2):
+        monkeypatch.setattr(random_numbers, "_BUILT", itertools.count())
+        torch.manual_seed(seed)
+        replicas.append((rounded(), rounded()))
+    assert torch.equal(replicas[0][0], replicas[1][0])
+    assert torch.equal(replicas[0][1], replicas[1][1])
+    assert abs(correlation(*replicas[0])) < 0.035
+
+
+def test_groups_share_the_seed_of_their_optimizer():
+    members = parameters()
+    optimizer = CollageAdamW(members[:2], strategy="plus")
+    optimizer.add_param_group({"params": members[2:3], "strategy": "stochastic"})
+    optimizer.add_param_group({"params": members[3:], "strategy": "light-stochastic"})
+    seeds = [group["seed"] for group in optimizer.param_groups]
+    assert seeds[0] is None
+    assert seeds[1] == seeds[2] is not None
+
+
+def test_a_checkpoint_without_a_seed_leaves_the_optimizers_own():
+    members = parameters()
+    plain, own = CollageAdamW(members, strategy="plus"), CollageAdamW(members, strategy="light-stochastic")
+    train(plain, members, 1)
+    seed = own.param_groups[0]["seed"]
+    own.load_state_dict(plain.state_dict())
+    assert own.param_groups[0]["seed"] == seed is not None
+    train(own, members, 1)
+
+
+def noise_of(seed=3, position=0, step=1, shard=0, stream=0, elements=1 << 16, first=0):
+    noise = Seeding(seed, step).at(position, shard).from_element(first)
+    like = torch.empty(elements)
+    return noise.bits(WideArithmetic(), like, stream).double()
+
+
+def test_noise_is_uniform_and_its_elements_independent():
+    """65,536 numbers: means, spreads and correlations within five standard errors."""
+    numbers = noise_of() / 2**32 + 0.5
+    assert abs(numbers.mean() - 0.5) < 5 * 0.289 / 256
+    assert abs(numbers.var() - 1 / 12) < 5 * 0.075 / 256
+    counts = torch.histc(numbers, 256, 0, 1)
+    assert (counts - 256).square().sum() / 256 < 255 + 5 * (2 * 255) ** 0.5
+    for lag in (1, 2, 3, 7, 64, 128, 1000, 4096):
+        assert abs(correlation(numbers[lag:], numbers[:-lag])) < 5 / 256, lag
+
+
+@pytest.mark.parametrize("other", [{"seed": 4}, {"position": 1}, {"shard": 1}, {"stream": 1}, {"stream": 2}])
+def test_noise_of_other_tensors_is_independent(other):
+    first, second = noise_of(), noise_of(**other)
+    for lag in (0, 1, 17):
+        assert abs(correlation(first[lag:], second[: len(second) - lag])) < 5 / 256
+
+
+def test_noise_of_steps_is_evenly_spread():
+    """Of 144 consecutive steps an element's numbers fall into each twelfth 12 times, give or take 2."""
+    numbers = torch.stack([noise_of(step=step, elements=500) for step in range(1, 145)]) / 2**32 + 0.5
+    counts = torch.stack([(numbers * 12).floor().eq(part).sum(0) for part in range(12)])
+    assert counts.min() >= 10
+    assert counts.max() <= 14
+
+
+def test_noise_does_not_depend_on_chunks():
+    whole = noise_of(elements=5000)
+    assert torch.equal(whole[1234:], noise_of(elements=5000 - 1234, first=1234))
+    scratch = Workspace(5000, torch.float32, torch.device("cpu"))
+    scratch.restart(5000)
+    noise = Seeding(3, 1).at(0)
+    assert torch.equal(whole, noise.bits(WideArithmetic(scratch), torch.empty(5000), 0).double())
+
+
+@pytest.mark.parametrize("share", [1e-7, 5e-8])
+@pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
+def test_one_number_moves_in_the_mean_below_the_resolution_of_fp32(share, arithmetic):
+    """An update of 2^-24.3 of the weight and less: some 300 of 25 million roundings go down, as they should."""
+    after = rounded(steps=64, elements=400_000, lr=1.5 * share, arithmetic=arithmetic)
+    assert float(1.5 - after.double().mean()) == pytest.approx(64 * 1.5 * share, rel=0.25)
+
+
+@pytest.mark.parametrize("share", [1e-7, 5e-8, 1e-8])
+@pytest.mark.parametrize("strategy", ["light-stochastic", "split-24bit-8bit"])
+def test_two_components_move_in_the_mean_below_the_resolution_of_fp32(strategy, share):
+    member = torch.nn.Parameter(torch.full((40_000,), 1.5, dtype=torch.bfloat16))
+    optimizer = CollageSGD([member], lr=1.5 * share, strategy=strategy, momentum=1e-9)
+    for _ in range(64):
+        member.grad = torch.ones_like(member)
+        optimizer.step()
+    moved = float(1.5 - optimizer.stored_parameter(member).mean())
+    assert moved == pytest.approx(64 * 1.5 * share, rel=0.1)
 
 
 def test_seeds_of_tensors_and_steps_differ():

@@ -17,6 +17,8 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plus": (CollageAdamW, {"strategy": "plus"}),
     "full, amsgrad": (CollageAdamW, {"strategy": "full", "amsgrad": True}),
     "master-weights": (CollageAdamW, {"strategy": "master-weights"}),
+    "split-master": (CollageAdamW, {"strategy": "split-master"}),
+    "split-master-16bit, stochastic": (CollageAdamW, {"strategy": "split-master-16bit"}),
     "fp32-states": (CollageAdamW, {"strategy": "fp32-states"}),
     "plus, storage": (CollageAdamW, {"strategy": "plus", "arithmetic": "storage"}),
     "plain, storage": (CollageAdamW, {"strategy": "plain", "arithmetic": "storage"}),
@@ -28,7 +30,14 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    # gloo does not send 16-bit integers.
+    return (
+        tensor.to(torch.int32).full_tensor().to(torch.int16)
+        if tensor.dtype == torch.int16
+        else tensor.full_tensor()
+    )
 
 
 def stepped(model, optimizer, steps, first=1):

@@ -37,7 +37,7 @@ distributed.init_process_group("gloo")
 told = {"rank": distributed.get_rank(), "digest": train()}
 if "collage_agent" in sys.modules:
     from collage_agent import current_run
-    (watched,) = [slot.watch for slot in current_run()._slots]
+    (watched,) = [slot.watch for slot in current_run()._slots.values()]
     layout = watched._last.layout
     told |= {
         "run": current_run().run_id,

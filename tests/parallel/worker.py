@@ -1,8 +1,10 @@
-"""What each process of a parallel test does: run the named job, and leave what it saw in the folder."""
+"""A launcher and its ranks: each rank runs the named job, and leaves what it saw in the folder."""
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import sys
 import warnings
 from importlib import import_module
@@ -14,6 +16,28 @@ from torch import distributed
 
 
 def main(job, folder):
+    """Fork the ranks; when one fails, or this process is asked to end, all are ended."""
+    ranks = set()
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            run(job, folder)
+            return
+        ranks.add(pid)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        while ranks:
+            pid, status = os.wait()
+            ranks.remove(pid)
+            if status != 0:
+                sys.exit(1)
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+
+
+def run(job, folder):
     # The sharding wrappers warn about what they themselves do; the agent's own warnings stay errors in other tests.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ class ReferenceAdamW:
     def __init__(
         self,
         parameter: torch.Tensor,
-        lr: float,
+        lr: float | torch.Tensor,
         betas: tuple[float, float],
         eps: float = 1e-8,
         weight_decay: float = 0.0,

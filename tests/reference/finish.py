@@ -22,7 +22,7 @@ def over(a, b):
 def metrics(totals):
     """Metric → value (Fraction, Decimal, or None for undefined) of one point's totals."""
     t = {key: exact(value) for key, value in totals.items()}
-    active = t["elements"] - t["nonfinite"] - t["idle"]
+    active = t["lost"] + t["distorted"] + t["faithful"]
     uu, ue, ee = (t[f"{name}_sum"] for name in ("intended_squared", "intended_effective", "effective_squared"))
     steps = t["measured_steps"]
     step_norm = root(uu / steps)
@@ -33,6 +33,8 @@ def metrics(totals):
         "edq_cosine": None
         if uu * ee == 0
         else Decimal(ue.numerator) / Decimal(ue.denominator) / (root(uu) * root(ee)),
+        "update_error_ratio": None if uu == 0 else root(max(ee - 2 * ue + uu, Fraction(0)) / uu),
+        "measured_ratio": over(active + t["idle"], t["elements"] - t["nonfinite"]),
         "edq_visible_ratio": over(t["intended_visible_sum"], uu),
         "lost_update_ratio": over(t["lost"], active),
         "lost_visible_ratio": over(t["lost_visible"], active),
@@ -44,6 +46,7 @@ def metrics(totals):
         "decay_ratio": over(t["decay_kept_sum"], t["decay_squared_sum"]),
         "residual_fill_ratio": over(t["residual_fill_sum"], t["residual_elements"]),
         "residual_zero_ratio": over(t["residual_zero"], t["residual_elements"]),
+        "residual_dropped_ratio": over(t["residual_dropped"], t["residual_elements"]),
         "grad_norm": root(t["gradient_squared_sum"] / steps),
         "intended_norm": step_norm,
         "param_norm": weight_norm,

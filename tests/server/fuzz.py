@@ -201,7 +201,8 @@ def mutated(target, cases, seed):
             wire.AttemptCreate(launch_id="launch", first_step=1),
             stream_create(f"fuzz-{index % 50}-s", "launch"),
             wire.ReportBatch(
-                reports=[report(3 + index % 100, 5)], gaps=[wire.Gap(first_seq=900, last_seq=901, reason="full")]
+                reports=[report(3 + index % 100, 5)],
+                gaps=[wire.ReportGap(first_seq=900, last_seq=901, reason="full")],
             ),
             wire.TokenCreate(name="n", role="read", projects=["p"]),
             wire.AlertmanagerMessage(

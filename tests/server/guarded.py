@@ -16,7 +16,7 @@ OWN = "the-server-s-own-token-0123456789abcdefghij"
 PROJECTS = ("mine", "theirs")
 
 
-class Door:
+class GuardedServer:
     """The application and its clock; `ask` sends a request with any secret."""
 
     def __init__(self, client, clock, app):
@@ -58,9 +58,9 @@ class Door:
 
 
 @contextmanager
-def door(folder, **settings):
+def guarded_server(folder, **settings):
     """A guarded application on a fresh folder."""
     clock = Clock()
     app = create_app(Settings(folder=folder, token=OWN, **settings), clock=clock)
     with TestClient(app) as client:
-        yield Door(client, clock, app)
+        yield GuardedServer(client, clock, app)

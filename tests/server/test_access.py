@@ -11,7 +11,7 @@ from collage_server.settings import Settings, SettingsError, settings_from_envir
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
-from tests.server.guarded import door
+from tests.server.guarded import guarded_server
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-some-length"
@@ -107,7 +107,7 @@ def test_a_setting_that_cannot_be_read_is_named(tmp_path, name, value):
 
 def test_a_project_with_a_slash_in_its_name_is_a_project(tmp_path):
     """Clients send it as %2F; it was answered 404, as an unknown route."""
-    with door(tmp_path) as opened:
+    with guarded_server(tmp_path) as opened:
         path = "/api/v1/projects/team%2Fvision/runs"
         run = opened.ask("POST", path, message=wire.RunCreate(run_id="r1"))
         assert (run.status_code, run.json()["project"]) == (201, "team/vision")

@@ -7,7 +7,7 @@ import tracemalloc
 import msgspec
 import pytest
 from collage_server.answer_cache import AnswerCache
-from collage_server.store.reading.snapshot import SqlSnapshot
+from collage_server.store.reading.snapshot import Snapshot
 
 from collage_monitor import wire
 from tests.server.samples import STATISTICS, block, layer, report, watch
@@ -60,13 +60,13 @@ def test_in_a_comparison_only_the_run_that_changed_is_read_again(server, monkeyp
     fetch(server, path)
     server.reports([report(9, 70)], "s1")
     read: list[str] = []
-    newest = SqlSnapshot.newest_scalars
+    newest = Snapshot.newest_scalars
 
     def counted(now, run_ids, count):
         read.extend(run_ids)
         return newest(now, run_ids, count)
 
-    monkeypatch.setattr(SqlSnapshot, "newest_scalars", counted)
+    monkeypatch.setattr(Snapshot, "newest_scalars", counted)
     answer = wire.decode_message(fetch(server, path).content, wire.Comparison, wire.JSON)
     assert read == ["r1"]
     assert [run.reports for run in answer.runs] == [6, 5]
@@ -80,7 +80,7 @@ def test_another_curve_of_the_same_runs_reads_only_the_curve(server, monkeypatch
         alone = wire.decode_message(fetch(server, paths[1]).content, wire.Comparison, wire.JSON)
         server.reports([report(9, 70)], "s1")
         first = wire.decode_message(fetch(server, paths[0]).content, wire.Comparison, wire.JSON)
-        patch.setattr(SqlSnapshot, "newest_scalars", lambda *_: 1 / 0)
+        patch.setattr(Snapshot, "newest_scalars", lambda *_: 1 / 0)
         second = wire.decode_message(fetch(server, paths[1]).content, wire.Comparison, wire.JSON)
     assert [run.reports for run in second.runs] == [6, 5]
     assert [run.merged for run in second.runs] == [run.merged for run in first.runs]

@@ -12,7 +12,7 @@ from benchmarks import _population
 from benchmarks._harness import Figure
 from benchmarks._reports import LARGE, SMALL, batches, requests
 from benchmarks._serving import NullStore
-from benchmarks.query import Blocks, questions, read_by_key
+from benchmarks.query import StoredColumns, questions, read_by_key
 from collage_monitor import wire
 from tests.server.reads import layer_points, model_points
 from tests.server.samples import layer, stream_create
@@ -68,7 +68,7 @@ def test_a_gate_judges_the_median(bounds, missed):
 def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_path, monkeypatch):
     monkeypatch.setattr(_population, "LAYERED", {"layers-0": 300, "layers-1": 300})
     monkeypatch.setattr(_population, "MODELS", {"model-0": 256})
-    store = _population.FillingStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
+    store = _population.UnsyncedStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
     assert _population.populate(store, 0) == 20 * (600 * 201 + 256)
     found = {
@@ -80,19 +80,19 @@ def test_a_copied_run_of_the_query_benchmark_is_as_if_it_had_been_sealed(tmp_pat
     store.close()
     with closing(sqlite3.connect(tmp_path / "collage.sqlite")) as connection:
         # Of each run 256 points are sealed, a whole chunk.
-        layer = Blocks("layer_chunk", ["layers-0", "layers-1"], 1, ["lost", "elements"], layer=100)
+        layer = StoredColumns("layer_chunk", ["layers-0", "layers-1"], 1, ["lost", "elements"], layer=100)
         assert read_by_key(connection.cursor(), [layer], "?") == 2 * 2 * 256
         for blocks, numbers in (
-            (Blocks("layer_chunk", ["layers-1"], 1, ["lost"]), 256 * 200),
-            (Blocks("model_chunk", ["model-0"], 1), 20 * 256),
-            (Blocks("point_chunk", ["model-0"], 1), 5 * 256),
-            (Blocks("scalar_chunk", ["model-0"]), 3 * 256),
+            (StoredColumns("layer_chunk", ["layers-1"], 1, ["lost"]), 256 * 200),
+            (StoredColumns("model_chunk", ["model-0"], 1), 20 * 256),
+            (StoredColumns("point_chunk", ["model-0"], 1), 5 * 256),
+            (StoredColumns("scalar_chunk", ["model-0"]), 3 * 256),
         ):
             assert read_by_key(connection.cursor(), [blocks], "?") == numbers
 
 
 def test_every_question_of_the_benchmark_has_a_reference_and_limits_on_both_databases():
     for question in questions():
-        assert question.blocks
+        assert question.columns
         assert question.limits is None or [len(limits) for limits in question.limits] == [2, 2]
     assert sum(question.limits is not None for question in questions()) == 6

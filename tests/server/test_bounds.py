@@ -100,7 +100,7 @@ def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
                 assert answer.headers["retry-after"] == "2"
                 assert answer.json()["error"]["code"] == "journal_full"
                 sealer.stopping.clear()
-                sealer.look()
+                sealer.do_due_work()
                 answer = sent(client, batch)
             assert answer.status_code == 200, answer.text
         assert refused > 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from collage_monitor import wire
 from tests.server.conftest import NOW
-from tests.server.guarded import door
+from tests.server.guarded import guarded_server
 from tests.server.samples import report
 
 WEBHOOK: dict[str, Any] = {
@@ -97,7 +97,7 @@ def test_a_notification_that_is_none(server):
 
 
 def test_a_token_stores_alerts_of_its_own_projects_only(tmp_path):
-    with door(tmp_path) as opened:
+    with guarded_server(tmp_path) as opened:
         for project in ("mine", "theirs"):
             opened.fill(project, f"{project}-1")
         secret, _ = opened.token("ingest", ["mine"])

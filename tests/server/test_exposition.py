@@ -7,7 +7,7 @@ from pathlib import Path
 
 from collage_server.errors import Gone
 from collage_server.health import MODEL_GAUGES
-from collage_server.store.reading.snapshot import SqlSnapshot
+from collage_server.store.reading.snapshot import Snapshot
 from prometheus_client.parser import text_string_to_metric_families
 
 from collage_monitor import wire
@@ -85,7 +85,7 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
     store = server.app.state.components.store
-    read = SqlSnapshot.latest
+    read = Snapshot.latest
 
     def deleted_first(now, run_id):
         if run_id == "r1":
@@ -93,7 +93,7 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
                 store.runs.delete("r1", clock())
         return read(now, run_id)
 
-    monkeypatch.setattr(SqlSnapshot, "latest", deleted_first)
+    monkeypatch.setattr(Snapshot, "latest", deleted_first)
     page = server.get("/metrics")
     assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
     monkeypatch.undo()

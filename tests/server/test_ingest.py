@@ -13,7 +13,7 @@ from anyio.to_thread import current_default_thread_limiter
 from collage_server.api import bodies
 from collage_server.app import create_app
 from collage_server.errors import Busy
-from collage_server.ingest.backpressure import InFlight
+from collage_server.ingest.backpressure import InFlightBudget
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.settings import Settings
 from collage_server.store import READERS, GroupOutcome, ReportGroup, StreamRecord
@@ -132,7 +132,7 @@ def test_stopping_commits_what_waits_and_refuses_what_comes_later():
 
 
 def test_the_budget_in_flight():
-    budget = InFlight(100)
+    budget = InFlightBudget(100)
     with budget.hold(500):
         assert budget.bytes == 500
         with pytest.raises(Busy) as caught, budget.hold(1):
@@ -145,7 +145,7 @@ def test_the_budget_in_flight():
 
 def test_the_budget_falls_while_reports_wait_and_grows_back_when_they_do_not():
     now = [0.0]
-    budget = InFlight(100 * 2**20, wait_seconds=0.25, clock=lambda: now[0])
+    budget = InFlightBudget(100 * 2**20, wait_seconds=0.25, clock=lambda: now[0])
     with budget.hold(40 * 2**20):
         budget.waited(0.5, 2**20)
         assert budget.allowed == pytest.approx(0.7 * 40 * 2**20, abs=1)

@@ -45,6 +45,20 @@ def test_secrets_are_masked_wherever_they_come_from(written, form):
     assert "ValueError" in text
 
 
+@pytest.mark.parametrize("secret", ['quoted"token', "back\\slash", "not-ascii-é"])
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_secret_is_masked_whatever_its_characters_become_in_the_line(written, form, secret):
+    buffer = written(form, [secret])
+    try:
+        raise ValueError(f"about {secret}")
+    except ValueError:
+        logging.getLogger("x").exception("with %s", secret, extra={"actor": secret})
+    text = buffer.getvalue()
+    assert secret not in text
+    assert json.dumps(secret)[1:-1] not in text
+    assert "***" in text
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_message_cannot_forge_a_line(written, form):
     buffer = written(form)

@@ -8,7 +8,7 @@ import pytest
 from collage_server.auth.roles import RULES, matrix
 
 from collage_monitor import wire
-from tests.server.guarded import PROJECTS, door
+from tests.server.guarded import PROJECTS, guarded_server
 from tests.server.samples import report, stream_create
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def request_of(route):
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    with door(tmp_path_factory.mktemp("matrix")) as opened:
+    with guarded_server(tmp_path_factory.mktemp("matrix")) as opened:
         for project in PROJECTS:
             opened.fill(project, f"{project}-1")
         yield opened

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collage_monitor import wire
-from tests.server.guarded import door
+from tests.server.guarded import guarded_server
 
 
 def create(guarded, run_id, project="p", tags=()):
@@ -20,7 +20,7 @@ def limit_of(answer):
 
 
 def test_runs(tmp_path):
-    with door(tmp_path, runs_per_project=2) as guarded:
+    with guarded_server(tmp_path, runs_per_project=2) as guarded:
         assert create(guarded, "a").status_code == 201
         assert create(guarded, "b").status_code == 201
         assert limit_of(create(guarded, "c")) == ("runs_per_project", 2)
@@ -31,7 +31,7 @@ def test_runs(tmp_path):
 
 
 def test_tags_count_once_however_many_runs_bear_them(tmp_path):
-    with door(tmp_path, tags_per_project=3) as guarded:
+    with guarded_server(tmp_path, tags_per_project=3) as guarded:
         assert create(guarded, "a", tags=["x", "y"]).status_code == 201
         assert create(guarded, "b", tags=["x", "y", "z"]).status_code == 201
         assert limit_of(create(guarded, "c", tags=["w"])) == ("tags_per_project", 3)
@@ -42,7 +42,7 @@ def test_tags_count_once_however_many_runs_bear_them(tmp_path):
 
 
 def test_layers(tmp_path):
-    with door(tmp_path, layers_per_project=5) as guarded:
+    with guarded_server(tmp_path, layers_per_project=5) as guarded:
         guarded.fill("p", "a")
         assert create(guarded, "b").status_code == 201
         guarded.fill("p", "b")
@@ -51,7 +51,7 @@ def test_layers(tmp_path):
 
 @pytest.mark.parametrize("name", ["runs_per_project", "tags_per_project", "layers_per_project"])
 def test_the_message_names_the_setting(tmp_path, name):
-    with door(tmp_path, **{name: 1}) as guarded:
+    with guarded_server(tmp_path, **{name: 1}) as guarded:
         guarded.fill("p", "a")
         create(guarded, "b")
         message = create(guarded, "c", tags=["x", "y"]).json()["error"]["message"]

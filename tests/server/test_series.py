@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.api import reading
-from collage_server.queries import worst_order
+from collage_server.queries.layers import worst_order
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, block, report, stream_create

@@ -15,7 +15,7 @@ def streams(server):
 
 def send(server, reports=(), gaps=(), stream_id="s0", status=200):
     batch = wire.ReportBatch(
-        reports=list(reports), gaps=[wire.Gap(first_seq=a, last_seq=b, reason="spool full") for a, b in gaps]
+        reports=list(reports), gaps=[wire.ReportGap(first_seq=a, last_seq=b, reason="spool full") for a, b in gaps]
     )
     return server.post(
         f"/streams/{stream_id}/reports", batch, wire.BatchAnswer, status=status, encode=wire.encode_batch

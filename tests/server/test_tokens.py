@@ -13,13 +13,13 @@ from collage_server.errors import Busy
 from collage_server.store import SqliteStore
 
 from collage_monitor import wire
-from tests.server.guarded import OWN, door
+from tests.server.guarded import OWN, guarded_server
 from tests.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
 def guarded(tmp_path):
-    with door(tmp_path) as opened:
+    with guarded_server(tmp_path) as opened:
         yield opened
 
 

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from collage_studies.command import result_line, summary_json, summary_table
+from collage_studies.command import result_row, summary_json, summary_table
 from collage_studies.recipe import PLANS, Plan
-from collage_studies.worker import Done, Step, line_of
+from collage_studies.worker import FinalLine, ProgressLine, line_of
 
 from collage_monitor import wire
 
@@ -48,8 +48,8 @@ def compared(**merged):
 
 
 def test_every_name_is_there_and_undefined_is_null():
-    done = Done("r", 40, 1000.0, 7, 0)
-    line = result_line(Plan("plus", "bfloat16"), done, compared(edq_ratio=1.0, edq_oracle_ratio=None))
+    done = FinalLine("r", 40, 1000.0, 7, 0)
+    line = result_row(Plan("plus", "bfloat16"), done, compared(edq_ratio=1.0, edq_oracle_ratio=None))
     (found,) = json.loads(summary_json([line]))
     assert set(found) == NAMES | {"run_id"}
     assert (found["validation_loss"], found["edq_ratio"], found["steps"]) == (2.5, 1.0, 40)
@@ -72,4 +72,4 @@ def test_the_plans_are_four_in_bf16_and_a_reference():
 
 def test_a_line_that_someone_else_printed_is_none():
     assert line_of("warning: something\n") is None
-    assert line_of('{"type":"step","step":1,"loss":2.0,"validation_loss":3.0}') == Step(1, 2.0, 3.0)
+    assert line_of('{"type":"step","step":1,"loss":2.0,"validation_loss":3.0}') == ProgressLine(1, 2.0, 3.0)

@@ -142,7 +142,7 @@ def _small_chunks():
 
     def make_small_store(settings):
         store = make_store(settings)
-        store.sealing.limits = LIMITS  # type: ignore[attr-defined]
+        store.sealing.limits = LIMITS
         return store
 
     command.make_store = make_small_store  # type: ignore[attr-defined]

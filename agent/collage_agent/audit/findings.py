@@ -19,6 +19,7 @@ Severity = Literal["problem", "warning", "note"]
 
 _SHARE_THAT_MATTERS: Final = 0.01
 _EXAMPLES: Final = 3
+_ENOUGH: Final = 64
 _CHUNK: Final = 2**22
 
 
@@ -39,12 +40,15 @@ def find(kept: Sequence[KeptParameter]) -> list[Finding]:
         _missing_components,
         _zeroed_lows,
         _overlapping_lows,
+        _foreign_remainders,
+        _cast_remainders,
         _stale_masters,
         _stuck_second_moments,
         _zero_second_moments,
         _single_weights,
         _cast_states,
         _cast_weights,
+        _remainders,
         _no_states,
     )
     found = [finding for question in questions for finding in question(kept)]
@@ -99,7 +103,10 @@ def _zeroed_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
     zeroed = [
         entry.name
         for entry in kept
-        if entry.low is not None and (entry.step or 0) > 1 and entry.elements >= 64 and not bool(entry.low.any())
+        if (low := entry.remainder if entry.low is None else entry.low) is not None
+        and (entry.step or 0) > 1
+        and entry.elements >= 64
+        and not bool((low != 0).any())
     ]
     if zeroed:
         yield Finding(
@@ -118,6 +125,7 @@ def _overlapping_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         entry.name
         for entry in kept
         if entry.low is not None
+        and entry.paired
         and entry.weight is not None
         and entry.low.dtype == entry.weight.dtype
         and _share(_wider_than_a_gap, entry.low, entry.weight) > _SHARE_THAT_MATTERS
@@ -132,12 +140,69 @@ def _overlapping_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
+def _foreign_remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    """Any bits complete any weight but 0; where the weight is here in fp32, its own low half is known too."""
+    foreign = []
+    for entry in kept:
+        weight, remainder = entry.weight, entry.remainder
+        if weight is None or remainder is None or remainder.is_floating_point() or not entry.paired:
+            continue
+        differs = 0.0
+        if not is_narrow(weight.dtype):
+            differs = _share(_other_low_half, weight, remainder) if remainder.dtype.itemsize == 2 else 0.0
+        elif (zeros := int((weight == 0).sum())) >= _ENOUGH:
+            differs = _share(_completes_zero, weight, remainder) * entry.elements / zeros
+        if differs > _SHARE_THAT_MATTERS:
+            foreign.append(entry.name)
+    if foreign:
+        yield Finding(
+            "problem",
+            "remainder-foreign",
+            f"weight and integer remainder do not belong together in {len(foreign)} parameters: {_some(foreign)}",
+            foreign,
+            "they come from different moments or models; load both from one checkpoint",
+        )
+
+
+def _cast_remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    cast: dict[str, list[str]] = {}
+    for entry in kept:
+        if entry.remainder is not None and entry.remainder.is_floating_point():
+            cast.setdefault(f"{entry.remainder_key} has become {dtype_name(entry.remainder.dtype)}", []).append(
+                entry.name
+            )
+    for what, layers in cast.items():
+        yield Finding(
+            "problem",
+            "remainder-cast",
+            f"the integer remainder {what} in {len(layers)} parameters, so that most of its bits are lost: "
+            f"{_some(layers)}",
+            layers,
+            "torch's load_state_dict casts states to the weight's dtype; load them as the integers they were",
+        )
+
+
+def _remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+    told: dict[str, list[str]] = {}
+    for entry in kept:
+        if entry.remainder is not None and not entry.remainder.is_floating_point():
+            key = f"{entry.remainder_key} ({dtype_name(entry.remainder.dtype)}) holds {entry.remainder_words}"
+            told.setdefault(key, []).append(entry.name)
+    for key, layers in told.items():
+        yield Finding(
+            "note",
+            "remainder-kept",
+            f"{key} beside {len(layers)} weights: together they are a weight of more bits, kept in two tensors",
+            layers,
+        )
+
+
 def _stale_masters(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
     stale, rounded = [], []
     for entry in kept:
         if entry.master is None or entry.weight is None or not is_narrow(entry.weight.dtype):
             continue
-        if _share(_differs_when_rounded, entry.master, entry.weight) > _SHARE_THAT_MATTERS:
+        if entry.paired and _share(_differs_when_rounded, entry.master, entry.weight) > _SHARE_THAT_MATTERS:
             stale.append(entry.name)
         elif (
             entry.elements >= 64
@@ -301,6 +366,14 @@ def _wider_than_a_gap(low: Tensor, weight: Tensor) -> Tensor:
 
 def _differs_when_rounded(master: Tensor, weight: Tensor) -> Tensor:
     return master.to(weight.dtype) != weight
+
+
+def _completes_zero(weight: Tensor, remainder: Tensor) -> Tensor:
+    return (weight == 0) & (remainder != 0)
+
+
+def _other_low_half(weight: Tensor, remainder: Tensor) -> Tensor:
+    return (weight.view(torch.int32) ^ remainder.view(torch.int16).to(torch.int32)) & 0xFFFF != 0
 
 
 def _representable(wide: Tensor, narrow: Tensor) -> Tensor:

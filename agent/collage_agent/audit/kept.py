@@ -24,6 +24,15 @@ __all__ = ["SECOND_MOMENTS", "KeptParameter", "dtype_name", "is_narrow", "kept_p
 _WEIGHT_LOWS: Final = (PARAMETER_LOW, "kahan_comp", "compensation", "shift", "weight_accounted")
 """Ours, optimi, torchdistx, pytorch_optimizer, and the first public implementation of Collage."""
 _MASTERS: Final = (MASTER_PARAMETER, "master_param", "master_weight", "master_params", "fp32_param")
+_REMAINDERS: Final = {
+    "master_param": "the signed remainder of rounding to nearest",
+    "mantissa": "bits appended",
+    "error_bits": "a fraction of half a gap",
+}
+"""TransformerEngine and Megatron, modded-nanogpt, FlashOptim: what their integers are."""
+_INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+_MATCHES: Final = 0.99
+_LOOKED_AT: Final = 2**16
 _BUFFERS: Final = ("running_mean", "running_var")
 _LOW_SUFFIXES: Final = (LOW_COMPONENT_SUFFIX, "_accounted")
 SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "exp_avg_var", "square_avg", "max_exp_avg_sq", "exp_inf"})
@@ -31,7 +40,11 @@ SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "exp_avg_var", "square_avg", "m
 
 @dataclass(eq=False)
 class KeptParameter:
-    """One parameter: every tensor has its shape. `averages` are the states without low parts and weights."""
+    """One parameter: every tensor has its shape. `averages` are the states without low parts and weights.
+
+    paired: the weight is the one that the states belong to; else it is another of the same shape, which counts
+    the same among all of them, but no element of it may be compared with one of a state.
+    """
 
     name: str
     weight: Tensor | None
@@ -39,9 +52,12 @@ class KeptParameter:
     has_state: bool = False
     step: int | None = None
     low: Tensor | None = None
+    remainder: Tensor | None = None
+    remainder_key: str = ""
     master: Tensor | None = None
     averages: dict[str, Tensor] = field(default_factory=dict)
     average_lows: dict[str, Tensor] = field(default_factory=dict)
+    paired: bool = True
 
     @property
     def elements(self) -> int:
@@ -51,10 +67,25 @@ class KeptParameter:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that is kept, with what it is."""
-        named = {"weight": self.weight, "low component": self.low, "master weight": self.master}
+        named = {
+            "weight": self.weight,
+            "low component": self.low,
+            "integer remainder": self.remainder,
+            "master weight": self.master,
+        }
         yield from ((label, tensor) for label, tensor in named.items() if tensor is not None)
         yield from self.averages.items()
         yield from ((f"low component of {name}", tensor) for name, tensor in self.average_lows.items())
+
+    @property
+    def remainder_words(self) -> str:
+        """What the integer remainder is, by its name."""
+        return _REMAINDERS.get(self.remainder_key, "bits beyond the weight's")
+
+    @property
+    def units_of_gap(self) -> int:
+        """How many integers make a gap of the weight, a power of two: one of FlashOptim's form is a little more."""
+        return 1 if self.remainder is None else 1 << 8 * self.remainder.dtype.itemsize
 
     @property
     def declared(self) -> StorageStrategy | None:
@@ -72,6 +103,8 @@ class KeptParameter:
             return self.declared.name
         if self.master is not None:
             return "master-weights"
+        if self.remainder is not None:
+            return "split-master"
         second_low = any(name in SECOND_MOMENTS for name in self.average_lows)
         first_low = any(name not in SECOND_MOMENTS for name in self.average_lows)
         if self.low is not None:
@@ -109,16 +142,18 @@ def kept_parameters(checkpoint: Checkpoint) -> tuple[list[KeptParameter], list[s
     notes: list[str] = []
     for number, optimizer in enumerate(checkpoint.optimizers):
         members = list(_members(optimizer))
-        names = _names(members, checkpoint.weights)
-        lonely = names.count(None)
+        names = _names(members, checkpoint.weights, checkpoint.ordered)
+        lonely = sum(not paired for _, paired in names)
         if lonely and checkpoint.weights:
             notes.append(
                 f"the states of {lonely} of {len(members)} parameters of optimizer {number} could not be matched "
-                "with their weights: nothing in the checkpoint says which is which; build the optimizer from "
-                "model.named_parameters(), then it keeps the names"
+                "with their weights: nothing in the checkpoint says which is which (safetensors and distributed "
+                "checkpoints do not keep the model's order); build the optimizer from model.named_parameters(), "
+                "then it keeps the names"
             )
-        for name, (label, group, state) in zip(names, members, strict=True):
-            kept.append(_kept(name or label, None if name is None else checkpoint.weights[name], group, state))
+        for (name, paired), (label, group, state) in zip(names, members, strict=True):
+            weight = None if name is None else checkpoint.weights[name]
+            kept.append(_kept(name if name and paired else label, weight, group, state, paired=paired))
     if not any(entry.weight is not None for entry in kept):
         # With states at hand, tensors that no optimizer steps are buffers and frozen weights.
         kept += [KeptParameter(name, weight) for name, weight in _parameters_of(checkpoint.weights).items()]
@@ -144,20 +179,25 @@ def _members(optimizer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
         given = group.get("param_names")
         for position, key in enumerate(group["params"]):
             label = str(given[position]) if given else key if isinstance(key, str) else f"group{index}.{position}"
-            state = optimizer["state"].get(key, {})
+            # A distributed checkpoint makes numbers in paths into text.
+            state = optimizer["state"].get(key, optimizer["state"].get(str(key), {}))
             yield label, options, state if isinstance(state, Mapping) else {}
 
 
 def _names(
-    members: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]], weights: Mapping[str, Tensor]
-) -> list[str | None]:
-    """The weight's name for each member: by label, else by order among those of one shape, where that is sure.
+    members: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]],
+    weights: Mapping[str, Tensor],
+    ordered: bool,
+) -> list[tuple[str | None, bool]]:
+    """The weight's name for each member: by label, else among those of one shape, where that is sure.
 
-    Optimizers keep the model's order within a group. It is sure if all parameters of the shape are in one group,
-    and are as many as the model's tensors of that shape.
+    It is sure by order if the weights are in the model's (`ordered`), as optimizers keep it within a group, all
+    parameters of the shape are in one group, and are as many as the model's tensors of that shape. Elsewhere it is
+    sure if there is one of the shape (left), or if a master weight rounds to one of them and to no other. False:
+    not sure.
     """
     if all(label in weights for label, _, _ in members):
-        return [label for label, _, _ in members]
+        return [(label, True) for label, _, _ in members]
     by_shape: dict[torch.Size, list[str]] = {}
     for name, weight in _parameters_of(weights).items():
         by_shape.setdefault(weight.shape, []).append(name)
@@ -167,13 +207,40 @@ def _names(
         if (shape := _shape_of(state)) is not None:
             places.setdefault(shape, []).append(place)
             groups.setdefault(shape, set()).add(id(group))
-    names: list[str | None] = [None] * len(members)
+    names: list[tuple[str | None, bool]] = [(None, False)] * len(members)
     for shape, found in places.items():
         candidates = by_shape.get(shape, [])
-        if len(groups[shape]) == 1 and len(candidates) == len(found):
+        if len(candidates) == len(found) and (len(found) == 1 or (ordered and len(groups[shape]) == 1)):
             for place, name in zip(found, candidates, strict=True):
-                names[place] = name
+                names[place] = name, True
+            continue
+        rounded = [
+            [name for name in candidates if _is_rounded(members[place][2], weights[name])] for place in found
+        ]
+        sure = [alike[0] if len(alike) == 1 and rounded.count(alike) == 1 else None for alike in rounded]
+        others = [name for name in candidates if name not in sure]
+        for place, certain in zip(found, sure, strict=True):
+            if certain is not None:
+                names[place] = certain, True
+            elif len(candidates) == len(found):
+                # Where one of each is left over, they belong together.
+                names[place] = others.pop(0), sure.count(None) == 1
     return names
+
+
+def _is_rounded(state: Mapping[str, Any], weight: Tensor) -> bool:
+    """Whether nearly all of a master weight in this state rounds to the weight; looks at a part of them."""
+    masters = (state[key] for key in _MASTERS if isinstance(state.get(key), Tensor))
+    return any(
+        master.dtype.itemsize > weight.dtype.itemsize
+        and float((_part(master).to(weight.dtype) == _part(weight)).double().mean()) > _MATCHES
+        for master in masters
+        if master.shape == weight.shape
+    )
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[:_LOOKED_AT]
 
 
 def _shape_of(state: Mapping[str, Any]) -> torch.Size | None:
@@ -181,11 +248,18 @@ def _shape_of(state: Mapping[str, Any]) -> torch.Size | None:
     return max(shapes, key=lambda shape: shape.numel(), default=None)
 
 
-def _kept(name: str, weight: Tensor | None, group: Mapping[str, Any], state: Mapping[str, Any]) -> KeptParameter:
+def _kept(
+    name: str, weight: Tensor | None, group: Mapping[str, Any], state: Mapping[str, Any], *, paired: bool
+) -> KeptParameter:
     shape = weight.shape if weight is not None else _shape_of(state)
-    entry = KeptParameter(name, weight, group, has_state=bool(state), step=_step(state.get("step")))
+    entry = KeptParameter(name, weight, group, bool(state), _step(state.get("step")), paired=paired)
     for key, value in state.items():
-        if not isinstance(value, Tensor) or key == "step" or value.shape != shape or not value.is_floating_point():
+        if not isinstance(value, Tensor) or key == "step" or value.shape != shape:
+            continue
+        if _is_remainder(str(key), value):
+            entry.remainder, entry.remainder_key = value, str(key)
+            continue
+        if not value.is_floating_point():
             continue
         if key in _WEIGHT_LOWS:
             entry.low = value
@@ -196,6 +270,17 @@ def _kept(name: str, weight: Tensor | None, group: Mapping[str, Any], state: Map
         else:
             entry.averages[str(key)] = value
     return entry
+
+
+def _is_remainder(key: str, value: Tensor) -> bool:
+    """Whether a state of the weight's shape is an integer remainder: by name, or by 16 bits; cast ones too."""
+    if value.dtype in (torch.int16, torch.uint16):
+        return True
+    if key not in _REMAINDERS or value.dtype.itemsize > 2:
+        return False
+    if value.dtype in _INTEGERS:
+        return True
+    return bool((value == value.round()).all()) and bool((value.abs() > 1).any())
 
 
 def _whole(key: str, state: Mapping[str, Any]) -> str | None:

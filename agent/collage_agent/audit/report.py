@@ -81,7 +81,8 @@ def rate_loss(kept: KeptParameter, learning_rate: float) -> RateLoss | None:
     """What steps of this size lose of one parameter; None where its format is not known or there is no weight.
 
     The grid is that of the fp32 master weight, else of the low component where it is not 0 (an update much
-    smaller than the weight lands there), else of the weight. The gap is taken in the update's direction, which
+    smaller than the weight lands there), else of the weight, made finer by an integer remainder. The gap is taken
+    in the update's direction, which
     the first moment gives, else away from zero. Weight decay is left out. Synchronises nothing but the host.
     """
     weight = kept.weight if kept.master is None else kept.master
@@ -108,7 +109,7 @@ def _parts(
     kept: KeptParameter, weight: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:
     """Weight, low component, first and second moment, flat and in chunks that bound the memory."""
-    second = kept.averages.get("exp_avg_sq")
+    second = kept.averages.get("exp_avg_sq") if kept.paired else None
     first = kept.averages.get("exp_avg") if second is not None else None
     low = kept.low if kept.master is None else None
     second_low = kept.average_lows.get("exp_avg_sq")
@@ -135,6 +136,8 @@ def _loss_of(
         # A pair with nothing in its low component takes an update of any size there.
         fine = 0.5 * gap_towards(low, direction)
         half_gap = torch.where(low == 0, torch.full_like(fine, math.ldexp(1.0, _BOTTOM)), fine)
+    elif kept.master is None:
+        half_gap = half_gap / kept.units_of_gap
     finite = torch.isfinite(half_gap)
     half_gap = half_gap[finite]
     exponents = (torch.frexp(half_gap).exponent - 1 - _BOTTOM).long()
@@ -266,7 +269,7 @@ def _losses(kept: Sequence[KeptParameter], learning_rate: float | None) -> tuple
     with_states = [entry for entry in kept if entry.has_state]
     if with_states and not any("exp_avg" in entry.averages for entry in with_states):
         return {}, ["the updates of this optimizer are not of the learning rate's size: what it loses is left out"]
-    at_random = [entry for entry in kept if entry.declared is not None and entry.declared.stochastic]
+    at_random = [entry for entry in kept if entry.declared is not None and entry.declared.stochastic_parameter]
     notes = [f"{len(at_random)} parameters are rounded stochastically: no update is lost in the mean"]
     losses = {
         entry.name: loss

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from collage_agent.buckets.observation import BufferPool, IntendedUpdate, ObservedStep, StepInputs, view_of
+from collage_agent.buckets.observation import (
+    IntendedUpdate,
+    ObservedStep,
+    StepInputs,
+    Values,
+    sum_components,
+    view_of,
+)
 from collage_agent.buckets.oracle import SLOTS_AT_ONCE, OracleView
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
+from collage_agent.numerics.formats import COPIES
 from collage_agent.sample import stored
-from collage_agent.sample.gather import BlockLayout, Staging
+from collage_agent.sample.gather import BlockLayout, Staging, local
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import MEASURES, StepView, Sums
+from collage_agent.stats.casts import is_wider, largest_magnitude
 from collage_agent.stats.counterfactuals import fp8_scales
-from collage_agent.stats.view import table_of
+from collage_agent.stats.edq import squared_block_sums
+from collage_agent.stats.view import Copies, KeptWeights, table_of
 from collage_monitor.definitions import Need
 from collage_monitor.table import Table
 
 __all__ = ["Bucket"]
 
+_AS_KEPT: Final = "residual as kept"
+
 
 class Bucket:
     """Gathers before and after a step and reduces the sample to block totals.
 
-    `members` are indices of watched parameters. Buffers are made once: live values in their own dtype, the fp64
-    work in runs of slots that stay in the cache, in a `workspace` that buckets measured in turn may share. Nothing
-    here synchronises a device.
+    `members` are indices of watched parameters. Live values are kept in their own dtype in buffers that are made
+    once; the fp64 work is done in runs of slots that stay in the cache. Nothing here synchronises a device.
     """
 
     def __init__(
@@ -42,8 +53,9 @@ class Bucket:
         intent: Intent,
         *,
         knows_gradient: bool = True,
-        workspace: BufferPool | None = None,
+        copies: Mapping[str, Sequence[bool]] | None = None,
     ) -> None:
+        """copies: the formats that copies of the weights are asked for in, and of which tensors they are known."""
         self.members = tuple(members)
         self.parameters = tuple(parameters)
         self.samples = tuple(samples)
@@ -57,7 +69,12 @@ class Bucket:
         self._scalars: dict[str, Any] = {}
         self._keys_before: tuple[str, ...] = ()
         self._scales: Tensor | None = None
-        self._workspace = workspace or BufferPool()
+        self._copies = {
+            key: torch.tensor(known).to(torch.float64).where(torch.tensor(known), torch.nan).to(self.layout.device)
+            for key, known in (copies or {}).items()
+        }
+        self._of_tensor = [known for key, known in (copies or {}).items() if COPIES[key].of_tensor]
+        self.largest_before: Tensor | None = None
         self._padding, self._held = [], []
         for slots in self._runs():
             padding = [slot - slots.start for slot in self.layout.padding if slots.start <= slot < slots.stop]
@@ -97,7 +114,7 @@ class Bucket:
             self._gather_state(self._before, key, states)
         self._keys_before = (stored.PARAMETER, *keys)
         if self.knows_gradient:
-            gradients = [parameter.grad for parameter in self.parameters]
+            gradients = [self.intent.kept.gradient_of(parameter) for parameter in self.parameters]
             self._gather(self._before, stored.GRADIENT, gradients, lasting=False)
             self._keys_before += (stored.GRADIENT,)
 
@@ -119,9 +136,10 @@ class Bucket:
         self._gather(self._after, stored.PARAMETER, self.parameters)
         for key in keys_after[1:]:
             self._gather_state(self._after, key, states)
+        largest = self.largest_before, self.largest_weights(states)
         found = []
         for index, slots in enumerate(self._runs()):
-            view = view_of(self._observed_step(index, slots, keys_after, scale))
+            view = view_of(self._observed_step(index, slots, keys_after, scale, largest))
             found.append(_measure_run(view))
             for oracle in oracles:
                 oracle.copy_run(
@@ -131,12 +149,13 @@ class Bucket:
         return _combine_runs(found)
 
     def intended(self, scale: Tensor | None) -> Tensor:
-        """u of what was gathered before the step, fp64 [slots], valid until the next call; see `measure`."""
-        found = self._workspace.buffer("intended", self.layout.device, self.layout.slots)
+        """u of what was gathered before the step, fp64 [slots]; see `measure`."""
+        found = torch.empty(self.layout.slots, dtype=torch.float64, device=self.layout.device)
         for slots in self._runs():
             intended = found[slots]
-            rows = self._workspace.buffer("rows", self.layout.device, 2, len(intended))
-            IntendedUpdate(self._step_inputs(slots, scale), rows[0], rows[1], intended)
+            IntendedUpdate(
+                self._step_inputs(slots, scale), torch.empty_like(intended), torch.empty_like(intended), intended
+            )
         return found
 
     def weights_before(self) -> dict[str, Tensor]:
@@ -145,13 +164,98 @@ class Bucket:
 
     def weights_after(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The components of the weights, visible and stored, gathered now; valid until the next gathering."""
-        keys = self._weights((stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0])))
-        for key in keys:
-            if key == stored.PARAMETER:
-                self._gather(self._after, key, self.parameters)
-            else:
-                self._gather_state(self._after, key, states)
-        return {key: self._after[key].values for key in keys}
+        return {key: staging.values for key, staging in self._gather_weights(self._after, states).items()}
+
+    def weights_moved(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the sampled weights differ, by their bits, from what `measure` last saw. It reads host values.
+
+        Gathers into what the next `gather_before` fills.
+        """
+        found = self._gather_weights(self._before, states)
+        return any(
+            key not in self._after or not torch.equal(_bits(staging.values), _bits(self._after[key].values))
+            for key, staging in found.items()
+        )
+
+    def largest_weights(self, states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+        """The largest |θ| of each tensor now, fp32 [tensors]; None: no copy has a scale that depends on it."""
+        if not self._of_tensor:
+            return None
+        found = []
+        for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
+            keys = stored.stored_parameter((stored.PARAMETER, *state), self.intent.kept)
+            parts = [local(parameter if key == stored.PARAMETER else state[key]) for key in keys]
+            known = self._of_tensor[0][index]
+            found.append(largest_magnitude(parts) if known else torch.full((), torch.nan, device=parameter.device))
+        return torch.stack(found)
+
+    def gradient_squares(self) -> list[tuple[Tensor, Tensor]]:
+        """Σ g² by block [blocks] of the sample, and over each whole tensor [tensors], fp64, as they are now.
+
+        Nothing if every tensor is measured whole, or no gradient is known; 0 of tensors that are. A pass over the
+        gradients.
+        """
+        if not self.knows_gradient:
+            return []
+        return self._squares(self._before, [stored.GRADIENT], [[parameter.grad for parameter in self.parameters]])
+
+    def momentum_squares(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+        """The same after `measure`, of states that have a sign: momenta, which steps may be proportional to.
+
+        Without a sign it is none: a second moment is large where steps are not. A pass over each state.
+        """
+        keys = [
+            key
+            for key in stored.average_names(self._after, self.intent.kept)
+            if key in states[0] and self._after[key].values.is_floating_point()
+        ]
+        plain = [key for key in keys if reading(states[0], key) is states[0][key]]
+        found = self._squares(self._after, plain, [[state[key] for state in states] for key in plain])
+        signed = [self._after[key].values.lt(0).any() for key in plain]
+        return [(sampled * sign, whole * sign) for (sampled, whole), sign in zip(found, signed, strict=False)]
+
+    def _squares(
+        self, gathered: Mapping[str, Staging], keys: Sequence[str], tensors: Sequence[Sequence[Any]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        if all(sample.whole for sample in self.samples):
+            return []
+        values = [gathered[key].values.to(torch.float64).unsqueeze(0) for key in keys]
+        sampled = [squared_block_sums(rows, self.layout.block)[0] for rows in values]
+        return [
+            (part, self.layout.whole_squares(self.samples, whole))
+            for part, whole in zip(sampled, tensors, strict=True)
+        ]
+
+    def copies(
+        self,
+        before: Values,
+        after: Values,
+        largest: tuple[Tensor | None, Tensor | None],
+        slots: slice = slice(None),
+    ) -> Copies | None:
+        """The copies of a run of slots, made of gathered weights and of `largest_weights` then and now; None: no
+        format asked for is narrower than the weights are kept."""
+        keys = stored.stored_parameter(after, self.intent.kept)
+        dtypes = [after[key].dtype for key in keys]
+        columns = self.layout.columns[_blocks(slots, self.layout.block)]
+        known = {key: of[columns] for key, of in self._copies.items() if is_wider(dtypes, COPIES[key])}
+        if not known:
+            return None
+        ends: list[KeptWeights] = []
+        for values, magnitudes in zip((before, after), largest, strict=True):
+            parts = {key: values[key][slots] for key in stored.stored_parameter(values, self.intent.kept)}
+            total = next(iter(parts.values()))
+            if len(parts) > 1:
+                total = sum_components(parts, list(parts), torch.empty_like(total, dtype=torch.float64))
+            ends.append(KeptWeights(total, None if magnitudes is None else magnitudes[columns]))
+        return Copies(ends[0], ends[1], known)
+
+    def vacant(self) -> Tensor:
+        """uint8 [slots], 1 where a slot holds nothing."""
+        found = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
+        for slots, padding in zip(self._runs(), self._padding, strict=True):
+            found[slots].index_fill_(0, padding, 1)
+        return found
 
     def without_padding(self, values: Tensor) -> Tensor:
         """The same fp64 [slots] with 0 in the slots that hold nothing, in place."""
@@ -176,22 +280,32 @@ class Bucket:
             decay=self._decay,
             intent=self.intent,
             scale=scale,
-            workspace=self._workspace,
         )
 
     def _observed_step(
-        self, run: int, slots: slice, keys_after: Sequence[str], scale: Tensor | None
+        self,
+        run: int,
+        slots: slice,
+        keys_after: Sequence[str],
+        scale: Tensor | None,
+        largest: tuple[Tensor | None, Tensor | None],
     ) -> ObservedStep:
         block = self.layout.block
         return ObservedStep(
             **vars(self._step_inputs(slots, scale)),
             after={key: self._after[key].values[slots] for key in keys_after},
             block=block,
-            columns=self.layout.columns[slots.start // block : slots.stop // block],
+            columns=self.layout.columns[_blocks(slots, block)],
             held=self._held[run],
             tensors=len(self.members),
             padding=self._padding[run],
-            scales=None if self._scales is None else self._scales[slots.start // block : slots.stop // block],
+            scales=None if self._scales is None else self._scales[_blocks(slots, block)],
+            copies=self.copies(
+                {key: self._before[key].values for key in self._keys_before},
+                {key: self._after[key].values for key in keys_after},
+                largest,
+                slots,
+            ),
         )
 
     def _fp8_scales(self) -> Tensor:
@@ -199,19 +313,47 @@ class Bucket:
         values = self._before[weights[0]].values
         return fp8_scales(values, self.layout.columns, len(self.members), self.layout.block)
 
+    def _gather_weights(self, into: dict[str, Staging], states: Sequence[Mapping[str, Any]]) -> dict[str, Staging]:
+        """The components of the weights, visible and stored, by key."""
+        keys = self._weights((stored.PARAMETER, *stored.elementwise_state(self.parameters[0], states[0])))
+        for key in keys:
+            if key == stored.PARAMETER:
+                self._gather(into, key, self.parameters)
+            else:
+                self._gather_state(into, key, states)
+        return {key: into[key] for key in keys}
+
     def _gather_state(self, into: dict[str, Staging], key: str, states: Sequence[Mapping[str, Any]]) -> None:
         # All tensors of a bucket are stored in the same form: if the first is read as it is, so are the others.
         plain = reading(states[0], key) is states[0][key]
         tensors = [state[key] for state in states] if plain else [reading(state, key) for state in states]
-        self._gather(into, key, tensors, lasting=plain)
+        kept = self.intent.kept
+        if key != kept.residual or (kept.sign > 0 and not kept.holds_counts(tensors[0].dtype)):
+            self._gather(into, key, tensors, lasting=plain)
+            return
+        # The weight was gathered first: what integers beside it stand for depends on it.
+        as_kept = self._gather(into, _AS_KEPT, tensors, lasting=plain)
+        residual = into.get(key) or into.setdefault(key, Staging(self.layout, torch.float64))
+        residual.values.copy_(kept.residual_of(into[stored.PARAMETER].values, as_kept.values))
 
-    def _gather(self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True) -> None:
+    def _gather(
+        self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True
+    ) -> Staging:
         staging = into.get(key)
         if staging is None or staging.values.dtype != tensors[0].dtype:
             staging = into[key] = Staging(self.layout, tensors[0].dtype)
         self.layout.gather(tensors, staging, lasting=lasting)
-        if key == self.intent.kept.residual and self.intent.kept.sign < 0:
-            staging.values.neg_()
+        return staging
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The same memory as integers: a NaN equals itself."""
+    return values.view(torch.int64)
+
+
+def _blocks(slots: slice, block: int) -> slice:
+    """The blocks of a run of slots."""
+    return slots if slots.stop is None else slice(slots.start // block, slots.stop // block)
 
 
 def _measure_run(view: StepView) -> list[Sums]:
@@ -223,15 +365,15 @@ def _measure_run(view: StepView) -> list[Sums]:
 
 
 def _combine_runs(runs: Sequence[Sequence[Sums]]) -> BlockTotals:
-    """The runs' sums together: those by block concatenated, those by tensor added."""
+    """The runs' sums together: those by block concatenated, those by tensor added; none of a failed measure."""
     by_block: list[Table[Tensor]] = []
     by_tensor: list[Table[Tensor]] = []
     for same_measure in zip(*runs, strict=True):
         tables = [table for sums in same_measure if (table := table_of(sums.by_block)) is not None]
-        if tables:
+        if len(tables) == len(same_measure):
             by_block.append(_concatenate(tables, [table.array for table in tables]))
         tables = [table for sums in same_measure if (table := table_of(sums.by_tensor)) is not None]
-        if tables:
+        if len(tables) == len(same_measure):
             total = tables[0].array
             for table in tables[1:]:
                 total = total + table.array

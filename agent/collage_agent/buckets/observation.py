@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,29 +13,14 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.sample import stored
 from collage_agent.stats import MovingAverages, StepView
-from collage_agent.stats.blocks import leave_out, nonfinite, on_host
+from collage_agent.stats.blocks import leave_out, nonfinite
 from collage_agent.stats.classes import class_codes, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
-from collage_agent.stats.view import ROWS
+from collage_agent.stats.view import ROWS, Copies
 
-__all__ = ["IntendedUpdate", "ObservedStep", "StepInputs", "Values", "BufferPool", "sum_components", "view_of"]
+__all__ = ["IntendedUpdate", "ObservedStep", "StepInputs", "Values", "sum_components", "view_of"]
 
 Values = Mapping[str, Tensor]
-
-
-class BufferPool:
-    """Large fp64 buffers that each run of slots writes over: a fresh one costs a page fault every 4 KiB."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
-
-    def buffer(self, name: str, device: torch.device, *shape: int) -> Tensor:
-        """fp64 of this shape, with whatever was left in it; valid until the name is asked for again."""
-        elements = math.prod(shape)
-        known = self._buffers.get((name, device))
-        if known is None or known.numel() < elements:
-            known = self._buffers[name, device] = torch.empty(elements, dtype=torch.float64, device=device)
-        return known[:elements].view(shape)
 
 
 @dataclass(frozen=True)
@@ -44,8 +28,7 @@ class StepInputs:
     """A run of gathered slots before the live step: values by key, in their stored dtypes.
 
     `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
-    gradient; `scale` is what gradients are to be divided by; `workspace` lends the buffers, until the next run of
-    slots.
+    gradient; `scale` is what gradients are to be divided by.
     """
 
     before: Values
@@ -54,7 +37,6 @@ class StepInputs:
     decay: float | Tensor | None
     intent: Intent
     scale: Tensor | None
-    workspace: BufferPool
 
 
 class IntendedUpdate:
@@ -70,8 +52,7 @@ class IntendedUpdate:
         _fill_gradient(step, gradient)
         names = stored.average_names(before, kept)
         self.averages = [name for name in names if before[name].is_floating_point()]
-        slots = parameter.numel()
-        self.states = step.workspace.buffer("states", parameter.device, 3, len(self.averages), slots)
+        self.states = parameter.new_empty(3, len(self.averages), parameter.numel())
         self.known = self._intend(step, parameter, gradient, intended)
 
     def _intend(self, step: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> bool:
@@ -117,7 +98,8 @@ class ObservedStep(StepInputs):
     """A run of gathered slots before and after the live step.
 
     `columns` [blocks] int64 names each block's tensor of `tensors`, `held` fp64 [blocks] counts its slots that hold
-    something, `padding` lists the others; `scales` fp64 [blocks]: of fp8, where counterfactuals are asked for.
+    something, `padding` lists the others; `scales` fp64 [blocks]: of fp8, where counterfactuals are asked for;
+    `copies` in the formats that are asked for.
     """
 
     after: Values
@@ -127,15 +109,16 @@ class ObservedStep(StepInputs):
     tensors: int
     padding: Tensor
     scales: Tensor | None
+    copies: Copies | None
 
 
 def view_of(step: ObservedStep) -> StepView:
-    """The step as measures read it, valid until the next view is made in the same workspace. No synchronisation."""
+    """The step as measures read it. No synchronisation."""
     registered = step.before[stored.PARAMETER]
     stored_after = stored.stored_parameter(step.after, step.intent.kept)
     # e and eᵛ share a row where the registered parameter is all that is stored.
     names = ROWS if stored_after != [stored.PARAMETER] else tuple(name for name in ROWS if name != "visible")
-    rows = step.workspace.buffer("rows", registered.device, len(names), registered.numel())
+    rows = torch.empty(len(names), registered.numel(), dtype=torch.float64, device=registered.device)
     row = dict(zip(names, rows, strict=True))
     parameter, effective = row["parameter"], row["effective"]
     visible = row.setdefault("visible", effective)
@@ -144,18 +127,14 @@ def view_of(step: ObservedStep) -> StepView:
     visible.copy_(step.after[stored.PARAMETER]).sub_(visible_parameter)
     if visible is not effective:
         _fill_effective(step, stored_after, parameter, visible, effective)
-    if len(step.padding):
-        rows.index_fill_(1, step.padding, 0.0)
-    squares, left_out, bad_gradient, bad_parameter = _leave_out_nonfinite(step, rows, row)
-    squares_of = dict(zip(names, squares, strict=True))
+    left_out, bad_gradient, bad_parameter = _leave_out_nonfinite(step, rows, row)
+    squares_of = dict(zip(names, squared_block_sums(rows, step.block), strict=True))
     squares_of.setdefault("visible", squares_of["effective"])
     products = edq_products(row["intended"], rows[names.index("effective") : names.index("intended")])
     codes = class_codes(row["intended"], effective, visible, products[0], left_out, bad_gradient, bad_parameter)
     return StepView(
         **row,
         left_out=left_out,
-        bad_gradient=bad_gradient,
-        bad_parameter=bad_parameter,
         known=update.known,
         registered=registered,
         block=step.block,
@@ -165,28 +144,23 @@ def view_of(step: ObservedStep) -> StepView:
         classes=class_counts(codes, step.block, step.held),
         squares=squares_of,
         products=products,
-        averages=_averages_of(step, update, row["gradient"]),
+        averages=_averages_of(step, update),
         visible_parameter=visible_parameter,
         residual=_residual_of(step, stored_after),
         decay=step.decay,
         scales=step.scales,
-        padded=len(step.padding),
+        copies=step.copies,
     )
 
 
 def _leave_out_nonfinite(
     step: ObservedStep, rows: Tensor, row: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Sums of squares by block with what is not finite left out, what is left out, and whose gradient, whose weight
-    is not finite (None: nobody's).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Set what is not finite to zero in all rows: what is left out, whose gradient, whose weight is not finite.
 
-    Finite sums of squares prove that all values are finite; where the host can read them, nothing else is checked.
+    uint8 [slots] each. θ, e and eᵛ are finite where their components are, which are cheaper to check in their own
+    dtype.
     """
-    squares = squared_block_sums(rows, step.block)
-    if on_host(squares) and math.isfinite(squares.numpy().sum()):
-        left_out = torch.zeros(rows.shape[1], dtype=torch.uint8)
-        return squares, left_out.index_fill_(0, step.padding, 1), None, None
-    # θ, e and eᵛ are finite where their components are, which are cheaper to check in their own dtype.
     bad_gradient = nonfinite(step.before.get(stored.GRADIENT, row["gradient"]))
     bad_parameter = nonfinite(step.after[stored.PARAMETER])
     left_out = nonfinite(row["intended"]).bitwise_or_(bad_gradient).bitwise_or_(bad_parameter)
@@ -195,9 +169,8 @@ def _leave_out_nonfinite(
         for values in (step.before, step.after):
             for key in stored.stored_parameter(values, step.intent.kept):
                 left_out.bitwise_or_(nonfinite(values[key]))
-    left_out.index_fill_(0, step.padding, 1)
-    leave_out(rows, left_out)
-    return squared_block_sums(rows, step.block), left_out, bad_gradient, bad_parameter
+    leave_out(rows, left_out.index_fill_(0, step.padding, 1))
+    return left_out, bad_gradient, bad_parameter
 
 
 def _fill_effective(
@@ -212,7 +185,7 @@ def _fill_effective(
         effective.add_(change.sub_(step.before[key]) if key in step.before else change)
 
 
-def _averages_of(step: ObservedStep, update: IntendedUpdate, gradient: Tensor) -> MovingAverages:
+def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
     kept, after = step.intent.kept, step.after
     judged = tuple(
         name
@@ -224,8 +197,7 @@ def _averages_of(step: ObservedStep, update: IntendedUpdate, gradient: Tensor) -
         for name in update.averages
         if name in after
     }
-    live = step.before.get(stored.GRADIENT, gradient)
-    return MovingAverages(tuple(update.averages), update.states, judged, present, live)
+    return MovingAverages(tuple(update.averages), update.states, judged, present)
 
 
 def _residual_of(step: ObservedStep, stored_after: list[str]) -> Tensor | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from collage_agent.buckets.totals import SampleSizes
 from collage_agent.intent.oracle import Oracle
 from collage_agent.sample.gather import BlockLayout
-from collage_agent.stats.intervals import product_rows, ratio_variances, variance_keys
+from collage_agent.stats.intervals import fourth_moments, interval_keys, product_rows, ratio_variances
 from collage_agent.stats.several_steps import ORACLE_SUMS, oracle_block_sums
 from collage_monitor.metrics import METRICS
 from collage_monitor.table import Axis, Table
@@ -21,10 +20,11 @@ __all__ = ["SLOTS_AT_ONCE", "OracleView"]
 
 SLOTS_AT_ONCE: Final = 196_608
 """Slots of a bucket worked on together: the fp64 rows then stay in the cache."""
-_SAME: Final = 1e-6
 _METRIC: Final = METRICS["edq_oracle_ratio"]
+assert _METRIC.interval is not None
+_INTERVAL: Final = interval_keys({_METRIC.name: _METRIC.interval})
 _FIXED: Final = ("oracle_steps", "oracle_sampled", "oracle_elements")
-_STATISTICS: Final = Axis((*_FIXED, "oracle_active_blocks", *ORACLE_SUMS, *variance_keys((_METRIC.name,))))
+_STATISTICS: Final = Axis((*_FIXED, "oracle_active_blocks", *ORACLE_SUMS, *_INTERVAL))
 
 
 class OracleView:
@@ -51,26 +51,8 @@ class OracleView:
         """Copy the oracle's elements of run number `run` of the bucket's slots: u, e and θ after the step."""
         source, target = self._where[run]
         block = self.oracle.layout.block
-        complete = len(target) == self.oracle.layout.blocks
         for row, values in zip((*self.rows, self.left_out), (*rows, left_out), strict=True):
-            chosen, into = values.view(-1, block), row.view(-1, block)
-            if complete:
-                torch.index_select(chosen, 0, source, out=into)
-            else:
-                into.index_copy_(0, target, chosen.index_select(0, source))
-
-    def weights_differ(self, weights: Tensor) -> bool:
-        """Whether these stored weights, fp64 [slots] on the host, differ from those after the last measured step.
-
-        Rounding errors of fp64 are allowed for; values that were not finite are not compared.
-        """
-        expected, now = self.rows[2].numpy(), weights.numpy()
-        compared = self.left_out.numpy() == 0
-        if len(self.padding):
-            compared[self.padding.numpy()] = False
-        error = np.abs(now - expected)[compared]
-        size = np.abs(expected)[compared]
-        return bool((error > _SAME * (size + size.max(initial=0.0) * _SAME)).any())
+            row.view(-1, block).index_copy_(0, target, values.view(-1, block).index_select(0, source))
 
     def totals(self) -> Table[Tensor]:
         """Estimated totals of the oracle's step and ours, [statistic][layer]. No synchronisation."""
@@ -84,8 +66,13 @@ class OracleView:
         parts = (pairs, (b > 0).double(), by_block.array)
         products, active, sums = torch.split(sizes.columns.sums(torch.cat(parts)), [len(part) for part in parts])
         by_layer = Table(by_block.statistics, self.layers, sums)
-        a, b = by_layer["oracle_effective_sum"].unsqueeze(0), by_layer["oracle_squared_sum"].unsqueeze(0)
-        variances = ratio_variances(products, a, b, sizes.blocks, sizes.factor)
+        total_a, total_b = (
+            by_layer["oracle_effective_sum"].unsqueeze(0),
+            by_layer["oracle_squared_sum"].unsqueeze(0),
+        )
+        variances = ratio_variances(products, total_a, total_b, sizes.blocks, sizes.factor)
+        values = torch.nan_to_num(total_a / total_b, 0.0, 0.0, 0.0)
+        fourth = fourth_moments(a, b, values, sizes.columns, sizes.factor)
         steps = torch.full_like(sizes.elements, float(self.oracle.steps))
         fixed = torch.stack((steps, sizes.sampled, sizes.elements))
-        return Table(_STATISTICS, self.layers, torch.cat((fixed, active, sums * sizes.scale, variances)))
+        return Table(_STATISTICS, self.layers, torch.cat((fixed, active, sums * sizes.scale, variances, fourth)))

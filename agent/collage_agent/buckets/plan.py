@@ -12,15 +12,19 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
 from collage_agent.buckets.oracle import OracleView
-from collage_agent.buckets.totals import SampleSizes, estimated_totals
+from collage_agent.buckets.totals import SIZES, BlockTotals, SampleSizes, estimated_totals
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion
 from collage_agent.stats import replicas
+from collage_agent.stats.intervals import missed_share
 from collage_monitor.table import Axis, Table
 
 __all__ = ["BucketPlan", "decoupled_rate", "differing_counters", "out_of_lock_step"]
 
 _ALWAYS_DECOUPLED: Final = (torch.optim.AdamW, CollageAdamW, CollageLion)
 _CHECKSUMS: Final = Axis(replicas.KEYS)
+_INTENDED: Final = "intended_squared_sum"
+LOOK_EVERY: Final = 10
+"""Measured steps from one look at whole gradients and momenta to the next."""
 
 
 @dataclass
@@ -38,9 +42,14 @@ class BucketPlan:
     replicated: Tensor | None = None
     out_of_step: Tensor | None = None
     sizes: SampleSizes = field(init=False)
+    _measured: int = field(default=0, init=False)
+    _whole: list[tuple[Tensor, Tensor]] | None = field(default=None, init=False)
+    _missed: Tensor = field(init=False)
+    _unseen: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.sizes = SampleSizes(self.bucket.samples, self.bucket.layout)
+        self._missed = torch.zeros_like(self.sizes.elements)
 
     def states(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """What the optimizer keeps for each tensor of the bucket."""
@@ -55,6 +64,16 @@ class BucketPlan:
         group = optimizer.param_groups[self.group]
         self.bucket.gather_before(group, states, decoupled_rate(optimizer, group))
 
+    def look_at_whole(self, optimizer: Optimizer) -> None:
+        """After `gather_before` of a measured step, look at whole tensors as far as something depends on them.
+
+        On the largest weights where a copy's scale does; every LOOK_EVERY measured steps on gradients, to know what
+        the sample misses. A pass over each. Synchronises nothing.
+        """
+        self.bucket.largest_before = self.bucket.largest_weights(self.states(optimizer))
+        self._whole = self.bucket.gradient_squares() if self._measured % LOOK_EVERY == 0 else None
+        self._measured += 1
+
     def measure(
         self, optimizer: Optimizer, scale: Tensor | None, *, counterfactuals: bool = False
     ) -> list[Table[Tensor]]:
@@ -62,10 +81,18 @@ class BucketPlan:
 
         See `Bucket.measure`. Runs inside `isolated`; synchronises nothing.
         """
-        blocks = self.bucket.measure(self.states(optimizer), scale, self.oracles, counterfactuals=counterfactuals)
-        table = estimated_totals(blocks, self.sizes, self.layers, self.bucket.missing)
+        states = self.states(optimizer)
+        blocks = self.bucket.measure(states, scale, self.oracles, counterfactuals=counterfactuals)
+        if self._whole is not None:
+            shares = self._missed_shares(blocks, [*self._whole, *self.bucket.momentum_squares(states)])
+            # The first is the gradient's. Where the sample saw none of it, its zeros say nothing of the tensor.
+            self._missed, self._unseen = shares.amax(0), shares[0].isinf()
+        table = estimated_totals(blocks, self.sizes, self.layers, self.bucket.missing, self._missed)
         if self.out_of_step is not None:
             table = Table(table.statistics, self.layers, torch.where(self.out_of_step, torch.nan, table.array))
+        if self._unseen is not None:
+            rest = torch.where(self._unseen, torch.nan, table.array[SIZES:])
+            table = Table(table.statistics, self.layers, torch.cat((table.array[:SIZES], rest)))
         found = [table]
         if self.replicated is not None:
             values, sizes = self.bucket.parameter_after, self.sizes
@@ -74,6 +101,15 @@ class BucketPlan:
             )
             found.append(Table(_CHECKSUMS, self.layers, sums))
         return found + [oracle.totals() for oracle in self.oracles]
+
+    def _missed_shares(self, blocks: BlockTotals, looked_at: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """`missed_share` of each tensor by each that was looked at whole, 0 by nothing: fp64 [k, tensors]."""
+        sizes, intended = self.sizes, next(part for part in blocks.by_block if _INTENDED in part)[_INTENDED]
+        found = [
+            missed_share(intended, sampled, whole, sizes.columns, sizes.scale, sizes.blocks, sizes.factor)
+            for sampled, whole in looked_at
+        ]
+        return torch.stack(found or [torch.zeros_like(sizes.elements)])
 
 
 def out_of_lock_step(states: Sequence[Mapping[str, Any]]) -> Tensor | None:

@@ -18,16 +18,26 @@ from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import classes, edq, updates
 from collage_agent.stats.blocks import Columns
 from collage_agent.stats.classes import active_elements
-from collage_agent.stats.intervals import population_factor, product_rows, ratio_variances, variance_keys
+from collage_agent.stats.intervals import (
+    NOTHING_SEEN,
+    UNSEEN,
+    fourth_moments,
+    interval_keys,
+    population_factor,
+    product_rows,
+    ratio_variances,
+)
 from collage_agent.stats.view import named
 from collage_monitor.definitions import SAMPLE, Interval
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic
 from collage_monitor.table import Axis, Table
 
-__all__ = ["BASE_STATISTICS", "BlockTotals", "SampleSizes", "TableUnion", "estimated_totals"]
+__all__ = ["BASE_STATISTICS", "SIZES", "BlockTotals", "SampleSizes", "TableUnion", "estimated_totals"]
 
 _FIXED: Final = ("measured_steps", "elements", "sampled")
+SIZES: Final = len(_FIXED)
+"""The first rows of a table of totals: what is known of a tensor before anything is measured."""
 _PLACES: Final = 256
 _Part = tuple[tuple[str, ...], tuple[str, ...], torch.device]
 
@@ -46,7 +56,7 @@ def _ratios_of(keys: Collection[str]) -> dict[str, Interval]:
 
 
 _BASE: Final = (*edq.NORM_KEYS, *edq.EDQ_KEYS, *classes.KEYS, *updates.KEYS)
-BASE_STATISTICS: Final = (*_FIXED, *_BASE, *variance_keys(tuple(_ratios_of(_BASE))))
+BASE_STATISTICS: Final = (*_FIXED, *_BASE, *interval_keys(_ratios_of(_BASE)), UNSEEN)
 """What every measured step of every optimizer reports, as NaN where it is missing."""
 
 
@@ -69,7 +79,7 @@ class _Rows:
     """
 
     axis: Axis
-    ratios: tuple[Interval, ...]
+    ratios: Mapping[str, Interval]
     factor: Tensor
 
 
@@ -100,7 +110,7 @@ class SampleSizes:
 
     def _make_rows(self, keys: Sequence[str], missing: frozenset[str]) -> _Rows:
         ratios = _ratios_of(keys)
-        every = [*_FIXED, *keys, *variance_keys(tuple(ratios))]
+        every = [*_FIXED, *keys, *interval_keys(ratios), UNSEEN]
         if len(set(every)) < len(every):
             twice = {key for key in every if every.count(key) > 1}
             raise CatalogueError(f"{', '.join(sorted(twice))}: measured twice; a statistic has one definition")
@@ -110,27 +120,36 @@ class SampleSizes:
             entry = statistic(key)
             raw = entry.raw or entry.label == "metric"
             factors.append(unknown if missing & {*entry.needs} else one if raw else self.scale)
-        return _Rows(Axis(every), tuple(ratios.values()), torch.stack(factors))
+        return _Rows(Axis(every), ratios, torch.stack(factors))
 
 
 def estimated_totals(
-    blocks: BlockTotals, sizes: SampleSizes, layers: Axis, missing: frozenset[str]
+    blocks: BlockTotals, sizes: SampleSizes, layers: Axis, missing: frozenset[str], missed: Tensor
 ) -> Table[Tensor]:
     """Estimated totals of one measured step, [statistic][layer].
 
     Sums and counts are multiplied by elements / sampled, but for those that the catalogue calls raw. What needs
-    something that is `missing`, an intended update or a gradient, is NaN. No synchronisation.
+    something that is `missing`, an intended update or a gradient, is NaN. missed: `missed_share` fp64 [tensors]. No
+    synchronisation.
     """
     keys = [key for table in (*blocks.by_block, *blocks.by_tensor) for key in table.statistics]
     rows = sizes.rows(keys, missing)
     by_block: Mapping[str, Tensor] = ChainMap(*blocks.by_block)  # type: ignore[arg-type]
-    ratios = _ratio_rows(rows.ratios, by_block)
+    pairs = tuple(rows.ratios.values())
+    ratios = _ratio_rows(pairs, by_block)
     arrays = [table.array for table in blocks.by_block]
-    products, sums = _split(sizes.columns.sums(torch.cat((product_rows(*ratios), *arrays))), 3 * len(rows.ratios))
+    products, sums = _split(sizes.columns.sums(torch.cat((product_rows(*ratios), *arrays))), 3 * len(pairs))
     by_tensor = named(keys[: len(sums)], sums)
-    variances = ratio_variances(products, *_ratio_rows(rows.ratios, by_tensor), sizes.blocks, sizes.factor)
+    numerators, denominators = _ratio_rows(pairs, by_tensor)
+    variances = ratio_variances(products, numerators, denominators, sizes.blocks, sizes.factor)
+    tailed = [index for index, pair in enumerate(pairs) if not pair.share]
+    values = torch.nan_to_num(_chosen(numerators, tailed) / _chosen(denominators, tailed), 0.0, 0.0, 0.0)
+    parts = [_chosen(part, tailed) for part in ratios]
+    fourth = fourth_moments(parts[0], parts[1], values, sizes.columns, sizes.factor)
+    spread = variances[len(pairs) + list(rows.ratios).index("edq_ratio")]
+    unseen = torch.where(missed.isinf(), NOTHING_SEEN, missed * spread).unsqueeze(0)
     others = [table.array for table in blocks.by_tensor]
-    array = torch.cat((sizes.fixed, sums, *others, variances)).mul_(rows.factor)
+    array = torch.cat((sizes.fixed, sums, *others, variances, fourth, unseen)).mul_(rows.factor)
     return Table(rows.axis, layers, array)
 
 
@@ -139,6 +158,11 @@ def _ratio_rows(ratios: Sequence[Interval], sums: Mapping[str, Tensor]) -> tuple
     active = active_elements(sums)
     under = [active if pair.denominator == "active" else sums[pair.denominator] for pair in ratios]
     return torch.stack([sums[pair.numerator] for pair in ratios]), torch.stack(under)
+
+
+def _chosen(rows: Tensor, indices: Sequence[int]) -> Tensor:
+    """Some of the rows; indexing with a list would send it to the device."""
+    return torch.stack([rows[index] for index in indices])
 
 
 def _split(rows: Tensor, first: int) -> tuple[Tensor, Tensor]:

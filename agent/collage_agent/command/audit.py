@@ -11,7 +11,7 @@ __all__ = ["audit"]
 
 
 @click.command("audit")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option("--learning-rate", type=float, help="What this rate would lose; default: the checkpoint's own.")
 @click.option("--strict", is_flag=True, help="End with status 1 when a problem is found.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
@@ -21,7 +21,8 @@ def audit(
 ) -> None:
     """Say what the run behind CHECKPOINT really keeps, what was dropped, and what a learning rate would lose.
 
-    CHECKPOINT is a torch file, a safetensors file, or a folder of them. Nothing in it is executed.
+    CHECKPOINT is a torch file, a safetensors file, a folder of them, or a distributed checkpoint. Nothing in it is
+    executed.
     """
     from collage_agent.audit import audit_checkpoint, render
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import click
 import msgspec
@@ -13,13 +14,17 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
 
 @click.command("doctor")
+@click.option(
+    "--dir", "folder", type=click.Path(path_type=Path), help="Data folder. Default: COLLAGE_DIR, else the user's."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 @click.pass_context
-def doctor(context: click.Context, as_json: bool) -> None:
+def doctor(context: click.Context, folder: Path | None, as_json: bool) -> None:
     """Say what the agent sees here: torch, devices, optimizers, server, waiting reports. Status 1 on a problem."""
     from collage_agent.doctor import delivery_checks, machine_checks
 
-    checks = [*machine_checks(os.environ), *delivery_checks(os.environ)]
+    environment = {**os.environ, **({} if folder is None else {"COLLAGE_DIR": str(folder)})}
+    checks = [*machine_checks(environment), *delivery_checks(environment)]
     problems = sum(check.status == "problem" for check in checks)
     if as_json:
         click.echo(msgspec.json.encode({"problems": problems, "checks": checks}).decode())

@@ -22,7 +22,10 @@ __all__ = ["replay"]
 )
 @click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own.")
 @click.option(
-    "--dir", "folder", type=click.Path(path_type=Path), help="Data folder. Default: COLLAGE_DIR, else the user's."
+    "--dir",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Data folder. Default: COLLAGE_DIR, else the user's.",
 )
 @click.option(
     "--wait", "seconds", default=30.0, show_default=True, help="How long to try a server that is away or busy."

@@ -7,26 +7,10 @@ import os
 import shlex
 import subprocess
 import sys
-from typing import Final
 
 import click
 
 __all__ = ["run"]
-
-_VARIABLES: Final = {
-    "project": "PROJECT",
-    "name": "RUN_NAME",
-    "run_id": "RUN_ID",
-    "group": "RUN_GROUP",
-    "tags": "TAGS",
-    "mode": "MODE",
-    "server_url": "SERVER_URL",
-    "folder": "DIR",
-    "every": "EVERY",
-    "sample": "SAMPLE",
-    "budget": "BUDGET",
-}
-"""Options and the environment variables, without COLLAGE_, that carry them to every process of the program."""
 
 
 @click.command("run", context_settings={"ignore_unknown_options": False})
@@ -37,7 +21,7 @@ _VARIABLES: Final = {
 @click.option("--tags", help="Tags, separated by commas.")
 @click.option("--mode", type=click.Choice(["online", "offline", "disabled"]))
 @click.option("--server-url", help="Where to report to; default: a server on this machine.")
-@click.option("--dir", "folder", type=click.Path(), help="Data folder: token, spool.")
+@click.option("--dir", type=click.Path(), help="Data folder: token, spool.")
 @click.option("--every", type=click.IntRange(min=1), help="Measure the steps divisible by it; default: 10.")
 @click.option("--sample", help="Elements looked at in each tensor, or 'all'; default: 4096.")
 @click.option("--budget", help="The agent's share of CPU, or 'none'; default: 0.01.")
@@ -51,8 +35,9 @@ def run(print_environment: bool, as_json: bool, program: tuple[str, ...], **opti
     signals are its own. A program without torch runs as it would anyway.
     """
     from collage_agent.integrations.launcher import environment_of
+    from collage_agent.settings import VARIABLES
 
-    added = {f"COLLAGE_{_VARIABLES[name]}": str(value) for name, value in options.items() if value is not None}
+    added = {VARIABLES[name]: str(value) for name, value in options.items() if value is not None}
     added |= environment_of(os.environ)
     if print_environment:
         lines = (f"export {name}={shlex.quote(value)}" for name, value in added.items())

@@ -16,7 +16,8 @@ from typing import Any, Unpack
 from torch import nn
 
 from collage_agent import session
-from collage_agent.integrations.attachment import Attachment, WatchArguments, innermost, needs
+from collage_agent.integrations.attachment import Attachment, innermost, needs
+from collage_agent.options import WatchArguments
 from collage_agent.run import Run
 from collage_agent.watch import Watch
 

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from collage_agent import session
 from collage_agent.guard import Guard
-from collage_agent.options import Exclude, WatchOptions
+from collage_agent.options import WatchArguments, WatchOptions
 from collage_agent.watch import Watch
 
-__all__ = ["Attachment", "WatchArguments", "innermost", "needs"]
-
-
-class WatchArguments(TypedDict, total=False):
-    """The options of `collage_agent.watch`, as an integration takes them."""
-
-    every: int
-    sample: int | Literal["all"]
-    layers: str | Sequence[str] | Exclude | None
-    strategy: str | None
-    oracle: bool
-    windows: Sequence[int]
-    budget: float | None
-    first_step: int | None
+__all__ = ["Attachment", "innermost", "needs"]
 
 
 class Attachment:
@@ -45,8 +32,7 @@ class Attachment:
         run_options: Mapping[str, Any] | None,
         watch_options: WatchArguments,
     ) -> None:
-        values: dict[str, Any] = {**watch_options}
-        WatchOptions(**{**values, "windows": tuple(values.get("windows", ()))})
+        WatchOptions(**watch_options)
         self._run_options = {"project": project, "name": name, **(run_options or {})}
         self._watch_options = watch_options
         self._guard = Guard()

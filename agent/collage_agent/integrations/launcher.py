@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from collage_agent import session
 from collage_agent.guard import Guard
-from collage_agent.training.subgroups import is_shown_to
+from collage_agent.intent.foreign import called_through
+from collage_agent.training.subgroups import is_stepped_by
 from collage_agent.watching.hooks import OptimizerHooks
 
 __all__ = ["ATTACH", "environment_of", "find_model", "step_begins"]
@@ -39,8 +40,8 @@ def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
     return {ATTACH: "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
-class _Launched:
-    """What this process watches by itself."""
+class _AutomaticWatches:
+    """The watches that this process has attached by itself."""
 
     def __init__(self) -> None:
         self.guard = Guard()
@@ -49,7 +50,7 @@ class _Launched:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Watch an optimizer unless somebody does already, or it only calls others."""
-        if _is_watched(optimizer) or _is_container(optimizer):
+        if _is_watched(optimizer) or any(called_through(optimizer)):
             return
         if self.watches == _MOST_WATCHES:
             _LOG.warning("%d optimizers are watched; further ones are left alone", _MOST_WATCHES)
@@ -61,18 +62,18 @@ class _Launched:
         session.watch(find_model(optimizer), optimizer)
 
 
-_LAUNCHED = _Launched()
+_AUTOMATIC = _AutomaticWatches()
 
 
 def step_begins(optimizer: Optimizer) -> None:
     """Called before every step of every optimizer; attaches at the first one, and never raises."""
-    if optimizer in _LAUNCHED.seen:
+    if optimizer in _AUTOMATIC.seen:
         return
-    _LAUNCHED.seen.add(optimizer)
+    _AUTOMATIC.seen.add(optimizer)
     try:
-        _LAUNCHED.attach(optimizer)
+        _AUTOMATIC.attach(optimizer)
     except Exception as error:
-        _LAUNCHED.guard.caught(f"watching {type(optimizer).__name__}", error)
+        _AUTOMATIC.guard.caught(f"watching {type(optimizer).__name__}", error)
 
 
 def find_model(optimizer: Optimizer) -> nn.Module:
@@ -88,7 +89,7 @@ def find_model(optimizer: Optimizer) -> nn.Module:
     for module in modules:
         if id(module) not in inner:
             held = sum(
-                id(parameter) in parameters or is_shown_to(optimizer, parameter)
+                id(parameter) in parameters or is_stepped_by(optimizer, parameter)
                 for parameter in module.parameters()
             )
             if held > most:
@@ -125,17 +126,6 @@ def _is_module(value: object) -> bool:
 def _is_watched(optimizer: Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks.values()
     return any(isinstance(getattr(hook, "__self__", None), OptimizerHooks) for hook in hooks)
-
-
-def _is_container(optimizer: Optimizer) -> bool:
-    """Whether its own attributes hold optimizers: those take the steps, and are watched when they do."""
-    for value in vars(optimizer).values():
-        entries = value.values() if isinstance(value, dict) else value
-        if isinstance(entries, Optimizer):
-            return True
-        if isinstance(value, list | tuple | dict) and any(isinstance(entry, Optimizer) for entry in entries):
-            return True
-    return False
 
 
 def _script_name() -> str | None:

@@ -10,7 +10,8 @@ from typing import Any, Final, Unpack
 
 from torch import nn
 
-from collage_agent.integrations.attachment import Attachment, WatchArguments, needs
+from collage_agent.integrations.attachment import Attachment, needs
+from collage_agent.options import WatchArguments
 from collage_agent.watch import Watch
 
 try:

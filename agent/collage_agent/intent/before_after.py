@@ -17,10 +17,17 @@ class BeforeAfter:
 
     kind: Final = "before-after"
 
-    def __init__(self, reason: str, kept: Composition = PLAIN, stochastic: bool | None = None) -> None:
+    def __init__(
+        self,
+        reason: str,
+        kept: Composition = PLAIN,
+        stochastic: bool | None = None,
+        unexplained: str | None = None,
+    ) -> None:
         self.reason = reason
         self.kept = kept
         self.stochastic = stochastic
+        self.unexplained = unexplained
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Nothing is kept from one step to the next."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.blockwise import Blockwise, is_blockwise, unlike_its_rule
-from collage_agent.intent.clone import isolated
+from collage_agent.intent.clone import isolated, silenced
+from collage_agent.intent.foreign import ForeignOptimizer, with_inner
 from collage_agent.intent.observe import observe_storage
 from collage_agent.intent.probing import HOST
 from collage_agent.intent.selftest import SelfTestResult, run_selftest
@@ -41,6 +42,10 @@ class Intent(Protocol):
     def stochastic(self) -> bool | None:
         """Whether weights are seen to be rounded at random; None: not known."""
 
+    @property
+    def unexplained(self) -> str | None:
+        """What keeps something of the weights in a way that is not understood; None: nothing was seen to."""
+
     def refresh(self, optimizer: Optimizer) -> None:
         """Copy what changes on the live instance; called once before each step whose u is needed."""
 
@@ -55,6 +60,7 @@ class Rule:
 
     kind: Final = "rule"
     kept: Final = OURS
+    unexplained: Final[str | None] = None
 
     def __init__(self, optimizer: CollageOptimizer) -> None:
         self.stochastic: bool | None = any(_stochastic(group) for group in optimizer.param_groups)
@@ -85,21 +91,39 @@ class Intents:
     def __init__(self) -> None:
         self._known: dict[object, list[Intent]] = {}
 
-    def of(self, optimizer: Optimizer) -> list[Intent]:
+    def of(self, optimizer: Optimizer | ForeignOptimizer) -> list[Intent]:
         """One Intent for each of the optimizer's groups."""
+        if isinstance(optimizer, ForeignOptimizer):
+            return _intents_of_foreign(optimizer)
         settings = _settings_of(optimizer)
         if settings not in self._known:
             self._known[settings] = choose_intent(optimizer)
         return self._known[settings]
 
 
+def _intents_of_foreign(foreign: ForeignOptimizer) -> list[Intent]:
+    """Of what is no torch optimizer: by a clone where one can be stepped apart from the live weights."""
+    reason = f"how {foreign.named} steps is not known"
+    if foreign.cloneable:
+        try:
+            return choose_intent(cast(Optimizer, foreign.given))
+        except Exception as error:
+            reason = f"{foreign.named} cannot be cloned: {type(error).__name__}: {error}"
+    return [BeforeAfter(reason)] * len(foreign.param_groups)
+
+
+@silenced()
 def choose_intent(optimizer: Optimizer) -> list[Intent]:
     """One Intent per parameter group; groups with the same settings, learning rate and decay aside, share one.
 
-    Runs the self-test, 5 to 35 ms a kind of group, on the host: synchronises no device.
+    Runs the self-test, 5 to 35 ms a kind of group, on the host: synchronises no device. What the clones print,
+    warn of or log reaches nobody.
     """
     if isinstance(optimizer, CollageOptimizer):
         return [Rule(optimizer)] * len(optimizer.param_groups)
+    leads_to_weights = with_inner(optimizer)
+    if leads_to_weights is not None:
+        return [BeforeAfter(leads_to_weights)] * len(optimizer.param_groups)
     chosen: dict[object, Intent] = {}
     for group in optimizer.param_groups:
         kind = _kind_of(group)
@@ -115,11 +139,13 @@ def _intent_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
     found = run_selftest(optimizer, group)
     seen = observe_storage(optimizer, group, found)
     if found.kind == "before-after":
-        return BeforeAfter(found.reason, seen.kept, seen.stochastic)
+        return BeforeAfter(found.reason, seen.kept, seen.stochastic, seen.unexplained)
     failure = seen.failure or _failure_on_device(optimizer, group, found)
     if failure is not None:
-        return BeforeAfter(failure, seen.kept, seen.stochastic)
-    shadow = Shadow(optimizer, seen.kept, widens=found.widens, stochastic=seen.stochastic)
+        return BeforeAfter(failure, seen.kept, seen.stochastic, seen.unexplained)
+    shadow = Shadow(
+        optimizer, seen.kept, widens=found.widens, stochastic=seen.stochastic, unexplained=seen.unexplained
+    )
     return shadow if found.kind == "shadow" else WholeTensor(shadow, found.reason)
 
 
@@ -134,7 +160,7 @@ def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: SelfT
     name = type(optimizer).__name__
     try:
         with isolated(device):
-            shadow, state = Shadow(optimizer, widens=found.widens), dict[str, Any]()
+            shadow, state = Shadow(optimizer, found.kept, widens=found.widens), dict[str, Any]()
             # Whole tensors may have to be matrices. The first step makes states, with copies from the host.
             probe, gradient = torch.zeros(2, 4, 4, dtype=torch.float64, device=device)
             shadow.step(group, state, probe, gradient)
@@ -197,4 +223,4 @@ def _setting(value: object) -> str:
 
 def _stochastic(group: dict[str, Any]) -> bool:
     known = known_strategy(str(group.get("strategy")))
-    return known is not None and known.stochastic
+    return known is not None and known.stochastic_parameter

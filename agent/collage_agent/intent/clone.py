@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import threading
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +16,7 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["clone_group", "clone_optimizer", "clone_value", "isolated", "undecorated_step"]
+__all__ = ["clone_group", "clone_optimizer", "clone_value", "isolated", "silenced", "undecorated_step"]
 
 _LOSS_SCALING: Final = ("grad_scale", "found_inf")
 _NOT_COPIED: Final = ("state", "param_groups", *_LOSS_SCALING)
@@ -100,3 +104,42 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.set_rng_state(host_state)
         if device_state is not None:
             torch.cuda.set_rng_state(device_state, device)
+
+
+class _Muted:
+    """A stream that takes nothing of one thread's and passes on what others write."""
+
+    def __init__(self, stream: Any, thread: int) -> None:
+        self._stream = stream
+        self._thread = thread
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Nothing that this thread prints, warns of or logs inside reaches anybody: a probe is no training.
+
+    Other threads print and log as before; warnings, which Python does not tell apart by thread, are ignored.
+    """
+    thread = threading.get_ident()
+    streams = sys.stdout, sys.stderr
+    handle = logging.Logger.handle
+
+    def handle_of_others(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if threading.get_ident() != thread:
+            handle(logger, record)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sys.stdout, sys.stderr = (stream and _Muted(stream, thread) for stream in streams)
+        logging.Logger.handle = handle_of_others  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            logging.Logger.handle = handle  # type: ignore[method-assign]
+            sys.stdout, sys.stderr = streams

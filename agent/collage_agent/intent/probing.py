@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step
 from collage_agent.intent.widen import Widening, uncompiled
+from collage_agent.sample.stored import PLAIN, Composition
 
 __all__ = ["HOST", "STEPS", "TOLERANCE", "ProbeRun", "agree", "gradients_of", "same_scalars"]
 
@@ -34,14 +35,19 @@ class ProbeRun:
         group: dict[str, Any],
         start: Sequence[Tensor],
         widening: Widening | None = None,
+        kept: Composition = PLAIN,
     ) -> None:
+        """kept: says where the optimizer looks for gradients."""
         self.parameters = [tensor.clone() for tensor in start]
+        self._kept = kept
         self._widening = widening
         self._clone = clone_optimizer(optimizer)
         self._step = undecorated_step(optimizer)
         own = clone_group(_on_host(group), type(optimizer), HOST)
-        if float(own.get("lr", 1.0)) < _SMALLEST_RATE:
-            own["lr"] = _PROBE_RATE
+        rate = own.get("lr", 1.0)
+        if float(rate) < _SMALLEST_RATE:
+            # Some refuse a rate that is a number where theirs was a tensor.
+            own["lr"] = torch.full_like(rate, _PROBE_RATE) if isinstance(rate, Tensor) else _PROBE_RATE
         own["params"] = self.parameters
         self._clone.param_groups = [own]
 
@@ -59,7 +65,7 @@ class ProbeRun:
         """Take a step with these gradients; the displacements."""
         before = [parameter.clone() for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
+            self._kept.give(parameter, gradient.clone())
         with uncompiled(type(self._clone)), self._widening or nullcontext():
             self._step(self._clone)
         return [parameter - start for parameter, start in zip(self.parameters, before, strict=True)]

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.intent.clone import clone_value, isolated
 from collage_agent.intent.probing import HOST, STEPS, ProbeRun, agree, gradients_of, same_scalars
 from collage_agent.intent.widen import Widening
+from collage_agent.sample.stored import PLAIN, Composition
 
 __all__ = ["SelfTestResult", "run_selftest"]
 
@@ -26,6 +27,9 @@ _MATRIX_SHAPES: Final = ((24, 16), (8, 5))
 _RIGHT_ANGLES: Final = (10, 14)
 _CANNOT_RUN: Final = "cannot step probe tensors"
 _STILL: Final = "does not move probe tensors"
+_DECOUPLED: Final = Composition(gradient="decoupled_grad")
+_NO_DENSE: Final = "does not support dense gradients"
+_SPARSE: Final = Composition(sparse=True)
 _COARSE: Final = "computes in fp32 inside an operation of its own, where a small update is itself lost"
 
 
@@ -35,11 +39,13 @@ class SelfTestResult:
 
     kind: "shadow": elementwise; "whole-tensor": each tensor by itself; "before-after": neither. widens: its own
     code casts down, so its steps are taken under `Widening`. reason: why it is not elementwise (nor separable).
+    kept: says which of a parameter's gradients is stepped; what is stored is not looked at here.
     """
 
     kind: Literal["shadow", "whole-tensor", "before-after"]
     widens: bool = False
     reason: str = ""
+    kept: Composition = PLAIN
 
 
 def run_selftest(optimizer: Optimizer, group: dict[str, Any]) -> SelfTestResult:
@@ -47,21 +53,34 @@ def run_selftest(optimizer: Optimizer, group: dict[str, Any]) -> SelfTestResult:
 
     Touches neither the optimizer nor any random state; synchronises no device.
     """
-    name = type(optimizer).__name__
     with isolated(HOST):
-        failure, widens = _first_that_runs(_elementwise_failure, optimizer, group)
-        if failure is None:
-            return SelfTestResult("shadow", widens)
-        if any(known in failure for known in (_CANNOT_RUN, _STILL, _COARSE)):
-            return SelfTestResult("before-after", reason=f"{name} {failure}")
-        whole, widens = _first_that_runs(_separable_failure, optimizer, group)
+        found = _tested(optimizer, group, PLAIN)
+        if _STILL in found.reason:
+            # TransformerEngine and Megatron step p.decoupled_grad and leave p.grad empty.
+            other = _tested(optimizer, group, _DECOUPLED)
+            return other if _STILL not in other.reason and _CANNOT_RUN not in other.reason else found
+        if _NO_DENSE in found.reason:
+            return _tested(optimizer, group, _SPARSE)
+        return found
+
+
+def _tested(optimizer: Optimizer, group: dict[str, Any], kept: Composition) -> SelfTestResult:
+    name = type(optimizer).__name__
+    failure, widens = _first_that_runs(_elementwise_failure, optimizer, group, kept)
+    if failure is None:
+        return SelfTestResult("shadow", widens, kept=kept)
+    if any(known in failure for known in (_CANNOT_RUN, _STILL, _COARSE)):
+        return SelfTestResult("before-after", reason=f"{name} {failure}", kept=kept)
+    whole, widens = _first_that_runs(_separable_failure, optimizer, group, kept)
     if whole is None:
-        return SelfTestResult("whole-tensor", widens, f"{name} {failure}")
+        return SelfTestResult("whole-tensor", widens, f"{name} {failure}", kept)
     both = failure if whole == failure else f"{failure}; it {whole}"
-    return SelfTestResult("before-after", reason=f"{name} {both}")
+    return SelfTestResult("before-after", reason=f"{name} {both}", kept=kept)
 
 
-def _first_that_runs(test: Any, optimizer: Optimizer, group: dict[str, Any]) -> tuple[str | None, bool]:
+def _first_that_runs(
+    test: Any, optimizer: Optimizer, group: dict[str, Any], kept: Composition
+) -> tuple[str | None, bool]:
     """The test's failure, None if it passed, and whether casts had to be kept from rounding.
 
     Tried with tensors of one and two dimensions, then with matrices only; with casts kept in fp64, then as it is.
@@ -70,7 +89,7 @@ def _first_that_runs(test: Any, optimizer: Optimizer, group: dict[str, Any]) -> 
     for widening in (Widening(), None):
         for shapes in (_SHAPES, _MATRIX_SHAPES):
             try:
-                failure = test(optimizer, group, shapes, widening)
+                failure = test(optimizer, group, shapes, widening, kept)
             except Exception as error:
                 failure = f"{_CANNOT_RUN}: {type(error).__name__}: {error}"
             if failure is None or not (_CANNOT_RUN in failure or _STILL in failure):
@@ -80,7 +99,11 @@ def _first_that_runs(test: Any, optimizer: Optimizer, group: dict[str, Any]) -> 
 
 
 def _elementwise_failure(
-    optimizer: Optimizer, group: dict[str, Any], shapes: Sequence[tuple[int, ...]], widening: Widening | None
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    widening: Widening | None,
+    kept: Composition,
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -89,7 +112,7 @@ def _elementwise_failure(
     gradients = gradients_of(shapes, generator)
 
     def run(tensors: Sequence[Tensor]) -> ProbeRun:
-        return ProbeRun(optimizer, group, tensors, widening)
+        return ProbeRun(optimizer, group, tensors, widening, kept)
 
     whole, again, synced, free = run(start), run(start), run(sampled_start), run(sampled_start)
     pooled = run([torch.cat(sampled_start)])
@@ -125,14 +148,18 @@ def _elementwise_failure(
 
 
 def _separable_failure(
-    optimizer: Optimizer, group: dict[str, Any], shapes: Sequence[tuple[int, ...]], widening: Widening | None
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    widening: Widening | None,
+    kept: Composition,
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     gradients = gradients_of(shapes, generator)
 
     def run(tensors: Sequence[Tensor]) -> ProbeRun:
-        return ProbeRun(optimizer, group, tensors, widening)
+        return ProbeRun(optimizer, group, tensors, widening, kept)
 
     together, again = run(start), run(start)
     synced, free = [run([tensor]) for tensor in start], [run([tensor]) for tensor in start]

@@ -31,10 +31,12 @@ class Shadow:
         *,
         widens: bool = False,
         stochastic: bool | None = None,
+        unexplained: str | None = None,
     ) -> None:
         """widens: the optimizer's own code casts down, which its clone must not."""
         self.kept = kept
         self.stochastic = stochastic
+        self.unexplained = unexplained
         self._widens = widens
         self._foreign = not type(optimizer).__module__.startswith("torch.optim")
         self._shared: dict[str, Any] = {}
@@ -75,7 +77,7 @@ class Shadow:
             vars(self._clone)["state"][key] = clone_value(value)
         if state_before:
             self._clone.state[parameter] = self._with_weights(state_before, parameter)
-        parameter.grad = gradient
+        self.kept.give(parameter, gradient)
         if self._running:
             vars(self._clone).update(clone_value(self._running))
         try:
@@ -84,14 +86,15 @@ class Shadow:
             stepped = self._clone.state[parameter]
             state.update({key: value for key, value in stepped.items() if key not in self._weights})
         finally:
-            parameter.grad = None
+            self.kept.give(parameter, None)
             self._clone.param_groups = []
             self._clone.state = defaultdict(dict)
 
     def _with_weights(self, state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The state with a residual of 0 and a master weight of its own: `parameter` is all that is stored."""
         if self.kept.residual is not None:
-            state[self.kept.residual] = torch.zeros_like(parameter)
+            kind = torch.int16 if self.kept.code is not None else parameter.dtype
+            state[self.kept.residual] = torch.zeros_like(parameter, dtype=kind)
         if self.kept.master is not None:
             state[self.kept.master] = parameter.clone()
         return state

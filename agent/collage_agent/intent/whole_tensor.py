@@ -24,7 +24,7 @@ class WholeTensor(BeforeAfter):
     """Before and after alone on a sample; a tensor whose turn it is in the rotation has u from `shadow`."""
 
     def __init__(self, shadow: Shadow, reason: str) -> None:
-        super().__init__(reason, shadow.kept, shadow.stochastic)
+        super().__init__(reason, shadow.kept, shadow.stochastic, shadow.unexplained)
         self.shadow = shadow
 
 
@@ -36,6 +36,7 @@ class WholeTensorStep:
     def __init__(self, whole: WholeTensor, parameter: Tensor) -> None:
         self.kept = whole.kept
         self.stochastic = whole.stochastic
+        self.unexplained = whole.unexplained
         self._shadow = whole.shadow
         self._parameter = parameter
         self._group: dict[str, Any] = {}
@@ -51,19 +52,20 @@ class WholeTensorStep:
     def copy_inputs(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Copy weight, gradient, state and the group's numbers before the live step. Synchronises nothing."""
         parameter, kept = self._parameter, self.kept
-        assert parameter.grad is not None
+        gradient = kept.gradient_of(parameter)
+        assert gradient is not None
         elementwise = stored.elementwise_state(parameter, state)
         self._group = {key: clone_value(value) for key, value in group.items() if key != "params"}
         self._state = {
             key: reading(state, key).clone() if key in elementwise else clone_value(value)
             for key, value in state.items()
         }
-        self._gradient = parameter.grad.detach().clone()
+        self._gradient = gradient.detach().clone()
         self._weight = parameter.detach().to(torch.float64, copy=True)
         if kept.master in elementwise:
             self._weight = self._state[str(kept.master)].double()
         elif kept.residual in elementwise:
-            self._weight.add_(self._state[str(kept.residual)], alpha=kept.sign)
+            self._weight.add_(kept.residual_of(parameter.detach(), self._state[str(kept.residual)]))
 
     def step_copies(self, layout: BlockLayout, scale: Tensor | None) -> None:
         """Step the copies in fp64 and lay u and the stepped states out as `layout` does. Runs inside `isolated`.

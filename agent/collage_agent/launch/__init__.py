@@ -1,1 +1,1 @@
-"""This process in its launch: who reports, how the ranks agree on one word, and how it ends when it is told to."""
+"""This process in its launch: its identity, how ranks agree on ids, and what SIGTERM does."""

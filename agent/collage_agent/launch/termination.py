@@ -1,4 +1,4 @@
-"""SIGTERM: what is queued is sent or kept before the process ends, as it would have ended without the agent.
+"""How the process ends: by SIGTERM, after which what is queued is sent or kept, or by `sys.exit` with a status.
 
 Nothing is touched where somebody else handles the signal: their way out passes through `finish` or the end of the
 interpreter. Where nobody does, the process still dies of the signal, with the same status, a moment later.
@@ -6,8 +6,10 @@ interpreter. Where nobody does, the process still dies of the signal, with the s
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -15,9 +17,9 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Final
+from typing import Any, Final, NoReturn
 
-__all__ = ["TerminationHandler"]
+__all__ = ["ExitStatus", "TerminationHandler", "is_failure"]
 
 _LOG = logging.getLogger("collage_agent")
 _FLUSH_SECONDS: Final = 3.0
@@ -117,6 +119,56 @@ class TerminationHandler:
                 _restore_default_meaning()
                 os.kill(os.getpid(), signal.SIGTERM)
         os.close(reader)
+
+
+class ExitStatus:
+    """Whether `sys.exit`, `exit` or `quit` has asked the process to end as a failure.
+
+    The interpreter forgets the status before its exit handlers run, so the call is looked at. What is asked on
+    another thread ends only that thread. A bare `raise SystemExit(3)` passes unseen.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._noting = False
+
+    def begin_noting(self) -> None:
+        """Look at calls from now on, once; they do what they did."""
+        if self._noting:
+            return
+        self._noting = True
+        plain_exit = sys.exit
+
+        @functools.wraps(plain_exit)
+        def noting_exit(status: Any = None, /) -> NoReturn:
+            self._note(status)
+            plain_exit(status)
+
+        sys.exit = noting_exit
+        # `exit` and `quit` are there unless Python runs without `site`.
+        quitter = type(getattr(builtins, "exit", None))
+        if quitter.__name__ == "Quitter":
+            plain_call: Any = quitter.__call__
+
+            def noting_call(this: object, code: Any = None) -> NoReturn:
+                self._note(code)
+                plain_call(this, code)
+                raise AssertionError("exit returned")
+
+            quitter.__call__ = noting_call  # type: ignore[method-assign]
+
+    def training_goes_on(self) -> None:
+        """Somebody has caught the exit that was asked for."""
+        self.failed = False
+
+    def _note(self, status: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.failed = is_failure(status)
+
+
+def is_failure(status: object) -> bool:
+    """Whether a status of `sys.exit` stands for a failure: a number but 0, or a message."""
+    return status is not None and status != 0
 
 
 def _restore_default_meaning() -> None:

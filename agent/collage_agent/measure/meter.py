@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.plan import BucketPlan
+from collage_agent.buckets.touched import TouchedPlan
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
 from collage_agent.measure.oracles import Oracles
 from collage_agent.measure.planning import Planner, Signature
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation
 from collage_agent.measure.windows import Windows
-from collage_agent.sample.gather import local
+from collage_agent.sample.gather import Staging, local
 from collage_agent.sample.quantised import stored_tensors
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.training.parameters import WatchedParameter
@@ -45,12 +46,12 @@ class Meter:
         oracle: bool,
         windows: Windows | None = None,
         seed: int,
-        shard: int = 0,
+        casts: Sequence[str] = (),
     ) -> None:
         self.sample: int | Literal["all"] = sample
         self.windows = windows
         self.occasional: list[tuple[str, ...]] = []
-        self._planner = Planner(watched, intents, seed=seed, shard=shard)
+        self._planner = Planner(watched, intents, seed=seed, casts=casts)
         self._oracles = Oracles(self._planner) if oracle else None
         self._versions: list[int] = []
         self._signature: Signature | None = None
@@ -74,8 +75,11 @@ class Meter:
         plans = (self._plan, self._rotation.kept, None if self.windows is None else self.windows.plan)
         if counted_for is None or any(then is not now for then, now in zip(counted_for, plans, strict=True)):
             parameters = [watched.parameter for watched in self.watched]
-            states = [value for state in optimizer.state.values() for value in state.values()]
-            gradients = [parameter.grad for parameter in parameters]
+            kept = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+            states = [value for state in kept for value in state.values()]
+            gradients = [
+                self._planner.intents[entry.group].kept.gradient_of(entry.parameter) for entry in self.watched
+            ]
             training = [tensor for tensor in (*parameters, *gradients, *states) if isinstance(tensor, Tensor)]
             ours = (self._plan, self._running(), self.windows, self._rotation)
             found = float(kept_bytes(ours, training))
@@ -124,7 +128,11 @@ class Meter:
 
         def plan() -> list[BucketPlan]:
             planned = self._planner.plans(optimizer, signature, cap, ())
-            return [entry for entry in planned if entry.bucket.intent.kind != "before-after"]
+            return [
+                entry
+                for entry in planned
+                if entry.bucket.intent.kind != "before-after" and not isinstance(entry, TouchedPlan)
+            ]
 
         self.windows.before(optimizer, step, doublings, (cap, signature), plan)
 
@@ -143,6 +151,7 @@ class Meter:
             self._signature = signature
         for planned in self._plan:
             planned.gather_before(optimizer)
+            planned.look_at_whole(optimizer)
         if not closure:
             self._rotation.before(optimizer, self._planner)
 
@@ -156,7 +165,7 @@ class Meter:
         for planned in self._plan:
             found += planned.measure(optimizer, scale, counterfactuals=counterfactuals)
         if self._oracles is not None:
-            self._oracles.keep_views([view for planned in self._plan for view in planned.oracles])
+            self._oracles.keep_plans(self._plan)
         found += self._rotation.after(optimizer, scale, skipped)
         self.occasional = [COUNTERFACTUAL_SUMS] if any(COUNTERFACTUAL_SUMS[0] in part for part in found) else []
         if self.windows is not None:
@@ -216,5 +225,8 @@ def _tensors(root: object) -> Iterator[Tensor]:
             waiting += found.values()
         elif isinstance(found, list | tuple | set | frozenset):
             waiting += found
+        elif isinstance(found, Staging):
+            # Its views are mostly of the training's tensors, and there are many.
+            waiting += (found.values, found.zeros, *(() if found._sources else found.views))
         elif type(found).__module__.partition(".")[0] == "collage_agent":
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.buckets.oracle import OracleView
+from collage_agent.buckets.plan import BucketPlan
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.measure.planning import Planner, steps_taken
@@ -36,7 +37,7 @@ class Oracles:
         self._planner = planner
         self.running: list[Oracle] | None = None
         self.restarts = 0
-        self._last_views: list[OracleView] = []
+        self._last_plans: list[BucketPlan] = []
 
     def restart(self) -> None:
         """Attach anew before the next step: the live weights and states were replaced."""
@@ -48,9 +49,9 @@ class Oracles:
             self.restart()
             self.restarts += 1
 
-    def keep_views(self, views: Sequence[OracleView]) -> None:
-        """Keep what these views copied at the step just measured, to notice later writes to the weights."""
-        self._last_views = list(views)
+    def keep_plans(self, plans: Sequence[BucketPlan]) -> None:
+        """Keep the plans of the step just measured: their buckets hold its weights, to notice later writes."""
+        self._last_plans = list(plans)
 
     def step(self, optimizer: Optimizer, sample: int | Literal["all"], *, written: bool) -> None:
         """Take the step that the optimizer is about to take; `written`: somebody wrote to a weight since."""
@@ -64,7 +65,8 @@ class Oracles:
             watched = self._planner.watched[oracle.members[0]]
             intent = self._planner.intents[watched.group]
             intent.refresh(optimizer)
-            gradients = [_gradient(self._planner.watched[member]) for member in oracle.members]
+            found = [intent.kept.gradient_of(self._planner.watched[m].parameter) for m in oracle.members]
+            gradients = [gradient for gradient in found if gradient is not None]
             oracle.step(intent, optimizer.param_groups[watched.group], gradients, scale, skipped)
 
     def split_by_state(self, optimizer: Optimizer) -> None:
@@ -84,27 +86,27 @@ class Oracles:
         self.running = parts
 
     def _weights_moved(self, optimizer: Optimizer) -> bool:
-        """Whether the oracles' weights differ from those after the last step, if it was measured.
+        """Whether the sampled weights differ from those after the last step, if it was measured.
 
         This notices a write through `.data`, which torch does not count. On the host only: comparing on a device
         would synchronise it.
         """
-        views, self._last_views = self._last_views, []
+        plans, self._last_plans = self._last_plans, []
         current = {id(oracle) for oracle in self.running or ()}
-        for view in views:
-            oracle = view.oracle
-            if id(oracle) in current and on_host(view.rows):
-                weights = self._state_of(optimizer, oracle.members, oracle.layout, averages=False)
-                if view.weights_differ(weights[stored.PARAMETER]):
-                    return True
-        return False
+        return any(
+            any(id(view.oracle) in current for view in planned.oracles)
+            and on_host(planned.bucket.parameter_after)
+            and planned.bucket.weights_moved(planned.states(optimizer))
+            for planned in plans
+        )
 
     def _attached(self, optimizer: Optimizer, sample: int | Literal["all"]) -> list[Oracle]:
         cap = ORACLE_SAMPLE if sample == "all" else min(sample, ORACLE_SAMPLE)
         oracles = []
         kinds: dict[object, list[int]] = {}
         for index, watched in enumerate(self._planner.watched):
-            if self._planner.intents[watched.group].kind == "before-after" or not _can_have_oracle(watched):
+            intent = self._planner.intents[watched.group]
+            if intent.kind == "before-after" or not _can_have_oracle(watched, intent.kept):
                 continue
             own = optimizer.state.get(watched.parameter, {})
             key = (
@@ -124,31 +126,31 @@ class Oracles:
             oracles.append(Oracle(members, samples, layout, state.pop(stored.PARAMETER), state))
         return oracles
 
-    def _state_of(
-        self, optimizer: Optimizer, members: Sequence[int], layout: BlockLayout, *, averages: bool = True
-    ) -> dict[str, Any]:
+    def _state_of(self, optimizer: Optimizer, members: Sequence[int], layout: BlockLayout) -> dict[str, Any]:
         """Stored weight, and averages, of the members' samples in fp64, scalars beside them."""
-        kept = self._planner.intents[self._planner.watched[members[0]].group].kept
+        kept = self._kept(members[0])
         parameters = [self._planner.watched[member].parameter for member in members]
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]
         keys = tuple(stored.elementwise_state(parameters[0], states[0]))
         present = (stored.PARAMETER, *keys)
 
+        def values_of(name: str) -> Tensor:
+            tensors = parameters if name == stored.PARAMETER else [reading(state, name) for state in states]
+            staging = Staging(layout, tensors[0].dtype)
+            layout.gather(tensors, staging)
+            return staging.values
+
         def gathered(names: list[str]) -> Tensor:
-            total: Tensor | None = None
-            for name in names:
-                tensors = parameters if name == stored.PARAMETER else [reading(state, name) for state in states]
-                staging = Staging(layout, tensors[0].dtype)
-                layout.gather(tensors, staging)
-                if not tensors[0].is_floating_point():
-                    return staging.values
-                sign = kept.sign if name == kept.residual else 1
-                total = staging.values.double() * sign if total is None else total.add_(staging.values, alpha=sign)
-            assert total is not None
+            leading, *others = [values_of(name) for name in names]
+            if not leading.is_floating_point():
+                return leading
+            total = leading.to(torch.float64, copy=True)
+            for name, values in zip(names[1:], others, strict=True):
+                total.add_(kept.residual_of(leading, values) if name == kept.residual else values)
             return total
 
         state: dict[str, Any] = clone_value(stored.scalar_state(parameters[0], states[0]))
-        for name in stored.average_names(keys, kept) if averages else ():
+        for name in stored.average_names(keys, kept):
             state[name] = gathered(stored.components(name, keys, kept))
         state[stored.PARAMETER] = gathered(stored.stored_parameter(present, kept))
         return state
@@ -159,7 +161,8 @@ class Oracles:
         stepping: list[Oracle] = []
         everyone: list[Oracle] = []
         for oracle in oracles:
-            present = [member for member in oracle.members if parameters[member].grad is not None]
+            kept = self._kept(oracle.members[0])
+            present = [m for m in oracle.members if kept.gradient_of(parameters[m]) is not None]
             if 0 < len(present) < len(oracle.members):
                 absent = [member for member in oracle.members if member not in present]
                 parts = [oracle.split(present, parameters), oracle.split(absent, parameters)]
@@ -170,16 +173,13 @@ class Oracles:
         self.running = everyone
         return stepping
 
+    def _kept(self, member: int) -> stored.Composition:
+        return self._planner.intents[self._planner.watched[member].group].kept
+
     def _parameters(self) -> dict[int, Tensor]:
         return {index: watched.parameter for index, watched in enumerate(self._planner.watched)}
 
 
-def _can_have_oracle(watched: WatchedParameter) -> bool:
-    gradient = watched.parameter.grad
+def _can_have_oracle(watched: WatchedParameter, kept: stored.Composition) -> bool:
+    gradient = kept.gradient_of(watched.parameter)
     return gradient is not None and watched.shard.elements > 0 and placed_alike(watched.parameter, gradient)
-
-
-def _gradient(watched: WatchedParameter) -> Tensor:
-    gradient = watched.parameter.grad
-    assert gradient is not None
-    return gradient

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final, Literal
+from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
 from collage_agent.buckets.oracle import OracleView
 from collage_agent.buckets.plan import BucketPlan
+from collage_agent.buckets.touched import TouchedPlan
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
+from collage_agent.numerics.formats import COPIES, CopyFormat
 from collage_agent.sample import stored
 from collage_agent.sample.gather import local
 from collage_agent.sample.sampling import TensorSample, draw
@@ -24,8 +29,10 @@ from collage_monitor.table import Axis
 
 __all__ = ["Planner", "Signature", "steps_taken"]
 
-_Entry = tuple[int, int, int, float, torch.dtype | None]
+_Entry = tuple[int, int, int, float, torch.dtype | None, bool]
 Signature = tuple[bool, tuple[Oracle, ...], tuple[_Entry, ...]]
+_MOST_TOUCHED: Final = 2**20
+"""Elements of a tensor with a sparse gradient, where all are asked for: their places take 8 bytes each."""
 _NO_STATE: Final[dict[str, Any]] = {}
 _CLOSURE: Final = BeforeAfter("the step evaluates a closure repeatedly, so no one gradient leads to it")
 
@@ -37,11 +44,19 @@ class Planner:
     """
 
     def __init__(
-        self, watched: Sequence[WatchedParameter], intents: Sequence[Intent], *, seed: int, shard: int
+        self,
+        watched: Sequence[WatchedParameter],
+        intents: Sequence[Intent],
+        *,
+        seed: int,
+        casts: Sequence[str] = (),
     ) -> None:
+        """casts: the formats in which copies of the weights are looked at."""
         self.watched = list(watched)
         self.intents = list(intents)
-        self._seed, self._shard = seed, shard
+        self._seed = seed
+        self._casts = tuple(casts)
+        self._least_block = max((COPIES[key].block for key in casts), default=1)
 
     def signature_of(self, optimizer: Optimizer, closure: bool, oracles: Sequence[Oracle] = ()) -> Signature:
         """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
@@ -50,7 +65,7 @@ class Planner:
         state_of = optimizer.state.get
         for index, watched in enumerate(self.watched):
             parameter = watched.parameter
-            gradient = parameter.grad
+            gradient = self.intents[watched.group].kept.gradient_of(parameter)
             if (gradient is None and not closure) or not watched.shard.elements:
                 continue
             own = state_of(parameter, _NO_STATE)
@@ -58,7 +73,8 @@ class Planner:
             if first is None:
                 first = step
             dtype = None if gradient is None else gradient.dtype
-            entries.append((index, watched.group, len(own), step - first, dtype))
+            sparse = gradient is not None and gradient.is_sparse
+            entries.append((index, watched.group, len(own), step - first, dtype, sparse))
         return closure, tuple(oracles), tuple(entries)
 
     def plans(
@@ -66,15 +82,37 @@ class Planner:
     ) -> list[BucketPlan]:
         """A bucket for each kind of tensor in the signature; `oracles` are those that may look on."""
         kinds: dict[object, list[int]] = {}
+        found: list[BucketPlan] = []
         closure, _, entries = signature
         for index, *rest in entries:
             parameter = self.watched[index].parameter
-            gradient = parameter.grad
-            if gradient is not None and (gradient.is_sparse or not placed_alike(parameter, gradient)):
+            gradient = self.intents[self.watched[index].group].kept.gradient_of(parameter)
+            if gradient is not None and not gradient.is_sparse and not placed_alike(parameter, gradient):
                 continue
             shapes = stored.elementwise_dtypes(parameter, optimizer.state.get(parameter, {}))
+            if gradient is not None and gradient.is_sparse:
+                found += self._plan_touched(index, cap, gradient, optimizer)
+                continue
             kinds.setdefault((*rest, local(parameter).device, parameter.dtype, shapes), []).append(index)
-        return [self._plan_bucket(members, closure, cap, oracles) for members in kinds.values()]
+        return found + [self._plan_bucket(members, closure, cap, oracles) for members in kinds.values()]
+
+    def _plan_touched(
+        self, index: int, cap: int | Literal["all"], gradient: Tensor, optimizer: Optimizer
+    ) -> list[BucketPlan]:
+        """A plan of a tensor with a sparse gradient, none if it cannot be measured.
+
+        That is a tensor which is no plain one, a gradient sparse in more than rows, or a state that is sparse too.
+        """
+        watched = self.watched[index]
+        parameter, intent = watched.parameter, self.intents[watched.group]
+        states = optimizer.state.get(parameter, {}).values()
+        plain = type(parameter) in (Tensor, Parameter) and parameter.is_contiguous() and watched.shard.start is None
+        dense = all(state.layout == torch.strided for state in states if isinstance(state, Tensor))
+        if not (plain and dense and gradient.sparse_dim() == 1 and intent.kind in ("shadow", "before-after")):
+            return []
+        most = min(parameter.numel(), _MOST_TOUCHED if cap == "all" else cap)
+        seed = crc32(f"{self._seed}/{watched.name}".encode())
+        return [TouchedPlan(index, parameter, intent, most, seed, watched.group, self.names_of([index]))]
 
     def _plan_bucket(
         self, members: list[int], closure: bool, cap: int | Literal["all"], oracles: Sequence[Oracle]
@@ -83,7 +121,8 @@ class Planner:
         parameters = [self.watched[member].parameter for member in members]
         samples = [self.draw_sample(member, cap) for member in members]
         intent = _CLOSURE if closure else self.intents[watched.group]
-        bucket = Bucket(members, parameters, samples, intent, knows_gradient=not closure)
+        copies = self.copies_known(members)
+        bucket = Bucket(members, parameters, samples, intent, knows_gradient=not closure, copies=copies)
         views = [
             OracleView(oracle, self.names_of(oracle.members), members, bucket.layout)
             for oracle in (() if intent.kind == "before-after" else oracles)
@@ -97,6 +136,12 @@ class Planner:
         """The layers that these watched parameters are."""
         return Axis(self.watched[member].name for member in members)
 
+    def copies_known(self, members: Sequence[int]) -> dict[str, list[bool]]:
+        """The formats of copies, and of which of these watched parameters a copy can be worked out from samples."""
+        return {
+            key: [_copy_is_known(self.watched[member], COPIES[key]) for member in members] for key in self._casts
+        }
+
     def draw_sample(self, index: int, cap: int | Literal["all"]) -> TensorSample:
         """The sample of a watched parameter, at most `cap` elements of it."""
         watched, shard = self.watched[index], self.watched[index].shard
@@ -106,9 +151,22 @@ class Planner:
             watched.parameter.element_size(),
             cap,
             seed=self._seed,
-            shard=self._shard + shard.number,
+            shard=shard.number,
             start=shard.start,
+            least_block=self._least_block,
         )
+
+
+def _copy_is_known(watched: WatchedParameter, kind: CopyFormat) -> bool:
+    """Whether what a copy depends on is here: blocks within rows, the whole tensor where that has a scale."""
+    shard, part = watched.shard, local(watched.parameter)
+    whole = shard.elements == math.prod(shard.shape)
+    if kind.block == 1:
+        return True
+    if kind.of_tensor and not whole:
+        return False
+    rows = whole if shard.start is not None or part.dim() != len(shard.shape) else part.shape[-1] == shard.shape[-1]
+    return rows and bool(shard.shape) and part.is_contiguous() and shard.shape[-1] % kind.block == 0
 
 
 def steps_taken(state: dict[str, Any]) -> float:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.observation import BufferPool
 from collage_agent.buckets.oracle import OracleView
 from collage_agent.buckets.plan import BucketPlan
 from collage_agent.buckets.totals import BlockTotals
@@ -25,7 +24,7 @@ from collage_agent.sample.sampling import TensorSample
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Table
 
-__all__ = ["ELEMENTS_A_STEP", "Rotation", "too_large"]
+__all__ = ["ELEMENTS_A_STEP", "Rotation", "is_whole", "too_large"]
 
 ELEMENTS_A_STEP: Final = 2**20
 """Elements stepped whole at one measured step, at most: 8 bytes each for θ, g, u and every state."""
@@ -53,7 +52,8 @@ class Rotation:
             index: intent
             for index, entry in enumerate(planner.watched)
             if isinstance(intent := planner.intents[entry.group], WholeTensor)
-            and _is_whole(entry)
+            and is_whole(entry)
+            and _is_dense(intent.kept.gradient_of(entry.parameter))
             and not too_large(entry, self._bound)
         }
         self._waiting = eligible.keys() - self._held.keys()
@@ -62,12 +62,12 @@ class Rotation:
             # What was kept goes before its successors come.
             self.kept = self._turn = ()
             self._made_for = chosen
-            workspace = BufferPool()
-            self._turn = tuple(_planned(index, planner, intent, workspace) for index, intent in chosen)
+            self._turn = tuple(_planned(index, planner, intent) for index, intent in chosen)
         else:
             self._turn = self.kept
         for planned in self._turn:
             planned.gather_before(optimizer)
+            planned.look_at_whole(optimizer)
 
     def after(self, optimizer: Optimizer, scale: Tensor | None, skipped: Tensor | None) -> list[Table[Tensor]]:
         """Totals of all tensors if this step ends the round, else none yet. Runs inside `isolated`.
@@ -107,9 +107,14 @@ class _WholeBucket(Bucket):
     """A bucket of one tensor, measured whole: what is known of u comes from its turn."""
 
     def __init__(
-        self, index: int, parameter: Tensor, sample: TensorSample, turn: WholeTensorStep, workspace: BufferPool
+        self,
+        index: int,
+        parameter: Tensor,
+        sample: TensorSample,
+        turn: WholeTensorStep,
+        copies: Mapping[str, Sequence[bool]],
     ) -> None:
-        super().__init__([index], [parameter], [sample], turn, workspace=workspace)
+        super().__init__([index], [parameter], [sample], turn, copies=copies)
         self._turn = turn
 
     def gather_before(
@@ -137,16 +142,20 @@ def too_large(entry: WatchedParameter, bound: int | None = ELEMENTS_A_STEP) -> b
     return bound is not None and entry.shard.elements > bound
 
 
-def _is_whole(entry: WatchedParameter) -> bool:
-    """Whether all of the tensor is here, and has a gradient that is no sparse one."""
+def is_whole(entry: WatchedParameter) -> bool:
+    """Whether all of the tensor is here."""
     parameter, shard = entry.parameter, entry.shard
-    gradient = parameter.grad
     whole = local(parameter) is parameter and shard.start is None and parameter.numel() == shard.elements > 0
-    return whole and gradient is not None and not gradient.is_sparse and tuple(parameter.shape) == shard.shape
+    return whole and tuple(parameter.shape) == shard.shape
 
 
-def _planned(index: int, planner: Planner, intent: WholeTensor, workspace: BufferPool) -> BucketPlan:
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and not gradient.is_sparse
+
+
+def _planned(index: int, planner: Planner, intent: WholeTensor) -> BucketPlan:
     entry = planner.watched[index]
     turn = WholeTensorStep(intent, entry.parameter)
-    bucket = _WholeBucket(index, entry.parameter, planner.draw_sample(index, "all"), turn, workspace)
+    sample, copies = planner.draw_sample(index, "all"), planner.copies_known([index])
+    bucket = _WholeBucket(index, entry.parameter, sample, turn, copies)
     return BucketPlan(bucket, entry.group, planner.names_of([index]))

@@ -13,7 +13,8 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.buckets.plan import BucketPlan
 from collage_agent.sample import stored
 from collage_agent.stats.blocks import nonfinite
-from collage_agent.stats.several_steps import WINDOW_SUMS, window_block_sums
+from collage_agent.stats.casts import cast_block_sums
+from collage_agent.stats.several_steps import window_block_sums
 from collage_agent.training.scaling import loss_scaling
 from collage_monitor.table import Axis, Table
 
@@ -61,12 +62,14 @@ class _OpenWindow:
     span: WindowSpan
     intended: list[Tensor] = field(default_factory=list)
     start: list[dict[str, Tensor]] = field(default_factory=list)
+    largest: list[Tensor | None] = field(default_factory=list)
     invalid: Tensor | None = None
 
-    @property
-    def statistics(self) -> Axis:
-        """The keys of its totals."""
-        return Axis(f"{name}/{self.span.length}" for name in WINDOW_SUMS)
+    def totals(self, planned: BucketPlan, by_block: Table[Tensor]) -> Table[Tensor]:
+        """Estimated totals of sums by block, not a number if the window is invalid."""
+        totals = planned.sizes.columns.sums(by_block.array) * planned.sizes.scale
+        keys = Axis(f"{key}/{self.span.length}" for key in by_block.statistics)
+        return Table(keys, planned.layers, _nan_where(self.invalid, totals))
 
 
 class Windows:
@@ -120,11 +123,13 @@ class Windows:
         scale, skipped = loss_scaling(optimizer)
         for index, planned in enumerate(self.plan):
             planned.gather_before(optimizer)
+            largest = planned.bucket.largest_weights(planned.states(optimizer)) if starting else None
             intended = planned.bucket.intended(scale)
             for window in self._open.values():
                 if index == len(window.intended):
                     window.intended.append(intended.clone())
                     window.start.append(planned.bucket.weights_before())
+                    window.largest.append(largest)
                 else:
                     window.intended[index].add_(intended)
                 window.invalid = _any_set(window.invalid, planned.out_of_step)
@@ -135,25 +140,28 @@ class Windows:
     def after(self, optimizer: Optimizer) -> list[Table[Tensor]]:
         """The totals of the windows that the step just taken ends: estimated, not a number where invalid."""
         ending = [window for window in self._open.values() if window.span.end == self._step]
-        found: list[tuple[_OpenWindow, BucketPlan, Tensor]] = []
+        found: list[tuple[_OpenWindow, BucketPlan, Table[Tensor]]] = []
         for window in ending:
             del self._open[window.span.length]
         for index, planned in enumerate(self.plan if ending else []):
-            after = planned.bucket.weights_after(planned.states(optimizer))
+            bucket, states = planned.bucket, planned.states(optimizer)
+            after, largest, block = (
+                bucket.weights_after(states),
+                bucket.largest_weights(states),
+                bucket.layout.block,
+            )
             for window in ending:
-                kept = planned.bucket.intent.kept
-                effective, visible = _changes(window.start[index], after, kept)
-                intended = planned.bucket.without_padding(window.intended[index])
+                start = window.start[index]
+                effective, visible = _changes(start, after, bucket.intent.kept)
+                intended = bucket.without_padding(window.intended[index])
                 bad = nonfinite(intended) | nonfinite(effective) | nonfinite(visible)
                 window.invalid = _any_set(window.invalid, bad)
-                sums = planned.sizes.columns.sums(
-                    window_block_sums(intended, effective, visible, planned.bucket.layout.block)
-                )
-                found.append((window, planned, sums * planned.sizes.scale))
-        return [
-            Table(window.statistics, planned.layers, _nan_where(window.invalid, totals))
-            for window, planned, totals in found
-        ]
+                found.append((window, planned, window_block_sums(intended, effective, visible, block)))
+                copies = bucket.copies(start, after, (window.largest[index], largest))
+                if copies is not None:
+                    sums = cast_block_sums(copies, intended, bucket.vacant(), block, "cast_window")
+                    found.append((window, planned, sums))
+        return [window.totals(planned, sums) for window, planned, sums in found]
 
 
 def _changes(

@@ -1,8 +1,8 @@
-"""Numbers kept as an unevaluated sum: the high part is the rounded value, each further part what is lacking.
+"""Numbers kept as an unevaluated sum: the first component is the rounded value, the next ones what it lacks.
 
 An expansion (hi, lo) is *normal* when hi = RN(hi + lo). Operands and results are tensors of one format and of
 shapes that broadcast; nothing synchronises the device. A normal expansion of bfloat16 holds 17 significant
-bits above 2**-117, of float16 about 22 near 1 and 11 at 2**-14, where the low part meets the smallest
+bits above 2**-117, of float16 about 22 near 1 and 11 at 2**-14, where the low component meets the smallest
 subnormal.
 """
 
@@ -38,8 +38,8 @@ def grow(x: Tensor, y: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 
     (u, v) = two_sum(x, a), then fast_two_sum(u, RN(v + y)). The first step is not the fast one: an update may
     exceed a weight near zero, and three more operations are free where memory decides. Rounds once, in v + y,
-    by at most half an ulp of the low part (Shewchuk 1997, Grow-Expansion, cut to two parts). Domain: that of
-    `two_sum`.
+    by at most half an ulp of the low component (Shewchuk 1997, Grow-Expansion, cut to two components). Domain:
+    that of `two_sum`.
     """
     u, v = two_sum(x, a)
     return fast_two_sum(u, add(v, y))
@@ -49,7 +49,7 @@ def add_expansions(a_hi: Tensor, a_lo: Tensor, b_hi: Tensor, b_lo: Tensor) -> tu
     """Add two normal expansions; the relative error is below 3 * 2**(-2p), also under cancellation.
 
     p is the significand's bits (8 in bfloat16). The accurate form, with two renormalisations (Joldes, Muller
-    and Popescu 2017, algorithm 6); the shorter one may lose everything when the high parts cancel. Domain:
+    and Popescu 2017, algorithm 6); the shorter one may lose everything when the high components cancel. Domain:
     that of `two_sum`.
     """
     s, s_error = two_sum(a_hi, b_hi)
@@ -72,55 +72,55 @@ def multiply_expansions(a_hi: Tensor, a_lo: Tensor, b_hi: Tensor, b_lo: Tensor) 
 
 
 def split(x: Tensor, dtype: torch.dtype, length: int = 2) -> tuple[Tensor, ...]:
-    """Split fp32 or fp64 into the normal expansion (RN(x), RN(x - RN(x)), …) of `dtype`, `length` parts in all.
+    """Split fp32 or fp64 into the normal expansion (RN(x), RN(x - RN(x)), …) of `length` components in `dtype`.
 
-    From fp32 to bfloat16 the difference is exact before its own rounding. Where RN(x) overflows, the low part is
-    the opposite infinity and the sum NaN. A compiler that folds the round trip through `dtype` makes the low part
-    zero: see the compiled step's self-test.
+    From fp32 to bfloat16 the difference is exact before its own rounding. Where RN(x) overflows, the low component
+    is the opposite infinity and the sum NaN. A compiler that folds the round trip through `dtype` makes the low
+    component zero: see the compiled step's self-test.
     """
-    parts = [round_to(x, dtype)]
+    components = [round_to(x, dtype)]
     rest = x
     for _ in range(length - 1):
-        rest = rest - parts[-1].to(x.dtype)
-        parts.append(round_to(rest, dtype))
-    return tuple(parts)
+        rest = rest - components[-1].to(x.dtype)
+        components.append(round_to(rest, dtype))
+    return tuple(components)
 
 
-def join(*parts: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The sum of the parts in `dtype`, smallest first.
+def join(*components: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The sum of the components in `dtype`, smallest first.
 
     Exact in fp64 for a pair, in fp32 for a pair that `split` made from fp32. A pair grown in bfloat16 may hold
     1 + 2**-40, which fp32 does not: the relative loss is at most 2**-24.
     """
-    same_format(*parts)
-    total = parts[-1].to(dtype)
-    for part in reversed(parts[:-1]):
-        total = part.to(dtype) + total
+    same_format(*components)
+    total = components[-1].to(dtype)
+    for component in reversed(components[:-1]):
+        total = component.to(dtype) + total
     return total
 
 
-def renormalise(*parts: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
-    """The same sum as parts that don't overlap, largest first, zeros last; cut to `length` parts when that is less.
+def renormalise(*components: Tensor, length: int | None = None) -> tuple[Tensor, ...]:
+    """The same sum as components that don't overlap, largest first, zeros last; cut to `length` when that is less.
 
-    Sweeps of `two_sum` from the last part to the first, as many as there are parts: each is error free (VecSum of
-    Ogita, Rump and Oishi 2005; Priest 1991), so only the cut rounds, by at most half an ulp of the last part
-    kept. The parts may come in any order. Domain: that of `two_sum`.
+    Sweeps of `two_sum` from the last component to the first, as many as there are components: each is error free
+    (VecSum of Ogita, Rump and Oishi 2005; Priest 1991), so only the cut rounds, by at most half an ulp of the last
+    component left. The components may come in any order. Domain: that of `two_sum`.
     """
-    found = list(parts)
+    found = list(components)
     for _ in range(len(found)):
         for index in range(len(found) - 1, 0, -1):
             found[index - 1], found[index] = two_sum(found[index - 1], found[index])
     return tuple(found[:length])
 
 
-def scale_expansion(parts: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
+def scale_expansion(components: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
     """An expansion of any length times one number, renormalised to the same length.
 
-    Each part's product is error free, then all are distilled (Shewchuk 1997, Scale-Expansion). Domain: that of
-    `two_product` for every part that matters.
+    Each component's product is error free, then all are distilled (Shewchuk 1997, Scale-Expansion). Domain: that of
+    `two_product` for every component that matters.
     """
-    products = [half for part in parts for half in two_product(part, factor)]
-    return renormalise(*products, length=len(parts))
+    products = [half for component in components for half in two_product(component, factor)]
+    return renormalise(*products, length=len(components))
 
 
 def compare_expansions(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
@@ -128,10 +128,10 @@ def compare_expansions(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
 
     Two expansions of one value may differ in bits: pairs are compared by value. Domain: that of `two_sum`.
     """
-    difference = renormalise(*a, *(negate(part) for part in b))
+    difference = renormalise(*a, *(negate(component) for component in b))
     sign = torch.zeros_like(difference[0], dtype=torch.int8)
-    for part in difference:
-        own = torch.sign(part.to(torch.float32)).to(torch.int8)
+    for component in difference:
+        own = torch.sign(component.to(torch.float32)).to(torch.int8)
         sign = torch.where(sign == 0, own, sign)
     return sign
 

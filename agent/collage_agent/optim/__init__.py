@@ -2,12 +2,14 @@
 
 from collage_agent.optim.arithmetic import Arithmetic, Scalar, State
 from collage_agent.optim.base import CollageOptimizer
+from collage_agent.optim.distributed import load_distributed
 from collage_agent.optim.optimizers import CollageAdam, CollageAdamW, CollageLion, CollageSGD, RuleOptimizer
 from collage_agent.optim.rules import Moment, UpdateRule
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,
+    SCALE_SUFFIX,
     STRATEGIES,
     StateStorage,
     StorageStrategy,
@@ -18,6 +20,7 @@ __all__ = [
     "LOW_COMPONENT_SUFFIX",
     "MASTER_PARAMETER",
     "PARAMETER_LOW",
+    "SCALE_SUFFIX",
     "STRATEGIES",
     "Arithmetic",
     "CollageAdam",
@@ -33,4 +36,5 @@ __all__ = [
     "StorageStrategy",
     "UpdateRule",
     "known_strategy",
+    "load_distributed",
 ]

@@ -6,27 +6,24 @@ between.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from collage_agent.numerics.expansions import grow
-from collage_agent.numerics.formats import stochastic_round
 from collage_agent.numerics.transformations import fast_two_sum, two_sum
+from collage_agent.optim import codes
 from collage_agent.optim.arithmetic import Scalar, State, StorageArithmetic, WideArithmetic, Workspace
-from collage_agent.optim.random_numbers import Seeding
+from collage_agent.optim.random_numbers import Noise, Seeding
 from collage_agent.optim.rules import Moment, UpdateRule
-from collage_agent.optim.strategies import (
-    LOW_COMPONENT_SUFFIX,
-    MASTER_PARAMETER,
-    PARAMETER_LOW,
-    StateStorage,
-    StorageStrategy,
-)
+from collage_agent.optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 
 __all__ = ["Step", "advance_in_storage", "advance_in_wide"]
 
 _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
+_WEIGHT_STREAM = 0
+"""The stream of random numbers for the weight; the moments have those from 1 on."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def advance_in_wide(
     arithmetic: WideArithmetic,
     chunk: State,
     scalars: Mapping[str, Scalar] | None = None,
-    generator: torch.Generator | None = None,
+    noise: Noise | None = None,
 ) -> None:
     """Wide arithmetic: load all components as fp32, compute, split once on storing.
 
@@ -59,17 +56,24 @@ def advance_in_wide(
     if step.maximize:
         gradient.neg_()
     moments = {
-        moment.name: arithmetic.load(chunk[moment.name], chunk.get(moment.name + LOW_COMPONENT_SUFFIX))
+        moment.name: codes.load(arithmetic, chunk, moment.name, step.strategy.kept(moment.second))
         for moment in step.moments
     }
-    stored = chunk.get(MASTER_PARAMETER, chunk["parameter"])
-    value = arithmetic.load(stored, chunk.get(PARAMETER_LOW))
+    if step.strategy.parameter is StateStorage.WIDE:
+        value = arithmetic.load(chunk[MASTER_PARAMETER])
+    else:
+        value = codes.load(arithmetic, chunk, "parameter", step.strategy.parameter)
     displacement = step.rule.displacement(arithmetic, value, gradient, moments, scalars or step.scalars)
-    _store_parameter(step, arithmetic, value, displacement, chunk, generator)
-    for moment in step.moments:
-        source = generator if step.strategy.stochastic_moment(moment.second) else None
-        low = chunk.get(moment.name + LOW_COMPONENT_SUFFIX)
-        _store(arithmetic, moments[moment.name], chunk[moment.name], low, source)
+    _store_parameter(step, arithmetic, value, displacement, chunk, noise)
+    for stream, moment in enumerate(step.moments, start=1):
+        kept, random = step.strategy.kept(moment.second), None
+        if moment.second and kept not in (StateStorage.SINGLE, StateStorage.WIDE):
+            # The square of a finite gradient may be infinite: as a pair that would be infinity minus infinity, as
+            # the scale of a block zero times infinity.
+            moments[moment.name].clamp_(max=torch.finfo(chunk["parameter"].dtype).max)
+        if noise is not None and step.strategy.stochastic_moment(moment.second):
+            random = noise.bits(arithmetic, gradient, stream)
+        codes.store(arithmetic, moments[moment.name], chunk, moment.name, kept, random)
 
 
 def _store_parameter(
@@ -78,71 +82,120 @@ def _store_parameter(
     value: Tensor,
     displacement: Tensor,
     chunk: State,
-    generator: torch.Generator | None,
+    noise: Noise | None,
 ) -> None:
-    """Store `value` + `displacement` as the strategy keeps a weight; changes neither of the two."""
-    parameter, low = chunk["parameter"], chunk.get(PARAMETER_LOW)
-    if step.strategy.parameter is StateStorage.COMPENSATED and low is not None:
+    """Store `value` + `displacement`, both used up, as the strategy keeps a weight."""
+    parameter, kept = chunk["parameter"], step.strategy.parameter
+    if kept is StateStorage.COMPENSATED:
         # The compensation takes the displacement up before the weight does: two small numbers, added in fp32.
+        low = chunk[PARAMETER_LOW]
         pending = arithmetic.load(low).add_(displacement)
         before = arithmetic.load(parameter)
         parameter.copy_(arithmetic.load(parameter).add_(pending))
         low.copy_(pending.sub_(before.neg_().add_(parameter)))
         return
-    value = arithmetic.total(value, displacement)
-    if step.strategy.parameter is StateStorage.WIDE:
-        chunk[MASTER_PARAMETER].copy_(value)
-    _store(arithmetic, value, parameter, low, generator)
-
-
-def _store(
-    arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor | None, generator: torch.Generator | None
-) -> None:
-    """Round a wide value into its components, the last one at random if there is a generator."""
-    if low is None:
-        _round_into(value, high, generator)
+    if noise is not None and step.strategy.stochastic_parameter:
+        if kept is StateStorage.PAIR:
+            # Rounded at random, a pair may hold more bits than fp32: small numbers first.
+            value = arithmetic.load(parameter)
+            displacement = arithmetic.load(chunk[PARAMETER_LOW]).add_(displacement)
+        total = arithmetic.total(value, displacement)
+        error = _sum_error(arithmetic, value, displacement, total)
+        random = noise.bits(arithmetic, total, _WEIGHT_STREAM)
+        _store_at_random(arithmetic, total, error, chunk, kept, random)
         return
-    high.copy_(value)
-    rest = arithmetic.rest(value, high)
-    _round_into(rest, low, generator)
-    arithmetic.give_back(rest)
+    total = arithmetic.total(value, displacement)
+    if kept is StateStorage.WIDE:
+        chunk[MASTER_PARAMETER].copy_(total)
+        kept = StateStorage.SINGLE
+    codes.store(arithmetic, total, chunk, "parameter", kept, None)
 
 
-def _round_into(value: Tensor, out: Tensor, generator: torch.Generator | None) -> None:
-    out.copy_(value if generator is None else stochastic_round(value, out.dtype, generator))
+def _sum_error(arithmetic: WideArithmetic, a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """a + b − total exactly, of which total is the rounded sum (`two_sum`); a and b are used up."""
+    b_seen = arithmetic.fresh(torch.sub, total, a)
+    a_seen = arithmetic.fresh(torch.sub, total, b_seen)
+    error = arithmetic.on(torch.add, arithmetic.on(torch.sub, a, a_seen), arithmetic.on(torch.sub, b, b_seen))
+    for vector in (a_seen, b_seen, b):
+        arithmetic.give_back(vector)
+    return error
 
 
-def advance_in_storage(step: Step, chunk: State, generator: torch.Generator | None = None) -> None:
+def _store_at_random(
+    arithmetic: WideArithmetic, total: Tensor, error: Tensor, chunk: State, kept: StateStorage, random: Tensor
+) -> None:
+    """Keep the weight `total` + `error`, its last component rounded at random. All three are used up."""
+    parameter = chunk["parameter"]
+    if kept is StateStorage.PAIR:
+        parameter.copy_(total)
+        rest = arithmetic.on(torch.add, arithmetic.rest(total, parameter), error)
+        codes.round_at_random(arithmetic, rest, chunk[PARAMETER_LOW], random)
+    elif kept is StateStorage.SPLIT_24:
+        rounded = codes.round_sum_at_random(arithmetic, total, error, random, 8)
+        codes.store_split(arithmetic, rounded, parameter, chunk[PARAMETER_LOW])
+    elif parameter.dtype == torch.bfloat16:
+        parameter.copy_(codes.round_sum_at_random(arithmetic, total, error, random, 16))
+    else:
+        codes.round_at_random(arithmetic, total.to(torch.float64).add_(error), parameter, random)
+
+
+def advance_in_storage(step: Step, chunk: State, noise: Noise | None = None) -> None:
     """Strict arithmetic: every named operation rounded to the storage format, no fp32 in between."""
     gradient = -chunk["gradient"] if step.maximize else chunk["gradient"]
     moments = {name: tensor for name, tensor in chunk.items() if name not in _NOT_MOMENTS}
-    names = frozenset(moment.name for moment in step.moments if step.strategy.stochastic_moment(moment.second))
-    arithmetic = StorageArithmetic(names, generator)
+    rounded = {}
+    if noise is not None:
+        rounded = {
+            moment.name: partial(_rounded, gradient.dtype, noise, stream)
+            for stream, moment in enumerate(step.moments, start=1)
+            if step.strategy.stochastic_moment(moment.second)
+        }
+    arithmetic = StorageArithmetic(rounded)
     displacement = step.rule.displacement(arithmetic, chunk["parameter"], gradient, moments, step.scalars)
     for name, value in moments.items():
         if value is not chunk[name]:
             chunk[name].copy_(value)
-    high, low = _moved_in_storage(step, chunk["parameter"], chunk.get(PARAMETER_LOW), displacement, generator)
+    if noise is not None and step.strategy.stochastic_parameter:
+        _move_at_random(step.strategy, chunk, displacement, noise)
+        return
+    high, low = _moved_in_storage(step, chunk["parameter"], chunk.get(PARAMETER_LOW), displacement)
     chunk["parameter"].copy_(high)
     if low is not None:
         chunk[PARAMETER_LOW].copy_(low)
 
 
+def _rounded(dtype: torch.dtype, noise: Noise, stream: int, value: Tensor) -> Tensor:
+    """An fp32 value in `dtype`, rounded at random."""
+    out = torch.empty_like(value, dtype=dtype)
+    wide = WideArithmetic()
+    codes.round_at_random(wide, value, out, noise.bits(wide, value, stream))
+    return out
+
+
+def _move_at_random(strategy: StorageStrategy, chunk: State, displacement: Tensor, noise: Noise) -> None:
+    """The weight's components after the displacement, the last one rounded at random."""
+    parameter, wide = chunk["parameter"], WideArithmetic()
+    if strategy.parameter is StateStorage.PAIR:
+        low = chunk[PARAMETER_LOW]
+        high, rest = two_sum(parameter, displacement)
+        rest = _rounded(low.dtype, noise, _WEIGHT_STREAM, rest.to(torch.float32) + low.to(torch.float32))
+        high, rest = fast_two_sum(high, rest)
+        parameter.copy_(high)
+        low.copy_(rest)
+        return
+    total, error = two_sum(parameter.to(torch.float32), displacement.to(torch.float32))
+    random = noise.bits(wide, total, _WEIGHT_STREAM)
+    _store_at_random(wide, total, error, chunk, strategy.parameter, random)
+
+
 def _moved_in_storage(
-    step: Step, parameter: Tensor, low: Tensor | None, displacement: Tensor, generator: torch.Generator | None
+    step: Step, parameter: Tensor, low: Tensor | None, displacement: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The weight's components after the displacement, each operation rounded to their format."""
     if low is None:
-        if generator is None:
-            return parameter + displacement, None
-        total = parameter.to(torch.float32) + displacement.to(torch.float32)
-        return stochastic_round(total, parameter.dtype, generator), None
+        return parameter + displacement, None
     if step.strategy.parameter is StateStorage.COMPENSATED:
         pending = low + displacement
         total = parameter + pending
         return total, pending - (total - parameter)
-    if generator is None:
-        return grow(parameter, low, displacement)
-    high, rest = two_sum(parameter, displacement)
-    rest = stochastic_round(rest.to(torch.float32) + low.to(torch.float32), low.dtype, generator)
-    return fast_two_sum(high, rest)
+    return grow(parameter, low, displacement)

@@ -7,6 +7,7 @@ algorithms do.
 """
 
 import threading
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Protocol
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.expansions import grow, multiply_expansions, split_scalar
-from collage_agent.numerics.formats import stochastic_round
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX
 
 __all__ = [
+    "INDEX_FACTOR",
     "Arithmetic",
     "Scalar",
     "State",
@@ -68,6 +69,7 @@ class Workspace:
         self._buffers: list[Tensor] = []
         self._views: list[Tensor] = []
         self._free: list[Tensor] = []
+        self._indices: Tensor | None = None
         self._length = elements
 
     def restart(self, length: int) -> None:
@@ -88,6 +90,21 @@ class Workspace:
     def give_back(self, vector: Tensor) -> None:
         """Free a vector that `take` returned; the next `take` returns it."""
         self._free.append(vector)
+
+    def indices(self) -> Tensor:
+        """The chunk's indices times `INDEX_FACTOR`, int32: not scratch, to be left unchanged."""
+        if self._indices is None:
+            self._indices = _scaled_indices(self._longest, self._device)
+        return self._indices[: self._length]
+
+
+INDEX_FACTOR = 0x9E3779B1
+"""Odd, 2^32 over the golden ratio: multiples of it are far apart."""
+
+
+def _scaled_indices(elements: int, device: torch.device) -> Tensor:
+    """0, 1, … times INDEX_FACTOR, the lower 32 bits."""
+    return torch.arange(elements, dtype=torch.int32, device=device).mul_(INDEX_FACTOR - 2**32)
 
 
 _SCRATCH = threading.local()
@@ -130,6 +147,11 @@ class WideArithmetic:
         self._dtype = dtype
         self._root_dtype = root_dtype
 
+    @property
+    def keeps_new_tensors(self) -> bool:
+        """Whether results are new tensors, not scratch."""
+        return self._workspace is None
+
     def take(self, like: Tensor) -> Tensor:
         """A fresh vector as long as `like`."""
         return torch.empty_like(like, dtype=self._dtype) if self._workspace is None else self._workspace.take()
@@ -137,7 +159,28 @@ class WideArithmetic:
     def give_back(self, vector: Tensor) -> None:
         """Free a result that is no longer needed."""
         if self._workspace is not None:
-            self._workspace.give_back(vector)
+            integers = vector.dtype == torch.int32
+            self._workspace.give_back(vector.view(torch.float32) if integers else vector)
+
+    def on(self, operation: Callable[..., Tensor], a: Tensor, b: Tensor | Scalar) -> Tensor:
+        """operation(a, b), where a, a result itself, is used up."""
+        return operation(a, b) if self._workspace is None else operation(a, b, out=a)
+
+    def fresh(self, operation: Callable[..., Tensor], a: Tensor, b: Tensor | Scalar) -> Tensor:
+        """operation(a, b) of a's dtype; neither is changed."""
+        return operation(a, b) if self._workspace is None else operation(a, b, out=self.take(a).view(a.dtype))
+
+    def integers(self, values: Tensor) -> Tensor:
+        """A fresh int32 copy of integers."""
+        return (
+            values.to(torch.int32) if self._workspace is None else self.take(values).view(torch.int32).copy_(values)
+        )
+
+    def indices(self, like: Tensor, start: Scalar) -> Tensor:
+        """`start` + the index of each element times INDEX_FACTOR: int32, fresh; only the lower 32 bits count."""
+        if self._workspace is None:
+            return _scaled_indices(like.numel(), like.device) + start
+        return torch.add(self._workspace.indices(), start, out=self.take(like).view(torch.int32))
 
     def load(self, high: Tensor, low: Tensor | None = None) -> Tensor:
         """A fresh wide copy of a stored value, its low component added."""
@@ -194,15 +237,14 @@ def _scalar_pair(value: float, dtype: torch.dtype, device: torch.device) -> tupl
 class StorageArithmetic:
     """Strict arithmetic: every named operation is rounded to the format in which the values are kept.
 
-    stochastic: the names of states that are rounded at random, in one rounding of the whole average, with numbers
-    from `generator`. A factor that is a Python number enters a product unrounded (as fp32, the product is rounded
+    rounded: for each state that is rounded at random, how: it is given the whole average in fp32, and returns it in
+    the format. A factor that is a Python number enters a product unrounded (as fp32, the product is rounded
     once); a summand that is a Python number is rounded to the format first. A state with a low component decays
     as an expansion times an expansion: the decay's own residual is kept.
     """
 
-    def __init__(self, stochastic: frozenset[str] = frozenset(), generator: torch.Generator | None = None) -> None:
-        self._stochastic = stochastic
-        self._generator = generator
+    def __init__(self, rounded: Mapping[str, Callable[[Tensor], Tensor]] | None = None) -> None:
+        self._rounded = rounded or {}
 
     def product(self, a: Tensor, b: Tensor | Scalar) -> Tensor:
         return a * b
@@ -216,13 +258,15 @@ class StorageArithmetic:
     def average(self, state: State, name: str, decay: Scalar, increment: Tensor) -> Tensor:
         value, low_name = state[name], name + LOW_COMPONENT_SUFFIX
         low = state.get(low_name)
-        if self._generator is not None and name in self._stochastic:
-            exact = value.to(torch.float32) * decay + increment.to(torch.float32)
-            state[name] = stochastic_round(exact, value.dtype, self._generator)
+        if name in self._rounded:
+            state[name] = self._rounded[name](value.to(torch.float32) * decay + increment.to(torch.float32))
         elif low is None:
             state[name] = value * decay + increment
         else:
             pair = _scalar_pair(float(decay), value.dtype, value.device)
+            # An average of such increments stays finite: the sum of a pair with infinity in it is not a number.
+            most = torch.finfo(value.dtype).max * max(1 - float(decay), 2.0**-16) / 2
+            increment.clamp_(-most, most)
             state[name], state[low_name] = grow(*multiply_expansions(*pair, value, low), increment)
         return state[name]
 

@@ -1,32 +1,38 @@
 """What all our optimizers share: groups, states, steps and checkpoints, whatever the rule and the strategy."""
 
+import math
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from collage_agent.optim import checkpoints
+from collage_agent.optim import checkpoints, codes
 from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, WideArithmetic, shared_workspace
 from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
-from collage_agent.optim.guards import (
-    check_moments,
-    check_range,
-    learning_rate_finding,
-    log_once,
-    range_findings,
-)
-from collage_agent.optim.random_numbers import Seeding
+from collage_agent.optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites, KeptWeight
+from collage_agent.optim.guards import UpdateGuard, check_moments, check_range, log_once, range_findings
+from collage_agent.optim.options import TORCH_FORMS, check_torch_options
+from collage_agent.optim.random_numbers import Seeding, default_seed
 from collage_agent.optim.rules import Group, Moment, UpdateRule
-from collage_agent.optim.stepping import Member, longest_chunk, step_tensors, wide_dtype
+from collage_agent.optim.stepping import (
+    Member,
+    component_names,
+    local_part,
+    longest_chunk,
+    sampled,
+    step_tensors,
+    wide_dtype,
+)
 from collage_agent.optim.strategies import (
-    LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,
     StateStorage,
     StorageStrategy,
+    check_arithmetic,
     check_dtype,
     strategy_named,
 )
@@ -34,6 +40,8 @@ from collage_agent.optim.strategies import (
 __all__ = ["ARITHMETICS", "CollageOptimizer"]
 
 ARITHMETICS = ("fp32", "storage")
+_LOOKED_AT = 64
+_OPTIONS_CHECKED = ("strategy", "arithmetic", "compiled", "on_external_write", *TORCH_FORMS)
 
 
 class CollageOptimizer(Optimizer):
@@ -47,13 +55,21 @@ class CollageOptimizer(Optimizer):
     rule: ClassVar[UpdateRule]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self._generators: dict[torch.device, torch.Generator] = {}
-        super().__init__(params, defaults)
+        self._start_without_memory()
+        super().__init__(params, {"on_external_write": "adopt", **defaults})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # They are set anew for every tensor: a copy or a checkpoint starts without them.
-        self.__dict__.setdefault("_generators", {})
+        if "_external_writes" not in self.__dict__:
+            self._start_without_memory()
+            self._accepted.extend(map(self._options, self.param_groups))
+
+    def _start_without_memory(self) -> None:
+        """What no copy and no checkpoint has: it is made anew at every step."""
+        self._external_writes = ExternalWrites()
+        self._update_guard = UpdateGuard()
+        self._accepted: list[tuple[Any, ...]] = []
+        self._forms: dict[Tensor, tuple[torch.dtype, torch.Size, torch.device]] = {}
 
     @classmethod
     def rule_of(cls, group: Group) -> UpdateRule:
@@ -65,6 +81,11 @@ class CollageOptimizer(Optimizer):
         """The strategy of the first group; a group may have its own, under group["strategy"]."""
         return str(self.param_groups[0]["strategy"])
 
+    @property
+    def external_writes(self) -> int:
+        """How often a weight was found changed by somebody else, and what was kept beside it dropped."""
+        return self._external_writes.count
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, and check that its parameters can be kept as its strategy says."""
         super().add_param_group(param_group)
@@ -74,12 +95,20 @@ class CollageOptimizer(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._accepted.append(self._options(group))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         strategy = strategy_named(group["strategy"])
-        if group["arithmetic"] not in ARITHMETICS:
-            raise ValueError(f"Invalid arithmetic: {group['arithmetic']!r}; use one of {', '.join(ARITHMETICS)}")
+        check_torch_options({name: group[name] for name in TORCH_FORMS if name in group})
+        for option, known in (("arithmetic", ARITHMETICS), ("on_external_write", ON_EXTERNAL_WRITE)):
+            if group[option] not in known:
+                raise ValueError(f"Invalid {option}: {group[option]!r}; use one of {', '.join(known)}")
+        check_arithmetic(strategy, group["arithmetic"])
         check_compiled(group["compiled"], group["arithmetic"], strategy)
+        if strategy.stochastic and group["seed"] is None:
+            if self.defaults["seed"] is None:
+                self.defaults["seed"] = default_seed()
+            group["seed"] = self.defaults["seed"]
         for parameter in group["params"]:
             if parameter.is_complex():
                 raise ValueError("complex parameters are not supported: pass torch.view_as_real of them")
@@ -104,18 +133,48 @@ class CollageOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        position = 0
-        for group in self.param_groups:
-            members = self._members(group, position)
-            position += len(group["params"])
-            for step, planned in self._planned(group, members):
+        members = self._gathered()
+        self._external_writes.adopt(self._kept_weights(members), self._name_of)
+        self._look_at_updates(members)
+        for group, own in zip(self.param_groups, members, strict=True):
+            for step, planned in self._planned(group, own):
                 step_tensors(step, planned)
+        self._external_writes.remember()
         return loss
+
+    def _gathered(self) -> list[list[Member]]:
+        """By group, the parameters that take the step; raises for what is refused, before any counter moves."""
+        options = [self._options(group) for group in self.param_groups]
+        if options != self._accepted:
+            for group, now, before in zip_longest(self.param_groups, options, self._accepted):
+                self._check_group(group)
+                if before not in (None, now):
+                    self._convert(group)
+            self._accepted = options
+        position, gathered = 0, []
+        for group in self.param_groups:
+            gathered.append(self._members(group, position))
+            position += len(group["params"])
+        return gathered
+
+    def _options(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """What decides how a group's weights and averages are kept: anybody may change it between two steps."""
+        return (*map(group.get, _OPTIONS_CHECKED), *(moment.name for moment in self._moments(group)))
+
+    def _convert(self, group: dict[str, Any]) -> None:
+        """Make a group's states those of its strategy, should it have been given another one."""
+        moments = {moment.name: moment.second for moment in self._moments(group)}
+        for parameter in group["params"]:
+            state = self.state.get(parameter)
+            if state:
+                strategy = strategy_named(group["strategy"])
+                self.state[parameter] = checkpoints.convert(state, moments, parameter, strategy)
 
     def _members(self, group: dict[str, Any], first_position: int) -> list[Member]:
         """The group's parameters that have a gradient, with their states; missing states are created."""
         strategy = strategy_named(group["strategy"])
-        members, new = [], []
+        members: list[Member] = []
+        new = False
         for position, parameter in enumerate(group["params"], start=first_position):
             gradient = parameter.grad
             if gradient is None:
@@ -124,16 +183,82 @@ class CollageOptimizer(Optimizer):
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
                 )
-            state: State = self.state[parameter]
-            if not state:
-                state.update(self._initial_state(group, strategy, parameter))
-                new.append(parameter)
+            form = (parameter.dtype, parameter.shape, parameter.device)
+            state: State = self.state.get(parameter, {})
+            # A wrapper's own entries may be there first.
+            if "step" not in state:
+                if not new:
+                    # Its dtype may be another one than when the group was added.
+                    self._check_group(group)
+                    new = True
+                initial = self._initial_state(group, strategy, parameter)
+                state = self.state[parameter]
+                state.update(initial)
+                self._forms[parameter] = form
+            elif self._forms.setdefault(parameter, form) != form:
+                self._refuse(parameter, form)
             members.append(Member(position, parameter, gradient, state))
-        if new and self.rule_of(group).moves_by_learning_rate:
-            finding = learning_rate_finding(group, strategy, new)
-            if finding is not None:
-                log_once(finding)
         return members
+
+    def _refuse(self, parameter: Tensor, form: tuple[torch.dtype, torch.Size, torch.device]) -> None:
+        for was, now in zip(self._forms[parameter], form, strict=True):
+            if was != now:
+                raise RuntimeError(
+                    f"{self._name_of(parameter)} has become {now}; its states were made for {was}. Nothing was "
+                    "stepped. Build the optimizer after such a change; load_state_dict() then converts old states"
+                )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        """A parameter's name where the optimizer was given names, otherwise its place, and its shape."""
+        for number, group in enumerate(self.param_groups):
+            for index, own in enumerate(group["params"]):
+                if own is parameter:
+                    names = group.get("param_names")
+                    place = f"parameter {index} of group {number}" if names is None else str(names[index])
+                    return f"{place} of shape {tuple(parameter.shape)}"
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    def _kept_weights(self, members: list[list[Member]]) -> list[KeptWeight]:
+        """The weights beside which something is kept, as `ExternalWrites` looks at them."""
+        found = []
+        for group, own in zip(self.param_groups, members, strict=True):
+            strategy = strategy_named(group["strategy"])
+            key = strategy.parameter_state
+            if key is None:
+                continue
+            raises = group["on_external_write"] == "raise"
+            # Rounding to nearest leaves half a gap; a residual that is computed with errors, or rounded at random
+            # below the smallest normal number, up to one.
+            nearest = strategy.parameter is StateStorage.PAIR and not strategy.stochastic
+            exact = nearest and group["arithmetic"] == "fp32"
+            for member in own:
+                parameter, kept = member.parameter, member.state[key]
+                if type(parameter) is not torch.nn.Parameter:
+                    parameter, kept = local_part(parameter.detach()), local_part(kept)
+                largest = (0.5 if exact else 1.0) if kept.dtype == parameter.dtype else 0.0
+                found.append(KeptWeight(member.parameter, strategy, raises, largest, parameter, kept))
+        return found
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _look_at_updates(self, members: list[list[Member]]) -> None:
+        """Let the guard judge, now and then, what the updates of a group are against what its strategy can hold."""
+        self._update_guard.begin()
+        for number, (group, own) in enumerate(zip(self.param_groups, members, strict=True)):
+            strategy = strategy_named(group["strategy"])
+            narrow = [member for member in own if member.parameter.dtype.itemsize < 4]
+            if not narrow or not self._update_guard.is_due(number, group, strategy):
+                continue
+            parameter, step = narrow[0].parameter, int(narrow[0].state["step"].item())
+            alike = [
+                member
+                for member in narrow[:: math.ceil(len(narrow) / _LOOKED_AT)]
+                if (member.parameter.dtype, member.parameter.device) == (parameter.dtype, parameter.device)
+                and int(member.state["step"].item()) == step
+            ]
+            moments = self._moments(group)
+            sample = sampled(alike, component_names(strategy, moments), [moment.name for moment in moments])
+            displacement, _ = self.exact_rule()(group, sample, sample["weight"], sample["gradient"], step + 1)
+            self._update_guard.look(number, group, strategy, sample["parameter"], displacement)
 
     def _planned(self, group: dict[str, Any], members: list[Member]) -> list[tuple[Step, list[Member]]]:
         """Count the step of each member and group those that take the same one; torch's own steps are made here."""
@@ -165,8 +290,8 @@ class CollageOptimizer(Optimizer):
         rule = self.rule_of(group)
         moments, scalars = rule.moments(group), rule.scalars(group, number)
         compiled = None
-        if group["compiled"] is not None:
-            form = (group["maximize"], group["compiled"], dtype, device.type, tuple(scalars))
+        if group["compiled"]:
+            form = (group["maximize"], dtype, device.type, tuple(scalars))
             compiled = compiled_step(Structure(rule, strategy, moments, *form))
         return Step(
             rule=rule,
@@ -176,16 +301,9 @@ class CollageOptimizer(Optimizer):
             maximize=group["maximize"],
             scalars=scalars if compiled is None else scalar_tensors(scalars, wide_dtype(dtype)),
             workspace=shared_workspace(device, wide_dtype(dtype), longest_chunk(device)),
-            seeding=Seeding(group["seed"], number, self._generator(device)) if strategy.stochastic else None,
+            seeding=Seeding(group["seed"], number) if strategy.stochastic else None,
             compiled=compiled,
         )
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """The random generator for stochastic rounding on a device; the process-wide ones are left alone."""
-        found = self._generators.get(device)
-        if found is None:
-            found = self._generators[device] = torch.Generator(device)
-        return found
 
     def _moments(self, group: Group) -> tuple[Moment, ...]:
         return self.rule_of(group).moments(group)
@@ -197,26 +315,22 @@ class CollageOptimizer(Optimizer):
         state = {"step": torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)}
         for moment in self._moments(group):
             kept = strategy.kept(moment.second)
-            dtype = torch.float32 if kept is StateStorage.WIDE else parameter.dtype
-            state[moment.name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-            if kept is StateStorage.PAIR:
-                state[moment.name + LOW_COMPONENT_SUFFIX] = torch.zeros_like(state[moment.name])
+            state.update(codes.empty_state(moment.name, kept, moment.second, parameter))
         if strategy.parameter_state == MASTER_PARAMETER:
             state[MASTER_PARAMETER] = parameter.detach().to(torch.float32, copy=True)
         elif strategy.parameter_state == PARAMETER_LOW:
-            state[PARAMETER_LOW] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state[PARAMETER_LOW] = codes.empty_low(strategy.parameter, parameter)
         return state
 
     def stored_parameter(self, p: Tensor) -> Tensor:
-        """The exact value kept for parameter p: p, p + its low component, or its master weight.
+        """The exact value kept for parameter p: p, p with its low component, or its master weight.
 
         Returns a new fp64 tensor of p's shape. No synchronisation.
         """
         state: State = self.state.get(p, {})
         if MASTER_PARAMETER in state:
             return state[MASTER_PARAMETER].detach().to(torch.float64, copy=True)
-        stored = p.detach().to(torch.float64, copy=True)
-        return stored.add_(state[PARAMETER_LOW]) if PARAMETER_LOW in state else stored
+        return codes.value_kept(state, "parameter", p)
 
     def exact_rule(self) -> Callable[..., tuple[Tensor, State]]:
         """The function that makes this optimizer's step in fp64: `exact_displacement`."""
@@ -255,4 +369,7 @@ class CollageOptimizer(Optimizer):
         built, and the loaded states are converted. Between equal strategies every bit survives, fp32 states
         beside bf16 parameters included; a conversion loses only what the new strategy cannot hold.
         """
+        self._external_writes.forget()
+        self._forms.clear()
         checkpoints.load(self, self._moments, super().load_state_dict, state_dict)
+        self._accepted = [self._options(group) for group in self.param_groups]

@@ -1,6 +1,7 @@
 """Loading states: fp32 states of 16-bit parameters survive; states of another strategy are converted."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -8,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.optim import codes
+from collage_agent.optim.options import TORCH_FORMS
 from collage_agent.optim.rules import Group, Moment
 from collage_agent.optim.strategies import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,
+    SCALE_SUFFIX,
     StateStorage,
     StorageStrategy,
     strategy_named,
@@ -20,8 +24,15 @@ from collage_agent.optim.strategies import (
 
 __all__ = ["convert", "load"]
 
-BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "rule")
+BUILT_IN_OPTIONS = ("strategy", "arithmetic", "compiled", "on_external_write", "rule")
 """Group options that belong to this optimizer: a checkpoint does not change them."""
+
+OF_WRAPPERS = ("z",)
+"""States that a wrapper keeps beside ours: schedulefree's its weight."""
+
+_SUFFIXES = (LOW_COMPONENT_SUFFIX, SCALE_SUFFIX)
+_KEPT_BESIDE = (PARAMETER_LOW, MASTER_PARAMETER)
+_OF_EVERY_RULE = ("maximize", "seed")
 
 
 def load(
@@ -34,24 +45,98 @@ def load(
 
     moments_of: the moving averages of one of the optimizer's groups, under the options that were loaded.
     torch casts every floating-point state to its parameter's dtype. The pre-hook registered here runs last, so it
-    sees the dict as all other hooks left it.
+    sees the dict as all other hooks left it. Raises ValueError for a state of another rule or shape, by name and
+    before anything has changed; for another number of groups or parameters torch does.
     """
     built = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     seen: dict[str, Any] = {}
-    hook = optimizer.register_load_state_dict_pre_hook(lambda _, loaded: seen.update(loaded))
+
+    def check(_: Optimizer, loaded: dict[str, Any]) -> None:
+        seen.update(loaded)
+        groups, saved = optimizer.param_groups, loaded["param_groups"]
+        if [len(group["params"]) for group in groups] == [len(group["params"]) for group in saved]:
+            for group, old in zip(groups, saved, strict=True):
+                _check_rule(optimizer, group, old)
+                moments = moments_of(_merged(group, old))
+                for parameter, number in zip(group["params"], old["params"], strict=True):
+                    _check_state(optimizer, _label(old, number), moments, parameter, loaded["state"].get(number))
+
+    hook = optimizer.register_load_state_dict_pre_hook(check)
     try:
         load_as_torch(state_dict)
     finally:
         hook.remove()
     saved = chain.from_iterable(group["params"] for group in seen["param_groups"])
     for group, options in zip(optimizer.param_groups, built, strict=True):
-        for key, value in options.items():
-            if key in BUILT_IN_OPTIONS or key not in group:
-                group[key] = value
+        group.update(_merged(options, group))
+        for name in TORCH_FORMS:
+            group.pop(name, None)
         for parameter in group["params"]:
             original = seen["state"].get(next(saved))
             if original:
                 optimizer.state[parameter] = _loaded(moments_of(group), group, parameter, original)
+
+
+def _merged(built: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group after loading, without its parameters."""
+    own = {key: value for key, value in built.items() if key in BUILT_IN_OPTIONS or key not in loaded}
+    if loaded.get("seed") is None:
+        own["seed"] = built.get("seed")
+    return {**loaded, **own}
+
+
+def _check_rule(optimizer: Optimizer, group: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+    """Raise ValueError where the options are not those of the optimizer's rule."""
+    kind = type(optimizer).__name__
+    # A rule of another package may have decoupled decay as an option like any other.
+    for name in ("rule",) if "rule" in group else ("decoupled_weight_decay",):
+        if name in group and old.get(name, group[name]) != group[name]:
+            raise ValueError(
+                f"the checkpoint has {name}={old[name]!r}, {kind} has {group[name]!r}: it is of another update rule"
+            )
+    own = set(optimizer.defaults).difference(BUILT_IN_OPTIONS, _OF_EVERY_RULE, TORCH_FORMS)
+    missing = sorted(own.difference(old))
+    if missing:
+        raise ValueError(
+            f"the checkpoint's groups have no {', '.join(missing)}, which {kind} needs: "
+            "it is of another update rule"
+        )
+
+
+def _check_state(
+    optimizer: Optimizer,
+    label: str,
+    moments: tuple[Moment, ...],
+    parameter: Tensor,
+    state: Mapping[str, Any] | None,
+) -> None:
+    """Raise ValueError where a state is not that of these averages, or of another shape than its weight."""
+    if not state:
+        return
+    kind = type(optimizer).__name__
+    needed = [moment.name for moment in moments]
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
+    missing = [name for name in needed if name not in tensors]
+    known = {*needed, *OF_WRAPPERS, *(name + suffix for name in needed for suffix in _SUFFIXES), *_KEPT_BESIDE}
+    strange = [key for key, value in tensors.items() if key not in known and value.shape == parameter.shape]
+    if missing or strange:
+        found, wanted = ", ".join(tensors) or "no average", ", ".join(needed) or "no average"
+        raise ValueError(f"the state of {label} holds {found}; {kind} keeps {wanted}: it is of another update rule")
+    # Of a scale a block: the elements decide how many there are.
+    blocks = torch.Size([math.ceil(parameter.numel() / codes.BLOCK_ELEMENTS)])
+    for key, value in tensors.items():
+        expected = blocks if key.endswith(SCALE_SUFFIX) else parameter.shape
+        if key in known and value.shape != expected:
+            raise ValueError(
+                f"the state of {label} holds {key} of shape {tuple(value.shape)}, its weight has shape "
+                f"{tuple(parameter.shape)}: it is of another weight"
+            )
+
+
+def _label(group: Mapping[str, Any], number: Any) -> str:
+    """A parameter of a checkpoint, by name where there is one."""
+    names = group.get("param_names")
+    return f"parameter {number}" if names is None else str(names[list(group["params"]).index(number)])
 
 
 def _loaded(
@@ -65,9 +150,8 @@ def _loaded(
     if not isinstance(state.get("step"), Tensor):
         # torch's SGD keeps no counter; that a state exists says that the first step is over.
         state["step"] = torch.tensor(float(state.get("step", 1.0)))
-    return convert(
-        state, {moment.name: moment.second for moment in moments}, parameter, strategy_named(group["strategy"])
-    )
+    seconds = {moment.name: moment.second for moment in moments}
+    return convert(state, seconds, parameter, strategy_named(group["strategy"]))
 
 
 def convert(
@@ -75,49 +159,56 @@ def convert(
 ) -> dict[str, Tensor]:
     """States of any strategy, converted to those of `strategy`; tensors that already fit are kept as they are.
 
-    moments: name to whether it averages squares. The joined value of each component is kept as well as the new
-    form can: a single number by rounding to nearest, a pair by splitting, fp32 by rounding hi + lo.
+    moments: name to whether it averages squares. The value of each component is kept as well as the new form can:
+    rounded to nearest, in a single number, a pair, fp32, or in fewer bits.
     """
     converted = {"step": state["step"]}
     for name, second in moments.items():
-        high = state.get(name)
-        if high is None:
-            high = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        low = state.get(name + LOW_COMPONENT_SUFFIX)
-        converted.update(_kept(name, high, low, strategy.kept(second), parameter.dtype))
+        converted.update(_kept(state, name, strategy.kept(second), second, parameter))
     converted.update(_parameter_components(state, parameter, strategy))
+    converted.update({key: state[key] for key in OF_WRAPPERS if key in state})
     return converted
 
 
-def _kept(name: str, high: Tensor, low: Tensor | None, kept: StateStorage, dtype: torch.dtype) -> dict[str, Tensor]:
-    low_name = name + LOW_COMPONENT_SUFFIX
-    target = torch.float32 if kept is StateStorage.WIDE else dtype
-    if kept is StateStorage.PAIR and high.dtype == target and low is not None:
-        return {name: high, low_name: low}
-    if kept is not StateStorage.PAIR and high.dtype == target and low is None:
-        return {name: high}
-    joined = high.to(torch.float64) if low is None else high.to(torch.float64) + low.to(torch.float64)
-    rounded = joined.to(torch.float32).to(target)
-    if kept is not StateStorage.PAIR:
-        return {name: rounded}
-    return {name: rounded, low_name: (joined - rounded).to(torch.float32).to(target)}
+def _kept(
+    state: dict[str, Tensor], name: str, kept: StateStorage, second: bool, parameter: Tensor
+) -> dict[str, Tensor]:
+    """The entries of one average."""
+    empty = codes.empty_state(name, kept, second, parameter)
+    if name not in state:
+        return empty
+    held = {key: state[key] for key in (name, name + LOW_COMPONENT_SUFFIX, name + SCALE_SUFFIX) if key in state}
+    if {key: tensor.dtype for key, tensor in held.items()} == {key: tensor.dtype for key, tensor in empty.items()}:
+        return held
+    return codes.state_of(name, codes.value_kept(held, name).to(torch.float32), kept, second, parameter)
 
 
 def _parameter_components(
     state: dict[str, Tensor], parameter: Tensor, strategy: StorageStrategy
 ) -> dict[str, Tensor]:
-    """The weight's second component: what the visible weight lacks, or the whole weight in fp32."""
-    needed = strategy.parameter_state
+    """The weight's second component: what the visible weight lacks, or the whole weight in fp32.
+
+    The visible weight is never changed. Where the stored one doesn't round to it, what it lacks is kept as far as
+    that goes: half a gap, for bits below the weight's own.
+    """
+    needed, visible = strategy.parameter_state, parameter.detach()
     if needed is None:
         return {}
-    if needed in state:
-        return {needed: state[needed]}
-    visible = parameter.detach()
+    held = state.get(PARAMETER_LOW)
+    integers = held is not None and not held.dtype.is_floating_point
+    if held is not None and visible.dtype != (torch.bfloat16 if integers else held.dtype):
+        # It completes a weight of another format, and this one has been rounded since.
+        state = {key: tensor for key, tensor in state.items() if key != PARAMETER_LOW}
+    stored = state.get(MASTER_PARAMETER)
+    if stored is None:
+        stored = codes.value_kept(state, "parameter", visible)
     if needed == MASTER_PARAMETER:
-        low = state.get(PARAMETER_LOW)
-        master = visible.to(torch.float32, copy=True)
-        return {needed: master if low is None else master.add_(low)}
-    master_weight = state.get(MASTER_PARAMETER)
-    if master_weight is None:
-        return {needed: torch.zeros_like(visible, memory_format=torch.preserve_format)}
-    return {needed: (master_weight - visible.to(torch.float32)).to(parameter.dtype)}
+        return {needed: stored.to(torch.float32)}
+    low = codes.empty_low(strategy.parameter, visible)
+    held = state.get(needed)
+    if held is not None and held.dtype == low.dtype:
+        return {needed: held}
+    if low.dtype.is_floating_point:
+        return {needed: (stored.to(torch.float64) - visible).to(torch.float32).to(low.dtype)}
+    codes.store_low(stored.to(torch.float32), visible, low)
+    return {needed: low}

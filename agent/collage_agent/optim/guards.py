@@ -4,22 +4,51 @@ What torch itself accepts in silence is logged, once each, under `collage_agent.
 suite turns into an error would forbid the very runs that people want to compare.
 """
 
+import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.formats import format_of, round_to
+from collage_agent.numerics.formats import format_of, gap_towards, round_to
 from collage_agent.optim.rules import Moment
 from collage_agent.optim.strategies import STRATEGIES, StateStorage, StorageStrategy
 
-__all__ = ["check_moments", "check_range", "learning_rate_finding", "log_once", "range_findings"]
+__all__ = ["DeferredReads", "UpdateGuard", "check_moments", "check_range", "log_once", "range_findings"]
 
 _LOGGER = logging.getLogger(__name__)
+_FIRST_LOOK = 3
+_FALL = 1.4
+_LOST_SHARE = 0.05
+
+
+class DeferredReads:
+    """Values on a device that are looked at once they have come, without waiting for them; on a host at once."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[torch.Event, Tensor, Callable[[Tensor], None]]] = deque()
+
+    def add(self, value: Tensor, then: Callable[[Tensor], None]) -> None:
+        """Call `then` with the value on the host: now, or at a later `poll`."""
+        if value.device.type == "cpu":
+            then(value)
+            return
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        event = torch.Event(value.device)
+        event.record()
+        self._coming.append((event, host, then))
+
+    def poll(self) -> None:
+        """Look at what has come since."""
+        while self._coming and self._coming[0][0].query():
+            _, host, then = self._coming.popleft()
+            then(host)
 
 
 @lru_cache(maxsize=256)
@@ -32,8 +61,10 @@ def check_moments(strategy: StorageStrategy, rule_name: str, moments: tuple[Mome
     """Raise ValueError when one of our simpler strategies keeps all that the rule has in the same way."""
 
     def kept_by(candidate: StorageStrategy) -> tuple[object, ...]:
-        averages = [candidate.kept(moment.second) for moment in moments]
-        return candidate.parameter, candidate.stochastic, *averages
+        averages = [
+            (candidate.kept(moment.second), candidate.stochastic_moment(moment.second)) for moment in moments
+        ]
+        return candidate.parameter, candidate.stochastic_parameter, *averages
 
     for simpler in STRATEGIES.values():
         if simpler.name == strategy.name:
@@ -94,57 +125,134 @@ def range_findings(strategy: StorageStrategy, moments: Sequence[Moment], dtype: 
 
 
 def _smallest_forgetting(kept: StateStorage, dtype: torch.dtype) -> float:
-    """The smallest 1 - decay that an average follows: for bfloat16 2**-8 as one number, 2**-15 as a pair.
+    """The smallest 1 - decay that an average follows: 2**-8 as one bfloat16 number, 2**-15 as a pair or 24 bits.
 
     Measured on averages left without gradient for 1 / (1 - decay) steps: log(reached) / log(exact) is 1.38 at
     2**-8, 0.11 at 2**-8.5 and 0 below 2**-9 for one number; 0.988 at 2**-15, 0.957 at 2**-16 and 0.01 at 2**-17
     for a pair.
     """
     bits = format_of(dtype).mantissa_bits + 1
-    return 2.0 ** -(2 * bits - 1) if kept is StateStorage.PAIR else 2.0**-bits
+    return 2.0 ** -(2 * bits - 1) if kept in (StateStorage.PAIR, StateStorage.SPLIT_24) else 2.0**-bits
 
 
 def _better(kept: StateStorage, second: bool) -> str:
-    if kept is StateStorage.PAIR:
+    if kept in (StateStorage.PAIR, StateStorage.SPLIT_24):
         return "strategy 'fp32-states' or 'master-weights'"
-    return "strategy 'plus', 'light-stochastic' or 'fp32-states'" if second else "strategy 'full' or 'fp32-states'"
-
-
-def learning_rate_finding(
-    group: Mapping[str, Any], strategy: StorageStrategy, parameters: Sequence[Tensor]
-) -> str | None:
-    """Warn of a learning rate below half an ulp of the weights, for rules whose steps are about that large.
-
-    parameters: those about to take their first step; only such as live on the CPU are read, so that no device
-    waits. The weight's size is its root mean square; the learning rate is the schedule's own where it warms up
-    from less.
-    """
-    lr = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
-    if lr == 0 or strategy.stochastic or strategy.parameter is StateStorage.WIDE:
-        return None
-    low_precision = [
-        parameter
-        for parameter in parameters
-        if parameter.dtype in (torch.bfloat16, torch.float16)
-        and parameter.device.type == "cpu"
-        and parameter.numel()
-    ]
-    below = [parameter for parameter in low_precision if lr < _half_ulp(strategy, parameter)]
-    if not below:
-        return None
-    other = (
-        "'light-stochastic' or 'master-weights'"
-        if strategy.parameter is not StateStorage.SINGLE
-        else "'light' or 'plus'"
-    )
     return (
-        f"lr={lr} is below half an ulp of a typical weight in {len(below)} of {len(parameters)} tensors, so that "
-        f"strategy {strategy.name!r} loses most of their updates: use strategy {other}"
+        "strategy 'split-master', 'split-master-16bit' or 'fp32-states'"
+        if second
+        else "strategy 'split-master' or 'fp32-states'"
     )
 
 
-def _half_ulp(strategy: StorageStrategy, parameter: Tensor) -> float:
-    """Half an ulp, towards zero, of the root mean square of a weight, in the last component that is kept."""
-    size = float(parameter.detach().to(torch.float32).square().mean().sqrt())
-    bits = format_of(parameter.dtype).mantissa_bits + 1
-    return size * 2.0 ** -(bits + 1 if strategy.parameter is StateStorage.SINGLE else 2 * bits + 1)
+@dataclass
+class _Look:
+    """When a group was last looked at, at which rate, and the way of its updates until then, as far as known."""
+
+    step: int = 0
+    rate: float = math.inf
+    looked_at: float = math.inf
+    moved: float = 0.0
+    lost: float = 0.0
+
+
+class UpdateGuard:
+    """Warns, once, before a strategy has lost a tenth of what the updates of an optimizer's groups move.
+
+    It looks at the updates really made, in fp64 on a sample: at the third step, when the number of steps has
+    doubled, and when the rate has fallen by a factor of 1.4; not while it rises, as in a warm-up. Between two looks
+    the last one stands for all steps. Lost is a |u| below half a gap of what is kept; shares are of sum |u|, along
+    the way and not from end to end, so noisy updates warn sooner. No synchronisation: on a device the warning comes
+    a step later.
+    """
+
+    def __init__(self) -> None:
+        self.told = False
+        self._steps = 0
+        self._looks: dict[int, _Look] = {}
+        self._reads = DeferredReads()
+
+    def begin(self) -> None:
+        """Count a step of the optimizer."""
+        self._steps += 1
+        self._reads.poll()
+
+    def is_due(self, number: int, group: Mapping[str, Any], strategy: StorageStrategy) -> bool:
+        """Whether the updates of group `number` are to be looked at in this step."""
+        if self.told or strategy.parameter is StateStorage.WIDE or strategy.stochastic_parameter:
+            return False
+        look = self._looks.setdefault(number, _Look())
+        rate, before = float(group["lr"]), look.rate
+        look.rate = rate
+        if rate > before or not rate or self._steps < _FIRST_LOOK:
+            return False
+        return self._steps >= 2 * look.step or rate <= look.looked_at / _FALL
+
+    def look(
+        self,
+        number: int,
+        group: Mapping[str, Any],
+        strategy: StorageStrategy,
+        weight: Tensor,
+        displacement: Tensor,
+    ) -> None:
+        """Judge a sample: `weight` as it is visible, [n] in its own dtype, `displacement` [n] fp64."""
+        look, size = self._looks[number], displacement.abs()
+        lost = size.lt(half_gap_kept(strategy, weight, displacement)).logical_and_(size.isfinite())
+        sums = torch.stack((size.nan_to_num_(0.0, 0.0, 0.0).sum(), size.mul_(lost).sum()))
+        falls = group["lr"] < look.looked_at
+        since = self._steps - look.step
+        # A rate that stays is looked at again after as many steps, one that falls after about as many as before.
+        ahead = since if falls else self._steps
+        look.step, look.looked_at = self._steps, float(group["lr"])
+        judge = functools.partial(self._judge, look, strategy, look.looked_at, since, ahead, weight.dtype)
+        self._reads.add(sums, judge)
+
+    def _judge(
+        self,
+        look: _Look,
+        strategy: StorageStrategy,
+        rate: float,
+        since: int,
+        ahead: int,
+        dtype: torch.dtype,
+        sums: Tensor,
+    ) -> None:
+        moved, lost = sums.tolist()
+        look.moved += since * moved
+        look.lost += since * lost
+        whole = look.moved + ahead * moved
+        share = (look.lost + ahead * lost) / whole if whole else 0.0
+        if share > _LOST_SHARE and not self.told:
+            self.told = True
+            now = lost / moved if moved else 0.0
+            _LOGGER.warning(
+                "low precision: at lr=%.3g, %.0f %% of what the updates move is below half a gap of what strategy "
+                "%r keeps in %s, and is lost: %s",
+                rate,
+                100 * now,
+                strategy.name,
+                dtype,
+                _holds_more(strategy),
+            )
+
+
+def half_gap_kept(strategy: StorageStrategy, weight: Tensor, direction: Tensor) -> Tensor:
+    """Half a gap of what a strategy keeps of a weight, in the sign of `direction`: fp64, of the weight's shape.
+
+    A pair's low component is at most half a gap of the weight, and has the weight's precision: it is taken as large
+    as that, where its own gaps are widest and where updates of one direction come to rest. What keeps all of fp32
+    is bounded by the gaps of the fp32 sum.
+    """
+    bits = format_of(weight.dtype).mantissa_bits + 1
+    if strategy.parameter in (StateStorage.PAIR, StateStorage.COMPENSATED):
+        return gap_towards(weight, direction) * 2.0 ** -(bits + 2)
+    if strategy.parameter is StateStorage.SINGLE:
+        return gap_towards(weight, direction) * 0.5
+    return gap_towards(weight.to(torch.float32), direction) * 0.5
+
+
+def _holds_more(strategy: StorageStrategy) -> str:
+    if strategy.parameter is StateStorage.SPLIT:
+        return "fp32 weights would lose it as well; use strategy 'light-stochastic'"
+    return "use strategy 'split-master' or 'master-weights'"

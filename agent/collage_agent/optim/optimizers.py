@@ -1,6 +1,6 @@
 """The optimizers: Adam, AdamW, Lion and SGD for low-precision parameters, and one for rules of other packages."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -34,7 +34,7 @@ class CollageAdamW(CollageOptimizer):
     same words as torch where torch has them.
     """
 
-    rule = AdamRule(decoupled=True)
+    rule: ClassVar[AdamRule] = AdamRule(decoupled=True)
 
     def __init__(
         self,
@@ -48,12 +48,15 @@ class CollageAdamW(CollageOptimizer):
         strategy: str = "plus",
         arithmetic: str = "fp32",
         maximize: bool = False,
-        seed: int = 0,
-        compiled: str | None = None,
+        seed: int | None = None,
+        compiled: bool = False,
+        on_external_write: str = "adopt",
         **torch_options: Any,
     ) -> None:
         options = checked_adam_options(lr, betas, eps, weight_decay, torch_options)
         kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        kept["on_external_write"] = on_external_write
+        kept["decoupled_weight_decay"] = self.rule.decoupled
         super().__init__(params, {**options, "amsgrad": amsgrad, "maximize": maximize, **kept})
 
 
@@ -95,14 +98,16 @@ class CollageLion(CollageOptimizer):
         strategy: str = "light",
         arithmetic: str = "fp32",
         maximize: bool = False,
-        seed: int = 0,
-        compiled: str | None = None,
+        seed: int | None = None,
+        compiled: bool = False,
+        on_external_write: str = "adopt",
         **torch_options: Any,
     ) -> None:
         check_torch_options(torch_options)
         check_learning_rate(lr)
         check_not_negative("weight_decay", weight_decay)
         kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        kept["on_external_write"] = on_external_write
         options = {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**options, **kept})
 
@@ -129,8 +134,9 @@ class CollageSGD(CollageOptimizer):
         strategy: str = "light",
         arithmetic: str = "fp32",
         maximize: bool = False,
-        seed: int = 0,
-        compiled: str | None = None,
+        seed: int | None = None,
+        compiled: bool = False,
+        on_external_write: str = "adopt",
         **torch_options: Any,
     ) -> None:
         check_torch_options(torch_options)
@@ -141,6 +147,7 @@ class CollageSGD(CollageOptimizer):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
         kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        kept["on_external_write"] = on_external_write
         super().__init__(params, {"lr": lr, **options, "maximize": maximize, **kept})
 
 
@@ -160,8 +167,9 @@ class RuleOptimizer(CollageOptimizer):
         strategy: str = "light",
         arithmetic: str = "fp32",
         maximize: bool = False,
-        seed: int = 0,
-        compiled: str | None = None,
+        seed: int | None = None,
+        compiled: bool = False,
+        on_external_write: str = "adopt",
         **options: Any,
     ) -> None:
         known = rule_named(rule).options
@@ -169,6 +177,7 @@ class RuleOptimizer(CollageOptimizer):
             unknown = ", ".join(sorted(options.keys() - known.keys()))
             raise TypeError(f"rule {rule!r} has no option {unknown}; it has {', '.join(known)}")
         kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        kept["on_external_write"] = on_external_write
         super().__init__(params, {**known, **options, "rule": rule, "maximize": maximize, **kept})
 
     @classmethod

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 __all__ = [
+    "TORCH_FORMS",
     "check_learning_rate",
     "check_not_negative",
     "check_torch_options",
@@ -13,12 +14,13 @@ __all__ = [
     "checked_betas",
 ]
 
-_TORCH_FORMS = {
+TORCH_FORMS = {
     "foreach": "the step goes tensor by tensor, in chunks",
     "fused": "the step goes tensor by tensor, in chunks",
     "capturable": "the step reads its counter on the host",
     "differentiable": "the step works in place",
 }
+"""torch's choices of implementation, and why there is only one here."""
 
 
 def check_torch_options(options: Mapping[str, Any]) -> None:
@@ -27,10 +29,10 @@ def check_torch_options(options: Mapping[str, Any]) -> None:
     Raises TypeError for an unknown name, ValueError for a form of step that does not exist here.
     """
     for name, value in options.items():
-        if name not in _TORCH_FORMS:
+        if name not in TORCH_FORMS:
             raise TypeError(f"unexpected keyword argument {name!r}")
         if value:
-            raise ValueError(f"{name}={value!r} is not supported: {_TORCH_FORMS[name]}; leave {name} out")
+            raise ValueError(f"{name}={value!r} is not supported: {TORCH_FORMS[name]}; leave {name} out")
 
 
 def check_learning_rate(lr: float | Tensor) -> None:

@@ -1,15 +1,31 @@
-"""The random numbers of stochastic rounding: counters hashed into a generator's seed."""
+"""The random numbers of stochastic rounding: counters hashed, the same on every device and in every chunk.
 
-from dataclasses import dataclass
+An element's numbers are a hash of its index plus a multiple of the golden ratio, one more with each step (Weyl's
+sequence). Elements, tensors and optimizers are independent of each other. The numbers of one element are uniform,
+and over the steps they are spread evenly: each rounding is right in expectation, and the errors of many steps
+cancel better than independent ones do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["Seeding", "mixed_seed", "shard_number"]
+from collage_agent.optim.arithmetic import INDEX_FACTOR, Scalar, WideArithmetic
+
+__all__ = ["Noise", "Seeding", "default_seed", "mixed_seed", "shard_number"]
+
+_STREAM, _MIX, _GOLDEN = 0x85EBCA6B, 0x2C1B3C6D, 0x9E3779B9
+_BUILT = itertools.count()
 
 
 def mixed_seed(*counters: int) -> int:
-    """Counters hashed into a generator's seed (splitmix64, Steele et al. 2014)."""
+    """64 bits hashed of counters (splitmix64, Steele et al. 2014)."""
     mixed = 0
     for value in counters:
         mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -19,22 +35,84 @@ def mixed_seed(*counters: int) -> int:
     return mixed
 
 
+def default_seed() -> int:
+    """A seed for an optimizer without one: drawn from torch's CPU generator, so that `manual_seed` repeats it.
+
+    Where several processes train, they may be seeded differently, and replicas must round alike: there it is the
+    number of optimizers that this process has asked for.
+    """
+    if _processes() > 1:
+        return mixed_seed(next(_BUILT)) >> 1
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+
+
+def _processes() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def _signed(value: int) -> int:
+    """The same 32 bits as a signed integer."""
+    return ((value + 2**31) & 0xFFFFFFFF) - 2**31
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The random numbers of one tensor at one step. Three 32-bit integers, or int32 tensors of no dimension.
+
+    start: added to the hashed index, as if the tensor began there; flipped: bits turned within the hash;
+    rotation: added to the hash, another with each step.
+    """
+
+    start: Scalar
+    flipped: Scalar
+    rotation: Scalar
+
+    def from_element(self, index: int) -> Noise:
+        """The noise of the elements from `index` on."""
+        return replace(self, start=_signed(int(self.start) + index * INDEX_FACTOR)) if index else self
+
+    def numbers(self) -> dict[str, Scalar]:
+        """The three as int32 tensors by name, for a compiled step."""
+        return {f"noise_{name}": torch.tensor(value, dtype=torch.int32) for name, value in vars(self).items()}
+
+    @classmethod
+    def of_numbers(cls, numbers: Mapping[str, Scalar]) -> Noise:
+        """What `numbers` was made of."""
+        return cls(*(numbers[f"noise_{name}"] for name in ("start", "flipped", "rotation")))
+
+    def bits(self, arithmetic: WideArithmetic, like: Tensor, stream: int) -> Tensor:
+        """32 random bits for each element of a flat tensor: int32, fresh. Streams are independent of each other.
+
+        A multiplicative hash with one fold in between: its upper 24 bits are the good ones.
+        """
+        mixed = arithmetic.indices(like, self.start)
+        mixed = arithmetic.on(torch.add, mixed, _signed(stream * _STREAM))
+        folded = arithmetic.fresh(torch.bitwise_right_shift, mixed, 15)
+        folded = arithmetic.on(torch.bitwise_and, folded, 0x1FFFF)
+        mixed = arithmetic.on(torch.bitwise_xor, mixed, folded)
+        arithmetic.give_back(folded)
+        mixed = arithmetic.on(torch.bitwise_xor, mixed, self.flipped)
+        mixed = arithmetic.on(torch.mul, mixed, _MIX)
+        return arithmetic.on(torch.add, mixed, self.rotation)
+
+
 @dataclass(frozen=True)
 class Seeding:
-    """One step's random numbers: the generator is set anew for each tensor, from the seed and the two counters.
+    """One step's random numbers: those of each tensor follow from the seed and the two counters.
 
-    So its state is in the state dict (the seed in the group, the counter in `step`), and replicas that step the
+    So their state is in the state dict (the seed in the group, the counter in `step`), and replicas that step the
     same tensors round alike; shards of a DTensor draw different numbers.
     """
 
     seed: int
     step: int
-    generator: torch.Generator
 
-    def at(self, position: int, shard: int = 0) -> torch.Generator:
-        """The generator, set for the tensor at this position among the optimizer's parameters and for its shard."""
-        further = (shard,) if shard else ()
-        return self.generator.manual_seed(mixed_seed(self.seed, position, self.step, *further))
+    def at(self, position: int, shard: int = 0) -> Noise:
+        """The noise of the tensor at this position among the optimizer's parameters, and of its shard."""
+        key = mixed_seed(self.seed, position, *((shard,) if shard else ()))
+        return Noise(_signed(key), _signed(key >> 32), _signed(self.step * _GOLDEN))
 
 
 def shard_number(tensor: Tensor) -> int:

@@ -36,12 +36,10 @@ class Moment:
 class UpdateRule(ABC):
     """The base of every rule. A rule of another package is one too, added through entry points (`rule_named`).
 
-    moves_by_learning_rate: whether an element's step is about as large as the learning rate, whatever the gradient.
     options: the options of a parameter group and their defaults, `lr` among them, for `RuleOptimizer`. Where
     `decoupled_weight_decay` is one and true, the agent counts lr * weight_decay as decay apart from the gradient.
     """
 
-    moves_by_learning_rate: ClassVar[bool] = False
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def check(self, group: Group) -> None:
@@ -106,6 +104,34 @@ def rule_named(name: str) -> UpdateRule:
     return rule
 
 
+def _decays(group: Group, *, decoupled: bool) -> dict[str, Scalar]:
+    """The decay factors of the averages, with their complements, and of the weight, decoupled or not."""
+    numbers: dict[str, Scalar] = {}
+    for number, beta in enumerate(map(float, group.get("betas", ())), start=1):
+        numbers.update({f"beta{number}": beta, f"one_minus_beta{number}": 1 - beta})
+    weight_decay = float(group["weight_decay"])
+    if weight_decay != 0:
+        name, factor = ("decay", float(group["lr"])) if decoupled else ("coupled_decay", 1.0)
+        numbers[name] = factor * weight_decay
+    return numbers
+
+
+def _with_coupled_decay(
+    arithmetic: Arithmetic, parameter: Tensor, gradient: Tensor, scalars: Mapping[str, Scalar]
+) -> Tensor:
+    if "coupled_decay" not in scalars:
+        return gradient
+    return arithmetic.product(parameter, scalars["coupled_decay"]).add_(gradient)
+
+
+def _with_decay(
+    arithmetic: Arithmetic, parameter: Tensor, displacement: Tensor, scalars: Mapping[str, Scalar]
+) -> Tensor:
+    if "decay" in scalars:
+        displacement.sub_(arithmetic.product(parameter, scalars["decay"]))
+    return displacement
+
+
 @dataclass(frozen=True)
 class AdamRule(UpdateRule):
     """Adam, with decay either decoupled from the gradient (AdamW) or added to it.
@@ -116,8 +142,6 @@ class AdamRule(UpdateRule):
     Loshchilov and Hutter 2019; Reddi, Kale and Kumar 2018 (amsgrad).
     """
 
-    moves_by_learning_rate: ClassVar[bool] = True
-
     decoupled: bool
 
     def moments(self, group: Group) -> tuple[Moment, ...]:
@@ -127,22 +151,12 @@ class AdamRule(UpdateRule):
 
     def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-        numbers: dict[str, Scalar] = {
-            "beta1": beta1,
-            "one_minus_beta1": 1 - beta1,
-            "beta2": beta2,
-            "one_minus_beta2": 1 - beta2,
+        return {
+            **_decays(group, decoupled=self.decoupled),
             "root_correction": 1 / math.sqrt(1 - beta2**step),
             "eps": float(group["eps"]),
-            "negative_step_size": -lr / (1 - beta1**step),
+            "negative_step_size": -float(group["lr"]) / (1 - beta1**step),
         }
-        if weight_decay != 0:
-            if self.decoupled:
-                numbers["decay"] = lr * weight_decay
-            else:
-                numbers["coupled_decay"] = weight_decay
-        return numbers
 
     def displacement(
         self,
@@ -152,8 +166,7 @@ class AdamRule(UpdateRule):
         state: State,
         scalars: Mapping[str, Scalar],
     ) -> Tensor:
-        if "coupled_decay" in scalars:
-            gradient = arithmetic.product(parameter, scalars["coupled_decay"]).add_(gradient)
+        gradient = _with_coupled_decay(arithmetic, parameter, gradient, scalars)
         increment = arithmetic.product(gradient, scalars["one_minus_beta1"])
         first = arithmetic.average(state, "exp_avg", scalars["beta1"], increment)
         increment = arithmetic.product(gradient, scalars["one_minus_beta2"]).mul_(gradient)
@@ -162,9 +175,7 @@ class AdamRule(UpdateRule):
             second = arithmetic.keep_maximum(state, "max_exp_avg_sq", "exp_avg_sq")
         denominator = arithmetic.square_root(second).mul_(scalars["root_correction"]).add_(scalars["eps"])
         displacement = arithmetic.quotient(first, denominator).mul_(scalars["negative_step_size"])
-        if "decay" in scalars:
-            displacement.sub_(arithmetic.product(parameter, scalars["decay"]))
-        return displacement
+        return _with_decay(arithmetic, parameter, displacement, scalars)
 
     def torch_step(self, group: Group, parameter: Tensor, gradient: Tensor, state: State) -> bool:
         adam(
@@ -195,24 +206,11 @@ class LionRule(UpdateRule):
     this step;  m = beta2 m + (1 - beta2) g. Reference: Chen et al. 2023, algorithm 2.
     """
 
-    moves_by_learning_rate: ClassVar[bool] = True
-
     def moments(self, group: Group) -> tuple[Moment, ...]:
         return (Moment("exp_avg", decay=float(group["betas"][1])),)
 
     def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-        numbers: dict[str, Scalar] = {
-            "beta1": beta1,
-            "one_minus_beta1": 1 - beta1,
-            "beta2": beta2,
-            "one_minus_beta2": 1 - beta2,
-            "negative_lr": -lr,
-        }
-        if weight_decay != 0:
-            numbers["decay"] = lr * weight_decay
-        return numbers
+        return {**_decays(group, decoupled=True), "negative_lr": -float(group["lr"])}
 
     def displacement(
         self,
@@ -225,8 +223,7 @@ class LionRule(UpdateRule):
         increment = arithmetic.product(gradient, scalars["one_minus_beta1"])
         direction = arithmetic.product(state["exp_avg"], scalars["beta1"]).add_(increment)
         displacement = direction.sign_().mul_(scalars["negative_lr"])
-        if "decay" in scalars:
-            displacement.sub_(arithmetic.product(parameter, scalars["decay"]))
+        displacement = _with_decay(arithmetic, parameter, displacement, scalars)
         arithmetic.average(
             state, "exp_avg", scalars["beta2"], arithmetic.product(gradient, scalars["one_minus_beta2"])
         )
@@ -247,9 +244,7 @@ class SGDRule(UpdateRule):
         return (Moment("momentum_buffer", decay=momentum),) if momentum != 0 else ()
 
     def scalars(self, group: Group, step: int) -> dict[str, Scalar]:
-        numbers: dict[str, Scalar] = {"negative_lr": -float(group["lr"])}
-        if group["weight_decay"] != 0:
-            numbers["coupled_decay"] = float(group["weight_decay"])
+        numbers = {**_decays(group, decoupled=False), "negative_lr": -float(group["lr"])}
         if group["momentum"] != 0:
             numbers["momentum"] = float(group["momentum"])
             numbers["one_minus_dampening"] = 1.0 if step == 1 else 1 - float(group["dampening"])
@@ -265,8 +260,7 @@ class SGDRule(UpdateRule):
         state: State,
         scalars: Mapping[str, Scalar],
     ) -> Tensor:
-        if "coupled_decay" in scalars:
-            gradient = arithmetic.product(parameter, scalars["coupled_decay"]).add_(gradient)
+        gradient = _with_coupled_decay(arithmetic, parameter, gradient, scalars)
         direction = gradient
         if "momentum" in scalars:
             increment = arithmetic.product(gradient, scalars["one_minus_dampening"])

@@ -1,24 +1,33 @@
 """One tensor's step: its components as flat memory, chunk by chunk or through the compiled form."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from collage_agent.optim import codes
 from collage_agent.optim.advance import Step, advance_in_storage, advance_in_wide
 from collage_agent.optim.arithmetic import State, WideArithmetic
 from collage_agent.optim.random_numbers import shard_number
 from collage_agent.optim.rules import Moment
-from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, StateStorage, StorageStrategy
+from collage_agent.optim.strategies import (
+    LOW_COMPONENT_SUFFIX,
+    MASTER_PARAMETER,
+    SCALE_SUFFIX,
+    StateStorage,
+    StorageStrategy,
+)
 
 __all__ = [
     "Member",
     "chunk_elements",
     "chunks",
     "component_names",
+    "local_part",
     "longest_chunk",
+    "sampled",
     "step_tensors",
     "wide_dtype",
 ]
@@ -28,13 +37,13 @@ _CPU_SHORT_CHUNK_ELEMENTS = 1 << 16
 _DEVICE_CHUNK_ELEMENTS = 1 << 22
 _SMALL_ELEMENTS = 1 << 14
 _TOGETHER_ELEMENTS = 1 << 16
+_SAMPLED_ELEMENTS = 256
 
 
 def chunk_elements(device: torch.device, allocating: bool = False) -> int:
     """Elements per chunk: on a CPU its scratch fits the outer cache, on other devices launches must be few.
 
     allocating: the step makes temporaries instead of using scratch, which stay cheap only while they are small.
-    The random numbers of stochastic rounding are drawn chunk by chunk: another size gives other roundings.
     """
     if device.type != "cpu":
         return _DEVICE_CHUNK_ELEMENTS
@@ -51,7 +60,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that lives here; a plain tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
@@ -69,16 +78,24 @@ class Member:
     def components(self, names: list[str]) -> State:
         """Parameter, gradient and the named states, detached, as far as they live on this process."""
         own = {"parameter": self.parameter, "gradient": self.gradient}
-        return {name: _local((own[name] if name in own else self.state[name]).detach()) for name in names}
+        return {name: local_part((own[name] if name in own else self.state[name]).detach()) for name in names}
 
 
 def chunks(tensors: State, size: int) -> Iterator[State]:
-    """Slice flat tensors of one length into chunks of nearly equal length, at most 1.5 times `size`."""
+    """Slice flat tensors of one length into chunks of nearly equal length, at most 1.5 times `size`: whole blocks,
+    with the blocks' scales."""
     elements = tensors["parameter"].numel()
-    length = math.ceil(elements / max(1, round(elements / size)))
-    if length == elements:
+    blocks = math.ceil(elements / max(1, round(elements / size)) / codes.BLOCK_ELEMENTS)
+    length = blocks * codes.BLOCK_ELEMENTS
+    if length >= elements:
         return iter([tensors] if elements else [])
-    sliced = zip(*(torch.split(tensor, length) for tensor in tensors.values()), strict=True)
+    sliced = zip(
+        *(
+            torch.split(tensor, blocks if name.endswith(SCALE_SUFFIX) else length)
+            for name, tensor in tensors.items()
+        ),
+        strict=True,
+    )
     return (dict(zip(tensors, parts, strict=True)) for parts in sliced)
 
 
@@ -86,12 +103,31 @@ def component_names(strategy: StorageStrategy, moments: tuple[Moment, ...]) -> l
     """The state keys of all elementwise components that a step reads and writes."""
     names = []
     for moment in moments:
+        kept = strategy.kept(moment.second)
         names.append(moment.name)
-        if strategy.kept(moment.second) is StateStorage.PAIR:
+        if kept.has_low:
             names.append(moment.name + LOW_COMPONENT_SUFFIX)
+        if kept is StateStorage.BLOCKS:
+            names.append(moment.name + SCALE_SUFFIX)
     if strategy.parameter_state is not None:
         names.append(strategy.parameter_state)
     return names
+
+
+def sampled(members: Sequence[Member], names: list[str], averages: list[str]) -> State:
+    """Of a few elements of each member, in one flat vector each: parameter and gradient as they are, `weight` and
+    the averages as the values that the named components keep, fp64."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in ("parameter", "gradient", "weight", *averages)}
+    for member in members:
+        held = member.components(["parameter", "gradient", *names])
+        stored = held.get(MASTER_PARAMETER)
+        values = {name: codes.value_kept(held, name) for name in averages}
+        values["weight"] = codes.value_kept(held, "parameter") if stored is None else stored.to(torch.float64)
+        for name, tensor in {**held, **values}.items():
+            if name in parts:
+                apart = max(1, tensor.numel() // _SAMPLED_ELEMENTS)
+                parts[name].append(tensor.reshape(-1)[::apart][:_SAMPLED_ELEMENTS])
+    return {name: torch.cat(found) for name, found in parts.items()}
 
 
 def step_tensors(step: Step, members: list[Member]) -> None:
@@ -144,14 +180,16 @@ def _step_together(step: Step, parts: list[State]) -> None:
 def _step_flat(step: Step, flat: State, position: int, shard: int) -> None:
     """Step flat vectors of one length, compiled as a whole or chunk by chunk."""
     elements = flat["parameter"].numel()
+    noise = None if step.seeding is None else step.seeding.at(position, shard)
     if step.compiled is not None and elements:
-        step.compiled(flat, step.scalars)
+        step.compiled(flat, step.scalars if noise is None else {**step.scalars, **noise.numbers()})
         return
-    generator = None if step.seeding is None else step.seeding.at(position, shard)
-    allocating = step.storage_arithmetic or generator is not None
-    for chunk in chunks(flat, chunk_elements(flat["parameter"].device, allocating)):
+    first = 0
+    for chunk in chunks(flat, chunk_elements(flat["parameter"].device, step.storage_arithmetic)):
+        own, length = None if noise is None else noise.from_element(first), chunk["parameter"].numel()
         if step.storage_arithmetic:
-            advance_in_storage(step, chunk, generator)
+            advance_in_storage(step, chunk, own)
         else:
-            step.workspace.restart(chunk["parameter"].numel())
-            advance_in_wide(step, WideArithmetic(step.workspace), chunk, generator=generator)
+            step.workspace.restart(length)
+            advance_in_wide(step, WideArithmetic(step.workspace), chunk, noise=own)
+        first += length

@@ -18,18 +18,24 @@ __all__ = [
     "MASTER_PARAMETER",
     "PARAMETER_LOW",
     "STRATEGIES",
+    "SCALE_SUFFIX",
     "StateStorage",
     "StorageStrategy",
+    "check_arithmetic",
     "check_dtype",
     "known_strategy",
     "strategy_named",
 ]
 
 LOW_COMPONENT_SUFFIX = "_low"
-"""State key K + this suffix holds the low component of K: the value kept is the sum of the two."""
+"""State key K + this suffix holds the low component of K: the value kept is the sum of the two. Where it is of an
+integer dtype, it holds the bits below K's own (`collage_agent.optim.codes`)."""
+
+SCALE_SUFFIX = "_scale"
+"""State key K + this suffix holds one fp32 scale for each block of K's 8-bit codes."""
 
 PARAMETER_LOW = "parameter" + LOW_COMPONENT_SUFFIX
-"""State key of the weight's low component; the stored weight is p + parameter_low, for Kahan's compensation too."""
+"""State key of the weight's low component: a float, as Kahan's compensation, or the bits below the weight's."""
 
 MASTER_PARAMETER = "master_parameter"
 """State key of the fp32 master weight, which is the stored weight where it exists."""
@@ -42,17 +48,36 @@ class StateStorage(Enum):
     PAIR = "an expansion of two numbers of the parameter's dtype"
     COMPENSATED = "one number and Kahan's compensation, both of the parameter's dtype"
     WIDE = "fp32"
+    SPLIT = "bfloat16, and the sixteen bits below it as an integer: together fp32"
+    SPLIT_24 = "bfloat16, and eight of the bits below it as an integer: together 24 bits"
+    ROOT = "sixteen bits of its square root"
+    BLOCKS = "eight bits, with a scale for each block"
+
+    @property
+    def has_low(self) -> bool:
+        """Whether the value has a second component, under its key + LOW_COMPONENT_SUFFIX."""
+        return self in (StateStorage.PAIR, StateStorage.COMPENSATED, StateStorage.SPLIT, StateStorage.SPLIT_24)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is a bfloat16 number and integer bits below it."""
+        return self in (StateStorage.SPLIT, StateStorage.SPLIT_24)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether integers hold the value, or a part of it."""
+        return self.is_split or self in (StateStorage.ROOT, StateStorage.BLOCKS)
 
 
 @dataclass(frozen=True)
 class StorageStrategy:
     """How the weight, the first moments (momentum included) and the second moments are kept.
 
-    stochastic: the last component of the weight, and a second moment kept as a single number, are rounded up or
-    down at random so that the expected value is right; a compensated weight never is.
+    stochastic: the last component of the weight, and a moment kept in 16 bits or fewer, are rounded up or down at
+    random so that the expected value is right. A compensated weight never is, nor is what is kept in fp32.
     A package adds one of its own through the entry-point group `collage_agent.strategies`, under the same name.
     Where something is kept in fp32, both arithmetics compute in fp32. Raises ValueError for a moment that is to be
-    compensated: only weights are.
+    compensated, a weight in blocks, and a root of what has a sign.
     """
 
     name: str
@@ -64,17 +89,18 @@ class StorageStrategy:
     def __post_init__(self) -> None:
         if StateStorage.COMPENSATED in (self.first_moment, self.second_moment):
             raise ValueError(f"strategy {self.name!r}: only a weight can be COMPENSATED; keep moments otherwise")
+        if self.parameter in (StateStorage.ROOT, StateStorage.BLOCKS) or self.first_moment is StateStorage.ROOT:
+            raise ValueError(f"strategy {self.name!r}: ROOT is for second moments, BLOCKS for moments")
 
     @property
     def is_plain(self) -> bool:
         """Whether all is one number of the parameter's dtype, rounded to nearest, as torch keeps it."""
-        kept = {self.parameter, self.first_moment, self.second_moment}
-        return kept == {StateStorage.SINGLE} and not self.stochastic
+        return set(self.storages) == {StateStorage.SINGLE} and not self.stochastic
 
     @property
     def keeps_wide(self) -> bool:
         """Whether anything is kept in fp32."""
-        return StateStorage.WIDE in (self.parameter, self.first_moment, self.second_moment)
+        return StateStorage.WIDE in self.storages
 
     def kept(self, second_moment: bool) -> StateStorage:
         """How a moving average is kept, by its kind."""
@@ -82,17 +108,34 @@ class StorageStrategy:
 
     def stochastic_moment(self, second_moment: bool) -> bool:
         """Whether a moving average of that kind is rounded at random."""
-        return self.stochastic and second_moment and self.second_moment is StateStorage.SINGLE
+        return self.stochastic and self.kept(second_moment) in _ROUNDED_AT_RANDOM
+
+    @property
+    def stochastic_parameter(self) -> bool:
+        """Whether the weight is rounded at random."""
+        exact = (StateStorage.COMPENSATED, StateStorage.WIDE, StateStorage.SPLIT)
+        return self.stochastic and self.parameter not in exact
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether integers hold a value, or a part of it."""
+        return any(kept.is_coded for kept in self.storages)
+
+    @property
+    def storages(self) -> tuple[StateStorage, StateStorage, StateStorage]:
+        """Of the weight, the first and the second moments."""
+        return self.parameter, self.first_moment, self.second_moment
 
     @property
     def parameter_state(self) -> str | None:
         """The state key that the weight needs beside the parameter itself, or None."""
         if self.parameter is StateStorage.WIDE:
             return MASTER_PARAMETER
-        return None if self.parameter is StateStorage.SINGLE else PARAMETER_LOW
+        return PARAMETER_LOW if self.parameter.has_low else None
 
 
-_SINGLE, _PAIR, _COMPENSATED, _WIDE = StateStorage
+_SINGLE, _PAIR, _COMPENSATED, _WIDE, _SPLIT, _SPLIT_24, _ROOT, _BLOCKS = StateStorage
+_ROUNDED_AT_RANDOM = (_SINGLE, _ROOT, _BLOCKS)
 _TABLE = (
     StorageStrategy("plain", _SINGLE, _SINGLE, _SINGLE),
     StorageStrategy("stochastic", _SINGLE, _SINGLE, _SINGLE, stochastic=True),
@@ -102,6 +145,10 @@ _TABLE = (
     StorageStrategy("plus", _PAIR, _SINGLE, _PAIR),
     StorageStrategy("full", _PAIR, _PAIR, _PAIR),
     StorageStrategy("fp32-states", _SINGLE, _WIDE, _WIDE),
+    StorageStrategy("split-master", _SPLIT, _SPLIT_24, _SPLIT_24),
+    StorageStrategy("split-master-16bit", _SPLIT, _SINGLE, _ROOT, stochastic=True),
+    StorageStrategy("split-master-8bit", _SPLIT, _BLOCKS, _BLOCKS, stochastic=True),
+    StorageStrategy("split-24bit-8bit", _SPLIT_24, _BLOCKS, _BLOCKS, stochastic=True),
     StorageStrategy("master-weights", _WIDE, _WIDE, _WIDE),
 )
 
@@ -143,8 +190,22 @@ def strategy_named(name: str) -> StorageStrategy:
     return found
 
 
+def check_arithmetic(strategy: StorageStrategy, arithmetic: str) -> None:
+    """Raise ValueError for an arithmetic that rounds away what the strategy keeps."""
+    if arithmetic == "storage" and strategy.is_coded:
+        raise ValueError(
+            f"arithmetic='storage' rounds each operation to the parameters' dtype, but strategy {strategy.name!r} "
+            "keeps other bits than those: leave arithmetic out"
+        )
+
+
 def check_dtype(strategy: StorageStrategy, dtype: torch.dtype) -> None:
     """Raise ValueError when parameters of `dtype` cannot be kept that way."""
+    if dtype == torch.float16 and any(kept.is_split for kept in strategy.storages):
+        raise ValueError(
+            f"strategy {strategy.name!r} keeps the bits of fp32 below a bfloat16 number, and float16 is no leading "
+            "part of fp32: use bfloat16 parameters, or strategy 'master-weights'"
+        )
     if dtype in _LOW_PRECISION or (dtype in _HIGH_PRECISION and strategy.is_plain):
         return
     if dtype in _HIGH_PRECISION:

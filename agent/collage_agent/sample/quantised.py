@@ -1,7 +1,8 @@
 """Quantised optimizer states: recognised by how they are kept, and read as the numbers that they stand for.
 
-Two forms: a tensor subclass that can `dequantize()` (torchao's 8-bit, 4-bit and FP8 states), and bytes beside their
-table and their blocks' scales under the numbered keys of bitsandbytes (`state1`, `qmap1`, `absmax1`).
+Three forms: a tensor subclass that can `dequantize()` (torchao's 8-bit, 4-bit and FP8 states), bytes beside their
+table and their blocks' scales under the numbered keys of bitsandbytes (`state1`, `qmap1`, `absmax1`), and averages
+that our own optimizers keep as integers, wholly or in part (`collage_agent.optim.codes`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from collage_agent.optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, SCALE_SUFFIX
+from collage_agent.optim.codes import decoded
 from collage_agent.sample.gather import local
 
-__all__ = ["dequantised", "is_quantised", "reading", "reading_dtype", "stored_tensors"]
+__all__ = ["completes_another", "dequantised", "is_quantised", "reading", "reading_dtype", "stored_tensors"]
 
 _PLAIN: Final = (Tensor, Parameter)
 _BLOCK: Final = 256
@@ -51,6 +54,10 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
 def reading(state: Mapping[str, Any], key: str) -> Tensor:
     """What is kept under `key`, as numbers: the tensor itself unless it is quantised. No synchronisation."""
     tensor: Tensor = state[key]
+    if _is_coded(state, key):
+        parts = (key, key + LOW_COMPONENT_SUFFIX, key + SCALE_SUFFIX)
+        numbers = decoded({part: local(state[part]) for part in parts if part in state}, key)
+        return tensor if numbers is None else numbers
     table, scales = _table_and_scales(state, key)
     if table is not None and scales is not None and tensor.dtype == torch.uint8:
         return _blockwise(tensor, table, scales)
@@ -60,11 +67,31 @@ def reading(state: Mapping[str, Any], key: str) -> Tensor:
 def reading_dtype(state: Mapping[str, Any], key: str) -> torch.dtype:
     """The dtype of what `reading` gives, without reading; quantised states are read as fp32."""
     tensor: Tensor = state[key]
+    if _is_coded(state, key):
+        return torch.float32
     if type(tensor) in _PLAIN and tensor.dtype != torch.uint8:
         return tensor.dtype
     table, scales = _table_and_scales(state, key)
     bytes_of_table = table is not None and scales is not None and tensor.dtype == torch.uint8
     return torch.float32 if bytes_of_table or is_quantised(local(tensor)) else tensor.dtype
+
+
+def completes_another(state: Mapping[str, Any], key: str) -> bool:
+    """Whether the entry is a part of an average under another key: integers below it, or blocks' scales."""
+    if key.endswith(SCALE_SUFFIX):
+        return key.removesuffix(SCALE_SUFFIX) in state
+    return key.endswith(LOW_COMPONENT_SUFFIX) and _is_coded(state, key.removesuffix(LOW_COMPONENT_SUFFIX))
+
+
+def _is_coded(state: Mapping[str, Any], key: str) -> bool:
+    """Whether our own codes keep the average, wholly or in part."""
+    tensor, low = state.get(key), state.get(key + LOW_COMPONENT_SUFFIX)
+    if not isinstance(tensor, Tensor):
+        return False
+    in_part = isinstance(low, Tensor) and not low.dtype.is_floating_point
+    # Sixteen bits of a root stand beside bits below the weight; elsewhere such integers are something else.
+    root = tensor.dtype == torch.int16 and key != PARAMETER_LOW and PARAMETER_LOW in state
+    return root or in_part or key + SCALE_SUFFIX in state
 
 
 def _table_and_scales(state: Mapping[str, Any], key: str) -> tuple[Tensor | None, Tensor | None]:

@@ -59,9 +59,12 @@ class TensorSample:
         return self.blocks == self.population_blocks
 
 
-def block_elements(itemsize: int) -> int:
-    """Elements of one block: a cache line of the dtype, at most MAXIMUM_BLOCK (class counts are packed by that)."""
-    return min(CACHE_LINE_BYTES // itemsize, MAXIMUM_BLOCK)
+def block_elements(itemsize: int, at_least: int = 1) -> int:
+    """Elements of one block: a cache line of the dtype, or `at_least` so many, a power of two.
+
+    At most MAXIMUM_BLOCK: class counts are packed by that.
+    """
+    return min(max(CACHE_LINE_BYTES // itemsize, at_least), MAXIMUM_BLOCK)
 
 
 def draw(
@@ -73,12 +76,13 @@ def draw(
     seed: int = 0,
     shard: int = 0,
     start: int | None = None,
+    least_block: int = 1,
 ) -> TensorSample:
     """The sample of the tensor called `name`: at most `cap` elements in whole blocks, all if it is no larger.
 
     The draw depends on (seed, name, shard) and the number of blocks alone: a smaller cap gives a prefix.
     """
-    block = block_elements(itemsize)
+    block = block_elements(itemsize, least_block)
     population = -(-elements // block)
     if cap == "all" or elements <= cap:
         return TensorSample(elements, block, np.arange(elements // block), elements % block > 0, start)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
-from collage_agent.sample.quantised import reading_dtype
+from collage_agent.sample.quantised import completes_another, reading_dtype
+from collage_agent.sample.remainders import SIGNED_BITS, SIGNED_BYTE, RemainderCode
 
 __all__ = [
     "GRADIENT",
@@ -38,18 +39,58 @@ class Composition:
     """Which of an optimizer's states make up the stored weight, and which complete an average, by their keys.
 
     residual: is added to the registered parameter; `sign` −1: the optimizer subtracts it, so that it is negated
-    where it is read. master: is the stored weight by itself. low_suffix: an average's key with it is its low
-    component. A tensor that lacks a key does without.
+    where it is read. code: how a residual that is kept as integers is read; None: it is kept as floats. master: is
+    the stored weight by itself. low_suffix: an average's key with it is its low component. A tensor that lacks a
+    key does without. gradient: the attribute of a parameter that holds the gradient which is stepped. sparse: only
+    sparse gradients are.
     """
 
     residual: str | None = None
     sign: int = 1
     master: str | None = None
     low_suffix: str | None = None
+    code: RemainderCode | None = None
+    gradient: Literal["grad", "decoupled_grad"] = "grad"
+    sparse: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the registered parameter is all that is stored."""
+        return self.residual is None and self.master is None
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The gradient that the optimizer steps by; None where there is none."""
+        found: Tensor | None = getattr(parameter, self.gradient, None)
+        return found
+
+    def give(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Have a clone's parameter hold the gradient as the optimizer wants it, every element of it."""
+        if self.sparse and gradient is not None:
+            places = torch.ones_like(gradient, dtype=torch.bool).nonzero().t()
+            gradient = torch.sparse_coo_tensor(
+                places, gradient.reshape(-1), gradient.shape, check_invariants=False, is_coalesced=True
+            )
+        setattr(parameter, self.gradient, gradient)
+
+    def residual_of(self, weight: Tensor, kept: Tensor) -> Tensor:
+        """r = θ − p, fp64 of the same shape, from p and what the residual's key holds. No synchronisation."""
+        if self.code is None or not self.holds_counts(kept.dtype):
+            return kept.to(torch.float64) * self.sign
+        # Ours keep one byte under the same key as two.
+        code = SIGNED_BYTE if self.code is SIGNED_BITS and kept.dtype == torch.int8 else self.code
+        return code.residual(weight, kept).mul_(self.sign)
+
+    def holds_counts(self, dtype: torch.dtype) -> bool:
+        """Whether a residual of this dtype holds integers: also those that loading a checkpoint has cast to floats.
+
+        Ours are not cast: there one strategy keeps floats under the key, and another integers.
+        """
+        cast = self.low_suffix is None and dtype.is_floating_point
+        return self.code is not None and (cast or not dtype.is_floating_point)
 
 
 PLAIN: Final = Composition()
-OURS: Final = Composition(PARAMETER_LOW, 1, MASTER_PARAMETER, LOW_COMPONENT_SUFFIX)
+OURS: Final = Composition(PARAMETER_LOW, 1, MASTER_PARAMETER, LOW_COMPONENT_SUFFIX, SIGNED_BITS)
 
 
 def elementwise_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -60,7 +101,10 @@ def elementwise_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, 
     return {
         key: value
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and key not in _SCALARS_OF_TORCH
+        if isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and key not in _SCALARS_OF_TORCH
+        and not completes_another(state, key)
     }
 
 

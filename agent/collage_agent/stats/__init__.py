@@ -7,18 +7,21 @@ group `collage_agent.statistics`, under the name of their definition. Nothing he
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from collage_agent.stats import classes, counterfactuals, edq, kept, updates
+from collage_agent.guard import reraise_in_tests
+from collage_agent.stats import casts, classes, counterfactuals, edq, kept, updates
 from collage_agent.stats.view import MovingAverages, StepView, Sums
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
-from collage_monitor.statistics.catalogue import DEFINITIONS
+from collage_monitor.statistics.catalogue import DEFINITIONS, split_key
 
-__all__ = ["MEASURES", "Measure", "MovingAverages", "StepView", "Sums", "measures_of"]
+__all__ = ["MEASURES", "Measure", "MovingAverages", "StepView", "Sums", "failures", "measures_of"]
 
 Measure = Callable[[StepView], Sums | Mapping[str, Tensor]]
 """Sums by statistic key; a plain mapping holds sums by block, fp64 [blocks]."""
@@ -32,7 +35,42 @@ _OWN: Final[Mapping[str, Measure]] = {
     "decay": kept.measure_decay,
     "residuals": kept.measure_residuals,
     "counterfactuals": counterfactuals.measure,
+    "casts": casts.measure,
 }
+
+
+class AddedMeasure:
+    """A measure of another package. Once it fails it is switched off in this process, alone, with one log line."""
+
+    def __init__(self, name: str, measure: Measure) -> None:
+        self.failure: str | None = None
+        self._name = name
+        self._measure = measure
+        self._statistics = {entry.name for entry in DEFINITIONS[name].statistics}
+
+    def __call__(self, step: StepView) -> Sums:
+        if self.failure is not None:
+            return Sums()
+        try:
+            found = self._measure(step)
+            sums = found if isinstance(found, Sums) else Sums(found)
+            self._check(sums.by_block, len(step.held))
+            self._check(sums.by_tensor, step.tensors)
+            return sums
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reraise_in_tests(error)
+            self.failure = f"statistic {self._name!r} is switched off, its measure failed: {error}"
+            logging.getLogger("collage_agent").warning("%s; all else goes on", self.failure, exc_info=error)
+            return Sums()
+
+    def _check(self, sums: Mapping[str, Tensor], size: int) -> None:
+        for key, values in sums.items():
+            if split_key(key)[0] not in self._statistics:
+                raise ValueError(f"{key!r} is no statistic of its definition")
+            if tuple(values.shape) != (size,):
+                raise ValueError(f"{key!r} has shape {tuple(values.shape)}, not ({size},)")
 
 
 def measures_of(own: Mapping[str, Measure], added: Mapping[str, Any]) -> dict[str, Measure]:
@@ -48,7 +86,14 @@ def measures_of(own: Mapping[str, Measure], added: Mapping[str, Any]) -> dict[st
             raise CatalogueError(
                 f"collage_agent.statistics {name!r} has no definition: add one to collage_monitor.statistics"
             )
-    return {**own, **added}
+    return {**own, **{name: AddedMeasure(name, measure) for name, measure in added.items()}}
+
+
+def failures() -> list[str]:
+    """What is said of the measures that were switched off."""
+    return [
+        measure.failure for measure in MEASURES.values() if isinstance(measure, AddedMeasure) and measure.failure
+    ]
 
 
 MEASURES: Final = measures_of(_OWN, extensions("collage_agent.statistics"))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Columns", "block_sums", "leave_out", "nonfinite", "on_host"]
+__all__ = ["Columns", "block_sums", "flag_counts", "leave_out", "nonfinite", "on_host"]
 
+_LANES: Final = 0x0101_0101_0101_0101
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,43 +25,26 @@ def block_sums(values: Tensor, block: int) -> Tensor:
     return values.view(*values.shape[:-1], -1, block).sum(-1)
 
 
-class Columns:
-    """Which tensor each block belongs to, and sums over the blocks of each tensor.
+def flag_counts(flags: Tensor, block: int) -> Tensor:
+    """How many flags of each block are set: uint8 [k, slots] of 0 and 1 → fp64 [k, slots / block].
 
-    of_block: int64 [blocks], values below `count`, the number of tensors.
+    `block` is a multiple of 8, below 128. Eight flags are added at a time, as the bytes of one integer; multiplied
+    by a one in each byte, it has their sum in the highest. No synchronisation.
     """
+    words = flags.view(torch.int64).view(len(flags), -1, block // 8).sum(-1)
+    return words.mul_(_LANES).bitwise_right_shift_(56).to(torch.float64)
 
-    def __init__(self, of_block: Tensor, count: int) -> None:
-        self.of_block = of_block
-        self.count = count
-        self._indices: dict[int, Tensor] = {}
-        self._starts: NDArray[np.intp] | None = None
-        if on_host(of_block):
-            self._starts, self._of_run = _runs(of_block)
+
+@dataclass(frozen=True)
+class Columns:
+    """Which tensor each block belongs to: `of_block` int64 [blocks], values below `count`, of tensors."""
+
+    of_block: Tensor
+    count: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums of values [k, blocks] fp64 over each tensor's blocks: [k, count] fp64. No synchronisation.
-
-        A device takes one flat `scatter_add_`. The host adds up runs of blocks of the same tensor, of which there
-        are few, four times as fast.
-        """
-        if self._starts is not None:
-            runs = torch.from_numpy(np.add.reduceat(values.numpy(), self._starts, axis=1))
-            return values.new_zeros(len(values), self.count).index_add_(1, self._of_run, runs)
-        rows = values.shape[0]
-        index = self._indices.get(rows)
-        if index is None:
-            offsets = torch.arange(rows, device=values.device).unsqueeze(1) * self.count
-            index = self._indices[rows] = (offsets + self.of_block).view(-1)
-        sums = torch.zeros(rows * self.count, dtype=values.dtype, device=values.device)
-        return sums.scatter_add_(0, index, values.reshape(-1)).view(rows, self.count)
-
-
-def _runs(of_block: Tensor) -> tuple[NDArray[np.intp], Tensor]:
-    """Where each run of equal values begins, and its value [runs] int64."""
-    values = of_block.numpy()
-    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
-    return starts, torch.from_numpy(values[starts])
+        """Sums of values [k, blocks] over each tensor's blocks: [k, count], their dtype. No synchronisation."""
+        return values.new_zeros(len(values), self.count).index_add_(1, self.of_block, values)
 
 
 def nonfinite(values: Tensor) -> Tensor:
@@ -79,4 +62,4 @@ def leave_out(rows: Tensor, left_out: Tensor) -> None:
 
     A product with a mask would keep NaN: the mask is applied to the bits. No synchronisation.
     """
-    rows.view(torch.int64).bitwise_and_(left_out.to(torch.int64).sub_(1))
+    rows.view(torch.int64).bitwise_and_(left_out.view(torch.int8).sub(1).to(torch.int64))

@@ -67,13 +67,13 @@ def class_codes(
     visible: Tensor,
     product: Tensor,
     left_out: Tensor,
-    bad_gradient: Tensor | None,
-    bad_parameter: Tensor | None,
+    bad_gradient: Tensor,
+    bad_parameter: Tensor,
 ) -> Tensor:
     """uint8 [n]: everything about an element that decides its classes.
 
-    u, e, eᵛ, u·e: fp64 [n], zero where `left_out`; the others uint8 [n], 1 where it is so, None: nowhere. e and
-    eᵛ may be the same tensor. "Far" is |e − u| > ½|u|. No synchronisation.
+    u, e, eᵛ, u·e: fp64 [n], zero where `left_out`; the others uint8 [n], 1 where it is so. e and eᵛ may be the same
+    tensor. "Far" is |e − u| > ½|u|. No synchronisation.
     """
     distance = (effective - intended).abs_()
     no_effect = effective.logical_not()
@@ -89,8 +89,7 @@ def class_codes(
     )
     codes = bits[0].to(torch.uint8)
     for position, bit in enumerate(bits[1:], start=1):
-        if bit is not None:
-            codes.add_(bit.view(torch.uint8), alpha=1 << position)
+        codes.add_(bit.view(torch.uint8), alpha=1 << position)
     return codes
 
 

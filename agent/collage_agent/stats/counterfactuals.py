@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from collage_agent.numerics.formats import round_to_grid
 from collage_agent.stats.blocks import block_sums
 from collage_agent.stats.view import StepView, Sums, named
 
@@ -25,8 +26,6 @@ _LARGEST_FP8: Final = 448.0
 _BF16: Final = (8, 2.0**-126)
 _E4M3: Final = (4, 2.0**-6)
 """Significant bits and the smallest normal number."""
-_EXPONENT: Final = 0x7FF << 52
-_ROUNDS_TO_WHOLE: Final = 1.5 * 2.0**52
 _AT_ONCE: Final = 32_768
 """Elements worked on together: the many temporaries then stay in the cache."""
 
@@ -56,9 +55,9 @@ def counterfactual_block_sums(parameter: Tensor, intended: Tensor, scales: Tenso
 
 
 def _block_sums(parameter: Tensor, intended: Tensor, scales: Tensor, block: int) -> Tensor:
-    start, _ = _nearest(parameter, *_BF16)
+    start, _ = round_to_grid(parameter, *_BF16)
     wanted = start + intended
-    plain, gap = _nearest(wanted, *_BF16)
+    plain, gap = round_to_grid(wanted, *_BF16)
     distance = wanted.sub_(plain).abs_()
     light = _light(parameter, intended, start)
     fp8 = _plain_fp8(parameter, intended, scales, block)
@@ -84,24 +83,12 @@ def fp8_scales(parameter: Tensor, columns: Tensor, count: int, block: int) -> Te
     return torch.where(amax > 0, amax / _LARGEST_FP8, torch.ones_like(amax))[columns]
 
 
-def _nearest(values: Tensor, bits: int, smallest: float) -> tuple[Tensor, Tensor]:
-    """Values rounded to nearest, ties to even, into a format, and the gap between its numbers there: fp64 [n] each.
-
-    The format has `bits` significant bits and normal numbers from `smallest` on, a power of two. Adding 1.5·2⁵²
-    gaps and taking them off again rounds to whole gaps.
-    """
-    gap = values.view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
-    gap.clamp_(min=smallest).mul_(2.0 ** (1 - bits))
-    large = gap * _ROUNDS_TO_WHOLE
-    return large.add(values).sub_(large), gap
-
-
 def _light(parameter: Tensor, intended: Tensor, start: Tensor) -> Tensor:
     """e of a pair (θ̂, r) that takes u in exactly and is split into a pair again."""
-    low, _ = _nearest(parameter - start, *_BF16)
+    low, _ = round_to_grid(parameter - start, *_BF16)
     wanted = low + intended
-    high, _ = _nearest(start + wanted, *_BF16)
-    new_low, _ = _nearest(wanted.add_(start - high), *_BF16)
+    high, _ = round_to_grid(start + wanted, *_BF16)
+    new_low, _ = round_to_grid(wanted.add_(start - high), *_BF16)
     return high.sub_(start).add_(new_low.sub_(low))
 
 
@@ -111,7 +98,7 @@ def _plain_fp8(parameter: Tensor, intended: Tensor, scales: Tensor, block: int) 
 
     def kept(values: Tensor) -> Tensor:
         scaled = (values.view(-1, block) / scale).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
-        return _nearest(scaled, *_E4M3)[0].mul_(scale).view(-1)
+        return round_to_grid(scaled, *_E4M3)[0].mul_(scale).view(-1)
 
     start = kept(parameter)
     return kept(start + intended).sub_(start)

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["population_factor", "product_rows", "ratio_variances", "variance_keys"]
+from collage_agent.stats.blocks import Columns
+from collage_monitor.definitions import Interval
+
+__all__ = [
+    "NOTHING_SEEN",
+    "UNSEEN",
+    "fourth_moments",
+    "interval_keys",
+    "missed_share",
+    "population_factor",
+    "product_rows",
+    "ratio_variances",
+]
+
+UNSEEN: Final = "unseen_variance"
+"""The key of `missed_share` times the variance of Σ u²."""
+_SURE: Final = 2.0
+_NORM_ERROR: Final = 2.0**-7
+NOTHING_SEEN: Final = 1e30
+"""weight⁴: stands for a sample that saw nothing of what moves the weights; larger than any variance, and finite."""
 
 
-def variance_keys(metrics: Sequence[str]) -> tuple[str, ...]:
-    """The keys of `ratio_variances`, for the ratios that these metrics are."""
+def interval_keys(metrics: Mapping[str, Interval]) -> tuple[str, ...]:
+    """The keys of `ratio_variances` and then of `fourth_moments`, for the ratios that these metrics are."""
     names = ("variance_numerator", "variance_denominator", "covariance")
-    return tuple(f"{name}/{metric}" for name in names for metric in metrics)
+    variances = [f"{name}/{metric}" for name in names for metric in metrics]
+    return (*variances, *(f"fourth_moment/{metric}" for metric, pair in metrics.items() if not pair.share))
 
 
 def product_rows(numerators: Tensor, denominators: Tensor) -> Tensor:
@@ -46,3 +67,44 @@ def ratio_variances(
     scaled = (products - product_rows(numerators, denominators) / sampled_blocks) * factor
     scaled[: 2 * len(numerators)].clamp_(min=0.0)
     return scaled
+
+
+def fourth_moments(
+    numerators: Tensor, denominators: Tensor, ratios: Tensor, columns: Columns, factor: Tensor
+) -> Tensor:
+    """f² · Σ d⁴ over the sampled blocks of each tensor, d = a − R·b with the tensor's own R: fp64 [k, tensors].
+
+    numerators and denominators [k, blocks] by block, ratios R [k, tensors]: 0 where it is undefined. `factor` f:
+    `population_factor`. Squared variances over this tell from how many blocks they come. No synchronisation.
+    """
+    deviations = numerators - ratios.index_select(1, columns.of_block) * denominators
+    return columns.sums(deviations.square_().square_()) * factor * factor
+
+
+def missed_share(
+    intended: Tensor,
+    auxiliary: Tensor,
+    whole: Tensor,
+    columns: Columns,
+    scale: Tensor,
+    blocks: Tensor,
+    factor: Tensor,
+) -> Tensor:
+    """(what the sample's Σ u² is off by / its standard error)², as one auxiliary tells it: fp64 [tensors].
+
+    intended, auxiliary [blocks]: Σ u² and Σ x² by block, of an x whose Σ x² over each whole tensor is known:
+    `whole` [tensors]. scale: elements / sampled; blocks, factor: as in `ratio_variances`. Σ u² is off by
+    κ·(Σ x² − its estimate), κ = the slope of u² on x² over the blocks, less twice its standard error: 0 where steps
+    do not grow with x (regression estimator; Cochran, Sampling Techniques, 7). Infinite where the sample saw no x
+    at all, 0 where the whole is not finite. No synchronisation.
+    """
+    rows = (intended, auxiliary, intended * intended, auxiliary * auxiliary, intended * auxiliary)
+    u, x, uu, xx, ux = columns.sums(torch.stack(rows))
+    of_u, of_x, together = uu - u * u / blocks, xx - x * x / blocks, ux - u * x / blocks
+    slope = together / of_x
+    error = ((of_u - slope * together).clamp_(min=0.0) / (blocks - 2) / of_x).sqrt_()
+    # Norms of 16-bit tensors are rounded to 16 bits.
+    missing = ((whole - x * scale).abs_() - _NORM_ERROR * whole).clamp_(min=0.0)
+    off = (slope - _SURE * error).clamp_(min=0.0) * missing
+    share = torch.nan_to_num(off * off / (of_u * factor), 0.0, 0.0, 0.0).clamp_(min=0.0)
+    return torch.where((x == 0) & (whole > 0), torch.inf, share)

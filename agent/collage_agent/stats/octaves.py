@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Final
 
 import torch
@@ -20,8 +19,6 @@ _BIAS: Final = 1023
 _FRACTION_BITS_32: Final = 23
 _MAGNITUDE_32: Final = 2**31 - 1
 _BIAS_32: Final = 127
-_LANES: Final = 8
-"""Neighbours count in tables of their own: most fall into few bins, and each addition waits for the last one."""
 
 
 def ulp_octave_counts(
@@ -50,11 +47,10 @@ def ulp_octave_counts(
     first = HISTOGRAM_OCTAVES[0] - 1
     bins = octave.clamp_(first + shift, first + BINS - 1 + shift)
     offsets = columns.to(torch.int32) * BINS - (first + shift)
-    lanes = _lanes(block, count * BINS, intended.device)
-    bins.view(-1, block).add_(offsets.unsqueeze(1)).add_(lanes)
-    counts = torch.zeros(_LANES * count * BINS, dtype=torch.float64, device=intended.device)
-    ones = torch.ones(bins.numel(), dtype=torch.float64, device=intended.device)
-    return counts.scatter_add_(0, bins.to(torch.int64), ones).view(_LANES, count, BINS).sum(0).t()
+    bins.view(-1, block).add_(offsets.unsqueeze(1))
+    counts = torch.zeros(count * BINS, dtype=torch.float64, device=intended.device)
+    ones = torch.ones((), dtype=torch.float64, device=intended.device).expand(bins.numel())
+    return counts.scatter_add_(0, bins.to(torch.int64), ones).view(count, BINS).t()
 
 
 def binade_fields(direction: Tensor, visible_parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,12 +64,6 @@ def binade_fields(direction: Tensor, visible_parameter: Tensor, dtype: torch.dty
     towards_zero = direction.to(torch.float32).view(torch.int32).bitwise_xor(value).bitwise_right_shift_(31)
     field = value.bitwise_and(_MAGNITUDE_32).add_(towards_zero).bitwise_right_shift_(_FRACTION_BITS_32)
     return field.clamp_(min=exponent_of(torch.finfo(dtype).smallest_normal) + _BIAS_32)
-
-
-@lru_cache(maxsize=64)
-def _lanes(block: int, table: int, device: torch.device) -> Tensor:
-    """Where the table begins that each element of a block counts in: int32 [block]."""
-    return torch.arange(block, dtype=torch.int32, device=device).remainder_(_LANES).mul_(table)
 
 
 def exponent_of(power_of_two: float) -> int:

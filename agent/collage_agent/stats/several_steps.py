@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import block_sums, leave_out, nonfinite, on_host
+from collage_agent.stats.blocks import block_sums, leave_out, nonfinite
 from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.view import named
 from collage_monitor.table import Table
@@ -36,7 +35,7 @@ _PRODUCTS: Final = ("oracle_effective_sum", "oracle_displacement_effective_sum")
 ORACLE_SUMS: Final = (*_SQUARES, *_PRODUCTS)
 
 
-def window_block_sums(intended: Tensor, effective: Tensor, visible: Tensor, block: int) -> Tensor:
+def window_block_sums(intended: Tensor, effective: Tensor, visible: Tensor, block: int) -> Table[Tensor]:
     """Σ U², U·E, E², U·Eᵛ, Eᵛ², and elements with U ≠ 0, of those E = 0, Eᵛ = 0, by block: fp64 [8, blocks].
 
     U = Σ u over the window, E = θ now − θ at its start and Eᵛ: fp64 [slots]. Sums in weight². No synchronisation.
@@ -52,7 +51,7 @@ def window_block_sums(intended: Tensor, effective: Tensor, visible: Tensor, bloc
         (active & effective.eq(0)).to(torch.float64),
         (active & visible.eq(0)).to(torch.float64),
     )
-    return block_sums(torch.stack(rows), block)
+    return named(WINDOW_SUMS, block_sums(torch.stack(rows), block))
 
 
 def oracle_block_sums(rows: Tensor, left_out: Tensor, padding: Tensor, block: int) -> Table[Tensor]:
@@ -61,20 +60,7 @@ def oracle_block_sums(rows: Tensor, left_out: Tensor, padding: Tensor, block: in
     `left_out` uint8 [slots]: elements that enter no sum, nor does what is not finite; `padding` lists those among
     them that hold nothing. Writes to `rows`. No synchronisation.
     """
-    if len(padding):
-        rows.index_fill_(1, padding, 0.0)
-    squares, products = _squares_and_products(rows, block)
-    # Where the host can see that all is finite and nothing was left out, nothing needs to be looked for.
-    if not (
-        on_host(rows)
-        and np.isfinite(squares.numpy().sum() + products.numpy().sum())
-        and np.count_nonzero(left_out.numpy()) == len(padding)
-    ):
-        leave_out(rows, nonfinite(rows.sum(0)).bitwise_or_(left_out).index_fill_(0, padding, 1))
-        squares, products = _squares_and_products(rows, block)
-    return named(ORACLE_SUMS, torch.cat((squares, products)))
-
-
-def _squares_and_products(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    leave_out(rows, nonfinite(rows.sum(0)).bitwise_or_(left_out).index_fill_(0, padding, 1))
     products = torch.stack((rows[0] * rows[4], rows[2] * rows[5]))
-    return squared_block_sums(rows[:4], block), block_sums(products, block)
+    squares, products = squared_block_sums(rows[:4], block), block_sums(products, block)
+    return named(ORACLE_SUMS, torch.cat((squares, products)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collage_monitor.table import Axis, Table
 
-__all__ = ["MovingAverages", "ROWS", "StepView", "Sums", "named", "table_of"]
+__all__ = ["Copies", "KeptWeights", "MovingAverages", "ROWS", "StepView", "Sums", "named", "table_of"]
 
 ROWS: Final = ("parameter", "gradient", "effective", "visible", "intended")
 """What is kept of an element: θ before the step, g, e, eᵛ, u."""
@@ -25,14 +25,36 @@ class MovingAverages:
     names: the rows of `states` fp64 [3, names, slots]: |s| before the step, s after it in exact arithmetic, and
     room for s as stored after it. judged: those that can be judged by how they shrink; others than `names` are new.
     kept: what is kept of each after the step, components that add up to it, the leading one first, in their own
-    dtypes; live_gradient: g as it is kept.
+    dtypes.
     """
 
     names: tuple[str, ...]
     states: Tensor
     judged: tuple[str, ...]
     kept: Mapping[str, Sequence[Tensor]]
-    live_gradient: Tensor
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """θ of sampled elements at one moment: [slots], in a dtype that holds it exactly.
+
+    largest: fp32 [blocks], the largest |θ| of the whole tensor that each block belongs to; None: nobody asked.
+    """
+
+    values: Tensor
+    largest: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The low-precision copies of sampled elements: what they are made of before and after, and in which formats.
+
+    known: fp64 [blocks] of each format, 1, or NaN where a copy of the block's tensor depends on what is not here.
+    """
+
+    before: KeptWeights
+    after: KeptWeights
+    known: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,10 +71,10 @@ class StepView:
     `classes` counts by block what became of the elements, by the names of the catalogue.
 
     The rest is for the project's own statistics: `squares`, sums of squares by block of each of ROWS; `products`,
-    u·e and, where it is another, u·eᵛ of each element: fp64 [1 or 2, slots]; flags of what was not finite (None:
-    nothing was); averages; `visible_parameter` θᵛ in fp64; `residual` r before the step, fp64
-    (None: the weight is not kept as a sum); `decay` lr·λ of decoupled decay; `scales` fp64 [blocks] of fp8 where
-    counterfactuals are asked for.
+    u·e and, where it is another, u·eᵛ of each element: fp64 [1 or 2, slots]; averages; `visible_parameter` θᵛ in
+    fp64; `residual` r before the step, fp64 (None: the weight is not kept as a sum); `decay` lr·λ of decoupled
+    decay; `scales` fp64 [blocks] of fp8 where counterfactuals are asked for; `copies` where weights are kept wider
+    than a copy of them that is asked for.
     """
 
     parameter: Tensor
@@ -70,14 +92,12 @@ class StepView:
     classes: Table[Tensor]
     squares: Mapping[str, Tensor]
     products: Tensor
-    bad_gradient: Tensor | None
-    bad_parameter: Tensor | None
     averages: MovingAverages
     visible_parameter: Tensor
     residual: Tensor | None
     decay: float | Tensor | None
     scales: Tensor | None
-    padded: int
+    copies: Copies | None
 
 
 @dataclass(frozen=True)

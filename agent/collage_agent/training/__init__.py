@@ -1,1 +1,1 @@
-"""The training as this process has it: parameters and their names, shards, sub-groups, scaled steps left out."""
+"""This process's share of the training: parameters and their names, shards, sub-groups, skipped steps."""

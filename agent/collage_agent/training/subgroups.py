@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["Fragment", "SubGroup", "is_shown_to", "shown", "sub_groups"]
+__all__ = ["Fragment", "SubGroup", "is_stepped_by", "showing_only", "sub_groups"]
 
 Fragment = tuple[str, tuple[int, ...], int, int, str]
 """Name, whole shape, start in the flat partition, elements there, and module type of one tensor."""
@@ -44,7 +44,7 @@ def sub_groups(model: nn.Module, optimizer: Optimizer) -> list[SubGroup]:
     found: dict[int, SubGroup] = {}
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            if not is_shown_to(optimizer, parameter):
+            if not is_stepped_by(optimizer, parameter):
                 continue
             owner: Any = parameter._z3_optimizer
             place = owner.grad_position.get(owner.get_param_id(parameter))
@@ -58,15 +58,15 @@ def sub_groups(model: nn.Module, optimizer: Optimizer) -> list[SubGroup]:
     return [found[index] for index in sorted(found)]
 
 
-def is_shown_to(optimizer: Optimizer, parameter: Tensor) -> bool:
+def is_stepped_by(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Whether DeepSpeed lets this optimizer step a partition in the place of the parameter."""
     owner: Any = getattr(parameter, "_z3_optimizer", None)
     return owner is not None and owner.optimizer is optimizer
 
 
 @contextmanager
-def shown(optimizer: Optimizer, sub_group: SubGroup | None) -> Iterator[None]:
-    """Show the sub-group alone to whoever looks at the optimizer inside, as during its step."""
+def showing_only(optimizer: Optimizer, sub_group: SubGroup | None) -> Iterator[None]:
+    """While the context lasts, let the optimizer hold this sub-group alone, as during the sub-group's step."""
     if sub_group is None:
         yield
         return

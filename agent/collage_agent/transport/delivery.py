@@ -25,7 +25,7 @@ from collage_monitor.errors import (
     ServerUnreachable,
     Unavailable,
 )
-from collage_monitor.wire import BatchAnswer, Gap, ReportBatch, RunCreate
+from collage_monitor.wire import BatchAnswer, ReportBatch, ReportGap, RunCreate
 
 __all__ = ["Delivery"]
 
@@ -70,7 +70,7 @@ class Delivery:
         self._backoff = Backoff(limits.first_pause_seconds, limits.longest_pause_seconds)
         self._registrations: dict[str, Envelope] = {}
         self._warned: set[str] = set()
-        self._gaps: defaultdict[str, list[Gap]] = defaultdict(list)
+        self._gaps: defaultdict[str, list[ReportGap]] = defaultdict(list)
         self._source: Literal["pending", "spooled"] = "pending"
 
     def send(self, envelope: Envelope) -> None:
@@ -193,7 +193,7 @@ class Delivery:
             self._warn_once("rejected", f"the server rejects a report: {answer.rejected[0].message}")
             for entry in answer.rejected:
                 if entry.seq is not None:
-                    gap = Gap(first_seq=entry.seq, last_seq=entry.seq, reason="rejected")
+                    gap = ReportGap(first_seq=entry.seq, last_seq=entry.seq, reason="rejected")
                     join_gap(self._gaps[envelope.stream_id], gap)
         self._count(envelope.report_count - len(answer.rejected), "sent")
 
@@ -233,7 +233,7 @@ class Delivery:
             # Reports at a damaged end have no readable number.
             self.counts.move(self.counts.spooled, "spooled", "dropped", "spool_damaged")
 
-    def _count_lost(self, gaps: Iterable[Gap], text: str) -> None:
+    def _count_lost(self, gaps: Iterable[ReportGap], text: str) -> None:
         for gap in gaps:
             count = gap.last_seq - gap.first_seq + 1
             if self.spool.taken_over:
@@ -286,7 +286,7 @@ class Delivery:
             if not self.stopped:
                 gaps = self._gaps[envelope.stream_id] = [*envelope.body.gaps, *self._gaps[envelope.stream_id]]
                 for report in envelope.body.reports:
-                    join_gap(gaps, Gap(first_seq=report.seq, last_seq=report.seq, reason=reason))
+                    join_gap(gaps, ReportGap(first_seq=report.seq, last_seq=report.seq, reason=reason))
         if text:
             self._warn_once(reason, text)
 

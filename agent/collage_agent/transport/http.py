@@ -1,4 +1,4 @@
-"""Sending to the server over HTTP: one connection, repeated with back-off, refusals told apart from absences."""
+"""Sending to the server over HTTP: one connection, repeated with back-off, refusals distinguished from absences."""
 
 from __future__ import annotations
 

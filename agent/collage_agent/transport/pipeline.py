@@ -94,7 +94,7 @@ class DeliveryPipeline:
         self._queue.put(item)
 
     def finish(self, state: FinalState, seconds: float | None = None) -> bool:
-        """Flush and end, within `limits.finish_seconds` unless told; True when nothing is left to do."""
+        """Flush and end, within `seconds` (None: `limits.finish_seconds`); True when nothing is left to do."""
         if not self._begun:
             return True
         allowed = self._limits.finish_seconds if seconds is None else seconds
@@ -112,7 +112,7 @@ class DeliveryPipeline:
 
     def _run(self) -> None:
         self._guarded(self._hold_behind_older_spools)
-        self._guarded(lambda: self._sender.introduce_run(self._resume))
+        self._guarded(lambda: self._sender.register_run(self._resume))
         while not self._ending.is_set():
             self._queue.wait_for_steps(self._limits.linger_seconds, self._longest_wait())
             self._round()

@@ -14,7 +14,16 @@ from collage_agent.launch.identity import Identity
 from collage_agent.measurement import Measurement
 from collage_agent.transport.counts import ReportCounts
 
-__all__ = ["BoundedQueue", "Item", "TensorSnapshot", "Logged", "Measured", "Started", "StepItems", "moment_on"]
+__all__ = [
+    "BoundedQueue",
+    "Item",
+    "TensorSnapshot",
+    "LoggedScalars",
+    "MeasuredStep",
+    "AttemptStart",
+    "StepItems",
+    "moment_on",
+]
 
 _ITEM_BYTES: Final = 512
 _MOST_ITEMS: Final = 64
@@ -52,7 +61,7 @@ class TensorSnapshot:
 
 
 @dataclass(frozen=True)
-class Started:
+class AttemptStart:
     """An attempt begins: its first optimizer step is about to be taken. Never dropped, and not counted.
 
     `identity` says who reports from now on, where training has gone back to an earlier step.
@@ -65,7 +74,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A measured step of the `watch_index`-th watch."""
 
     measurement: Measurement
@@ -85,7 +94,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Logged:
+class LoggedScalars:
     """Scalars as they were logged; tensors are `TensorSnapshot`.
 
     `step` None: logged before the watched optimizer's first step. `counted`: the step is only the number of the
@@ -103,7 +112,7 @@ class Logged:
         return _ITEM_BYTES * (1 + len(self.values))
 
 
-Item = Started | Measured | Logged
+Item = AttemptStart | MeasuredStep | LoggedScalars
 
 
 @dataclass
@@ -117,12 +126,14 @@ class StepItems:
     @property
     def is_control(self) -> bool:
         """Whether it starts an attempt."""
-        return isinstance(self.items[0], Started)
+        return isinstance(self.items[0], AttemptStart)
 
     def has_room_for(self, item: Item) -> bool:
         """Whether the item is of the same step."""
         first = self.items[0]
-        same_step = not isinstance(first, Started) and not isinstance(item, Started) and first.step == item.step
+        same_step = (
+            not isinstance(first, AttemptStart) and not isinstance(item, AttemptStart) and first.step == item.step
+        )
         return same_step and len(self.items) < _MOST_ITEMS
 
     def add(self, item: Item) -> None:
@@ -154,7 +165,7 @@ class BoundedQueue:
         with self._ready:
             if not self._entries or not self._entries[-1].has_room_for(item):
                 self._entries.append(StepItems())
-                if not isinstance(item, Started):
+                if not isinstance(item, AttemptStart):
                     self._counts.add()
             self._entries[-1].add(item)
             self._bytes += item.size_bytes

@@ -25,7 +25,7 @@ from typing import Final
 
 from collage_agent.transport.envelope import Envelope
 from collage_monitor.errors import WireError
-from collage_monitor.wire import Gap, ReportBatch
+from collage_monitor.wire import ReportBatch, ReportGap
 
 __all__ = ["SpoolFile", "abandoned_spools", "join_gap", "spool_path", "waiting_spools"]
 
@@ -34,7 +34,7 @@ _MAGIC: Final = b"collage-spool-2\n"
 _LONGEST_PAYLOAD: Final = 64 * 2**20
 _MARK: Final = b"\xc1\xf5spool\n"
 _HEADER: Final = struct.Struct("<8sII")
-_BLOCK: Final = 2**20
+_READ_BYTES: Final = 2**20
 _SUFFIX: Final = ".spool"
 _SHORTER_SUFFIX: Final = ".shorter"
 
@@ -76,7 +76,7 @@ class SpoolFile:
         self._skipped = False
         self.taken_over = False
         """Whether another process wrote it."""
-        self.damaged: list[tuple[str, Gap]] = []
+        self.damaged: list[tuple[str, ReportGap]] = []
         """Stream and reports of damaged records, as far as their neighbours tell; taken away by the reader."""
 
     @classmethod
@@ -106,7 +106,7 @@ class SpoolFile:
         """Bytes that wait to be read."""
         return max(0, self._end - self._read_at)
 
-    def append(self, envelope: Envelope) -> list[Gap]:
+    def append(self, envelope: Envelope) -> list[ReportGap]:
         """Write one envelope at the end; survives the death of the process when this returns.
 
         Returns the reports that had to give way to it, as ranges of their seq.
@@ -199,21 +199,21 @@ class SpoolFile:
         numbers = [report.seq for report in envelope.body.reports]
         expected, self._expected = self._expected, (envelope.stream_id, max(numbers) + 1)
         if self._skipped and expected is not None and expected[0] == envelope.stream_id:
-            gap = Gap(first_seq=expected[1], last_seq=min(numbers) - 1, reason="spool_damaged")
+            gap = ReportGap(first_seq=expected[1], last_seq=min(numbers) - 1, reason="spool_damaged")
             if gap.first_seq <= gap.last_seq:
                 self.damaged.append((envelope.stream_id, gap))
         self._skipped = False
 
-    def _shorten(self) -> list[Gap]:
+    def _shorten(self) -> list[ReportGap]:
         """Rewrite the file without what was read and, where that is not enough, without the older half.
 
-        Introductions stay: without them the server could not place what follows. A batch without reports takes
-        the place of what went, and of the gaps that it told.
+        Registrations stay: without them the server could not place what follows. A batch without reports takes the
+        place of what was removed: it names those reports as gaps, beside the gaps that they carried.
         """
         source = self._opened()
         cut = max(self._read_at, self._end - self._limit_bytes // 2)
         begin: dict[tuple[str, str], Envelope] = {}
-        given_up: list[Gap] = []
+        given_up: list[ReportGap] = []
         for record in _records(source, len(_MAGIC), self._end):
             if record.begin >= cut:
                 cut = record.begin
@@ -225,17 +225,17 @@ class SpoolFile:
                 begin[envelope.kind, envelope.stream_id] = envelope
             elif record.begin >= self._read_at:
                 gone = [
-                    Gap(first_seq=report.seq, last_seq=report.seq, reason="spool_full")
+                    ReportGap(first_seq=report.seq, last_seq=report.seq, reason="spool_full")
                     for report in envelope.body.reports
                 ]
                 for gap in gone:
                     join_gap(given_up, gap)
                 known = begin.get((envelope.kind, envelope.stream_id))
-                to_tell = list(known.body.gaps) if known and isinstance(known.body, ReportBatch) else []
+                carried = list(known.body.gaps) if known and isinstance(known.body, ReportBatch) else []
                 for gap in (*envelope.body.gaps, *gone):
-                    join_gap(to_tell, gap)
-                told = ReportBatch(reports=[], gaps=to_tell)
-                begin[envelope.kind, envelope.stream_id] = replace(envelope, body=told)
+                    join_gap(carried, gap)
+                emptied = ReportBatch(reports=[], gaps=carried)
+                begin[envelope.kind, envelope.stream_id] = replace(envelope, body=emptied)
         else:
             cut = self._end
         self._rewrite(source, [_packed(envelope.to_bytes()) for envelope in begin.values()], cut)
@@ -258,7 +258,7 @@ class SpoolFile:
         os.close(source)
         self._descriptor = target
         self._end = len(begin) + self._end - cut
-        # Introductions are sent again, which does no harm.
+        # Registrations are sent again, which does no harm.
         self._read_at = len(_MAGIC)
         self._peeked_end = None
 
@@ -289,10 +289,10 @@ def _readable(payload: bytes) -> Envelope | None:
         return None
 
 
-def join_gap(gaps: list[Gap], gap: Gap) -> None:
+def join_gap(gaps: list[ReportGap], gap: ReportGap) -> None:
     """Add a gap, as one with the last where it goes on from there for the same reason."""
     if gaps and gaps[-1].reason == gap.reason and gaps[-1].last_seq + 1 == gap.first_seq:
-        gap = Gap(first_seq=gaps.pop().first_seq, last_seq=gap.last_seq, reason=gap.reason)
+        gap = ReportGap(first_seq=gaps.pop().first_seq, last_seq=gap.last_seq, reason=gap.reason)
     gaps.append(gap)
 
 
@@ -349,11 +349,11 @@ def _copy_range(source: int, begin: int, end: int, target: int, offset: int) -> 
         OSError: the target has no room.
     """
     while begin < end:
-        block = os.pread(source, min(_BLOCK, end - begin), begin)
-        if not block:
+        data = os.pread(source, min(_READ_BYTES, end - begin), begin)
+        if not data:
             raise OSError("the file ends too early")
-        _write_all(target, block, offset)
-        begin, offset = begin + len(block), offset + len(block)
+        _write_all(target, data, offset)
+        begin, offset = begin + len(data), offset + len(data)
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:
@@ -383,11 +383,11 @@ def _record_at(descriptor: int, position: int, end: int) -> _Record | None:
 def _next_mark(descriptor: int, position: int, end: int) -> int | None:
     while position < end:
         # Blocks overlap by a mark's length, so that none is missed on a border.
-        block = os.pread(descriptor, min(_BLOCK + len(_MARK) - 1, end - position), position)
-        found = block.find(_MARK)
+        data = os.pread(descriptor, min(_READ_BYTES + len(_MARK) - 1, end - position), position)
+        found = data.find(_MARK)
         if found >= 0:
             return position + found
-        if len(block) < len(_MARK):
+        if len(data) < len(_MARK):
             return None
-        position += len(block) - len(_MARK) + 1
+        position += len(data) - len(_MARK) + 1
     return None

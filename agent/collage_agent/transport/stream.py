@@ -18,7 +18,7 @@ from collage_agent.measurement import Layout
 from collage_agent.settings import DeliveryLimits, Resume, Settings
 from collage_agent.transport.delivery import Delivery
 from collage_agent.transport.envelope import Body, Envelope
-from collage_agent.transport.queue import Item, Logged, Measured, Started, StepItems, TensorSnapshot
+from collage_agent.transport.queue import AttemptStart, Item, LoggedScalars, MeasuredStep, StepItems, TensorSnapshot
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.wire import (
     LIMITS,
@@ -36,14 +36,14 @@ from collage_monitor.wire import (
 __all__ = ["StreamSender"]
 
 _LOG = logging.getLogger("collage_agent")
-_LARGEST_PART_BYTES = 12 * 2**20
-"""Of a block; what stands before a part is NaN, which compression makes next to nothing."""
+_LARGEST_TOTALS_BYTES = 12 * 2**20
+"""Of one report's totals. In a split step, layers of the earlier reports are NaN, and compress well."""
 _CLOCK_WAS_SET_SECONDS = 1.0
 """A report this much older than the one before it means that the clock was set back."""
 
 
 class StreamSender:
-    """Introduces run, attempt and stream, and sends what the queue gives. Belongs to the worker thread.
+    """Registers run, attempt and stream, and sends what the queue gives. Belongs to the worker thread.
 
     The attempt begins with the watched optimizer's first step. Until then scalars are held, because that step
     decides which older points the attempt hides; without a watch the second logged step begins it. Where training
@@ -64,7 +64,7 @@ class StreamSender:
         self._reported_dropped = 0
         self._failed = False
 
-    def introduce_run(self, resume: Resume) -> None:
+    def register_run(self, resume: Resume) -> None:
         """Create the run on the server, or resume it."""
         settings = self._settings
         self._send(
@@ -85,15 +85,15 @@ class StreamSender:
         ready: list[StepItems] = []
         for entry in entries:
             first = entry.items[0]
-            if isinstance(first, Started) and first.identity is not None:
+            if isinstance(first, AttemptStart) and first.identity is not None:
                 self._send_steps(ready)
                 ready = []
                 self._begin_next_attempt(first.first_step, first.identity)
-            elif isinstance(first, Started):
+            elif isinstance(first, AttemptStart):
                 ready += self._begin(first.first_step)
             elif self._first_step is not None:
                 ready.append(entry)
-            elif any(isinstance(item, Measured) for item in entry.items):
+            elif any(isinstance(item, MeasuredStep) for item in entry.items):
                 assert first.step is not None
                 ready += [*self._begin(first.step), entry]
             else:
@@ -120,7 +120,7 @@ class StreamSender:
         """Begin the attempt, once; returns the scalars that waited for it."""
         if self._first_step is not None:
             return []
-        self._introduce_attempt(first_step)
+        self._register_attempt(first_step)
         held, self._held = self._held, []
         return held
 
@@ -128,12 +128,12 @@ class StreamSender:
         """Begin another attempt: its points hide the earlier ones from `first_step` on."""
         self._identity = identity
         self._maker = ReportMaker(self._time)
-        self._introduce_attempt(first_step)
+        self._register_attempt(first_step)
 
-    def _introduce_attempt(self, first_step: int) -> None:
+    def _register_attempt(self, first_step: int) -> None:
         self._first_step = max(0, first_step)
         self._send(AttemptCreate(launch_id=self._identity.launch_id, first_step=self._first_step))
-        self._introduce_stream()
+        self._register_stream()
 
     def _hold(self, entry: StepItems) -> list[StepItems]:
         self._held.append(entry)
@@ -148,15 +148,17 @@ class StreamSender:
     def _with_step(self, item: Item) -> Item:
         """The item with a step: what was logged before the first step gets the step just before it."""
         assert self._first_step is not None
-        if isinstance(item, Logged) and (item.step is None or (item.counted and item.step < self._first_step)):
+        if isinstance(item, LoggedScalars) and (
+            item.step is None or (item.counted and item.step < self._first_step)
+        ):
             return replace(item, step=max(0, self._first_step - 1))
         return item
 
     def _send_steps(self, entries: list[StepItems]) -> None:
-        measured = [item for entry in entries for item in entry.items if isinstance(item, Measured)]
+        measured = [item for entry in entries for item in entry.items if isinstance(item, MeasuredStep)]
         grew = [self._maker.declare(item.measurement.layout, item.watch_index) for item in measured]
         if any(grew):
-            self._introduce_stream()
+            self._register_stream()
         reports = [report for entry in entries for report in self._reports(entry)]
         if not reports:
             return
@@ -184,7 +186,7 @@ class StreamSender:
             self._counts.drop("no_number")
         return reports
 
-    def _introduce_stream(self) -> None:
+    def _register_stream(self) -> None:
         identity = self._identity
         self._send(
             StreamCreate(
@@ -211,7 +213,7 @@ class _Draft:
     step: int
     time: float
     scalars: dict[str, float] = field(default_factory=dict)
-    block: NDArray[np.float64] | None = None
+    totals: NDArray[np.float64] | None = None
     model: NDArray[np.float64] | None = None
 
 
@@ -237,7 +239,7 @@ class SteadyTime:
 class ReportMaker:
     """Layers and statistics of one stream, in the order in which they were first seen, and its next seq.
 
-    Several watches share the stream: each fills its own rows and columns of the common block, NaN elsewhere.
+    Several watches share the stream: each fills its own rows and columns of the common table, NaN elsewhere.
     """
 
     def __init__(self, time: SteadyTime) -> None:
@@ -280,20 +282,20 @@ class ReportMaker:
         """
         drafts: list[_Draft] = []
         for item in items:
-            if isinstance(item, Started):
+            if isinstance(item, AttemptStart):
                 continue
-            draft = self._measured(item) if isinstance(item, Measured) else self._logged(item)
+            draft = self._measured(item) if isinstance(item, MeasuredStep) else self._logged(item)
             if not (drafts and _merge_into(drafts[-1], draft)):
                 drafts.append(draft)
-        found = [part for draft in drafts for part in self._parts(draft)]
-        parts = sum(part.block is not None for part in found)
-        return [self._numbered(part, parts) for part in found if part.scalars or part.block is not None]
+        found = [part for draft in drafts for part in self._split(draft)]
+        parts = sum(part.totals is not None for part in found)
+        return [self._numbered(part, parts) for part in found if part.scalars or part.totals is not None]
 
     def scalars_report(self, step: int, time: float, scalars: dict[str, float]) -> Report:
         """A report of scalars alone."""
         return self._numbered(_Draft(step, time, dict(scalars)))
 
-    def _measured(self, item: Measured) -> _Draft:
+    def _measured(self, item: MeasuredStep) -> _Draft:
         measurement = item.measurement
         layout = measurement.layout
         if item.ready is not None:
@@ -302,32 +304,32 @@ class ReportMaker:
         merged = reduce_shards(table, axis=0)
         rows = [self._rows[key] for key in layout.statistics]
         columns = [self._columns[_column_key(item.watch_index, layer)] for layer in layout.layers]
-        block = np.full((max(rows, default=-1) + 1, max(columns, default=-1) + 1), np.nan)
-        block[np.ix_(rows, columns)] = table.array
-        model = np.full(block.shape[0], np.nan)
+        totals = np.full((max(rows, default=-1) + 1, max(columns, default=-1) + 1), np.nan)
+        totals[np.ix_(rows, columns)] = table.array
+        model = np.full(totals.shape[0], np.nan)
         model[rows] = [merged.get(key, np.nan) for key in layout.statistics]
         scalars = {name: float(value) for name, value in measurement.scalars.items()}
-        return _Draft(measurement.step, measurement.time, scalars, block, model)
+        return _Draft(measurement.step, measurement.time, scalars, totals, model)
 
-    def _parts(self, draft: _Draft) -> list[_Draft]:
-        """The draft, in parts of some layers each when its block is too large for one request.
+    def _split(self, draft: _Draft) -> list[_Draft]:
+        """The draft; if its totals are too large for one request, several drafts of some layers each.
 
-        The parts are reports of one step, which merge as shards do: each has its own layers and their totals.
+        They are reports of one step, which merge as shards do: each has its own layers and their totals.
         """
-        if draft.block is None or draft.block.nbytes <= _LARGEST_PART_BYTES:
+        if draft.totals is None or draft.totals.nbytes <= _LARGEST_TOTALS_BYTES:
             return [draft]
-        keys = self.statistics[: draft.block.shape[0]]
-        width = max(1, _LARGEST_PART_BYTES // (draft.block.itemsize * len(keys)))
+        keys = self.statistics[: draft.totals.shape[0]]
+        width = max(1, _LARGEST_TOTALS_BYTES // (draft.totals.itemsize * len(keys)))
         parts: list[_Draft] = []
-        for begin in range(0, draft.block.shape[1], width):
-            block = draft.block[:, : begin + width].copy()
-            block[:, :begin] = np.nan
-            merged = reduce_shards(dict(zip(keys, block, strict=True)), axis=0)
+        for begin in range(0, draft.totals.shape[1], width):
+            totals = draft.totals[:, : begin + width].copy()
+            totals[:, :begin] = np.nan
+            merged = reduce_shards(dict(zip(keys, totals, strict=True)), axis=0)
             model = np.array([merged.get(key, np.nan) for key in keys])
-            parts.append(_Draft(draft.step, draft.time, {} if parts else draft.scalars, block, model))
+            parts.append(_Draft(draft.step, draft.time, {} if parts else draft.scalars, totals, model))
         return parts
 
-    def _logged(self, item: Logged) -> _Draft:
+    def _logged(self, item: LoggedScalars) -> _Draft:
         assert item.step is not None
         draft = _Draft(item.step, item.time)
         for name, value in item.values.items():
@@ -340,18 +342,18 @@ class ReportMaker:
     def _numbered(self, draft: _Draft, parts: int = 1) -> Report:
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         time = self._time.of(draft.time)
-        if draft.block is None or draft.model is None:
+        if draft.totals is None or draft.model is None:
             return Report(seq=seq, step=draft.step, time=time, scalars=draft.scalars)
         return Report(
             seq=seq,
             step=draft.step,
             time=time,
             scalars=draft.scalars,
-            statistic_count=draft.block.shape[0],
-            layer_count=draft.block.shape[1],
-            statistics=array_to_bytes(draft.block),
+            statistic_count=draft.totals.shape[0],
+            layer_count=draft.totals.shape[1],
+            statistics=array_to_bytes(draft.totals),
             model=array_to_bytes(draft.model),
-            parts=parts,
+            reports_of_step=parts,
         )
 
     def _say_unreadable(self, name: str, value: object) -> None:
@@ -371,13 +373,13 @@ class ReportMaker:
 
 def _merge_into(mate: _Draft, draft: _Draft) -> bool:
     """Merge a draft into an earlier one of the same step, if both fit into one report."""
-    if mate.block is not None and draft.block is not None:
+    if mate.totals is not None and draft.totals is not None:
         return False
     if len(mate.scalars.keys() | draft.scalars.keys()) > LIMITS["scalars_per_report"]:
         return False
     mate.scalars.update(draft.scalars)
-    if draft.block is not None:
-        mate.block, mate.model, mate.time = draft.block, draft.model, draft.time
+    if draft.totals is not None:
+        mate.totals, mate.model, mate.time = draft.totals, draft.model, draft.time
     return True
 
 
@@ -392,7 +394,7 @@ def _column_key(watch_index: int, layer: Layer) -> tuple[object, ...]:
 
 
 def _is_counted(item: Item) -> bool:
-    return isinstance(item, Logged) and item.counted
+    return isinstance(item, LoggedScalars) and item.counted
 
 
 def _batches(reports: list[Report], limits: DeliveryLimits) -> Iterable[list[Report]]:

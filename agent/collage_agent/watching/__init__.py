@@ -1,1 +1,1 @@
-"""Behind `watch`: the hooks on an optimizer, iterations, the budget, and what people are told about a watch."""
+"""Behind `watch`: the hooks on an optimizer, iterations, the CPU budget, the description and the verdict."""

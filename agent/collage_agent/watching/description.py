@@ -21,12 +21,13 @@ from collage_agent.optim import CollageOptimizer
 from collage_agent.options import WatchOptions
 from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import is_quantised, reading_dtype, stored_tensors
-from collage_agent.sample.stored import OURS, PLAIN, elementwise_state
+from collage_agent.sample.remainders import codes_of
+from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["bytes_per_parameter", "describe", "fingerprint", "joined", "observed_strategy"]
+__all__ = ["bytes_per_parameter", "describe", "external_writes", "fingerprint", "joined", "observed_strategy"]
 
 _UNKNOWN: Final = "unknown"
 _NEARLY_ALL: Final = 0.9
@@ -113,14 +114,25 @@ def _together(
         gradients.update(entry.gradients)
         states = {**entry.states, **states}
     findings = list(dict.fromkeys(finding for entry in known for finding in entry.findings))
+    unexplained = dict.fromkeys(entry.unexplained for entry in known if entry.unexplained is not None)
     return msgspec.structs.replace(
-        largest, parameters=dict(parameters), gradients=dict(gradients), states=states, findings=findings
+        largest,
+        parameters=dict(parameters),
+        gradients=dict(gradients),
+        states=states,
+        findings=findings,
+        unexplained="; ".join(unexplained) or None,
     )
 
 
 def _most_common(counted: Counter[str], otherwise: str) -> str:
     """What most elements have; a rank may hold none."""
     return counted.most_common(1)[0][0] if counted else otherwise
+
+
+def external_writes(optimizers: Sequence[Optimizer]) -> int:
+    """How often our optimizers found a weight changed by somebody else; other libraries' do not look."""
+    return sum(optimizer.external_writes for optimizer in optimizers if isinstance(optimizer, CollageOptimizer))
 
 
 def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
@@ -150,8 +162,9 @@ def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
 
 def _tensors_of(parameter: Tensor, state: dict[str, Any]) -> Iterator[Tensor]:
     yield parameter
-    if parameter.grad is not None and not parameter.grad.is_sparse:
-        yield parameter.grad
+    for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
+        if gradient is not None and not gradient.is_sparse:
+            yield gradient
     for value in state.values():
         if isinstance(value, Tensor) and (value.numel() > 1 or value.shape == parameter.shape != torch.Size([])):
             yield value
@@ -167,17 +180,19 @@ def fingerprint(
     for entry in watched:
         parameter, elements = entry.parameter, entry.shard.elements
         parameters[_name(parameter.dtype)] += elements
-        if parameter.grad is not None:
-            gradients[_name(parameter.grad.dtype)] += elements
+        kept = intents[entry.group].kept
+        if (gradient := kept.gradient_of(parameter)) is not None:
+            gradients[_name(gradient.dtype)] += elements
         state = optimizer.state.get(parameter, {})
         for key in elementwise_state(parameter, state):
-            states.setdefault(key, set()).add(_kept_as(state, key))
+            states.setdefault(key, set()).add(_kept_as(state, key, kept))
     # Before the first step there are no states: what was seen at attach is what will be there.
     seen = {intents[entry.group].kept: None for entry in watched}
     made = [kept for kept in seen if states or kept is not OURS]
     residuals = [kept for kept in made if kept.residual and (kept.residual in states or not states)]
     masters = [kept.master for kept in made if kept.master and (kept.master in states or not states)]
     stochastic = {intents[entry.group].stochastic for entry in watched}
+    unexplained = dict.fromkeys(_unexplained(optimizer, entry, intents[entry.group]) for entry in watched)
     return wire.Fingerprint(
         parameters=dict(parameters),
         gradients=dict(gradients),
@@ -190,7 +205,9 @@ def fingerprint(
         findings=[
             *_findings(observed_strategy(optimizer, watched, intents), declared, states),
             *(_cast_master(key) for key in masters if _is_cast(key, optimizer, watched)),
+            *dict.fromkeys(_cast_remainders(optimizer, watched, intents)),
         ],
+        unexplained="; ".join(told for told in unexplained if told is not None) or None,
     )
 
 
@@ -216,30 +233,61 @@ def _strategy_of(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) 
         wider = state[kept.master].dtype.itemsize > entry.parameter.dtype.itemsize
         return "master-weights" if wider else "plain"
     if kept.residual is not None and (not state or state.get(kept.residual) is not None):
-        return "kahan"
+        return "kahan" if kept.code is None else "split-master"
     if kept.master is not None and not state:
         return "master-weights"
     if intent.stochastic:
         return "stochastic"
-    if intent.stochastic is None and kept == PLAIN and entry.parameter.dtype.itemsize < 4:
+    if intent.stochastic is None and kept.is_plain and entry.parameter.dtype.itemsize < 4:
         return _UNKNOWN
-    floats = [
-        reading_dtype(state, key)
-        for key, value in elementwise_state(entry.parameter, state).items()
-        if value.is_floating_point()
-    ]
+    if entry.parameter.dtype.itemsize >= 4:
+        return "plain"
+    kept_by_element = elementwise_state(entry.parameter, state)
+    floats = [reading_dtype(state, key) for key, value in kept_by_element.items() if value.is_floating_point()]
     wide = floats and all(dtype.itemsize >= 4 for dtype in floats)
-    quantised = any("quantised" in _kept_as(state, key) for key in elementwise_state(entry.parameter, state))
-    return "fp32-states" if wide and not quantised and entry.parameter.dtype.itemsize < 4 else "plain"
+    quantised = any("quantised" in _kept_as(state, key, kept) for key in kept_by_element)
+    return "fp32-states" if wide and not quantised else "plain"
 
 
-def _kept_as(state: Mapping[str, Any], key: str) -> str:
-    """In words: a dtype, or how a state is quantised."""
+def _unexplained(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) -> str | None:
+    """What was seen at attach; where no clone could be watched, integers beside a 16-bit weight are told of."""
+    if intent.unexplained is not None or intent.kind != "before-after" or not intent.kept.is_plain:
+        return intent.unexplained
+    state = optimizer.state.get(entry.parameter, {})
+    found = [
+        f"{key} ({_name(value.dtype)})"
+        for key, value in elementwise_state(entry.parameter, state).items()
+        if any(codes_of(reading_dtype(state, key), entry.parameter.dtype))
+    ]
+    return (
+        f"{' and '.join(found)} may complete the weights: no clone could be watched to see how" if found else None
+    )
+
+
+def _cast_remainders(
+    optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent]
+) -> Iterator[str]:
+    for entry in watched:
+        kept = intents[entry.group].kept
+        remainder = optimizer.state.get(entry.parameter, {}).get(str(kept.residual))
+        if kept is not OURS and kept.code is not None and remainder is not None and remainder.is_floating_point():
+            yield (
+                f"the integer remainder {kept.residual} has become {_name(remainder.dtype)}: loading a checkpoint "
+                "with load_state_dict casts it, and most of its bits are lost"
+            )
+
+
+def _kept_as(state: Mapping[str, Any], key: str, kept: Composition = PLAIN) -> str:
+    """In words: a dtype, how integers complete the weight, or how a state is quantised."""
     tensor: Tensor = local(state[key])
     if is_quantised(tensor):
         return f"{type(tensor).__name__}, quantised"
     if tensor.dtype == torch.uint8 and reading_dtype(state, key) != torch.uint8:
         return "8-bit blocks, quantised"
+    if key == kept.residual and kept.code is not None and not tensor.is_floating_point():
+        return f"{_name(tensor.dtype)}: {kept.code.words}"
+    if reading_dtype(state, key) != tensor.dtype:
+        return f"{_name(tensor.dtype)} and bits beside it" if tensor.is_floating_point() else "codes, quantised"
     return _name(tensor.dtype)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Literal
 
+import torch
+
 __all__ = ["Governor"]
 
 _STEPS_BEFORE_JUDGING: Final = 4
@@ -18,7 +20,7 @@ _ROOM_TO_SPARE: Final = 0.25
 
 
 class Governor:
-    """Counts the CPU of the hooks' thread and of the worker against the rest of the process.
+    """Counts the CPU of the hooks and of the worker against the rest of the process.
 
     `interval` = every · 2^doublings: steps divisible by it are measured. With budget None nothing is
     changed. `cycle`: the period of the cost in steps, the least time to judge it by; doublings stretch it.
@@ -43,7 +45,7 @@ class Governor:
         self._hook_seconds = 0.0
         self._attached_at = time.process_time()
         self._measured = 0
-        self._window = (0, 0.0, self._attached_at)
+        self._last_judged = (0, 0.0, self._attached_at)
 
     @property
     def interval(self) -> int:
@@ -67,24 +69,29 @@ class Governor:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Count the CPU time spent inside as the agent's, and the wall time as `wall_seconds`."""
-        cpu, wall = time.thread_time(), time.perf_counter()
+        """Count the CPU time spent inside as the agent's, and the wall time as `wall_seconds`.
+
+        Torch's own threads, which work or wait for work meanwhile, are counted: what the process used, as far as so
+        many threads can have used it.
+        """
+        cpu, process, wall = time.thread_time(), time.process_time(), time.perf_counter()
         try:
             yield
         finally:
-            self._hook_seconds += time.thread_time() - cpu
+            of_this_thread = time.thread_time() - cpu
+            self._hook_seconds += min(time.process_time() - process, of_this_thread * torch.get_num_threads())
             self.wall_seconds += time.perf_counter() - wall
 
     def judge(self) -> bool:
         """Look at the cost after a measured step; True if `sample` has just become smaller."""
         self._measured += 1
-        count, agent_then, process_then = self._window
+        count, agent_then, process_then = self._last_judged
         agent, process = self.agent_cpu_seconds, time.process_time()
         if self._measured == _WARM_UP_STEPS:
-            self._window = (self._measured, agent, process)
+            self._last_judged = (self._measured, agent, process)
         if self._budget is None or self._measured < max(count, _WARM_UP_STEPS) + self._judged_after:
             return False
-        self._window = (self._measured, agent, process)
+        self._last_judged = (self._measured, agent, process)
         ratio = _over_rest(agent - agent_then, process - process_then)
         if ratio > self._budget:
             return self._do_less()

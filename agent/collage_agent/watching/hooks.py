@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
-from collage_agent.intent.choose import Intents, choose_intent
+from collage_agent.intent.before_after import BeforeAfter
+from collage_agent.intent.choose import Intent, Intents
 from collage_agent.intent.clone import isolated
+from collage_agent.intent.foreign import ForeignOptimizer
+from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.measure.meter import Meter
+from collage_agent.measure.rotation import is_whole
 from collage_agent.measure.windows import Windows
 from collage_agent.options import WatchOptions
 from collage_agent.training.parameters import WatchedParameter, watched_parameters
@@ -31,6 +36,9 @@ from collage_monitor.table import Table
 
 __all__ = ["OptimizerHooks", "steps_taken"]
 
+_IN_PARTS: Final = (
+    "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
+)
 _HOST: Final = torch.device("cpu")
 _HOOKS_FILE: Final = torch_optimizer.__file__
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,7 +54,7 @@ class OptimizerHooks:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | ForeignOptimizer,
         options: WatchOptions,
         governor: Governor,
         guard: Guard,
@@ -55,11 +63,12 @@ class OptimizerHooks:
         number: int,
         named: dict[str, None],
         seed: int,
-        shard: int,
         sub_group: SubGroup | None = None,
     ) -> None:
-        self.optimizer = optimizer
-        self.stepping = stepping_optimizer(optimizer)
+        self.foreign = optimizer if isinstance(optimizer, ForeignOptimizer) else None
+        # What is foreign has parameter groups and states too; nothing else of it is read.
+        self.optimizer = cast(Optimizer, optimizer)
+        self.stepping = stepping_optimizer(self.optimizer)
         self.options = options
         self.totals: list[Table[Tensor]] | None = None
         self.closure_seen = False
@@ -69,11 +78,11 @@ class OptimizerHooks:
         self._sub_group = sub_group
         self._governor = governor
         self._guard = guard
-        sharding = Sharding(model, optimizer, sub_group)
+        sharding = Sharding(model, self.optimizer, sub_group)
         self._mixed_precision = sharding.mixed_precision
         watched, self.left_out = watched_parameters(model, self.stepping, options, sharding)
         with governor.timing():
-            self._intents = intents.of(self.stepping)
+            self._intents = _as_spread(intents.of(self.foreign or self.stepping), watched)
         self._sizes = _group_sizes(self.stepping)
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
@@ -84,9 +93,9 @@ class OptimizerHooks:
             oracle=options.oracle,
             windows=self._windows,
             seed=seed,
-            shard=shard,
+            casts=options.casts,
         )
-        self.skipped = SkippedSteps(optimizer)
+        self.skipped = SkippedSteps(self.optimizer)
         self._iterations: Iterations | None = None
         self._depth = 0
         self._measuring = False
@@ -94,10 +103,14 @@ class OptimizerHooks:
         self._eager_before = torch.compiler.disable(self._before)  # type: ignore[no-untyped-call]
         self._eager_after = torch.compiler.disable(self._after)  # type: ignore[no-untyped-call]
         self._handles: list[Any] = []
+        self.removed = True
 
     def begin(self, iterations: Iterations) -> None:
-        """Install the hooks; steps are counted in `iterations`."""
+        """Install the hooks, where there are any; steps are counted in `iterations`."""
         self._iterations = iterations
+        self.removed = False
+        if self.foreign is not None:
+            return
         self._handles = [
             # A wrapper that shares out tensors copies them back after its inner optimizer's step.
             self.stepping.register_step_pre_hook(self._before_step),
@@ -105,13 +118,19 @@ class OptimizerHooks:
             self.optimizer.register_load_state_dict_post_hook(self._state_was_loaded),
         ]
 
-    @property
-    def removed(self) -> bool:
-        """Whether the hooks are off."""
-        return not self._handles
+    def before_by_hand(self) -> None:
+        """A step is about to be taken by what calls no hooks; does nothing where hooks say so."""
+        if self.foreign is not None and not self.removed:
+            self._before(self.optimizer, (), {})
+
+    def after_by_hand(self) -> None:
+        """The step that `before_by_hand` announced has been taken."""
+        if self.foreign is not None and not self.removed:
+            self._after(self.optimizer)
 
     def remove(self) -> None:
         """Take the hooks off."""
+        self.removed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -119,7 +138,7 @@ class OptimizerHooks:
 
     def info(self, notes: Sequence[str]) -> wire.WatchInfo:
         """What is watched of this optimizer and how, in wire form."""
-        return describe(
+        described = describe(
             self.stepping,
             self.options,
             self.meter.watched,
@@ -127,6 +146,7 @@ class OptimizerHooks:
             notes=[*self._notes(), *notes],
             closure=self.closure_seen,
         )
+        return described if self.foreign is None else replace_fields(described, optimizer=self.foreign.named)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -250,11 +270,11 @@ class OptimizerHooks:
         if sizes == self._sizes:
             return
         self._sizes = sizes
-        self._intents = choose_intent(optimizer)
         known = {id(watched.parameter) for watched in self.meter.watched}
         found, self.left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
+        self._intents = _as_spread(Intents().of(self.foreign or optimizer), found)
         new = [watched for watched in found if id(watched.parameter) not in known]
         self.meter.extend(_with_unique_names(new, self._number, self._named), self._intents)
 
@@ -263,6 +283,9 @@ class OptimizerHooks:
 
     def _notes(self) -> list[str]:
         notes = [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
+        whole = [entry for entry in self.meter.watched if isinstance(self._intents[entry.group], WholeTensor)]
+        if parts := sum(not is_whole(entry) for entry in whole):
+            notes.append(f"{parts} tensors are {_IN_PARTS}")
         if self.stepping is not self.optimizer:
             notes.append(f"tensors are shared out over ranks by {type(self.optimizer).__name__}")
         if self._mixed_precision:
@@ -271,6 +294,23 @@ class OptimizerHooks:
                 f"shards are cast to {cast} for the forward pass, after the step: that rounding is not seen"
             )
         return notes
+
+
+def _as_spread(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -> list[Intent]:
+    """The groups' intents as far as this rank can follow them: no turn comes to groups that it has only parts of.
+
+    Putting the parts together would make ranks wait for each other, which the agent never does.
+    """
+    held = {entry.group for entry in watched if entry.shard.elements}
+    held -= {entry.group for entry in watched if is_whole(entry)}
+    return [
+        BeforeAfter(
+            f"{intent.reason}; its tensors are {_IN_PARTS}", intent.kept, intent.stochastic, intent.unexplained
+        )
+        if group in held and isinstance(intent, WholeTensor)
+        else intent
+        for group, intent in enumerate(intents)
+    ]
 
 
 def _with_unique_names(
@@ -304,10 +344,17 @@ def _inside_own_step(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def steps_taken(optimizer: Optimizer) -> int:
-    """The largest `step` in the optimizer's state. Synchronises, once, a device on which it is kept."""
-    steps = [state.get("step", 0) for state in optimizer.state.values() if isinstance(state, dict)]
-    return max((int(step.max().item()) if isinstance(step, Tensor) else int(step) for step in steps), default=0)
+def steps_taken(optimizer: Optimizer) -> int | None:
+    """The largest count of steps in the optimizer's states and groups; 0: none was taken, None: it keeps no count.
+
+    Synchronises, once, a device on which counts are kept.
+    """
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
+    counts = [state["step"] for state in states if "step" in state]
+    # schedule-free optimizers count in `k` of a group, others in its `step`.
+    counts += [group[key] for group in optimizer.param_groups for key in ("step", "k") if key in group]
+    known = [int(count.max().item()) if isinstance(count, Tensor) else int(count) for count in counts]
+    return max(known) if known else None if states else 0
 
 
 def _group_sizes(optimizer: Optimizer) -> tuple[int, ...]:

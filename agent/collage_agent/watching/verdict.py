@@ -1,7 +1,6 @@
-"""What people are told of a measured step: its numbers, and in words what was lost, where, and what to try.
+"""What people are told of a watch: the last step's numbers, and in words what was lost, where, and what to try.
 
-EDQ alone never makes a run healthy: an error that already sits in the optimizer's state is invisible to it, so
-the states' decrements or the oracle must agree. Otherwise the verdict is "unknown".
+The words are those of `collage_monitor.judgement`, about the recent past.
 """
 
 from __future__ import annotations
@@ -13,15 +12,27 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from collage_agent.measurement import Measurement
+from collage_agent.measurement import Layout, Measurement
+from collage_agent.watching.history import MODEL, Past
 from collage_monitor import wire
-from collage_monitor.judgement import STATE_TOLERANCE, judge, longest_window, state_decrements
-from collage_monitor.statistics import finish_all, reduce_shards
+from collage_monitor.judgement import (
+    EDQ_TOLERANCE,
+    STATE_TOLERANCE,
+    Evidence,
+    Judgement,
+    Values,
+    finite,
+    judge,
+    longest_window,
+    percent,
+    state_decrements,
+)
+from collage_monitor.onset import describe, find_onset
+from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["summarise", "verdict"]
+__all__ = ["evidence_of", "since", "summarise", "verdict"]
 
-Values = Mapping[str, float | None]
 
 _WORST: Final = 3
 NONE: Final[Mapping[tuple[str, ...], Measurement]] = {}
@@ -55,50 +66,77 @@ def summarise(
     }
 
 
-def verdict(summary: Mapping[str, Any], info: wire.WatchInfo) -> str:
-    """Several lines for people; `summary` is that of a watch."""
+def evidence_of(past: Past | None, layout: Layout | None, info: wire.WatchInfo) -> Evidence:
+    """The recent past as a judgement takes it."""
+    if past is None or layout is None:
+        return Evidence({}, watch=info)
+    recent = past.recent()
+    finished = {key: values[0] for key, values in finish_all(recent.totals).items()}
+
+    def column(index: int) -> dict[str, float | None]:
+        return {key: _value(values[index]) for key, values in finished.items()}
+
+    layers = {layer.name: column(MODEL + 1 + index) for index, layer in enumerate(layout.layers)}
+    return Evidence(column(MODEL), layers, info, recent.first_steps[0], recent.last_steps[-1])
+
+
+def since(past: Past | None, layout: Layout | None) -> str | None:
+    """Since when EDQ is what it is, and in which layers, if it changed while it was watched."""
+    if past is None or layout is None:
+        return None
+    edq = finish("edq_ratio", past.totals).T
+    names = [layer.name for layer in layout.layers]
+    found = find_onset(
+        past.first_steps, edq[MODEL], dict(zip(names, edq[MODEL + 1 :], strict=True)), least=EDQ_TOLERANCE
+    )
+    return None if found is None else describe(found, "EDQ")
+
+
+def verdict(evidence: Evidence, summary: Mapping[str, Any], changed: str | None = None) -> str:
+    """Several lines for people. `summary` is that of the last measured step, for what only it has; `changed` says
+    since when something is different."""
+    info = evidence.watch
+    assert info is not None
     believed = f", believed to be {info.strategy}" if info.strategy not in (None, info.observed_strategy) else ""
     head = f"{info.optimizer}, {info.dtype}, strategy {info.observed_strategy}{believed}"
-    if summary["step"] is None:
-        return f"{head}: nothing measured yet; the first measured step is the next one divisible by {info.every}"
-    model = summary["model"]
-    lines = [f"{head}, step {summary['step']}: {judge(model).health}"]
-    if info.fingerprint is not None:
-        lines += [f"  finding: {found}" for found in info.fingerprint.findings]
-    if info.intent_reason:
-        lines.append(f"  note: {info.intent_reason}")
-    if info.intent == "before-after":
-        lines.append("  only what changed is known, not what was intended: what was lost is unknown")
-        return "\n".join(lines)
-    lines += [f"  {line}" for line in _body(summary, info)]
+    notes = [f"  finding: {found}" for found in (info.fingerprint.findings if info.fingerprint else ())]
+    notes += [f"  note: {info.intent_reason}"] if info.intent_reason else []
+    if not evidence.model:
+        wait = f"nothing measured yet; the first measured step is the next one divisible by {info.every}"
+        return "\n".join([f"{head}: {wait}", *notes])
+    found = judge(evidence)
+    lines = [f"{head}, step {evidence.last_step}: {found.health}", f"  {found.text}"]
+    lines += [f"  since when: {changed}"] if changed else []
+    lines += notes
+    if info.intent == "whole-tensor" and evidence.model.get("edq_ratio") is None:
+        lines.append("  EDQ is not known yet: whole tensors take turns, and the round is not complete")
+    if evidence.model.get("edq_ratio") is not None:
+        lines += [f"  {line}" for line in _body(evidence, summary["model"], found)]
     return "\n".join(lines)
 
 
-def _body(summary: Mapping[str, Any], info: wire.WatchInfo) -> Iterator[str]:
-    model = summary["model"]
-    edq = model.get("edq_ratio")
-    if edq is None and info.intent == "whole-tensor":
-        yield "EDQ is not known yet: whole tensors take turns, and the round is not complete"
-        return
-    if edq is None:
-        yield "EDQ is undefined: no update was intended in this step"
-        return
-    yield f"EDQ {edq:.4f}{_interval(model, 'edq_ratio')}: the share of the intended descent that arrived"
+def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
+    model, info = evidence.model, evidence.watch
+    assert info is not None
+    edq = f"{model['edq_ratio']:.4f}{_interval(model, 'edq_ratio')}"
+    yield f"EDQ {edq}: the share of the intended descent that arrived"
     yield from _lost(model, info)
-    yield from _worst_layers(summary["layers"])
+    yield from _worst_layers(evidence.layers)
     yield from _states(model)
     yield from _oracle(model)
     if info.observed_strategy in ("plain", "unknown"):
-        yield from _grid(model)
-    yield from _advice(model, info)
+        yield from _grid(last)
+    yield from _advice(found, info)
 
 
 def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
     window, seen = longest_window(model, "lost_window_ratio"), longest_window(model, "lost_visible_window_ratio")
     if window is not None:
-        visible = "" if seen is None or seen == window else f", of those that the forward pass sees {seen[1]:.1%}"
-        yield f"updates rounded away over {window[0]} steps: {window[1]:.1%}{visible}"
-    lost = model.get("lost_update_ratio")
+        visible = (
+            "" if seen is None or seen == window else f", of those that the forward pass sees {percent(seen[1])}"
+        )
+        yield f"updates rounded away over {window[0]} steps: {percent(window[1])}{visible}"
+    lost = finite(model.get("lost_update_ratio"))
     if lost is None:
         return
     strategy = STRATEGIES.get(info.strategy or info.observed_strategy)
@@ -106,15 +144,25 @@ def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
     if strategy is not None and strategy.stochastic:
         advice = "the window above judges it" if window is not None else "watch with windows=(64,) to judge it"
         caution = f"; one step misjudges stochastic rounding, {advice}"
-    yield f"updates rounded away in this step: {lost:.1%}{_interval(model, 'lost_update_ratio', '.1%')}{caution}"
+    yield f"updates rounded away in a step: {percent(lost)}{_interval(model, 'lost_update_ratio', '.1%')}{caution}"
 
 
 def _worst_layers(layers: Mapping[str, Values]) -> Iterator[str]:
-    known = [(name, ratio) for name, values in layers.items() if (ratio := values.get("edq_ratio")) is not None]
-    known.sort(key=lambda entry: -abs(1 - entry[1]))
+    """The layers with the largest error, in which an overshoot does not hide what is lost."""
+    known = [
+        (name, error) for name, values in layers.items() if (error := finite(values.get("update_error_ratio")))
+    ]
+    known.sort(key=lambda entry: -entry[1])
     if known:
-        worst = ", ".join(f"{name} {ratio:.3f}" for name, ratio in known[:_WORST])
-        yield f"furthest from 1: {worst}"
+        told = [
+            f"{name} (EDQ {_of(values, 'edq_ratio'):.3f}, lost {percent(_of(values, 'lost_update_ratio'))})"
+            for name, values in ((name, layers[name]) for name, _ in known[:_WORST])
+        ]
+        yield f"worst layers: {', '.join(told)}"
+
+
+def _of(values: Values, key: str) -> float:
+    return finite(values.get(key)) or 0.0
 
 
 def _states(model: Values) -> Iterator[str]:
@@ -122,26 +170,28 @@ def _states(model: Values) -> Iterator[str]:
     for name, value in found.items():
         if value < 1 - STATE_TOLERANCE:
             told = "it hardly decays, grows too large and makes later steps wrong; EDQ cannot see that"
+        elif value > 1 + STATE_TOLERANCE:
+            told = "it decays too fast"
         else:
             told = "it decays as it should"
         yield f"state {name}: decrements {value:.3f} of the intended ones: {told}"
     if not found:
-        yield "states: unknown, no moving average should have shrunk in this step"
+        yield "states: unknown, no moving average should have shrunk"
 
 
 def _oracle(model: Values) -> Iterator[str]:
-    step, way = model.get("edq_oracle_ratio"), model.get("oracle_displacement_ratio")
+    step, way = finite(model.get("edq_oracle_ratio")), finite(model.get("oracle_displacement_ratio"))
     if step is None or way is None:
         return
-    steps = model.get("oracle_steps") or 0
+    steps = finite(model.get("oracle_steps")) or 0
     yield (
-        f"against the fp64 oracle: this step {step:.4f}{_interval(model, 'edq_oracle_ratio')}, "
+        f"against the fp64 oracle: {step:.4f}{_interval(model, 'edq_oracle_ratio')}, "
         f"displacement over {steps:.0f} steps {way:.4f}"
     )
 
 
 def _grid(model: Values) -> Iterator[str]:
-    margin, factor = model.get("half_ulp_margin"), model.get("half_ulp_lr_factor")
+    margin, factor = finite(model.get("half_ulp_margin")), finite(model.get("half_ulp_lr_factor"))
     if margin is None or factor is None:
         return
     side = "above" if margin >= 0 else "below"
@@ -151,17 +201,17 @@ def _grid(model: Values) -> Iterator[str]:
     )
 
 
-def _advice(model: Values, info: wire.WatchInfo) -> Iterator[str]:
-    state = judge(model).health
-    if state == "unknown":
+def _advice(found: Judgement, info: wire.WatchInfo) -> Iterator[str]:
+    deciding = found.deciding
+    if found.health == "unknown" and deciding is not None and deciding.key == "edq_ratio":
         yield "EDQ alone proves nothing: watch with oracle=True to know"
-    elif state == "steps are off":
+    elif found.health == "steps are off":
         yield "each step keeps what it intends, but not what fp64 would do: look at states and learning rate"
-    elif state != "healthy":
+    elif found.health in ("losing updates", "states are stuck", "decay is lost"):
         plus, master = STRATEGIES["plus"], STRATEGIES["master-weights"]
         if info.observed_strategy == plus.name:
             yield f'try strategy="{master.name}" ({master.bytes_per_parameter} bytes a parameter)'
-        else:
+        elif info.observed_strategy != master.name:
             yield (
                 f'try collage_agent.optim.CollageAdamW(strategy="{plus.name}") ({plus.bytes_per_parameter} bytes a '
                 f'parameter) or "{master.name}" ({master.bytes_per_parameter})'
@@ -169,7 +219,7 @@ def _advice(model: Values, info: wire.WatchInfo) -> Iterator[str]:
 
 
 def _interval(model: Values, name: str, form: str = ".4f") -> str:
-    low, high = model.get(f"{name}_low"), model.get(f"{name}_high")
+    low, high = finite(model.get(f"{name}_low")), finite(model.get(f"{name}_high"))
     return "" if low is None or high is None else f" ({low:{form}} to {high:{form}})"
 
 

@@ -38,6 +38,10 @@ STRATEGY_COLOURS: Final = {
     "plus": "#0072B2",
     "full": "#4B1FA8",
     "fp32-states": "#9C1038",
+    "split-master": "#38B85D",
+    "split-master-16bit": "#0B16F9",
+    "split-master-8bit": "#6B63E0",
+    "split-24bit-8bit": "#5C1C56",
     "master-weights": "#009E73",
     "unknown": "#6B5A1E",
 }
@@ -100,7 +104,7 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
 
 
 def base_figure(traces: list[Any], *, revision: str = "", height: int = 300, **layout: Any) -> go.Figure:
-    """A figure of the house. While `revision` stays the same, a live update keeps the reader's zoom."""
+    """A figure in the dashboard's style. While `revision` stays the same, a live update keeps the reader's zoom."""
     return go.Figure(
         data=traces,
         layout={

@@ -202,7 +202,7 @@ def _measured(
 def _picker(view: View, runs: Sequence[wire.Run]) -> list[Any]:
     choices = [
         {"value": run.run_id, "label": identity.label}
-        for run, identity in zip(runs, identify([_Named(run) for run in runs]), strict=True)
+        for run, identity in zip(runs, identify([_RunNames(run) for run in runs]), strict=True)
     ]
     return [
         dmc.Title("Comparison", order=2),
@@ -244,7 +244,7 @@ def _charts(view: View, runs: Sequence[wire.Run]) -> list[Any]:
     return [*cards, chart_card(chosen, f"compare-chart-{len(CHARTS)}", header=select)]
 
 
-class _Named:
+class _RunNames:
     """A run under the four fields that name it."""
 
     def __init__(self, run: wire.Run) -> None:

@@ -15,7 +15,7 @@ from collage_dashboard.descriptions import count, describe, finite, interval, nu
 from collage_dashboard.identities import RunStyle, identify, is_stochastic, strategy_title
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
-from collage_monitor.judgement import judge
+from collage_monitor.judgement import Evidence, judge
 
 __all__ = [
     "COLUMNS",
@@ -89,9 +89,16 @@ def numbers(runs: Sequence[wire.ComparedRun]) -> html.Div:
 
 
 def verdicts(runs: Sequence[wire.ComparedRun]) -> html.Div:
-    """A sentence about each run; a good one needs two witnesses."""
-    lines = [verdict_line(judge(run.merged), identity) for run, identity in zip(runs, identify(runs), strict=True)]
+    """A sentence about each run: its model as a whole, over all measured steps."""
+    lines = [
+        verdict_line(judge(_evidence(run)), identity) for run, identity in zip(runs, identify(runs), strict=True)
+    ]
     return html.Div(lines, style={"marginTop": "16px"})
+
+
+def _evidence(run: wire.RunSummary) -> Evidence:
+    watch = wire.WatchInfo(optimizer="unknown", strategy=run.strategy, dtype=run.dtype or "unknown")
+    return Evidence(run.merged, watch=watch, last_step=run.last_step)
 
 
 def table(runs: Sequence[wire.ComparedRun]) -> dmc.Paper:

@@ -26,6 +26,7 @@ from collage_dashboard.reader import Reader, explain
 from collage_dashboard.view import View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
+from collage_monitor.evidence import read_evidence
 
 __all__ = ["layout", "register"]
 
@@ -94,9 +95,10 @@ def register(app: dash.Dash, reader: Reader) -> None:
         try:
             run = reader.ask(lambda client: client.run(run_id))
             compared = reader.ask(lambda client: client.compare([run_id], "edq_ratio", points=2)).runs[0]
+            evidence = reader.ask(lambda client: read_evidence(client, run_id))
         except CollageError as error:
             return notice(explain(error)), no_update, no_update, False
-        return None, head(run), summary(run, compared), run.state != "running"
+        return None, head(run), summary(run, compared, evidence), run.state != "running"
 
     @app.callback(
         Output("run-figures", "data"),

@@ -21,7 +21,7 @@ from collage_dashboard.reader import Reader
 from collage_dashboard.view import Tab, View
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
-from collage_monitor.judgement import judge
+from collage_monitor.judgement import Evidence, judge
 from collage_monitor.metrics import METRICS, split_key
 
 __all__ = [
@@ -64,8 +64,9 @@ def head(run: wire.Run) -> html.Div:
     )
 
 
-def summary(run: wire.Run, compared: wire.ComparedRun) -> html.Div:
-    """Three numbers, merged over all measured steps, with the newest step's beside them; and the verdict."""
+def summary(run: wire.Run, compared: wire.ComparedRun, evidence: Evidence) -> html.Div:
+    """Three numbers, merged over all measured steps, with the newest step's beside them; and the verdict on the
+    recent past."""
     validated = "validation_loss" in run.scalars
     loss = run.scalars.get("validation_loss" if validated else "loss")
     keys = ("edq_ratio", state_key(compared.merged))
@@ -81,7 +82,7 @@ def summary(run: wire.Run, compared: wire.ComparedRun) -> html.Div:
     return html.Div(
         [
             html.Div(cards, className="three"),
-            html.Div(verdict_line(judge(compared.merged)), style={"marginTop": "14px"}),
+            html.Div(verdict_line(judge(evidence)), style={"marginTop": "14px"}),
         ]
     )
 

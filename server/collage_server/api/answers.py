@@ -9,42 +9,9 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 
-__all__ = ["DESCRIBED", "answer", "describes", "error_response", "schemas"]
+__all__ = ["answer", "describes", "error_response", "schemas"]
 
 _REFERENCE: Final = "#/components/schemas/{name}"
-DESCRIBED: Final = (
-    wire.Act,
-    wire.ActPage,
-    wire.AlertmanagerAnswer,
-    wire.AlertmanagerMessage,
-    wire.Attempt,
-    wire.AttemptCreate,
-    wire.BatchAnswer,
-    wire.Catalogue,
-    wire.Comparison,
-    wire.Correlation,
-    wire.Deleted,
-    wire.ErrorAnswer,
-    wire.EventPage,
-    wire.Health,
-    wire.Heatmap,
-    wire.Histogram,
-    wire.Latest,
-    wire.LayerList,
-    wire.Run,
-    wire.RunCreate,
-    wire.RunPage,
-    wire.RunUpdate,
-    wire.Series,
-    wire.Stream,
-    wire.StreamCreate,
-    wire.StreamList,
-    wire.Token,
-    wire.TokenCreate,
-    wire.TokenCreated,
-    wire.TokenList,
-    wire.WorstLayer,
-)
 
 
 def answer(body: Any, status: int = 200) -> Response:
@@ -75,8 +42,8 @@ def describes(
 
 def schemas() -> dict[str, Any]:
     """JSON schemas of everything on the wire, by name."""
-    _, components = msgspec.json.schema_components(DESCRIBED, ref_template=_REFERENCE)
-    return components
+    kinds = [kind for kind in vars(wire).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    return msgspec.json.schema_components(kinds, ref_template=_REFERENCE)[1]
 
 
 def _reference(kind: type) -> dict[str, str]:

@@ -26,7 +26,7 @@ __all__ = [
     "declared_size",
     "decompress",
     "decompressed_bound",
-    "held_body",
+    "body_lease",
     "message",
     "read_body",
     "unreadable",
@@ -79,7 +79,7 @@ def _header(request: Request, name: bytes, default: str) -> str:
     return default if value is None else value.decode("latin-1")
 
 
-def held_body(request: Request, components: Components) -> BudgetLease:
+def body_lease(request: Request, components: Components) -> BudgetLease:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     Raises:
@@ -150,7 +150,7 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
         Unprocessable: decodable, but a field is of a wrong type or beyond its bound.
     """
     components, content_type = components_of(request), content_type_of(request)
-    with held_body(request, components) as held:
+    with body_lease(request, components) as held:
         return _decoded(await read_body(request, components, held, content_type), kind, content_type)
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.components import components_of
-from collage_server.queries import state_at
+from collage_server.queries.runs import state_at
 from collage_server.store import RunRevision
 
 __all__ = ["Revisions", "respond", "revisions_of"]

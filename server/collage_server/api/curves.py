@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
@@ -23,7 +23,6 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_monitor.statistics import statistics_for
-from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import Revisions, respond, revisions_of
@@ -38,9 +37,18 @@ from collage_server.api.reading import (
 from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
+from collage_server.queries.curves import (
+    MEAN_OF_LAST,
+    Axis,
+    compared_run,
+    merged_metrics,
+    metric_series,
+    run_summary,
+    scalar_series,
+)
 from collage_server.store import Points, RunRevision, ScalarPoints, Selection, Snapshot
 
-__all__ = ["CurveReader", "answer_since", "router"]
+__all__ = ["router"]
 
 router = resource("reading")
 _CURSOR = "Follow one curve: empty at first, then that of the last answer."
@@ -54,14 +62,14 @@ class Question:
     metrics: tuple[str, ...]
     layers: LayerChoice
     selection: Selection
-    axis: queries.Axis
+    axis: Axis
 
     @property
     def measured(self) -> tuple[str, ...]:
         """Those of the catalogue; the others are logged scalars."""
         return tuple(filter(is_metric, self.metrics))
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse what no run could answer."""
         for metric in self.metrics:
             if is_metric(metric):
@@ -93,7 +101,6 @@ def get_series(
         Selection(rank=rank, first_step=first_step, last_step=last_step, points=points),
         axis,
     )
-    asked.check()
     if cursor is not None and len(asked.metrics) > 1:
         raise Unprocessable("a cursor follows one metric: ask for each of them alone", field="metric")
     revisions = revisions_of(request, [run_id])
@@ -101,9 +108,7 @@ def get_series(
     def make() -> wire.Series:
         with components.store.points.snapshot() as now:
             if cursor is not None:
-                return answer_since(
-                    _curve_reader(now, run_id, asked), asked.selection, cursor, revisions[run_id][0]
-                )
+                return _answer_since(FollowedCurve(now, run_id, asked), cursor, revisions[run_id][0])
             return dict(_curves(now, [run_id], asked))[run_id]
 
     return respond(request, revisions, make)
@@ -131,7 +136,6 @@ def compare(
         Selection(rank=rank, first_step=first_step, last_step=last_step, points=points),
         axis,
     )
-    asked.check()
     revisions = revisions_of(request, run)
 
     def make() -> dict[str, Any]:
@@ -141,7 +145,7 @@ def compare(
             with components.store.points.snapshot() as now:
                 summaries = _summaries(components, now, {run_id: revisions[run_id] for run_id in missing})
                 for run_id, series in _curves(now, missing, asked, run):
-                    compared = queries.compared_run(summaries[run_id], series)
+                    compared = compared_run(summaries[run_id], series)
                     answers[run_id] = components.answers.put(keys[run_id], compared)
         return {"metric": asked.metrics[0], "axis": axis, "runs": list(answers.values())}
 
@@ -149,7 +153,10 @@ def compare(
 
 
 def _summaries(components: Components, now: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
-    """What is shown beside the curves, whichever they are: kept until the run changes."""
+    """What is shown beside the curves, whichever they are: kept until the run changes.
+
+    Made anew, it costs 50 runs of 10,000 points twice the CPU of the whole question.
+    """
     keys = {run_id: ("summary", run_id, revision) for run_id, revision in revisions.items()}
     kept = {run_id: components.answers.get(key) for run_id, key in keys.items()}
     found = {
@@ -158,11 +165,11 @@ def _summaries(components: Components, now: Snapshot, revisions: Revisions) -> d
         if raw is not None
     }
     if missing := [run_id for run_id in keys if run_id not in found]:
-        merged = queries.merged_metrics(now.points(missing, None, Selection(points=1)))
-        newest = now.newest_scalars(missing, queries.MEAN_OF_LAST)
+        merged = merged_metrics(now.points(missing, None, Selection(points=1)))
+        newest = now.newest_scalars(missing, MEAN_OF_LAST)
         for run_id, record in now.records(missing).items():
             _, state = revisions[run_id]
-            found[run_id] = queries.run_summary(record, state, merged[run_id], newest[run_id])
+            found[run_id] = run_summary(record, state, merged[run_id], newest[run_id])
             components.answers.put(keys[run_id], found[run_id])
     return found
 
@@ -173,7 +180,7 @@ def _curves(
     """The series of each run; its further metrics stand in `more`. A scalar must be known of one run, or `beside`.
 
     All runs and metrics are read together: what each has costs, the number of statements does not grow. Lists are
-    made run by run, so that one who is done with a run gives its memory to the next.
+    made run by run, so that a caller can free one run's before the next is made.
     """
     positions = positions_of(now, run_ids, asked.axis)
     points = _points(now, run_ids, asked) if asked.measured else {}
@@ -181,12 +188,12 @@ def _curves(
 
     def series_of(metric: str) -> Iterator[tuple[str, wire.Series]]:
         if metric in asked.measured:
-            return queries.metric_series(metric, _needed_by(metric, points), count, positions, shown)
+            return metric_series(metric, _needed_by(metric, points), count, positions, shown)
         logged = scalars_of(now, run_ids, metric, asked.selection)
         if not any(len(values.steps) for values in logged.values()):
             check_scalar_exists(now, metric, [*run_ids, *beside])
         return (
-            (run_id, queries.scalar_series(run_id, metric, values, count, positions[run_id]))
+            (run_id, scalar_series(run_id, metric, values, count, positions[run_id]))
             for run_id, values in logged.items()
         )
 
@@ -212,25 +219,31 @@ def _needed_by(metric: str, points: Mapping[str, Points]) -> dict[str, Points]:
     }
 
 
-def _curve_reader(now: Snapshot, run_id: str, asked: Question) -> CurveReader:
-    """One metric or logged scalar of one run, for `answer_since`."""
-    [key] = asked.metrics
+@dataclass(frozen=True)
+class FollowedCurve:
+    """One metric or logged scalar of one run."""
 
-    def answer(selection: Selection) -> wire.Series:
-        return dict(_curves(now, [run_id], replace(asked, selection=selection)))[run_id]
+    now: Snapshot
+    run_id: str
+    asked: Question
 
-    def read(selection: Selection) -> Points | ScalarPoints:
+    def answer(self, selection: Selection) -> wire.Series:
+        """The curve over a selection."""
+        return dict(_curves(self.now, [self.run_id], replace(self.asked, selection=selection)))[self.run_id]
+
+    def read(self, selection: Selection) -> Points | ScalarPoints:
+        """The stored numbers behind it."""
+        [key], runs = self.asked.metrics, [self.run_id]
         if is_metric(key):
-            return points_of(now, [run_id], statistics_for(key), selection, asked.layers)[run_id]
-        return scalars_of(now, [run_id], key, selection)[run_id]
+            return points_of(self.now, runs, statistics_for(key), selection, self.asked.layers)[self.run_id]
+        return scalars_of(self.now, runs, key, selection)[self.run_id]
 
-    def complete() -> int | None:
-        if not is_metric(key):
+    def newest_complete_step(self) -> int | None:
+        """The newest step that every rank has reached; None: whatever was read is as complete as it gets."""
+        if not self.asked.measured:
             return None
-        point = now.latest(run_id)
+        point = self.now.latest(self.run_id)
         return -1 if point is None else point.step
-
-    return CurveReader(read, answer, complete)
 
 
 class _Cursor(msgspec.Struct, frozen=True, array_like=True):
@@ -242,31 +255,18 @@ class _Cursor(msgspec.Struct, frozen=True, array_like=True):
 _DECODE: Final = msgspec.msgpack.Decoder(_Cursor).decode
 
 
-@dataclass(frozen=True)
-class CurveReader:
-    """One question about one run: `read` gives the stored numbers, `answer` the curve, of a selection.
-
-    `complete` is the newest step that every rank has reached; None: whatever was read is as complete as it gets.
-    """
-
-    read: Callable[[Selection], Points | ScalarPoints]
-    answer: Callable[[Selection], wire.Series]
-    complete: Callable[[], int | None]
-
-
-def answer_since(curve: CurveReader, selection: Selection, cursor: str, revision: RunRevision) -> wire.Series:
+def _answer_since(curve: FollowedCurve, cursor: str, revision: RunRevision) -> wire.Series:
     """The curve since the answer that gave `cursor`; the whole curve if that is empty or earlier points changed.
 
     Raises:
         Unprocessable: the cursor is not one of ours.
     """
-    now = _digest([repr(revision).encode()])
+    selection, now = curve.asked.selection, _digest([repr(revision).encode()])
     known = _decoded(cursor) if cursor else None
     if known is not None and known.revision == now:
         nothing = replace(selection, first_step=known.step + 1, last_step=known.step)
         return msgspec.structs.replace(curve.answer(nothing), cursor=cursor, continues=True)
-    complete = curve.complete()
-    ends = [step for step in (selection.last_step, complete) if step is not None]
+    ends = [step for step in (selection.last_step, curve.newest_complete_step()) if step is not None]
     held = curve.read(replace(selection, last_step=min(ends, default=None), points=None))
     last = int(held.steps[-1]) if len(held.steps) else -1
     goes_on = known is not None and known.step <= last and _digest_up_to(held, known.step) == known.digest

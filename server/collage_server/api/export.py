@@ -15,7 +15,7 @@ from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.export.formats import csv_bytes, jsonl_bytes, parquet_bytes
 from collage_server.export.steps import ExportPlan, plan_export
-from collage_server.queries import run_answer
+from collage_server.queries.runs import run_answer
 
 __all__ = ["router"]
 

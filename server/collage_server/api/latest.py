@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_monitor.statistics import statistics_for
-from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
@@ -24,6 +23,8 @@ from collage_server.api.reading import (
 )
 from collage_server.api.routing import resource
 from collage_server.components import components_of
+from collage_server.queries.correlation import RunValue, correlation, last_metric, last_scalar
+from collage_server.queries.runs import WORST_LAYERS, latest_answer
 from collage_server.store import Selection, Snapshot
 
 __all__ = ["router"]
@@ -41,14 +42,14 @@ def get_latest(request: Request, run_id: parameters.RunId) -> Response:
     def make() -> wire.Latest:
         with store.points.snapshot() as now:
             point = now.latest(run_id)
-            worst = worst_of(now, run_id, point, "edq_ratio", queries.WORST_LAYERS)
-            return queries.latest_answer(now.records([run_id])[run_id], point, worst)
+            worst = worst_of(now, run_id, point, "edq_ratio", WORST_LAYERS)
+            return latest_answer(now.records([run_id])[run_id], point, worst)
 
     return respond(request, [run_id], make)
 
 
 @router.get("/correlation", **describes(wire.Correlation))
-def correlation(
+def get_correlation(
     request: Request,
     x: Annotated[str, Query(max_length=512, description=_KEY)],
     y: Annotated[str, Query(max_length=512, description=_KEY)],
@@ -77,17 +78,15 @@ def correlation(
                     check_scalar_exists(now, key, run_ids)
             found = [_values(now, run_ids, key, window, layers) for key in (x, y)]
         places = [(records[run_id], found[0][run_id], found[1][run_id]) for run_id in run_ids]
-        return queries.correlation((x, y), window, places)
+        return correlation((x, y), window, places)
 
     return respond(request, run, make)
 
 
-def _values(
-    now: Snapshot, run_ids: list[str], key: str, window: float, layers: LayerChoice
-) -> dict[str, queries.RunValue]:
+def _values(now: Snapshot, run_ids: list[str], key: str, window: float, layers: LayerChoice) -> dict[str, RunValue]:
     if is_metric(key):
         needed = statistics_for(key, intervals=False)
         points = points_of(now, run_ids, needed, Selection(points=_RESOLUTION), layers)
-        return {run_id: queries.last_metric(key, held, window) for run_id, held in points.items()}
+        return {run_id: last_metric(key, held, window) for run_id, held in points.items()}
     logged = scalars_of(now, run_ids, key, Selection())
-    return {run_id: queries.last_scalar(values, window) for run_id, values in logged.items()}
+    return {run_id: last_scalar(values, window) for run_id, values in logged.items()}

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_monitor.metrics import HISTOGRAM_LABELS, STATISTICS
 from collage_monitor.statistics import statistics_for
-from collage_server import queries
 from collage_server.api import parameters
 from collage_server.api.answers import describes
 from collage_server.api.cache import respond
@@ -21,6 +20,7 @@ from collage_server.api.reading import LayerChoice, measured_at, points_of, posi
 from collage_server.api.routing import resource
 from collage_server.components import components_of
 from collage_server.errors import Unprocessable
+from collage_server.queries.layers import heatmap, histogram
 from collage_server.store import Selection
 
 __all__ = ["router"]
@@ -59,7 +59,7 @@ def get_heatmap(
             )
             measured = now.points([run_id], keys, selection)[run_id]
             positions = positions_of(now, [run_id], axis)[run_id]
-        found = queries.heatmap(run_id, metric, measured, points, order)
+        found = heatmap(run_id, metric, measured, points, order)
         times = measured.times[np.searchsorted(measured.steps, found.steps)]
         places = positions.of(np.array(found.steps), times)
         return msgspec.structs.replace(found, axis=axis, positions=wire.undefined_to_none(places))
@@ -96,7 +96,7 @@ def get_histogram(
             if step is not None:
                 selection = measured_at(now, run_id, step, rank)
             measured = points_of(now, [run_id], keys, selection, layers)[run_id]
-        return queries.histogram(run_id, name, measured, layers.label, merged=step is None)
+        return histogram(run_id, name, measured, layers.label, merged=step is None)
 
     return respond(request, [run_id], make)
 

@@ -10,7 +10,8 @@ from collage_monitor import wire
 from collage_monitor.metrics import METRICS, SCALARS, split_key
 from collage_monitor.statistics import reduce_shards, statistics_for
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.queries import CLIP_RATIO, UNCLIPPED, Axis, Positions, clip_ratio, concatenated, worst_layers
+from collage_server.queries.curves import CLIP_RATIO, UNCLIPPED, Axis, Positions, clip_ratio, concatenated
+from collage_server.queries.layers import worst_layers
 from collage_server.store import LatestPoint, Points, ScalarPoints, Selection, Snapshot
 
 __all__ = [

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.api.answers import answer, describes
-from collage_server.api.bodies import content_type_of, held_body, read_body, unreadable
+from collage_server.api.bodies import body_lease, content_type_of, read_body, unreadable
 from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
@@ -32,7 +32,7 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
     """Store a batch of reports exactly once; a bad or late one is named in `rejected`, its neighbours are kept."""
     components = components_of(request)
     content_type = content_type_of(request)
-    with held_body(request, components) as held:
+    with body_lease(request, components) as held:
         body = await read_body(request, components, held, content_type)
         refused: list[wire.RejectedReport] = []
         try:

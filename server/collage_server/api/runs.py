@@ -21,7 +21,7 @@ from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone, NotFound, Unprocessable
-from collage_server.queries import run_answer
+from collage_server.queries.runs import run_answer
 from collage_server.store import RunQuery, RunRecord
 
 __all__ = ["router"]

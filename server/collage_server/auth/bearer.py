@@ -25,7 +25,7 @@ from collage_server.errors import (
 from collage_server.settings import LOOPBACK_HOSTS, Settings
 from collage_server.store import AccessStore
 
-__all__ = ["Access", "principal_of"]
+__all__ = ["AccessPolicy", "principal_of"]
 
 _SCHEME: Final = b"bearer "
 _NOBODY: Final = Principal("nobody", "read", frozenset())
@@ -34,15 +34,15 @@ _KEPT_OWNERS: Final = 20_000
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
-    """Who this request comes from, as the door found."""
+    """The principal that AccessControl found for this request."""
     principal = connection.scope["state"]["principal"]
     if not isinstance(principal, Principal):
         raise TypeError("the request did not come through AccessControl")
     return principal
 
 
-class Access:
-    """Decides by method, path, query and headers. Whose a run is never changes, so that is kept."""
+class AccessPolicy:
+    """Decides by method, path, query and headers. A run's project never changes, so it is cached."""
 
     def __init__(self, settings: Settings, directory: TokenDirectory, store: AccessStore) -> None:
         self._no_auth = settings.no_auth

@@ -28,7 +28,7 @@ class Quotas:
             Unprocessable: too many layers.
         """
         if self._store.project_of(create.run_id) is None:
-            _check(project, "layers", self._store.usage(project).layers, self._settings.layers_per_project)
+            _check(project, "layers", self._store.count_layers(project), self._settings.layers_per_project)
 
     def check(self, project: str, what: CountedRows, count: int) -> None:
         """For the store: judge what the project holds with a change that is not committed yet.

@@ -44,7 +44,7 @@ def _place_options(function: _Function) -> _Function:
 
 
 class _Tokens:
-    """The three acts, through the API."""
+    """Creates, lists and revokes tokens through the API."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -70,7 +70,7 @@ def _user() -> str:
 
 
 class _HostTokens:
-    """The three acts, in the database: whoever may write its file may do this."""
+    """Creates, lists and revokes tokens in the database: anyone who may write its file may do this."""
 
     def __init__(self, store: AccessStore) -> None:
         self._store = store

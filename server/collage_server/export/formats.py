@@ -101,7 +101,7 @@ def read_rows(store: Store, plan: ExportPlan) -> Iterator[TableRows]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Order:
+class _RowOrder:
     """Where each row comes from: its step within the batch, and its layer, −1 for the model."""
 
     steps: NDArray[np.int64]
@@ -109,13 +109,13 @@ class _Order:
     order: NDArray[np.intp]
 
 
-def _order(batch: StepBatch, place: NDArray[np.intp], wide: int) -> _Order:
+def _order(batch: StepBatch, place: NDArray[np.intp], wide: int) -> _RowOrder:
     """The rows of the model and then those of the layers, put in order."""
     count = len(batch.steps)
     steps = np.concatenate([np.arange(count), np.repeat(place, wide)])
     layers = np.concatenate([np.full(count, -1), np.tile(np.arange(wide), len(place))])
     order = np.lexsort((layers, steps))
-    return _Order(steps[order], layers[order], order)
+    return _RowOrder(steps[order], layers[order], order)
 
 
 def _rows_of(batch: StepBatch, names: list[str], scalars: dict[str, str], computed: list[str]) -> TableRows:
@@ -136,7 +136,7 @@ def _rows_of(batch: StepBatch, names: list[str], scalars: dict[str, str], comput
     )
 
 
-def _logged(batch: StepBatch, name: str, rows: _Order) -> tuple[FloatArray, NDArray[np.bool_]]:
+def _logged(batch: StepBatch, name: str, rows: _RowOrder) -> tuple[FloatArray, NDArray[np.bool_]]:
     there = np.zeros(len(rows.order), dtype=bool)
     numbers = np.full(len(rows.order), np.nan)
     if name in batch.scalars:
@@ -147,7 +147,7 @@ def _logged(batch: StepBatch, name: str, rows: _Order) -> tuple[FloatArray, NDAr
 
 
 def _measured(
-    batch: StepBatch, place: NDArray[np.intp], rows: _Order, computed: list[str]
+    batch: StepBatch, place: NDArray[np.intp], rows: _RowOrder, computed: list[str]
 ) -> dict[str, tuple[FloatArray, NDArray[np.bool_]]]:
     model, layers = _finished(batch.points.totals), _finished(batch.layers)
     wide = (len(rows.order) - len(batch.steps)) // max(len(place), 1)

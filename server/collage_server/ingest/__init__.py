@@ -1,1 +1,1 @@
-"""The way in: check, queue, one writer, acknowledge after the commit."""
+"""Ingest of reports: check, queue, one writer, acknowledge after the commit."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from collage_server.errors import Busy, JournalFull
 
-__all__ = ["BudgetLease", "InFlight", "JournalBounds"]
+__all__ = ["BudgetLease", "InFlightBudget", "JournalBounds"]
 
 _LEAST: Final = 2**20
 _CUT: Final = 0.7
@@ -22,7 +22,7 @@ _GROWTH: Final = 0.1
 _RETRY_AFTER_SECONDS: Final = 2
 
 
-class InFlight:
+class InFlightBudget:
     """A budget of bytes; used on the event loop only, so without a lock.
 
     At most `limit`, and at any moment `allowed`: less when reports have lately waited longer than `wait_seconds`
@@ -63,7 +63,7 @@ class InFlight:
 class BudgetLease:
     """One request's part of the budget."""
 
-    def __init__(self, budget: InFlight, asked: int) -> None:
+    def __init__(self, budget: InFlightBudget, asked: int) -> None:
         self.size = 0
         self._budget = budget
         self._asked = asked

@@ -14,7 +14,7 @@ from cachetools import LRUCache
 
 from collage_monitor import wire
 from collage_server.errors import TooLarge, Unprocessable
-from collage_server.store.contract import StreamRecord
+from collage_server.store.records import StreamRecord
 
 __all__ = ["StreamRegistry", "check_batch"]
 
@@ -83,7 +83,7 @@ def _check(report: wire.Report, stream: StreamRecord) -> None:
     if report.statistic_count or report.layer_count:
         _check_declared(report, stream)
     if report.statistics is not None or report.model is not None:
-        _check_blocks(report)
+        _check_totals(report)
 
 
 def _check_declared(report: wire.Report, stream: StreamRecord) -> None:
@@ -100,7 +100,7 @@ def _check_declared(report: wire.Report, stream: StreamRecord) -> None:
             )
 
 
-def _check_blocks(report: wire.Report) -> None:
+def _check_totals(report: wire.Report) -> None:
     if report.statistic_count == 0:
         raise _Refusal("missing", "statistic_count is 0: leave statistics and model out", "statistic_count")
     if report.model is None:
@@ -110,11 +110,11 @@ def _check_blocks(report: wire.Report) -> None:
         _check_size("statistics", report.statistics, report.statistic_count * report.layer_count)
 
 
-def _check_size(field: str, block: bytes, numbers: int) -> None:
-    if len(block) != 8 * numbers:
+def _check_size(field: str, data: bytes, numbers: int) -> None:
+    if len(data) != 8 * numbers:
         raise _Refusal(
             "bad_size",
-            f"{field} has {len(block)} bytes, but {numbers} float64 take {8 * numbers}",
+            f"{field} has {len(data)} bytes, but {numbers} float64 take {8 * numbers}",
             field,
             8 * numbers,
         )

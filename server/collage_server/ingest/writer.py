@@ -17,7 +17,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from collage_server.errors import Busy, ServerError
-from collage_server.store.contract import GroupOutcome, ReportGroup, ReportJournal
+from collage_server.store import GroupOutcome, ReportGroup, ReportJournal
 
 __all__ = ["IngestCounters", "Writer"]
 
@@ -28,7 +28,7 @@ _COMMIT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 
 
 
 @dataclass(frozen=True, eq=False)
-class _Pending:
+class _PendingGroup:
     group: ReportGroup
     answer: asyncio.Future[GroupOutcome]
 
@@ -43,7 +43,7 @@ class Writer:
         self._counters = counters
         self._clock = clock
         self._commit_bytes = commit_bytes
-        self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
+        self._queue: SimpleQueue[_PendingGroup | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -74,10 +74,10 @@ class Writer:
         if self._loop is None or not self.running:
             raise Busy("the server is going down; send this batch again later", retry_after_seconds=1)
         answer: asyncio.Future[GroupOutcome] = self._loop.create_future()
-        self._hand_over(_Pending(group, answer))
+        self._hand_over(_PendingGroup(group, answer))
         return answer
 
-    def _hand_over(self, entry: _Pending | None) -> None:
+    def _hand_over(self, entry: _PendingGroup | None) -> None:
         """Wake the thread once all that is ready has run: sooner, it would wait for the interpreter."""
         if self._loop is not None:
             self._loop.call_soon(self._queue.put, entry)
@@ -89,10 +89,10 @@ class Writer:
             if batch:
                 self._commit(batch)
 
-    def _take(self) -> tuple[list[_Pending], bool]:
+    def _take(self) -> tuple[list[_PendingGroup], bool]:
         """All that waits, up to one commit's size; False when the end is reached."""
         first = self._queue.get()
-        batch: list[_Pending] = []
+        batch: list[_PendingGroup] = []
         size = reports = 0
         entry = first
         while entry is not None:
@@ -107,7 +107,7 @@ class Writer:
                 return batch, True
         return batch, False
 
-    def _commit(self, batch: list[_Pending]) -> None:
+    def _commit(self, batch: list[_PendingGroup]) -> None:
         started = time.perf_counter()
         try:
             outcomes: list[GroupOutcome | BaseException] = list(self._append(batch))
@@ -125,10 +125,10 @@ class Writer:
                 )
         self._deliver(batch, outcomes)
 
-    def _append(self, batch: list[_Pending]) -> list[GroupOutcome]:
+    def _append(self, batch: list[_PendingGroup]) -> list[GroupOutcome]:
         return self._journal.append([entry.group for entry in batch], self._clock())
 
-    def _append_alone(self, entry: _Pending) -> GroupOutcome | BaseException:
+    def _append_alone(self, entry: _PendingGroup) -> GroupOutcome | BaseException:
         """A bad group must not fail its neighbours."""
         try:
             return self._append([entry])[0]
@@ -143,13 +143,13 @@ class Writer:
             busy.__cause__ = error
             return busy
 
-    def _deliver(self, batch: list[_Pending], outcomes: list[GroupOutcome | BaseException]) -> None:
+    def _deliver(self, batch: list[_PendingGroup], outcomes: list[GroupOutcome | BaseException]) -> None:
         """One wake-up of the event loop for the whole commit."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_resolve, batch, outcomes)
 
 
-def _resolve(batch: list[_Pending], outcomes: list[GroupOutcome | BaseException]) -> None:
+def _resolve(batch: list[_PendingGroup], outcomes: list[GroupOutcome | BaseException]) -> None:
     for entry, outcome in zip(batch, outcomes, strict=True):
         if entry.answer.done():
             continue

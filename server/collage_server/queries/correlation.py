@@ -12,7 +12,7 @@ import numpy as np
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
 from collage_server.queries.finished import finished, number
-from collage_server.store.contract import FloatArray, Points, RunRecord, ScalarPoints
+from collage_server.store.records import FloatArray, Points, RunRecord, ScalarPoints
 
 __all__ = ["RunValue", "correlation", "last_metric", "last_scalar"]
 

@@ -1,4 +1,4 @@
-"""Metrics and logged scalars over runs, merged into buckets of measured points; and what is shown beside them."""
+"""Metrics and logged scalars over runs, merged to as many points as asked; and what is shown beside them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collage_monitor import wire
 from collage_monitor.statistics import finish_all, reduce_steps
 from collage_monitor.wire import Number
 from collage_server.queries.finished import finished, finished_interval, number, values
-from collage_server.store.contract import FloatArray, IntArray, Points, RunRecord, ScalarPoints
+from collage_server.store.records import FloatArray, IntArray, Points, RunRecord, ScalarPoints
 
 __all__ = [
     "Axis",
@@ -25,8 +25,8 @@ __all__ = [
     "StackedPoints",
     "UNCLIPPED",
     "stack_by_statistics",
-    "bucket_starts",
-    "bucket_width",
+    "merge_starts",
+    "merge_width",
     "clip_ratio",
     "compared_run",
     "concatenated",
@@ -37,39 +37,38 @@ __all__ = [
 ]
 
 
-def bucket_width(counts: NDArray[np.int64], points: int) -> int:
-    """How many measured points each of at most `points` buckets holds; those of `bucket_starts`."""
+def merge_width(counts: NDArray[np.int64], points: int) -> int:
+    """How many measured steps one of at most `points` merged points holds, in `merge_starts`."""
     size = max(-(-int(counts.sum()) // points), 1)
-    # Frozen points are far coarser than asked: each is a bucket, and does not coarsen the others.
+    # Frozen points are far coarser than asked: each stays one point, and does not coarsen the others.
     coarsest = int(counts[counts <= 2 * size].max(initial=1))
     return -(-size // coarsest) * coarsest
 
 
-def bucket_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
-    """First indices of at most `points` buckets of equally many measured points each; the last may be shorter.
+def merge_starts(counts: NDArray[np.int64], points: int) -> NDArray[np.intp]:
+    """Where each of at most `points` merged points begins: all hold equally many steps, the last maybe fewer.
 
-    `counts` says how many measured points each point merges already; a bucket holds whole points only. Where all
-    points of a bucket are merged to one, the buckets stay the same.
+    `counts` says how many measured steps each point merges already; points are never split. Merging twice gives the
+    same points as merging once.
     """
     if not len(counts):
         return np.zeros(0, dtype=np.intp)
     before = np.cumsum(counts) - counts
-    bucket = before // bucket_width(counts, points)
-    return np.append(0, np.flatnonzero(bucket[1:] != bucket[:-1]) + 1)
+    merged = before // merge_width(counts, points)
+    return np.append(0, np.flatnonzero(merged[1:] != merged[:-1]) + 1)
 
 
 @dataclass(frozen=True, eq=False)
 class StackedPoints:
-    """Points of runs that have the same statistics, one run after the other; `places` has each run's slice."""
+    """Points of runs that have the same statistics, one run after the other; `places` has each run's slice.
+
+    They are finished together: run by run, 50 runs of 10,000 points cost 1.6 times the CPU of the whole question.
+    """
 
     run_ids: list[str]
     world_sizes: list[int]
     places: list[slice]
     points: Points
-
-    def split(self, array: NDArray[Any]) -> list[NDArray[Any]]:
-        """An array over all points, by run."""
-        return [array[place] for place in self.places]
 
 
 def stack_by_statistics(points: Mapping[str, Points], metric: str | None = None) -> list[StackedPoints]:
@@ -138,8 +137,8 @@ def metric_series(
 ) -> Iterator[tuple[str, wire.Series]]:
     """The metric of each run, from points with one-dimensional totals; minimum and maximum are of single steps.
 
-    Runs that reported the same statistics are finished in one pass; lists are made run by run, so that one who is
-    done with a run gives its memory to the next.
+    Runs that reported the same statistics are finished in one pass; lists are made run by run, so that a caller
+    can free one run's before the next is made.
     """
     for group in stack_by_statistics(points, metric):
         yield from _series_of(metric, group, count, positions, layer)
@@ -149,7 +148,7 @@ def _series_of(
     metric: str, group: StackedPoints, count: int, positions: Mapping[str, Positions], layer: str | None
 ) -> Iterator[tuple[str, wire.Series]]:
     points, size = group.points, len(group.points.steps)
-    starts_of = _starts_of(group.split(points.counts), count)
+    starts_of = [merge_starts(points.counts[place], count) for place in group.places]
     starts = np.concatenate([at + place.start for at, place in zip(starts_of, group.places, strict=True)])
     last = np.cumsum([len(at) for at in starts_of]).tolist()
     low, high = _extremes(metric, points, starts)
@@ -163,16 +162,14 @@ def _series_of(
         "values": finished(metric, merged, (len(starts),)),
         "minimum": low,
         "maximum": high,
-        "ranks": _reduce(np.minimum, points.ranks, starts),  # with a partial step inside, a bucket is partial
+        "ranks": _reduce(np.minimum, points.ranks, starts),  # with a partial step inside, a merged point is partial
     }
     if bounds is not None:
         columns |= {"low": bounds[0], "high": bounds[1]}
     whole = {name for name, column in columns.items() if np.isfinite(column).all()}
-    shared: dict[bytes, list[Any]] = {}
     for run_id, world_size, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
         own: dict[str, Any] = {
-            name: _listed(column[a:b], shared) if name in whole else values(column[a:b])
-            for name, column in columns.items()
+            name: column[a:b].tolist() if name in whole else values(column[a:b]) for name, column in columns.items()
         }
         axis = positions[run_id].axis
         placed = own["steps"] if axis == "step" else values(positions[run_id].of(steps[a:b], times[a:b]))
@@ -180,30 +177,9 @@ def _series_of(
         yield run_id, wire.Series(axis=axis, positions=placed, **known, **own)
 
 
-def _starts_of(counts: list[NDArray[np.int64]], count: int) -> list[NDArray[np.intp]]:
-    """First indices of each run's buckets, found once where runs have the same points."""
-    found: dict[bytes, NDArray[np.intp]] = {}
-    keys = [own.tobytes() for own in counts]
-    for key, own in zip(keys, counts, strict=True):
-        if key not in found:
-            found[key] = bucket_starts(own, count)
-    return [found[key] for key in keys]
-
-
-def _listed(array: NDArray[Any], shared: dict[bytes, list[Any]]) -> list[Any]:
-    """Finite values; those of whole numbers are made once where runs have the same, as those of a sweep have."""
-    key = array.tobytes() if array.dtype.kind == "i" else b""
-    made = shared.get(key)
-    if made is None:
-        made = array.tolist()
-        if key:
-            shared[key] = made
-    return made
-
-
 def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, positions: Positions) -> wire.Series:
-    """A logged scalar: mean, minimum and maximum in each bucket. A logged NaN stays NaN, it is not undefined."""
-    starts = bucket_starts(np.ones(len(points.steps), dtype=np.int64), count)
+    """A logged scalar: mean, minimum and maximum in each merged point. A logged NaN stays NaN."""
+    starts = merge_starts(np.ones(len(points.steps), dtype=np.int64), count)
     ends = _ends(starts, len(points.steps))
     sizes = np.diff(np.append(starts, len(points.steps)))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -223,7 +199,7 @@ def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, posi
 
 
 def _extremes(metric: str, points: Points, starts: NDArray[np.intp]) -> tuple[FloatArray, FloatArray]:
-    """The metric's minimum and maximum over the single steps of each bucket; undefined where nobody knows them."""
+    """The metric's minimum and maximum over the single steps of each merged point; NaN where unknown."""
     merged = finished(metric, points.totals, (len(points.steps),))
     single = points.counts == 1
     if single.all():
@@ -257,18 +233,13 @@ def run_summary(
     record: RunRecord, state: str, merged: dict[str, Number | None], newest: Mapping[str, FloatArray]
 ) -> wire.RunSummary:
     """The run beside others; `merged` are its metrics over everything measured, `newest` its last logged values."""
-    return wire.RunSummary(
-        run_id=record.run_id,
-        name=record.name,
-        strategy=record.strategy,
-        dtype=record.dtype,
-        state=state,
-        last_step=record.last_step,
-        reports=record.reports,
-        merged=merged,
-        scalars=record.scalars,
-        mean_scalars={name: _mean(values) for name, values in newest.items()},
-    )
+    computed: dict[str, Any] = {
+        "state": state,
+        "merged": merged,
+        "mean_scalars": {name: _mean(values) for name, values in newest.items()},
+    }
+    stored = (name for name in wire.RunSummary.__struct_fields__ if name not in computed)
+    return wire.RunSummary(**computed, **{name: getattr(record, name) for name in stored})
 
 
 def compared_run(summary: wire.RunSummary, series: wire.Series) -> wire.ComparedRun:

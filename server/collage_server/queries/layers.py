@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_monitor.metrics import HISTOGRAM_LABELS, metric, split_key
 from collage_monitor.statistics import histogram_counts, reduce_steps
-from collage_server.queries.curves import bucket_starts
+from collage_server.queries.curves import merge_starts
 from collage_server.queries.finished import finished, number, values
-from collage_server.store.contract import Points
+from collage_server.store.records import Points
 
 __all__ = [
     "heatmap",
@@ -54,7 +54,7 @@ def worst_layers(key: str, points: Points, k: int) -> list[wire.WorstLayer]:
 def heatmap(run_id: str, metric: str, points: Points, count: int, order: Literal["depth", "worst"]) -> wire.Heatmap:
     """values[layer][point] of points whose totals are [points, layers]; "worst" judges the whole run merged."""
     size, layers = len(points.steps), len(points.layers)
-    starts = bucket_starts(points.counts, count)
+    starts = merge_starts(points.counts, count)
     ends = np.append(starts[1:], size)[: len(starts)] - 1
     merged = reduce_steps(points.totals, axis=0, starts=starts) if size else dict(points.totals)
     table = finished(metric, merged, (len(starts), layers)).T

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from collage_monitor import wire
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import Number
 from collage_server.queries.finished import numbers
-from collage_server.store.contract import LatestPoint, NewEvent, RunRecord
+from collage_server.store.records import LatestPoint, NewEvent, RunRecord
 
 __all__ = [
     "WORST_LAYERS",
@@ -66,25 +66,12 @@ def latest_answer(record: RunRecord, point: LatestPoint | None, worst: list[wire
 
 def run_answer(record: RunRecord, point: LatestPoint | None, now: float, stale_after_seconds: float) -> wire.Run:
     """The run with the metrics of its newest measured step."""
-    return wire.Run(
-        run_id=record.run_id,
-        project=record.project,
-        name=record.name,
-        group=record.group,
-        tags=record.tags,
-        notes=record.notes,
-        seed=record.seed,
-        config=record.config,
-        state=state_of(record, now, stale_after_seconds),
-        created_at=record.created_at,
-        updated_at=record.updated_at,
-        first_step=record.first_step,
-        last_step=record.last_step,
-        attempts=record.attempts,
-        watch=record.watch,
-        latest=model_metrics(point),
-        scalars=record.scalars,
-    )
+    computed: dict[str, Any] = {
+        "state": state_of(record, now, stale_after_seconds),
+        "latest": model_metrics(point),
+    }
+    stored = (name for name in wire.Run.__struct_fields__ if name not in computed)
+    return wire.Run(**computed, **{name: getattr(record, name) for name in stored})
 
 
 def with_health(streams: Sequence[wire.Stream]) -> list[wire.Stream]:

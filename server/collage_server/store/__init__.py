@@ -1,55 +1,43 @@
-"""Storage: the only room that knows a database. Everything outside goes through the contract."""
+"""Storage: the only package that uses a database. What the other packages use of it is listed here."""
 
-from collage_server.store.access.contract import AccessStore, ProjectUsage
-from collage_server.store.contract import (
+from collage_server.store.access.tokens import AccessStore
+from collage_server.store.database import Store
+from collage_server.store.journal.reports import ReportJournal, report_bytes
+from collage_server.store.postgresql import PostgresqlStore
+from collage_server.store.reading.snapshot import Snapshot
+from collage_server.store.records import (
     READERS,
-    EventStore,
     GroupOutcome,
     LatestPoint,
     NewEvent,
     Points,
     ReportGroup,
-    ReportJournal,
-    Retention,
-    RunPageRecord,
     RunQuery,
     RunRecord,
     RunRevision,
     ScalarPoints,
-    Sealing,
-    SealLimits,
     Selection,
     Sizes,
-    Snapshot,
-    Store,
     StreamRecord,
 )
-from collage_server.store.journal.reports import report_bytes
-from collage_server.store.postgresql import PostgresqlStore
-from collage_server.store.quota import CountedRows
+from collage_server.store.runs.runs import CountedRows
 from collage_server.store.sqlite import SqliteStore
 
 __all__ = [
     "AccessStore",
     "CountedRows",
-    "EventStore",
     "GroupOutcome",
     "LatestPoint",
     "NewEvent",
     "Points",
     "PostgresqlStore",
-    "ProjectUsage",
     "READERS",
     "ReportGroup",
     "ReportJournal",
-    "Retention",
-    "RunPageRecord",
     "RunQuery",
     "RunRecord",
     "RunRevision",
     "ScalarPoints",
-    "SealLimits",
-    "Sealing",
     "Selection",
     "Sizes",
     "Snapshot",

@@ -38,7 +38,7 @@ def back_up(database: Path, target: Path, timeout_seconds: float = 30.0) -> Back
     if not database.exists():
         raise StoreUnusable(f"{database} does not exist; name the server's data folder with --dir")
     _require_free(target)
-    with _passing(target) as part:
+    with _temporary_name(target) as part:
         try:
             with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=rw", uri=True)) as connection:
                 connection.execute(f"PRAGMA busy_timeout = {int(timeout_seconds * 1000)}")
@@ -79,7 +79,7 @@ def restore(file: Path, database: Path) -> Backup:
     database.parent.mkdir(parents=True, exist_ok=True)
     for neighbour in (database, *(database.with_name(database.name + end) for end in ("-wal", "-shm", "-journal"))):
         _require_free(neighbour)
-    with _passing(database) as part:
+    with _temporary_name(database) as part:
         shutil.copyfile(file, part)
     return found
 
@@ -90,8 +90,8 @@ def _require_free(path: Path) -> None:
 
 
 @contextmanager
-def _passing(target: Path) -> Iterator[Path]:
-    """A passing name beside the target, which it gets once its bytes and its entry are on the disk."""
+def _temporary_name(target: Path) -> Iterator[Path]:
+    """A temporary name beside the target; the file gets its own once its bytes and its entry are on the disk."""
     part = target.with_name(target.name + ".part")
     try:
         part.unlink(missing_ok=True)

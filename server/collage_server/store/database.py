@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collage_server.store.access.tokens import SqlAccess
-from collage_server.store.contract import SealLimits
+from collage_server.store.access.tokens import AccessStore
 from collage_server.store.engine.database import Database
-from collage_server.store.journal.reports import SqlJournal
-from collage_server.store.journal.streams import SqlStreams
-from collage_server.store.reading.snapshot import SqlPoints
-from collage_server.store.runs.events import SqlEvents
-from collage_server.store.runs.runs import SqlRuns
-from collage_server.store.sealing.retention import SqlRetention, SqlSealing
+from collage_server.store.journal.reports import ReportJournal
+from collage_server.store.journal.streams import StreamStore
+from collage_server.store.reading.snapshot import PointStore
+from collage_server.store.records import SealLimits
+from collage_server.store.runs.events import EventStore
+from collage_server.store.runs.runs import RunStore
+from collage_server.store.sealing.retention import Retention, Sealing
 
-__all__ = ["SqlStore"]
+__all__ = ["Store"]
 
 
-class SqlStore(Database):
-    """Implements `Store`; a backend is one of these, and adds its dialect."""
+class Store(Database):
+    """Keeps runs and reports, in one object for each thing that changes together; a backend adds its dialect.
+
+    Every method of theirs may be called from any thread. Unknown ids raise NotFound, deleted runs Gone,
+    contradictions Conflict. Times are Unix seconds.
+    """
 
     def __init__(self, stale_after_seconds: float, limits: SealLimits) -> None:
         super().__init__()
-        self.access = SqlAccess(self.reading, self.writing)
-        self.events = SqlEvents(self)
-        self.streams = SqlStreams(self)
-        self.journal = SqlJournal(self)
-        self.points = SqlPoints(self, stale_after_seconds)
-        self.sealing = SqlSealing(self, self.journal, limits, stale_after_seconds)
-        self.retention = SqlRetention(self, self.sealing.seal_late_reports)
-        self.runs = SqlRuns(self, self.retention.begin_purge)
+        self.access = AccessStore(self.reading, self.writing)
+        self.events = EventStore(self)
+        self.streams = StreamStore(self)
+        self.journal = ReportJournal(self)
+        self.points = PointStore(self, stale_after_seconds)
+        self.sealing = Sealing(self, self.journal, limits, stale_after_seconds)
+        self.retention = Retention(self, self.sealing.seal_late_reports)
+        self.runs = RunStore(self, self.retention.begin_purge)

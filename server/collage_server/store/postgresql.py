@@ -12,11 +12,11 @@ from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
-from collage_server.store.contract import SealLimits, Sizes
-from collage_server.store.database import SqlStore
+from collage_server.store.database import Store
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import reads_only
 from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
+from collage_server.store.records import SealLimits, Sizes
 
 __all__ = ["PostgresqlStore"]
 
@@ -35,7 +35,7 @@ _MIGRATION_LOCK: Final = 7_420_001
 _PROJECT_LOCKS: Final = 7_420_002
 
 
-class PostgresqlStore(SqlStore):
+class PostgresqlStore(Store):
     """A store at a SQLAlchemy URL. Rows are locked where two processes would otherwise decide on the same one.
 
     `unsafe` serves a cluster that may lose what it acknowledged.
@@ -178,8 +178,8 @@ class PostgresqlStore(SqlStore):
 def _ask_for_binary(
     _connection: Connection, cursor: Any, _statement: str, _parameters: Any, context: Any, _many: bool
 ) -> None:
-    """Blocks come as they are, not as hexadecimal text; a statement says that it reads some."""
-    if context is not None and context.execution_options.get("blocks"):
+    """Fetch blobs in binary, not as hexadecimal text, for statements with the execution option `blobs`."""
+    if context is not None and context.execution_options.get("blobs"):
         cursor.format = _BINARY
 
 

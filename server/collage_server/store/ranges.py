@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-__all__ = ["Ranges", "add_numbers", "add_ranges", "contains", "ranges_from_json", "ranges_to_json"]
+__all__ = ["Ranges", "add_numbers", "add_ranges", "contains", "count_numbers", "ranges_from_json", "ranges_to_json"]
 
 Ranges = Sequence[tuple[int, int]]
 """Sorted, disjoint, not adjacent: (first, last), both inclusive."""
@@ -47,3 +47,8 @@ def add_ranges(ranges: Ranges, added: Iterable[tuple[int, int]]) -> list[tuple[i
         else:
             merged.append((first, last))
     return merged
+
+
+def count_numbers(ranges: Ranges) -> int:
+    """How many numbers the ranges hold."""
+    return sum(last - first + 1 for first, last in ranges)

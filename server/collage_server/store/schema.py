@@ -187,7 +187,7 @@ run_latest: Final = Table(
 """Per stream, written with its reports: counts, newest places, `scalars` {name: [step, value]}; `sealed`, the
 ranges [[first_seq, last_seq], …] that have left the journal for chunks; `given_up`, those that will never come;
 `frozen_step`, up to which the attempt takes no more totals; `unfinished` {step: [parts that came, parts there are]}
-of the newest steps that are told in several reports and not whole yet."""
+of the newest steps that were sent in several reports and are not whole yet."""
 
 entry: Final = Table(
     "entry",
@@ -288,7 +288,7 @@ event: Final = Table(
     Column("layers", Text, nullable=False),
     UniqueConstraint("run_id", "origin"),
 )
-"""What happened to a run, numbered from 1; `origin` is what it comes from, so that it is told once."""
+"""What happened to a run, numbered from 1; `origin` is what it comes from, so that it is stored once."""
 
 replica_mismatch: Final = Table(
     "replica_mismatch",

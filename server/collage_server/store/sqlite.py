@@ -12,8 +12,7 @@ from typing import Any, Final
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from collage_server.errors import StoreUnusable
-from collage_server.store.contract import SealLimits, Sizes
-from collage_server.store.database import SqlStore
+from collage_server.store.database import Store
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import driver_cursor
 from collage_server.store.engine.files import (
@@ -25,6 +24,7 @@ from collage_server.store.engine.files import (
     sqlite_sizes,
 )
 from collage_server.store.migrate import migrate
+from collage_server.store.records import SealLimits, Sizes
 
 __all__ = ["SqliteStore"]
 
@@ -43,7 +43,7 @@ _PRAGMAS: Final = (
 )
 
 
-class SqliteStore(SqlStore):
+class SqliteStore(Store):
     """A store in `path`; several reader connections, and one writer at a time.
 
     `unsafe` uses a file on a network file system, too.

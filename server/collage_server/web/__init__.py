@@ -1,1 +1,1 @@
-"""What stands around every route: the connection, middleware, the read-only gate, failures, the description."""
+"""Middleware around every route: request ids, logs, access, the read-only gate, and failures as answers."""

@@ -1,6 +1,6 @@
-"""What stands before every route: a request id, a log record, an answer to every failure, and who may ask.
+"""Middleware before every route: a request id, a log record, an answer to every failure, access control.
 
-While the disk guard has a reason, what would store something new is answered 503.
+While the disk guard has a reason, requests that would store something new are answered 503.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import quote
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from collage_server.auth.bearer import Access
+from collage_server.auth.bearer import AccessPolicy
 from collage_server.auth.principals import Principal
 from collage_server.disk import DiskGuard
 from collage_server.errors import Busy
@@ -99,7 +99,7 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
 class AccessControl:
     """Admits requests by token, role and project, and leaves their principal in the request's state."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessPolicy) -> None:
         self.app = app
         self.access = access
 

@@ -70,6 +70,26 @@ def test_residuals_of_a_pair_equal_the_exact_ones(sample):
     assert model_values["residual_nonfinite"] == 0
 
 
+def test_a_residual_that_is_zero_again_was_dropped():
+    model = mlp()
+    optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")
+    handle = watch(model, optimizer, every=1, sample="all")
+    train(model, optimizer, 1)
+    assert handle.summary()["model"]["residual_dropped_ratio"] == 0.0
+    train(model, optimizer, 4, start=1)
+    assert handle.summary()["model"]["residual_dropped_ratio"] < 0.02
+    dropped = optimizer.state[model[0].weight]
+    dropped["parameter_low"].zero_()
+    dropped["exp_avg"][0], dropped["exp_avg_sq"][0] = 0.0, 0.0
+    train(model, optimizer, 1, start=5)
+    layers = handle.summary()["layers"]
+    assert totals_of(handle)["0.weight"]["residual_dropped"] == 30 * 69
+    assert layers["0.weight"]["residual_dropped_ratio"] == pytest.approx(69 / 70)
+    assert layers["2.weight"]["residual_dropped_ratio"] < 0.05
+    train(model, optimizer, 1, start=6)
+    assert handle.summary()["model"]["residual_dropped_ratio"] < 0.02
+
+
 def test_a_residual_that_is_not_finite_is_counted_and_left_out():
     model = mlp()
     optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy="light")

@@ -82,9 +82,7 @@ def torch_configurations() -> list[Configuration]:
             found.append(Configuration("torch", title, partial(kind, **settings), "shadow"))
     adafactor = Configuration("torch", "Adafactor", lambda p: T.Adafactor(p, lr=1e-2), "whole-tensor")
     muon = Configuration("torch", "Muon", lambda p: T.Muon(p, lr=1e-2), "whole-tensor", matrices=True)
-    sparse = Configuration(
-        "torch", "SparseAdam", T.SparseAdam, "before-after", "unknown", dtypes=(FP32,), sparse=True
-    )
+    sparse = Configuration("torch", "SparseAdam", T.SparseAdam, "shadow", "plain", dtypes=(FP32,), sparse=True)
     lbfgs = Configuration("torch", "LBFGS", T.LBFGS, "before-after", "unknown", dtypes=(FP32,), closure=True)
     return [*found, adafactor, muon, sparse, lbfgs]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from collage_agent.buckets.touched import TouchedPlan
 from collage_agent.intent.clone import isolated
 from collage_agent.watch import watch
 
@@ -98,13 +99,22 @@ def test_u_is_that_of_a_whole_rerun_in_fp64(entry, dtype):
         found = {}
         for planned in meter._plan:
             flat, position = planned.bucket.intended(None), 0
+            if entry.sparse:
+                assert isinstance(planned, TouchedPlan)
+                rows = planned.bucket.rows
+                assert rows is not None
+                found[0] = torch.zeros_like(expected[0]).flatten()
+                found[0][rows.index[rows.held]] = flat[rows.held.view(-1)]
+                continue
             for member, parameter in zip(planned.bucket.members, planned.bucket.parameters, strict=True):
                 found[member] = flat[position : position + parameter.numel()].clone()
                 position += -(-parameter.numel() // planned.bucket.layout.block) * planned.bucket.layout.block
     assert len(found) == len(expected)
     for member, u in enumerate(expected):
         difference = (found[member] - u.flatten()).abs().max()
-        assert float(difference) <= 1e-9 * float(u.abs().max()) > 0, member
+        # What several uses of a row add up to is summed in fp32, as the optimizer sums it.
+        tolerance = 1e-7 if entry.sparse else 1e-9
+        assert float(difference) <= tolerance * float(u.abs().max()) > 0, member
 
 
 WHOLE = [

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import bitsandbytes
 import pytest
 import torch
+import torchao.optim
+from collage_agent.intent.choose import choose_intent
 from collage_agent.intent.selftest import run_selftest
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,6 +19,7 @@ def parameters():
 
 
 ELEMENTWISE = {
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
     "SGD": lambda p: torch.optim.SGD(p, 1e-2),
     "SGD fused": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, fused=True),
     "AdamW": lambda p: torch.optim.AdamW(p),
@@ -91,7 +95,6 @@ NOT_ELEMENTWISE = {
     "adapting": (Adapting, "depends on all elements"),
     "noisy": (Noisy, "does not repeat"),
     "LBFGS": (lambda p: torch.optim.LBFGS(p), "cannot step"),
-    "SparseAdam": (lambda p: torch.optim.SparseAdam(p), "cannot step"),
 }
 if hasattr(torch.optim, "Muon"):
     NOT_ELEMENTWISE["Muon"] = (lambda p: torch.optim.Muon(p[:1]), "not elementwise")
@@ -127,3 +130,19 @@ def test_the_test_leaves_parameters_state_hooks_and_random_numbers_alone():
     assert not optimizer.state
     assert all(torch.equal(a, b) for a, b in zip(values, own, strict=True))
     assert all(parameter.grad is None for parameter in own)
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW", "bitsandbytes AdamW8bit"])
+def test_a_small_rate_is_no_reason_to_know_nothing(name, dtype, rate):
+    """The probes raise it as a tensor where it is one, and their weights do not drown what it moves."""
+    kinds = {
+        "torchao AdamW8bit": torchao.optim.AdamW8bit,
+        "bitsandbytes AdamW": bitsandbytes.optim.AdamW,
+        "bitsandbytes AdamW8bit": bitsandbytes.optim.AdamW8bit,
+    }
+    parameters = [nn.Parameter(torch.randn(24, 30).to(dtype)), nn.Parameter(torch.randn(24).to(dtype))]
+    with torch.compiler.set_stance("force_eager"):
+        (intent,) = choose_intent(kinds[name](parameters, lr=rate, betas=(0.9, 0.95)))
+    assert intent.kind == ("shadow" if name.startswith("torchao") else "rule")

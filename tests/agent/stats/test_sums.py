@@ -9,8 +9,16 @@ import pytest
 import torch
 from collage_agent.stats.blocks import Columns
 from collage_agent.stats.edq import edq_block_sums, edq_products, squared_block_sums
-from collage_agent.stats.intervals import population_factor, product_rows, ratio_variances, variance_keys
+from collage_agent.stats.intervals import (
+    fourth_moments,
+    interval_keys,
+    missed_share,
+    population_factor,
+    product_rows,
+    ratio_variances,
+)
 
+from collage_monitor.definitions import Interval
 from tests.reference import diagnostics
 
 
@@ -54,7 +62,41 @@ def test_variances_equal_the_textbook_formula():
         expected = diagnostics.variances(a[mine].tolist(), b[mine].tolist(), populations[tensor])
         assert found[:, tensor].tolist() == pytest.approx(expected, rel=1e-10)
     assert found[:, 1].tolist() == [0.0, 0.0, 0.0]
-    assert variance_keys(("x",)) == ("variance_numerator/x", "variance_denominator/x", "covariance/x")
+    variances = ("variance_numerator/x", "variance_denominator/x", "covariance/x")
+    assert interval_keys({"x": Interval("a", "b")}) == (*variances, "fourth_moment/x")
+    assert interval_keys({"x": Interval("a", "b", share=True)}) == variances
+
+
+def test_fourth_moments_tell_from_how_many_blocks_a_variance_comes():
+    generator = np.random.default_rng(6)
+    a, b = (torch.from_numpy(generator.normal(3.0, 1.0, 40)) for _ in range(2))
+    columns, factor = Columns(torch.zeros(40, dtype=torch.int64), 1), torch.tensor([2.5], dtype=torch.float64)
+    ratio = (a.sum() / b.sum()).view(1, 1)
+    found = fourth_moments(a.view(1, -1), b.view(1, -1), ratio, columns, factor)
+    exact = [diagnostics.exact(values) for values in (a, b, ratio[0])]
+    expected = sum((x - exact[2][0] * y) ** 4 for x, y in zip(*exact[:2], strict=True))
+    assert float(found[0, 0]) == pytest.approx(2.5**2 * float(expected), rel=1e-12)
+
+
+def test_what_a_sample_misses_is_told_by_an_auxiliary_that_steps_grow_with():
+    generator = np.random.default_rng(7)
+    squares = torch.from_numpy(generator.chisquare(32, 50))
+    columns = Columns(torch.zeros(50, dtype=torch.int64), 1)
+    one, count = torch.ones(1, dtype=torch.float64), torch.full((1,), 50.0, dtype=torch.float64)
+    scale, factor = 10 * one, population_factor(count, 10 * count)
+    error = float((squares.var() * 49 * factor).sqrt())
+    for other, whole, expected in (
+        (squares, 10 * squares.sum() + 3 * error, 9.0),
+        (4 * squares, 4 * (10 * squares.sum() - 3 * error), 9.0),
+        (torch.from_numpy(generator.chisquare(32, 50)), 1e4 * one, 0.0),
+        (squares, torch.nan * one, 0.0),
+        (torch.zeros_like(squares), one, torch.inf),
+    ):
+        found = missed_share(squares, other, whole.view(1), columns, scale, count, factor)
+        # Norms may be rounded to 16 bits: so much of the whole is not counted as missed.
+        rounding = float(whole.sum()) / float(other.sum() or 1) * float(squares.sum()) * 2.0**-7 / error
+        wanted = (expected**0.5 - rounding) ** 2 if expected == 9.0 else expected
+        assert float(found) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_one_block_of_many_has_no_variance_and_a_whole_tensor_of_one_block_has_none_to_speak_of():

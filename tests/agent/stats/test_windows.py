@@ -22,7 +22,7 @@ def test_window_sums_equal_the_exact_ones():
     found = dict(
         zip(
             WINDOW_SUMS,
-            window_block_sums(updates.sum(0), after - before, visible - before, 32).sum(1).tolist(),
+            window_block_sums(updates.sum(0), after - before, visible - before, 32).array.sum(1).tolist(),
             strict=True,
         )
     )

@@ -115,5 +115,9 @@ def test_an_older_message_without_a_fingerprint_is_understood_and_the_other_way_
     info = fingerprint_of(lambda p: torch.optim.AdamW(p)).info
     sent = msgspec.json.decode(msgspec.json.encode(info))
     assert msgspec.convert(sent, wire.WatchInfo) == info
+    del sent["fingerprint"]["unexplained"]
+    older = msgspec.convert(sent, wire.WatchInfo).fingerprint
+    assert older is not None
+    assert older.unexplained is None
     del sent["fingerprint"]
     assert msgspec.convert(sent, wire.WatchInfo).fingerprint is None

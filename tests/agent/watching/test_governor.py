@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from collage_agent.watch import watch
 from collage_agent.watching import governor as module
 from collage_agent.watching.governor import Governor
@@ -76,6 +77,18 @@ def test_the_worker_s_cpu_counts(clock):
     governor = Governor(10, 4096, 0.01, lambda: 3.0)
     clock.seconds = 13.0
     assert governor.overhead_ratio == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("process", "counted"), [(1.0, 1.0), (1.8, 1.8), (9.0, 2.0)])
+def test_torch_s_threads_count_as_far_as_there_are_any(clock, monkeypatch, process, counted):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    of_this_thread = Clock()
+    monkeypatch.setattr(clock, "thread_time", of_this_thread.process_time)
+    governor = Governor(10, 4096, 0.01)
+    with governor.timing():
+        clock.seconds += process
+        of_this_thread.seconds += 1.0
+    assert governor.agent_cpu_seconds == pytest.approx(counted)
 
 
 def test_a_smaller_sample_goes_on_measuring_with_the_oracle():

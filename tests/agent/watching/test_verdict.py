@@ -1,21 +1,25 @@
-"""The verdict: nobody is called healthy by EDQ alone."""
+"""The verdict: the judgement's word and sentence, the numbers beside them, and what to try."""
 
 from __future__ import annotations
 
+import pytest
+import torch
+from collage_agent import guard
+from collage_agent.measure.meter import Meter
 from collage_agent.watch import watch
 from collage_agent.watching.verdict import verdict
 
 from collage_monitor import wire
+from collage_monitor.judgement import Evidence
 from tests.agent.training import mlp, train
 
 
-def info(**changes):
-    return wire.WatchInfo(optimizer="AdamW", observed_strategy="plain", dtype="bfloat16", **changes)
+def told(model, layers=None, **changes):
+    info = {"optimizer": "AdamW", "observed_strategy": "plain", "dtype": "bfloat16", **changes}
+    return verdict(Evidence(model, layers or {}, wire.WatchInfo(**info), 3, 3), {"model": model})
 
 
 def test_the_words_name_loss_layers_states_grid_and_what_to_try():
-    import torch
-
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     handle = watch(model, optimizer, every=1, sample="all", oracle=True)
@@ -25,7 +29,8 @@ def test_the_words_name_loss_layers_states_grid_and_what_to_try():
     for words in (
         "AdamW, bfloat16, strategy plain, step 5: losing updates",
         "updates rounded away",
-        "furthest from 1: ",
+        "Measured: steps 1 to 5, 100 % of the elements.",
+        "worst layers: ",
         "state exp_avg_sq: decrements",
         "it hardly decays",
         "against the fp64 oracle",
@@ -33,27 +38,37 @@ def test_the_words_name_loss_layers_states_grid_and_what_to_try():
         'strategy="plus"',
     ):
         assert words in text
+    assert handle.judgement().text in text
     assert "losing updates" in handle._repr_html_()
     assert "6 layers, at step 5" in repr(handle)
 
 
+def test_the_words_quote_the_numbers_that_the_judgement_rests_on():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    handle = watch(model, optimizer, every=1, sample="all")
+    train(model, optimizer, 5)
+    found, merged = handle.judgement(), handle.evidence().model
+    assert found.deciding is not None
+    assert found.deciding.value == merged[found.deciding.key]
+    assert f"EDQ {merged['edq_ratio']:.4f}" in str(handle)
+    # One step is another number.
+    assert handle.summary()["model"]["edq_ratio"] != merged["edq_ratio"]
+
+
 def test_without_a_second_witness_the_words_say_unknown():
-    summary = {"step": 3, "model": {"edq_ratio": 1.0}, "layers": {}}
-    text = verdict(summary, info())
+    text = told({"edq_ratio": 1.0})
     assert text.startswith("AdamW, bfloat16, strategy plain, step 3: unknown")
     assert "EDQ alone proves nothing" in text
     assert "healthy" not in text
 
 
 def test_a_believed_label_stands_beside_the_observed_strategy():
-    summary = {"step": 3, "model": {"edq_ratio": 1.0}, "layers": {}}
-    text = verdict(summary, info(strategy="stochastic"))
-    assert "strategy plain, believed to be stochastic" in text
+    assert "strategy plain, believed to be stochastic" in told({"edq_ratio": 1.0}, strategy="stochastic")
 
 
 def test_before_after_claims_nothing():
-    summary = {"step": 3, "model": {"edq_ratio": None}, "layers": {}}
-    text = verdict(summary, info(intent="before-after", intent_reason="Muon is not elementwise"))
+    text = told({"elements": 4.0}, intent="before-after", intent_reason="Muon is not elementwise")
     assert "what was lost is unknown" in text
     assert "Muon is not elementwise" in text
     assert "healthy" not in text
@@ -61,11 +76,76 @@ def test_before_after_claims_nothing():
 
 def test_a_window_stands_beside_one_step_and_is_asked_for_where_one_step_misjudges():
     model = {"edq_ratio": 1.0, "lost_update_ratio": 0.5, "lost_window_ratio/64": 0.04}
-    summary = {"step": 64, "model": {**model, "lost_visible_window_ratio/64": 0.2}, "layers": {}}
-    text = verdict(summary, info(strategy="stochastic"))
-    assert "updates rounded away over 64 steps: 4.0%, of those that the forward pass sees 20.0%" in text
+    text = told({**model, "lost_visible_window_ratio/64": 0.2}, strategy="stochastic")
+    assert "updates rounded away over 64 steps: 4.0 %, of those that the forward pass sees 20.0 %" in text
     assert "the window above judges it" in text
     del model["lost_window_ratio/64"]
-    assert "watch with windows=(64,) to judge it" in verdict(
-        {**summary, "model": model}, info(strategy="stochastic")
-    )
+    assert "watch with windows=(64,) to judge it" in told(model, strategy="stochastic")
+
+
+@pytest.fixture
+def _errors_are_swallowed():
+    guard.raise_in_tests(False)
+    yield
+    guard.raise_in_tests(True)
+
+
+@pytest.mark.usefixtures("_errors_are_swallowed")
+@pytest.mark.parametrize("steps", [1, 5])
+def test_measurements_that_fail_say_so_with_the_reason(monkeypatch, steps):
+    """Optimizers on which every measurement fails were "nothing measured yet" for ever."""
+
+    def fail(*_):
+        raise RuntimeError("expected a projection")
+
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    handle = watch(model, optimizer, every=1)
+    monkeypatch.setattr(Meter, "_signature_now", fail)
+    train(model, optimizer, steps)
+    text = str(handle)
+    assert "nothing measured yet" in text
+    assert "last looking at the optimizer before a step: RuntimeError: expected a projection" in text
+    assert ("switched off after 3 failures" in text) == (steps == 5)
+
+
+def test_entries_of_the_state_that_are_no_parameters_are_no_failure():
+    """SPAM counts its steps beside the parameters' states: every report failed."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer.state["total_step"] = 3  # type: ignore[index]
+    handle = watch(model, optimizer, every=1)
+    train(model, optimizer, 2)
+    assert handle.judgement().health == "losing updates"
+
+
+def test_no_gradient_no_matching_parameter_and_nan_weights_are_three_sentences():
+    """All three were "no update was intended"."""
+    model, other = mlp(), mlp(1)
+    unstepped = torch.optim.AdamW(model.parameters())
+    foreign = torch.optim.AdamW(other.parameters())
+    handles = [watch(model, unstepped, every=1), watch(model, foreign, every=1)]
+    unstepped.step()
+    foreign.step()
+    texts = [handle.judgement().text for handle in handles]
+    assert texts[0].startswith("No watched layer had a gradient")
+    assert texts[1].startswith("None of the optimizer's tensors belongs to the model")
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    handle = watch(model, unstepped, every=1)
+    train(model, unstepped, 2)
+    found = handle.judgement()
+    assert found.health == "not finite"
+    assert "weights are NaN or infinite" in found.text
+    assert all(text in str(handle) for handle, text in zip([handle], [found.text], strict=True))
+
+
+def test_a_learning_rate_of_0_is_told_from_a_loss():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    handle = watch(model, optimizer, every=1)
+    train(model, optimizer, 2)
+    assert handle.judgement().text.startswith("Every intended update was 0")

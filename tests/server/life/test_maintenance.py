@@ -194,11 +194,15 @@ class Worn(Disk):
 
 def test_a_round_that_fails_is_logged_and_the_next_one_works(caplog):
     store = Worn()
-    maintenance = Maintenance(store, guard_of(store), clock=Clock(), days={})
+    maintenance = maintenance_of(store, days={})
     maintenance.attempt(maintenance.once)
     assert "maintenance failed" in caplog.text
     maintenance.once()
     assert store.retention.purges == []
+
+
+def maintenance_of(store, **more):
+    return Maintenance(store, guard_of(store), clock=Clock(), **more)
 
 
 class Watched(Worn):
@@ -216,7 +220,7 @@ class Watched(Worn):
 
 def test_the_disk_is_watched_while_a_round_is_long():
     store = Watched()
-    Maintenance(store, guard_of(store), clock=Clock(), days={}, disk_seconds=0.0).once()
+    maintenance_of(store, days={}, disk_seconds=0.0).once()
     assert store.looks == 5
 
 
@@ -263,6 +267,6 @@ class Poisoned(Life):
 def test_a_run_whose_retention_fails_holds_up_no_other_and_no_purge(caplog):
     store = Worn()
     store.retention = life = Poisoned()
-    Maintenance(store, guard_of(store), clock=Clock(), days={1: 1.0}).once()
+    maintenance_of(store, days={1: 1.0}).once()
     assert (life.expired, life.purges) == (["b"], [])
     assert "retention of run a failed" in caplog.text

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.store import READERS, ReportGroup, RunQuery, SealLimits, Selection
-from collage_server.store.contract import CONNECTIONS
+from collage_server.store import READERS, ReportGroup, RunQuery, Selection
 from collage_server.store.journal import streams
+from collage_server.store.records import CONNECTIONS, SealLimits
 
 from collage_monitor import metrics, wire
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points

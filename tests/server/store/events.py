@@ -44,10 +44,10 @@ class EventsContract:
 
     def test_gaps_are_told_when_they_are_new(self, store):
         stream = StoreContract.fill(store)
-        full = [wire.Gap(first_seq=1, last_seq=2, reason="spool full")]
+        full = [wire.ReportGap(first_seq=1, last_seq=2, reason="spool full")]
         store.journal.record_gaps(stream, full, NOW)
         store.journal.record_gaps(stream, full, NOW)
-        store.journal.record_gaps(stream, [wire.Gap(first_seq=2, last_seq=5, reason="spool full")], NOW + 1)
+        store.journal.record_gaps(stream, [wire.ReportGap(first_seq=2, last_seq=5, reason="spool full")], NOW + 1)
         texts = [event.text for event in store.events.read("r1", 1, 10)]
         assert texts == [
             "2 reports of rank 0 will never come (spool full)",

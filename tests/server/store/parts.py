@@ -25,7 +25,7 @@ class PartsContract(Senders):
         values = block(step, rank)
         left = [column for column in range(len(LAYERS)) if column not in columns]
         values[:, left] = np.nan
-        return msgspec.structs.replace(report(seq, step, rank=rank, values=values), parts=of)
+        return msgspec.structs.replace(report(seq, step, rank=rank, values=values), reports_of_step=of)
 
     @pytest.mark.parametrize("known", [[3, 3, 3], [2, 3, 3]])
     def test_a_step_is_partial_until_all_its_parts_have_come(self, store, reopen, known):

@@ -72,7 +72,7 @@ class RanksContract(Senders):
         self.append(store, stream, *held[:10], *held[20:])
         assert seal_all(store) == 1
         assert rows(store, schema.report) == 64 - 10 - 32
-        gap = wire.Gap(first_seq=10, last_seq=14, reason="spool_full")
+        gap = wire.ReportGap(first_seq=10, last_seq=14, reason="spool_full")
         store.journal.record_gaps(stream, [gap], NOW)
         outcome = self.append(store, stream, *held)
         assert (outcome.accepted, outcome.duplicates) == (10, 54)

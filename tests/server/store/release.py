@@ -82,7 +82,7 @@ def fill(server):
     store.retention.expire("r1", {1: server.clock.now + 32.5})
     server.attempt("r1", "launch-2", 75)
     server.stream("r1", stream_id="s2", launch_id="launch-2")
-    gap = wire.Gap(first_seq=5, last_seq=7, reason="spool_full")
+    gap = wire.ReportGap(first_seq=5, last_seq=7, reason="spool_full")
     batch = wire.ReportBatch(reports=[report(i, 75 + i) for i in range(4)], gaps=[gap])
     server.post("/streams/s2/reports", batch, wire.BatchAnswer, encode=wire.encode_batch)
     for run_id in ("r2", "r3"):

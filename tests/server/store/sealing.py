@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone, Unprocessable
 from collage_server.store import ReportGroup, Selection, schema
-from collage_server.store.chunks.blocks import read_layer_data
+from collage_server.store.chunks.blobs import read_layer_data
 from collage_server.store.reading import points as reading
 from collage_server.store.reading.run_view import is_known
 from sqlalchemy import func, select

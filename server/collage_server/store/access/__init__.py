@@ -1,1 +1,1 @@
-"""Access kept in the database: tokens, the audit log, and whose a run is."""
+"""Access kept in the database: tokens, the audit log, and which project owns a run."""

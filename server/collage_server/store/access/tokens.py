@@ -1,10 +1,10 @@
-"""Tokens, the audit log, and whose a run is, on an SQL database."""
+"""Tokens, the audit log, and which project owns a run, on an SQL database."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -14,19 +14,18 @@ from sqlalchemy import Connection, Row, bindparam, func, insert, or_, select, up
 from collage_monitor import wire
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.store import schema
-from collage_server.store.access.contract import ProjectUsage
 from collage_server.store.rows import from_json, to_json
 from collage_server.store.schema import act as ACT
 from collage_server.store.schema import token as TOKEN
 
-__all__ = ["SqlAccess", "record_acts"]
+__all__ = ["AccessStore", "record_acts"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
 _SHOWN: Final = [column for column in TOKEN.columns if column.name != "digest"]
 
 
-class SqlAccess:
-    """What access control asks of the database; every method is one transaction, from any thread."""
+class AccessStore:
+    """Tokens, the audit log, and which project owns a run; every method is one transaction, from any thread."""
 
     def __init__(self, reading: Transaction, writing: Transaction) -> None:
         self._reading = reading
@@ -78,11 +77,6 @@ class SqlAccess:
         with self._writing() as connection:
             connection.execute(statement.values(last_used_at=bindparam("used_at")), rows)
 
-    def record(self, act: wire.Act) -> None:
-        """Append one act to the audit log."""
-        with self._writing() as connection:
-            record_acts(connection, [act])
-
     def acts(self, cursor: str | None, limit: int) -> wire.ActPage:
         """A page of the audit log, newest first.
 
@@ -110,21 +104,13 @@ class SqlAccess:
             run_id = connection.execute(select(stream.c.run_id).where(stream.c.stream_id == stream_id)).scalar()
             return None if run_id is None else _project_of(connection, run_id)
 
-    def usage(self, project: str, tags: Collection[str] = ()) -> ProjectUsage:
-        """What a project holds, with `tags` added."""
-        run = schema.run
+    def count_layers(self, project: str) -> int:
+        """How many layers a project holds, summed over its runs."""
+        run, layer = schema.run, schema.layer
         mine = select(run.c.run_id).where(run.c.project == project)
-        tag, layer = schema.run_tag, schema.layer
-        counts = (
-            select(func.count()).select_from(run).where(run.c.project == project),
-            select(func.count(tag.c.tag.distinct())).where(tag.c.run_id.in_(mine)),
-            select(func.count()).select_from(layer).where(layer.c.run_id.in_(mine)),
-        )
-        known = select(tag.c.tag).distinct().where(tag.c.run_id.in_(mine), tag.c.tag.in_(list(tags)))
+        count = select(func.count()).select_from(layer).where(layer.c.run_id.in_(mine))
         with self._reading() as connection:
-            runs, tagged, layers = (connection.execute(count).scalar_one() for count in counts)
-            added = set(tags) - set(connection.execute(known).scalars())
-        return ProjectUsage(runs=runs, tags=tagged + len(added), layers=layers)
+            return int(connection.execute(count).scalar_one())
 
 
 def _project_of(connection: Connection, run_id: str) -> str | None:
@@ -136,7 +122,7 @@ def _project_of(connection: Connection, run_id: str) -> str | None:
 
 
 def record_acts(connection: Connection, acts: Sequence[wire.Act]) -> None:
-    """Append acts in the transaction of what they tell: neither stands without the other."""
+    """Append acts in the transaction of the change that they record: neither is stored without the other."""
     rows = [msgspec.structs.asdict(act) | {"details": to_json(act.details)} for act in acts]
     if rows:
         connection.execute(insert(ACT), rows)

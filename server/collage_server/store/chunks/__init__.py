@@ -1,1 +1,1 @@
-"""Sealed points: chunks of 256 points by level, as rows of blocks, and what is known without reading one."""
+"""Sealed points: chunks of 256 points by level, stored as rows with blobs, and an index of the chunks."""

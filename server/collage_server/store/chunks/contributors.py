@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Row, select
 
 from collage_server.store import schema
-from collage_server.store.contract import IntArray, StreamRecord
+from collage_server.store.records import IntArray, StreamRecord
 from collage_server.store.rows import int_array, int_bytes
 
 __all__ = [
     "Contributors",
-    "PartCount",
+    "StepReports",
     "pack_contributors",
     "rank_contributed",
     "read_contributors",
@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 
-class PartCount(NamedTuple):
-    """How many parts of a step a stream's reports have brought, of how many there are."""
+class StepReports(NamedTuple):
+    """How many reports of a step a stream has sent, of how many there are."""
 
     received: int
     expected: int
@@ -36,14 +36,14 @@ class PartCount(NamedTuple):
         """Whether nothing of the step is missing."""
         return self.received >= self.expected
 
-    def joined(self, other: PartCount) -> PartCount:
-        """With parts that came later."""
-        return PartCount(self.received + other.received, max(self.expected, other.expected))
+    def plus(self, other: StepReports) -> StepReports:
+        """With reports that came later."""
+        return StepReports(self.received + other.received, max(self.expected, other.expected))
 
 
-_WHOLE = PartCount(1, 1)
-Contributors = Mapping[int, Mapping[int, PartCount]]
-"""Step → stream → how many of its parts are sealed."""
+_WHOLE = StepReports(1, 1)
+Contributors = Mapping[int, Mapping[int, StepReports]]
+"""Step → stream → how many of its reports are sealed."""
 
 
 def unknown_stream(rank: int) -> int:
@@ -52,7 +52,7 @@ def unknown_stream(rank: int) -> int:
 
 
 def pack_contributors(
-    steps: IntArray, counts: Mapping[tuple[int, int], PartCount], ranks: Mapping[int, int]
+    steps: IntArray, counts: Mapping[tuple[int, int], StepReports], ranks: Mapping[int, int]
 ) -> dict[str, bytes]:
     """Columns of a part from its counts by (step, stream); `ranks` by stream. A table of ones is stored empty."""
     streams = sorted({stream for _, stream in counts})
@@ -85,24 +85,24 @@ def read_contributors(
     chunks: Collection[int],
     streams: Collection[StreamRecord],
     rank: int | None = None,
-) -> dict[int, dict[int, PartCount]]:
+) -> dict[int, dict[int, StepReports]]:
     """Who of the attempt's `streams` contributed to each step of these chunks; of one `rank` alone, where given."""
-    found: dict[int, dict[int, PartCount]] = defaultdict(dict)
+    found: dict[int, dict[int, StepReports]] = defaultdict(dict)
     by_rank: dict[int, list[int]] = defaultdict(list)
     for stream in streams:
-        by_rank[stream.rank].append(stream.stream)
+        by_rank[stream.rank].append(stream.number)
     for row in _rows(connection, run_id, attempt, chunks):
         ranks, table = _unpack(row)
         numbers = _numbers(row, ranks, by_rank)
         missing = int_array(row.unfinished or b"").reshape(-1, 4).tolist()
-        partial = {(step, number): PartCount(received, expected) for step, number, received, expected in missing}
+        partial = {(step, number): StepReports(received, expected) for step, number, received, expected in missing}
         steps = int_array(row.points).reshape(5, row.point_count)[1]
         chosen = np.flatnonzero((ranks == rank) | (rank is None))
         for step, present in zip(steps.tolist(), table[:, chosen], strict=True):
             for number in numbers[chosen[present]].tolist():
                 count = partial.get((step, number), _WHOLE)
                 known = found[step].get(number)
-                found[step][number] = count if known is None else known.joined(count)
+                found[step][number] = count if known is None else known.plus(count)
     return found
 
 
@@ -114,7 +114,7 @@ def unfinished_steps(
     streams: Collection[StreamRecord],
     rank: int,
 ) -> list[int]:
-    """Steps of these chunks of which parts from the rank are missing."""
+    """Steps of these chunks of which reports from the rank are missing."""
     if not any(row.unfinished for row in _rows(connection, run_id, attempt, chunks)):
         return []
     found = read_contributors(connection, run_id, attempt, chunks, streams, rank)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -14,11 +12,12 @@ from numpy.typing import NDArray
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.statistics import finish, metric_keys, reduce_shards, reduce_steps
 from collage_monitor.statistics.merge import with_variance_product_roots
-from collage_server.store.chunks.blocks import maximum_key, minimum_key
-from collage_server.store.contract import FloatArray, IntArray, Points, Selection
+from collage_server.store.chunks.blobs import maximum_key, minimum_key
+from collage_server.store.records import FloatArray, IntArray, Points, Selection
 
 __all__ = [
-    "PointTable",
+    "AttemptPoints",
+    "COUNTED",
     "coarsen",
     "has_layer_extremes",
     "join",
@@ -27,72 +26,51 @@ __all__ = [
     "select_points",
 ]
 
-_COUNTED = ("first_steps", "steps", "times", "ranks", "counts")
+COUNTED: Final = ("first_steps", "steps", "times", "ranks", "counts")
+"""What points have beside their totals."""
 
 
-@dataclass(frozen=True, eq=False)
-class PointTable:
-    """Points of one attempt, as `Points` has them."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttemptPoints(Points):
+    """Points of one attempt, also those that newer attempts hide."""
 
     attempt: int
-    first_steps: IntArray
-    steps: IntArray
-    times: FloatArray
-    ranks: IntArray
-    counts: IntArray
-    totals: dict[str, FloatArray]
-    extremes: dict[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
 
-_Points = TypeVar("_Points", PointTable, Points)
+_Points = TypeVar("_Points", bound=Points)
 
 
 def join(
-    tables: Mapping[str, Sequence[PointTable]],
-    bound: Callable[[str, int], int],
+    tables: Sequence[AttemptPoints],
+    bound: Callable[[int], int],
     selection: Selection,
-    world_sizes: Mapping[str, int],
+    world_size: int = 1,
     layers: Sequence[str] | None = None,
-) -> dict[str, Points]:
-    """All visible points of each run's tables in order of their steps; parts of one step are merged as shards.
+) -> Points:
+    """All visible points of a run's tables in order of their steps; parts of one step are merged as shards.
 
-    A point is visible before `bound(run_id, attempt)`; of attempts that share a step only the newest counts. Runs
-    with the same columns are put together in one pass: their points are slices of common arrays.
+    A point is visible before `bound(attempt)`; of attempts that share a step only the newest counts.
     """
-    ordered = {
-        run_id: sorted((table for table in members if len(table.steps)), key=lambda table: int(table.steps[0]))
-        for run_id, members in tables.items()
-    }
-    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
-    for run_id, members in ordered.items():
-        totals = tuple(dict.fromkeys(key for table in members for key in table.totals))
-        extremes = tuple(dict.fromkeys(key for table in members for key in table.extremes))
-        alike[totals, extremes].append(run_id)
-    found = {}
-    for (totals, extremes), run_ids in alike.items():
-        table = _table([table for run_id in run_ids for table in ordered[run_id]], totals, extremes, layers)
-        start = 0
-        for run_id in run_ids:
-            stop = start + sum(len(table.steps) for table in ordered[run_id])
-            own = replace(select_points(table, slice(start, stop)), world_size=world_sizes[run_id])
-            found[run_id] = _visible(own, ordered[run_id], partial(bound, run_id), selection)
-            start = stop
-    return {run_id: found[run_id] for run_id in tables}
+    ordered = sorted((table for table in tables if len(table.steps)), key=lambda table: int(table.steps[0]))
+    points = replace(_concatenated(ordered, layers), world_size=world_size)
+    if not ordered:
+        return points
+    order = _visible_order(ordered, points.steps, bound, selection)
+    as_it_stands = np.array_equal(order, np.arange(len(points.steps)))
+    return _merge_equal_steps(points if as_it_stands else select_points(points, order))
 
 
 def select_points(points: _Points, which: slice | IntArray) -> _Points:
     """Some of the points; with a slice, in the same memory."""
-    counted: dict[str, Any] = {name: getattr(points, name)[which] for name in _COUNTED}
+    counted: dict[str, Any] = {name: getattr(points, name)[which] for name in COUNTED}
     totals = {key: values[which] for key, values in points.totals.items()}
     extremes = {key: (low[which], high[which]) for key, (low, high) in points.extremes.items()}
     return replace(points, **counted, totals=totals, extremes=extremes)
 
 
-def _table(
-    tables: Sequence[PointTable], totals: Sequence[str], extremes: Sequence[str], layers: Sequence[str] | None
-) -> Points:
+def _concatenated(tables: Sequence[AttemptPoints], layers: Sequence[str] | None) -> Points:
     """The tables one after the other; NaN where one lacks a total."""
-    counted: dict[str, Any] = {name: _concatenate([getattr(p, name) for p in tables], name) for name in _COUNTED}
+    counted: dict[str, Any] = {name: _concatenate([getattr(p, name) for p in tables], name) for name in COUNTED}
     shape = () if layers is None else (len(layers),)
 
     def column(values: Iterable[FloatArray | None]) -> FloatArray:
@@ -102,13 +80,14 @@ def _table(
         ]
         return _concatenate(parts, "")
 
-    joined = {key: column(table.totals.get(key) for table in tables) for key in totals}
+    keys = dict.fromkeys(key for table in tables for key in table.totals)
+    totals = {key: column(table.totals.get(key) for table in tables) for key in keys}
     nothing = (None, None)
-    pairs = {key: [table.extremes.get(key, nothing) for table in tables] for key in extremes}
+    metrics = dict.fromkeys(metric for table in tables for metric in table.extremes)
+    pairs = {metric: [table.extremes.get(metric, nothing) for table in tables] for metric in metrics}
     return Points(
         **counted,
-        world_size=1,
-        totals=with_variance_product_roots(joined),
+        totals=with_variance_product_roots(totals),
         extremes={key: (column(a for a, _ in both), column(b for _, b in both)) for key, both in pairs.items()},
         layers=list(layers or ()),
     )
@@ -120,18 +99,8 @@ def _concatenate(parts: list[NDArray[Any]], name: str) -> NDArray[Any]:
     return np.zeros(0, dtype=np.float64 if name == "times" else np.int64)
 
 
-def _visible(
-    points: Points, tables: Sequence[PointTable], bound: Callable[[int], int], selection: Selection
-) -> Points:
-    if not tables:
-        return points
-    order = _visible_order(tables, points.steps, bound, selection)
-    as_it_stands = np.array_equal(order, np.arange(len(points.steps)))
-    return _merge_equal_steps(points if as_it_stands else select_points(points, order))
-
-
 def _visible_order(
-    tables: Sequence[PointTable], steps: IntArray, bound: Callable[[int], int], selection: Selection
+    tables: Sequence[AttemptPoints], steps: IntArray, bound: Callable[[int], int], selection: Selection
 ) -> IntArray:
     attempts = np.repeat([table.attempt for table in tables], [len(table.steps) for table in tables])
     limits = {int(attempt): bound(int(attempt)) for attempt in np.unique(attempts)}
@@ -173,16 +142,15 @@ def _merge_equal_steps(points: Points) -> Points:
         kept[twice] = np.nan
         return kept
 
-    return Points(
+    return replace(
+        points,
         first_steps=np.minimum.reduceat(points.first_steps, starts),
         steps=steps,
         times=np.maximum.reduceat(points.times, starts),
         ranks=np.add.reduceat(points.ranks, starts),
         counts=np.maximum.reduceat(points.counts, starts),
-        world_size=points.world_size,
         totals=reduce_shards({key: padded(values) for key, values in points.totals.items()}, axis=0),
         extremes={key: (alone(low), alone(high)) for key, (low, high) in points.extremes.items()},
-        layers=points.layers,
     )
 
 
@@ -204,9 +172,7 @@ def has_layer_extremes(key: str) -> bool:
     return split_key(key)[0] in _SHOWN_BY_LAYER
 
 
-def coarsen(
-    table: PointTable, level: int, points: int, metrics: Sequence[str]
-) -> tuple[PointTable, dict[str, FloatArray]]:
+def coarsen(table: Points, level: int, points: int, metrics: Sequence[str]) -> tuple[Points, dict[str, FloatArray]]:
     """A whole chunk at a coarser level: each point merges `level` of the chunk's `points` measured ones.
 
     A late point in between makes the last one larger. Beside it everything to store: totals and extremes by entry.
@@ -222,11 +188,11 @@ def coarsen(
     return coarse, stored
 
 
-def merged(table: PointTable, starts: NDArray[np.intp]) -> PointTable:
+def merged(table: Points, starts: NDArray[np.intp]) -> Points:
     """Points merged over their steps: each from one of `starts` to the next."""
     ends = np.append(starts[1:], len(table.steps)) - 1
-    return PointTable(
-        attempt=table.attempt,
+    return replace(
+        table,
         first_steps=table.first_steps[starts],
         steps=table.steps[ends],
         times=table.times[ends],

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError, InternalError, OperationalError
 
 from collage_server.errors import Busy, StoreUnusable, Unprocessable
-from collage_server.store.contract import CONNECTIONS, Sizes
+from collage_server.store.records import CONNECTIONS, Sizes
 
 __all__ = ["POOL", "Database"]
 

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
-from collage_server.store.contract import Sizes
+from collage_server.store.records import Sizes
 
 __all__ = ["file_identity", "checkpoint_log", "folder_lock", "network_file_system", "return_pages", "sqlite_sizes"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Row
 
-from collage_server.store.contract import FloatArray, IntArray, StreamRecord
+from collage_server.store.records import FloatArray, IntArray, StreamRecord
 
 __all__ = ["decode_layers", "decode_model", "layer_replicas", "model_replica"]
 
@@ -25,9 +25,9 @@ def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]
     for statistics, parts in declared.items():
         members = np.concatenate(parts)
         data = b"".join(rows[i].model for i in members.tolist())
-        block = np.frombuffer(data, dtype="<f8").reshape(len(members), len(statistics))
+        totals = np.frombuffer(data, dtype="<f8").reshape(len(members), len(statistics))
         for target, source in _columns(keys, statistics):
-            values[target, members] = block[:, source]
+            values[target, members] = totals[:, source]
     return values
 
 
@@ -42,12 +42,12 @@ def decode_layers(
     ):
         stream = streams[stream_id]
         data = b"".join(rows[i].statistics for i in members.tolist())
-        block = np.frombuffer(data, dtype="<f8").reshape(len(members), statistic_count, layer_count)
+        totals = np.frombuffer(data, dtype="<f8").reshape(len(members), statistic_count, layer_count)
         held = [(target_of[p], i) for i, p in enumerate(stream.layers[:layer_count].tolist()) if p in target_of]
         targets = np.array([target for target, _ in held], dtype=np.int64)
         sources = np.array([source for _, source in held], dtype=np.int64)
         for target, source in _columns(keys, stream.statistics[:statistic_count]):
-            values[target, members[:, None], targets[None, :]] = block[:, source][:, sources]
+            values[target, members[:, None], targets[None, :]] = totals[:, source][:, sources]
     return values
 
 

@@ -16,7 +16,7 @@ from collage_server.store.chunks.cache import read_chunk_infos
 from collage_server.store.ranges import Ranges, contains, ranges_from_json
 from collage_server.store.rows import require_run
 
-__all__ = ["catch_up", "freeze", "frozen_step", "read_lagging"]
+__all__ = ["raise_lagging_horizons", "freeze", "frozen_step", "read_lagging_horizons"]
 
 _LATEST: Final = schema.run_latest
 
@@ -47,14 +47,14 @@ def freeze(connection: Connection, run_id: str, attempt: int, step: int) -> bool
     return True
 
 
-def catch_up(connection: Connection, run_id: str, lagging: Mapping[int, int]) -> None:
+def raise_lagging_horizons(connection: Connection, run_id: str, lagging: Mapping[int, int]) -> None:
     """Raise the horizons of attempts to where points have been dropped already."""
     for attempt, step in lagging.items():
         _lock(connection, run_id, attempt)
         _write(connection, run_id, attempt, step)
 
 
-def read_lagging(connection: Connection, run_id: str) -> dict[int, int]:
+def read_lagging_horizons(connection: Connection, run_id: str) -> dict[int, int]:
     """The right horizon by attempt, where it lags behind frozen chunks: an older server dropped their points."""
     wanted: dict[int, int] = {}
     for info in read_chunk_infos(connection, [run_id])[run_id]:

@@ -1,4 +1,4 @@
-"""The journal: one packed row a report, inserted exactly once, read back as vectors and blocks."""
+"""The journal: one packed row a report, inserted exactly once, read back as vectors and tables."""
 
 from __future__ import annotations
 
@@ -26,15 +26,21 @@ from sqlalchemy import (
 
 from collage_monitor import wire
 from collage_server.store import schema
-from collage_server.store.contract import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
 from collage_server.store.engine.database import Database
 from collage_server.store.engine.driver import Statement, driver_cursor
-from collage_server.store.journal.gaps import record_gaps
-from collage_server.store.ranges import contains, ranges_from_json
+from collage_server.store.ranges import (
+    Ranges,
+    add_ranges,
+    contains,
+    count_numbers,
+    ranges_from_json,
+    ranges_to_json,
+)
+from collage_server.store.records import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
 from collage_server.store.rows import scalars_to_json, to_json
 from collage_server.store.runs.events import COUNTED, add_events, count_event
 
-__all__ = ["REPORT_BYTES", "SqlJournal", "read_reports", "report_bytes"]
+__all__ = ["REPORT_BYTES", "ReportJournal", "read_reports", "report_bytes"]
 
 
 _ROW_BYTES: Final = 1024
@@ -44,14 +50,17 @@ REPORT_BYTES: Final[ColumnElement[int]] = sum(
     literal(_ROW_BYTES),
 )
 """The same as `report_bytes`, of a row of the journal."""
-_Fate = Literal["journal", "sealed", "late", "crowded", "gone"]
+_Destination = Literal["journal", "sealed", "late", "crowded", "gone"]
 _LATEST: Final = schema.run_latest
 _REPORT: Final = schema.report
 _NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _DECODE_UNFINISHED: Final = msgspec.json.Decoder(dict[int, tuple[int, int]]).decode
+_INSERTED: Final = (4, 2, 1)
+"""Reports a statement. One each takes PostgreSQL 1.3 times as long; psycopg parses a text of more values anew."""
+_MOST_GAPS: Final = 10_000
 _UNFINISHED_STEPS: Final = 64
-"""Of how many steps at most a stream's row remembers that parts are missing: what is older was given up."""
+"""Of how many steps at most a stream's row remembers that reports are missing: what is older was given up."""
 _MOVING: Final = (
     "reports",
     "last_seq",
@@ -83,7 +92,7 @@ def _write_latest(dialect: Dialect) -> Statement:
     return Statement(update(_LATEST).where(*own).values({name: bindparam(name) for name in _MOVING}), dialect)
 
 
-class _Latest:
+class _LatestRow:
     """A stream's row of `run_latest`, being brought forward."""
 
     def __init__(self, row: Sequence[Any]) -> None:
@@ -101,7 +110,7 @@ class _Latest:
         self._highest_seq: int | None = self.values["last_seq"]
         self.newest_time = -math.inf
 
-    def fate(self, report: wire.Report) -> _Fate:
+    def destination(self, report: wire.Report) -> _Destination:
         """What is to become of a report; of one for the journal, the journal knows whether it is there already.
 
         "late": it brings totals for which there is no place any more. One that is stored already is not late.
@@ -113,17 +122,18 @@ class _Latest:
         late = horizon is not None and report.step <= horizon and report.model is not None
         if late:
             return "late"
-        fate: _Fate = "journal" if report.scalars.keys() <= self.scalars.keys() else self._named_anew(report)
-        if fate == "journal":
-            self._note_order(report.seq)
-        return fate
-
-    def _named_anew(self, report: wire.Report) -> _Fate:
-        fresh = [name for name in report.scalars if name not in self.scalars and name not in self._fresh]
-        if len(self.scalars) + len(self._fresh) + len(fresh) > _NAMES:
+        if not self._has_room_for_names(report):
             return "crowded"
-        self._fresh.update(fresh)
+        self._note_order(report.seq)
         return "journal"
+
+    def _has_room_for_names(self, report: wire.Report) -> bool:
+        """Whether the stream may log under the report's names, too; they are remembered if so."""
+        fresh = [name for name in report.scalars if name not in self.scalars and name not in self._fresh]
+        if fresh and len(self.scalars) + len(self._fresh) + len(fresh) > _NAMES:
+            return False
+        self._fresh.update(fresh)
+        return True
 
     def _note_order(self, seq: int) -> None:
         """Whoever stores a report of this stream holds its row: one above `last_seq` is in no journal yet."""
@@ -132,7 +142,7 @@ class _Latest:
         else:
             self.ascending = False
 
-    def absorb(self, report: wire.Report) -> None:
+    def take_in(self, report: wire.Report) -> None:
         """Count one newly stored report and keep what is newest of it."""
         values = self.values
         self.moved = True
@@ -155,9 +165,9 @@ class _Latest:
                 self.scalars[name] = (report.step, wire.to_number(value))
 
     def _is_whole(self, report: wire.Report) -> bool:
-        """Whether all parts of the report's step have come with it."""
+        """Whether all reports of the step have come with this one."""
         came, expected = self._unfinished.pop(report.step, (0, 1))
-        came, expected = came + 1, max(expected, report.parts)
+        came, expected = came + 1, max(expected, report.reports_of_step)
         if came < expected:
             self._unfinished[report.step] = (came, expected)
             if len(self._unfinished) > _UNFINISHED_STEPS:
@@ -186,13 +196,19 @@ def _read_known(dialect: Dialect) -> Statement:
     return Statement(select(_REPORT.c.seq).where(*own, within), dialect)
 
 
-@lru_cache(maxsize=4)
-def _insert_report(dialect: Dialect) -> Statement:
-    return Statement(insert(_REPORT), dialect)
+@lru_cache(maxsize=16)
+def _insert_reports(dialect: Dialect, count: int) -> Statement:
+    rows: list[dict[str, Any]] = [
+        {column.name: bindparam(f"{column.name}_{i}") for column in _REPORT.c} for i in range(count)
+    ]
+    return Statement(insert(_REPORT).values(rows), dialect)
 
 
-class SqlJournal:
-    """Implements `ReportJournal` on an SQL database. `last_bytes`: what the last commit took on its way here."""
+class ReportJournal:
+    """Reports as they come in, each one once, until they are sealed. `append`: from one thread at a time.
+
+    `last_bytes`: what the last commit took on its way here.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -204,15 +220,29 @@ class SqlJournal:
         with self._database.writing() as connection:
             return append(connection, groups, now)
 
-    def record_gaps(self, stream: StreamRecord, gaps: Sequence[wire.Gap], now: float) -> None:
-        """Keep which reports of a stream will never come; the same gap twice is one."""
+    def record_gaps(self, stream: StreamRecord, gaps: Sequence[wire.ReportGap], now: float) -> None:
+        """Add these gaps to the stream's, with an event for new ones; the same gap again changes nothing.
+
+        Beyond the most ranges that are kept, gaps are not recorded and count as missing; no report is refused.
+        """
         with self._database.writing() as connection:
-            record_gaps(connection, stream, gaps, now)
+            table = schema.run_latest
+            mine = (table.c.run_id == stream.run_id, table.c.stream_id == stream.stream_id)
+            known = connection.execute(select(table.c.given_up).where(*mine).with_for_update()).scalar()
+            if known is None:
+                return
+            before = ranges_from_json(known)
+            merged = add_ranges(before, [(gap.first_seq, gap.last_seq) for gap in gaps])
+            if merged != before and len(merged) <= _MOST_GAPS:
+                connection.execute(update(table).where(*mine).values(given_up=ranges_to_json(merged)))
+                add_events(connection, stream.run_id, [_gap_event(stream, gaps, before, merged)], now)
 
     def runs(self) -> list[str]:
-        """Runs that have reports in the journal."""
+        """Runs that have reports in the journal; a long one is not read for that."""
         with self._database.reading() as connection:
-            return journal_runs(connection)
+            run_id = schema.run.c.run_id
+            waiting = exists().where(schema.report.c.run_id == run_id)
+            return list(connection.execute(select(run_id).where(waiting).order_by(run_id)).scalars())
 
     def bytes_of(self, run_id: str) -> int:
         """What the run's reports in the journal take of its bounds."""
@@ -227,7 +257,7 @@ def append(connection: Connection, groups: Sequence[ReportGroup], now: float) ->
     On the driver's own cursor, on PostgreSQL in its pipeline: through SQLAlchemy's, each statement there is a round
     trip of its own, and a report costs the server and its database 1.6 to 2.2 times the CPU (SQLite: 1.2 to 1.4).
     """
-    latest: dict[str, _Latest | None] = {group.stream.stream_id: None for group in groups}
+    latest: dict[str, _LatestRow | None] = {group.stream.stream_id: None for group in groups}
     dialect = connection.dialect
     with driver_cursor(connection) as cursor:
         for entry in _lock_latest(cursor, dialect, groups):
@@ -235,18 +265,21 @@ def append(connection: Connection, groups: Sequence[ReportGroup], now: float) ->
         judged = [_judged(group, latest[group.stream.stream_id]) for group in groups]
         rows = [
             _row(group.stream, report)
-            for group, fates in zip(groups, judged, strict=True)
-            for report, fate in zip(group.reports, fates, strict=True)
-            if fate == "journal"
+            for group, destinations in zip(groups, judged, strict=True)
+            for report, destination in zip(group.reports, destinations, strict=True)
+            if destination == "journal"
         ]
         found = [entry for entry in latest.values() if entry is not None]
         repeated = [entry for entry in found if not entry.ascending]
         flags = iter(_insert_new(cursor, dialect, rows, repeated))
         outcomes = [
-            _count(group, latest[group.stream.stream_id], fates, flags)
-            for group, fates in zip(groups, judged, strict=True)
+            _count(group, latest[group.stream.stream_id], destinations, flags)
+            for group, destinations in zip(groups, judged, strict=True)
         ]
-        _execute(cursor, _write_latest(dialect), [entry.parameters(now) for entry in found if entry.moved])
+        write = _write_latest(dialect)
+        for entry in found:
+            if entry.moved:
+                cursor.execute(write.text, write.bind(entry.parameters(now)))
         if not any(entry.events for entry in found):
             _commit(cursor)
     for entry in found:
@@ -261,7 +294,7 @@ def _commit(cursor: Any) -> None:
 
 
 def _insert_new(
-    cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], repeated: Sequence[_Latest]
+    cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], repeated: Sequence[_LatestRow]
 ) -> list[bool]:
     """Insert the rows that are not there yet, and say which those were. Only streams `repeated` may have some.
 
@@ -274,11 +307,17 @@ def _insert_new(
         flags.append(seen is None or row["seq"] not in seen)
         if seen is not None:
             seen.add(row["seq"])
-    _execute(cursor, _insert_report(dialect), [row for row, is_new in zip(rows, flags, strict=True) if is_new])
+    fresh, start = [row for row, is_new in zip(rows, flags, strict=True) if is_new], 0
+    while start < len(fresh):
+        count = next(size for size in _INSERTED if size <= len(fresh) - start)
+        insertion, some = _insert_reports(dialect, count), fresh[start : start + count]
+        values = {f"{name}_{i}": value for i, row in enumerate(some) for name, value in row.items()}
+        cursor.execute(insertion.text, insertion.bind(values))
+        start += count
     return flags
 
 
-def _known_numbers(cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], entry: _Latest) -> set[int]:
+def _known_numbers(cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], entry: _LatestRow) -> set[int]:
     """Numbers of the stream that the journal has, as far as these rows reach."""
     numbers = [row["seq"] for row in rows if row["stream_id"] == entry.stream_id]
     read = _read_known(dialect)
@@ -286,40 +325,35 @@ def _known_numbers(cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]]
     return {seq for (seq,) in cursor.fetchall()}
 
 
-def _execute(cursor: Any, statement: Statement, many: Sequence[dict[str, Any]]) -> None:
-    bound = [statement.bind(values) for values in many]
-    if len(bound) == 1:
-        cursor.execute(statement.text, bound[0])
-    elif bound:
-        cursor.executemany(statement.text, bound)
-
-
-def _lock_latest(cursor: Any, dialect: Dialect, groups: Sequence[ReportGroup]) -> Iterator[_Latest]:
+def _lock_latest(cursor: Any, dialect: Dialect, groups: Sequence[ReportGroup]) -> Iterator[_LatestRow]:
     """The rows of these groups' streams, locked; keys are repeated up to a power of two, so that texts are few."""
     own = sorted({(group.stream.run_id, group.stream.stream_id) for group in groups})
     own += own[-1:] * ((1 << (len(own) - 1).bit_length()) - len(own))
     values = {f"own_{i}_{j}": part for i, key in enumerate(own, 1) for j, part in enumerate(key, 1)}
     read = _read_latest(dialect, len(own))
     cursor.execute(read.text, read.bind(values))
-    return map(_Latest, cursor.fetchall())
+    return map(_LatestRow, cursor.fetchall())
 
 
-def _judged(group: ReportGroup, latest: _Latest | None) -> list[_Fate]:
-    return ["gone" if latest is None else latest.fate(report) for report in group.reports]
+def _judged(group: ReportGroup, latest: _LatestRow | None) -> list[_Destination]:
+    return ["gone" if latest is None else latest.destination(report) for report in group.reports]
 
 
 def _count(
-    group: ReportGroup, latest: _Latest | None, fates: Sequence[_Fate], flags: Iterator[bool]
+    group: ReportGroup, latest: _LatestRow | None, destinations: Sequence[_Destination], flags: Iterator[bool]
 ) -> GroupOutcome:
     if latest is None:
         return GroupOutcome(0, 0, gone=True)
     accepted = 0
-    for report, fate in zip(group.reports, fates, strict=True):
-        if fate == "journal" and next(flags):
+    for report, destination in zip(group.reports, destinations, strict=True):
+        if destination == "journal" and next(flags):
             accepted += 1
-            latest.absorb(report)
-    late, crowded = (tuple(i for i, fate in enumerate(fates) if fate == kind) for kind in ("late", "crowded"))
-    duplicates = len(fates) - accepted - len(late) - len(crowded)
+            latest.take_in(report)
+    late, crowded = (
+        tuple(i for i, destination in enumerate(destinations) if destination == kind)
+        for kind in ("late", "crowded")
+    )
+    duplicates = len(destinations) - accepted - len(late) - len(crowded)
     return GroupOutcome(accepted, duplicates, late=late, crowded=crowded, frozen_step=latest.frozen_step)
 
 
@@ -333,7 +367,7 @@ def _row(stream: StreamRecord, report: wire.Report) -> dict[str, Any]:
         "scalars": scalars_to_json(report.scalars) if report.scalars else None,
         "statistic_count": report.statistic_count,
         "layer_count": report.layer_count,
-        "parts": report.parts,
+        "parts": report.reports_of_step,
         "model": report.model,
         "statistics": report.statistics,
     }
@@ -348,13 +382,6 @@ def report_bytes(report: wire.Report) -> int:
     return _ROW_BYTES + len(report.model or b"") + len(report.statistics or b"")
 
 
-def journal_runs(connection: Connection) -> list[str]:
-    """Runs that have reports in the journal; a long one is not read for that."""
-    run_id = schema.run.c.run_id
-    waiting = exists().where(schema.report.c.run_id == run_id)
-    return list(connection.execute(select(run_id).where(waiting).order_by(run_id)).scalars())
-
-
 def read_reports(
     connection: Connection, run_ids: Sequence[str], columns: Sequence[str], present: str, selection: Selection
 ) -> Iterator[Row[Any]]:
@@ -365,10 +392,22 @@ def read_reports(
     statement = (
         select(*(table.c[name] for name in columns))
         .where(table.c.run_id.in_(run_ids), table.c[present].is_not(None))
-        .execution_options(blocks=True)
+        .execution_options(blobs=True)
     )
     if selection.first_step is not None:
         statement = statement.where(table.c.step >= selection.first_step)
     if selection.last_step is not None:
         statement = statement.where(table.c.step <= selection.last_step)
     yield from connection.execute(statement)
+
+
+def _gap_event(stream: StreamRecord, gaps: Sequence[wire.ReportGap], before: Ranges, merged: Ranges) -> NewEvent:
+    total = count_numbers(merged)
+    fresh = total - count_numbers(before)
+    reasons = ", ".join(sorted({gap.reason for gap in gaps}))
+    return NewEvent(
+        origin=f"gap/{stream.stream_id}/{total}",
+        kind="gap",
+        text=f"{fresh} report{'s' if fresh > 1 else ''} of rank {stream.rank} will never come ({reasons[:500]})",
+        attempt=stream.attempt,
+    )

@@ -15,33 +15,63 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import Conflict, NotFound, Unprocessable, unknown_stream
 from collage_server.store import schema
-from collage_server.store.contract import IntArray, StreamRecord
 from collage_server.store.engine.database import Database
-from collage_server.store.journal.gaps import count_numbers
 from collage_server.store.journal.horizon import frozen_step
-from collage_server.store.ranges import ranges_from_json
+from collage_server.store.ranges import count_numbers, ranges_from_json
+from collage_server.store.records import IntArray, StreamRecord
 from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
-from collage_server.store.runs.events import add_events, attempt_event, move_event, rank_twice
+from collage_server.store.runs.events import add_events, attempt_event, correct_event, rank_twice
 
-__all__ = ["SqlStreams", "read_layers", "read_stream_records", "read_streams", "stream_record"]
+__all__ = ["StreamStore", "read_layers", "read_stream_records", "read_streams", "stream_record"]
 
 _STREAM: Final = schema.stream
 _LAYER: Final = schema.layer
+_IDENTITY: Final = ("run_id", "stream_id", "attempt", "rank", "world_size", "process_id")
 _MOST_ELEMENTS: Final = 2**53
 _LONGEST_STATISTIC: Final = 448
 """So that "minimum METRIC", with the same label, is no longer than a name: else its run could not be sealed."""
 
 
-class SqlStreams:
-    """Implements `StreamStore` on an SQL database."""
+class StreamStore:
+    """Attempts, streams, and the layers that they have declared."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def create_attempt(self, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
-        """Register a launch; the same launch_id is the same attempt."""
+        """Register a launch; sent again (by another rank, say) the same launch_id keeps the lowest first step."""
         with self._database.writing() as connection:
-            return create_attempt(connection, run_id, create, now)
+            require_run(connection, run_id, lock=True)
+            table = schema.attempt
+            mine = (table.c.run_id == run_id, table.c.launch_id == create.launch_id)
+            known = connection.execute(select(table).where(*mine)).first()
+            if known is not None:
+                first_step = min(known.first_step, create.first_step)
+                connection.execute(update(table).where(*mine).values(first_step=first_step))
+                number, created_at = known.attempt, known.created_at
+                correct_event(connection, run_id, attempt_event(number, first_step))
+            else:
+                newest = connection.execute(
+                    select(func.max(table.c.attempt)).where(table.c.run_id == run_id)
+                ).scalar()
+                number, first_step, created_at = (newest or 0) + 1, create.first_step, now
+                connection.execute(
+                    insert(table).values(
+                        run_id=run_id,
+                        attempt=number,
+                        launch_id=create.launch_id,
+                        first_step=first_step,
+                        created_at=now,
+                    )
+                )
+                add_events(connection, run_id, [attempt_event(number, first_step)], now)
+            return wire.Attempt(
+                run_id=run_id,
+                attempt=number,
+                launch_id=create.launch_id,
+                first_step=first_step,
+                created_at=created_at,
+            )
 
     def create(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
         """Register a stream, or extend it."""
@@ -63,35 +93,6 @@ class SqlStreams:
         """The run's layers in the order in which they were first seen."""
         with self._database.reading() as connection:
             return read_layers(connection, run_id)
-
-
-def create_attempt(connection: Connection, run_id: str, create: wire.AttemptCreate, now: float) -> wire.Attempt:
-    """Register a launch; sent again (by another rank, say) it keeps the lowest first step."""
-    require_run(connection, run_id, lock=True)
-    table = schema.attempt
-    mine = (table.c.run_id == run_id, table.c.launch_id == create.launch_id)
-    known = connection.execute(select(table).where(*mine)).first()
-    if known is not None:
-        first_step = min(known.first_step, create.first_step)
-        connection.execute(update(table).where(*mine).values(first_step=first_step))
-        number, created_at = known.attempt, known.created_at
-        move_event(connection, run_id, attempt_event(number, first_step))
-    else:
-        newest = connection.execute(select(func.max(table.c.attempt)).where(table.c.run_id == run_id)).scalar()
-        number, first_step, created_at = (newest or 0) + 1, create.first_step, now
-        connection.execute(
-            insert(table).values(
-                run_id=run_id,
-                attempt=number,
-                launch_id=create.launch_id,
-                first_step=first_step,
-                created_at=now,
-            )
-        )
-        add_events(connection, run_id, [attempt_event(number, first_step)], now)
-    return wire.Attempt(
-        run_id=run_id, attempt=number, launch_id=create.launch_id, first_step=first_step, created_at=created_at
-    )
 
 
 def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate, now: float) -> None:
@@ -288,13 +289,8 @@ def read_stream_record(connection: Connection, stream_id: str) -> StreamRecord:
 def stream_record(row: Row[Any]) -> StreamRecord:
     """The record behind a row of `stream`."""
     return StreamRecord(
-        run_id=row.run_id,
-        stream_id=row.stream_id,
-        stream=row.stream,
-        attempt=row.attempt,
-        rank=row.rank,
-        world_size=row.world_size,
-        process_id=row.process_id,
+        **{name: getattr(row, name) for name in _IDENTITY},
+        number=row.stream,
         statistics=tuple(from_json(row.statistics)),
         layers=int_array(row.layers),
         replicas=int_array(row.replicas),
@@ -309,7 +305,7 @@ def read_streams(connection: Connection, run_id: str) -> list[wire.Stream]:
     rows = {row.stream_id: row for row in connection.execute(select(latest).where(latest.c.run_id == run_id))}
     return [
         _described(record, rows[record.stream_id])
-        for record in sorted(records, key=lambda record: (record.attempt, record.rank, record.stream))
+        for record in sorted(records, key=lambda record: (record.attempt, record.rank, record.number))
     ]
 
 
@@ -323,12 +319,7 @@ def read_stream(connection: Connection, stream_id: str) -> wire.Stream:
 
 def _described(record: StreamRecord, latest: Row[Any]) -> wire.Stream:
     return wire.Stream(
-        run_id=record.run_id,
-        stream_id=record.stream_id,
-        attempt=record.attempt,
-        rank=record.rank,
-        world_size=record.world_size,
-        process_id=record.process_id,
+        **{name: getattr(record, name) for name in _IDENTITY},
         layers=len(record.layers),
         statistics=list(record.statistics),
         watch=record.watch,

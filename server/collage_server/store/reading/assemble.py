@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor.statistics import reduce_shards
-from collage_server.store.contract import FloatArray, IntArray, StreamRecord
+from collage_server.store.records import FloatArray, IntArray, StreamRecord
 
-__all__ = ["RowPlaces", "Steps", "group_steps", "merge_rows", "visible"]
+__all__ = ["RowOrigins", "RowsByStep", "group_steps", "merge_rows", "visible"]
 
 
 @dataclass(frozen=True, eq=False)
-class RowPlaces:
+class RowOrigins:
     """Stream number, attempt, rank, step and time of rows: one entry a row in each array."""
 
     streams: IntArray
@@ -25,23 +25,23 @@ class RowPlaces:
     times: FloatArray
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[StreamRecord, int, float]]) -> RowPlaces:
-        """RowPlaces of rows given as (stream, step, time)."""
+    def of(cls, rows: Sequence[tuple[StreamRecord, int, float]]) -> RowOrigins:
+        """RowOrigins of rows given as (stream, step, time)."""
         return cls(
-            streams=np.array([stream.stream for stream, _, _ in rows], dtype=np.int64),
+            streams=np.array([stream.number for stream, _, _ in rows], dtype=np.int64),
             attempts=np.array([stream.attempt for stream, _, _ in rows], dtype=np.int64),
             ranks=np.array([stream.rank for stream, _, _ in rows], dtype=np.int64),
             steps=np.array([step for _, step, _ in rows], dtype=np.int64),
             times=np.array([time for _, _, time in rows], dtype=np.float64),
         )
 
-    def __getitem__(self, chosen: NDArray[np.bool_] | IntArray) -> RowPlaces:
-        return RowPlaces(
+    def __getitem__(self, chosen: NDArray[np.bool_] | IntArray) -> RowOrigins:
+        return RowOrigins(
             self.streams[chosen], self.attempts[chosen], self.ranks[chosen], self.steps[chosen], self.times[chosen]
         )
 
 
-def visible(places: RowPlaces, bounds: Mapping[int, int]) -> NDArray[np.bool_]:
+def visible(places: RowOrigins, bounds: Mapping[int, int]) -> NDArray[np.bool_]:
     """Which rows are seen.
 
     An attempt hides older ones at and after its first step (`bounds`: attempt → that step), and wherever both
@@ -65,7 +65,7 @@ def visible(places: RowPlaces, bounds: Mapping[int, int]) -> NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class RowsByStep:
     """Rows grouped by step: row i is shard `slots[i]` of point `points[i]`."""
 
     steps: IntArray
@@ -80,7 +80,7 @@ class Steps:
         return int(self.slots.max(initial=-1)) + 1
 
 
-def group_steps(places: RowPlaces) -> Steps:
+def group_steps(places: RowOrigins) -> RowsByStep:
     """Group visible rows by step, oldest step first, in a step by stream; a point's time is the latest of its rows.
 
     Sums then have the same order, whatever the order in which reports came.
@@ -93,11 +93,11 @@ def group_steps(places: RowPlaces) -> Steps:
     times = np.full(len(steps), -np.inf)
     np.maximum.at(times, points, places.times)
     reported = np.unique(np.stack([points, places.ranks]), axis=1)[0]
-    return Steps(steps, times, np.bincount(reported, minlength=len(steps)).astype(np.int64), points, slots)
+    return RowsByStep(steps, times, np.bincount(reported, minlength=len(steps)).astype(np.int64), points, slots)
 
 
 def merge_rows(
-    grouped: Steps, totals: Mapping[str, FloatArray], replicas: FloatArray | None
+    grouped: RowsByStep, totals: Mapping[str, FloatArray], replicas: FloatArray | None
 ) -> dict[str, FloatArray]:
     """Totals by point from totals by row [rows, …], rows of one step merged as shards.
 
@@ -116,7 +116,7 @@ def merge_rows(
     return reduce_shards(padded, axis=0)
 
 
-def _pad(grouped: Steps, values: FloatArray) -> FloatArray:
+def _pad(grouped: RowsByStep, values: FloatArray) -> FloatArray:
     padded = np.full((grouped.shards, len(grouped.steps), *values.shape[1:]), np.nan)
     padded[grouped.slots, grouped.points] = values
     return padded

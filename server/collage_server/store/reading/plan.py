@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from collage_server.store.chunks.blocks import minimum_key
+from collage_server.store.chunks.blobs import minimum_key
 from collage_server.store.chunks.cache import LEVELS, ChunkInfo
 from collage_server.store.chunks.contributors import Contributors, read_contributors
-from collage_server.store.contract import IntArray, Selection
 from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.reading.unsealed import UnsealedReports
+from collage_server.store.records import IntArray, Selection
 
 __all__ = ["ReadPlan", "plan_read"]
 
@@ -109,7 +109,7 @@ def _inside(
     """Chunks that hold something of what is asked and visible, and those of them that are cut through."""
     first, last = selection.first_step or 0, selection.last_step
     end = UNBOUNDED if last is None else last + 1
-    bounds = {attempt: min(view.bound(attempt), end) for attempt in {info.attempt for info in infos}}
+    bounds = {attempt: min(view.hidden_from(attempt), end) for attempt in {info.attempt for info in infos}}
     if first == 0 and all(bound == UNBOUNDED for bound in bounds.values()):
         return infos, set()
     inside = [info for info in infos if info.last_step >= first and info.first_step < bounds[info.attempt]]

@@ -1,6 +1,6 @@
 """Reading points of runs: journal, sealed parts and coarse levels joined. Only asked columns are decoded.
 
-Several runs are read together: as many statements as one run takes, and one pass over their blocks.
+Several runs are read together: as many statements as one run takes, and one pass over their blobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from sqlalchemy import Connection
 
 from collage_server.errors import Unprocessable
-from collage_server.store.chunks.blocks import (
+from collage_server.store.chunks.blobs import (
     Chunks,
     PointRows,
     maximum_key,
@@ -23,13 +23,13 @@ from collage_server.store.chunks.blocks import (
     read_model_data,
     read_point_rows,
 )
-from collage_server.store.chunks.cache import ChunkCache
+from collage_server.store.chunks.cache import ColumnCache, read_chunk_infos
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.tables import PointTable, has_layer_extremes, join, select_points
-from collage_server.store.contract import FloatArray, IntArray, LatestPoint, Points, Selection
+from collage_server.store.chunks.tables import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, chosen_layers, is_known, read_views
+from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.runs.latest import newest_measured_step
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Views = Mapping[str, RunView]
-Tables = dict[str, list[PointTable]]
+Tables = dict[str, list[AttemptPoints]]
 
 
 def read_points(
@@ -49,7 +49,7 @@ def read_points(
     run_ids: Sequence[str],
     wanted: Collection[str] | None,
     selection: Selection,
-    cache: ChunkCache,
+    cache: ColumnCache,
 ) -> dict[str, Points]:
     """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says.
 
@@ -66,13 +66,13 @@ def points_of_views(
     views: Views,
     wanted: Collection[str] | None,
     selection: Selection,
-    cache: ChunkCache,
+    cache: ColumnCache,
 ) -> dict[str, Points]:
     """As `read_points`, for runs whose views are read already."""
     if selection.by_layer:
-        return _layer_points(connection, views, wanted, selection, cache)
-    mixed = [run for run, view in views.items() if view.mixed]
-    plans = _plans(connection, views, selection, cache, mixed)
+        return _layer_points(connection, views, wanted, selection)
+    mixed = [run for run, view in views.items() if view.replicas_beside_shards]
+    plans = _plans(connection, views, selection, mixed)
     tables: Tables = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
         known = None if level == 1 or selection.rank is not None else cache
@@ -80,8 +80,8 @@ def points_of_views(
             connection, views, plans, level, chunks, wanted, selection, known
         ).items():
             tables[run_id] += found
-    for run_id, unsealed_tables in _unsealed_model(views, plans, wanted).items():
-        tables[run_id] += unsealed_tables
+    for run_id, plan in plans.items():
+        tables[run_id] += _unsealed_model(views[run_id], plan, wanted)
     return _joined(views, tables, selection)
 
 
@@ -90,12 +90,11 @@ def _layer_points(
     views: Views,
     wanted: Collection[str] | None,
     selection: Selection,
-    cache: ChunkCache,
 ) -> dict[str, Points]:
-    """Totals by layer: of each block only the asked statistics and layers are kept."""
+    """Totals by layer: of each blob only the asked statistics and layers are kept."""
     chosen = chosen_layers(connection, views, selection.layers)
     positions = {run_id: np.array(list(held.values()), dtype=np.int64) for run_id, held in chosen.items()}
-    plans = _plans(connection, views, selection, cache, views)
+    plans = _plans(connection, views, selection, views)
     if selection.rank is not None:
         _check_one_rank(views, selection.rank)
     tables: Tables = {run_id: [] for run_id in views}
@@ -121,7 +120,7 @@ def _cached_model(
     chunks: Chunks,
     wanted: Collection[str] | None,
     selection: Selection,
-    cache: ChunkCache | None,
+    cache: ColumnCache | None,
 ) -> Tables:
     """`sealed_model`, through the cache."""
     chosen = {run_id: views[run_id] for run_id, _ in chunks}
@@ -151,8 +150,10 @@ def _cached_model(
 def _joined(
     views: Views, tables: Tables, selection: Selection, layers: Sequence[str] | None = None
 ) -> dict[str, Points]:
-    sizes = {run_id: view.world_size for run_id, view in views.items()}
-    return join(tables, lambda run_id, attempt: views[run_id].bound(attempt), selection, sizes, layers)
+    return {
+        run_id: join(tables[run_id], view.hidden_from, selection, view.world_size, layers)
+        for run_id, view in views.items()
+    }
 
 
 def _needed(wanted: Collection[str] | None, selection: Selection) -> list[str] | None:
@@ -170,13 +171,12 @@ def _plans(
     connection: Connection,
     views: Views,
     selection: Selection,
-    cache: ChunkCache,
     mixed: Collection[str],
 ) -> dict[str, ReadPlan]:
     """What is read of each run; of those in `mixed` the journal's layers, else its model vectors."""
     for view in views.values():
         view.check_rank(selection.rank)
-    infos = cache.directories.read(connection, {run_id: view.sealed_ranges for run_id, view in views.items()})
+    infos = read_chunk_infos(connection, list(views))
     plain = {run_id: view for run_id, view in views.items() if run_id not in mixed}
     others = {run_id: view for run_id, view in views.items() if run_id in mixed}
     reports = unsealed.read_unsealed(connection, plain, selection, layers=False)
@@ -192,26 +192,18 @@ def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
     return dict(levels)
 
 
-def _unsealed_model(views: Views, plans: Mapping[str, ReadPlan], wanted: Collection[str] | None) -> Tables:
-    found: Tables = {run_id: [] for run_id in views}
-    unmerged = {}
-    for run_id, plan in plans.items():
-        view = views[run_id]
-        for attempt, rows in plan.unsealed.items():
-            known = plan.known.get(attempt, {})
-            if unsealed.needs_no_merge(rows, known) and not view.mixed:
-                unmerged[run_id, attempt] = rows
-                continue
-            found[run_id].append(_model_table(view, attempt, rows, view.statistics(wanted), known))
-    for (run_id, _), table in unsealed.model_tables(views, unmerged, wanted).items():
-        found[run_id].append(table)
-    return found
+def _unsealed_model(view: RunView, plan: ReadPlan, wanted: Collection[str] | None) -> list[AttemptPoints]:
+    keys = view.statistics(wanted)
+    return [
+        _model_table(view, attempt, rows, keys, plan.known.get(attempt, {}))
+        for attempt, rows in plan.unsealed.items()
+    ]
 
 
 def _model_table(
     view: RunView, attempt: int, rows: Sequence[Any], keys: Sequence[str], known: Contributors
-) -> PointTable:
-    if not view.mixed:
+) -> AttemptPoints:
+    if not view.replicas_beside_shards:
         return unsealed.model_table(view, attempt, rows, keys, known)
     positions = np.array(list(view.layers.values()), dtype=np.int64)
     return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, known))
@@ -256,7 +248,7 @@ def sealed_model(
 
 def _model_of_rank(
     connection: Connection, view: RunView, chunks: Chunks, keys: Sequence[str], rank: int
-) -> list[PointTable]:
+) -> list[AttemptPoints]:
     """Only the points to which the rank contributed; where it was the only one, the merged totals are its own.
 
     None where single points are gone: coarse ones are of all ranks.
@@ -336,7 +328,7 @@ def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[st
             for key, array in held.items()
             if key.startswith(low)
         }
-        table = PointTable(
+        table = AttemptPoints(
             attempt=attempt,
             first_steps=points.first_steps[place],
             steps=points.steps[place],
@@ -351,7 +343,7 @@ def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[st
 
 
 def read_latest(
-    connection: Connection, run_id: str, stale_after_seconds: float, cache: ChunkCache
+    connection: Connection, run_id: str, stale_after_seconds: float, cache: ColumnCache
 ) -> LatestPoint | None:
     """The newest measured step that every live rank has reached and reported whole, with the model's totals."""
     view = RunView(connection, run_id)

@@ -1,4 +1,4 @@
-"""What reading and sealing have to know of a run: its streams, what hides what, what has left the journal."""
+"""What reading and sealing know of a run: its streams, which attempts hide which, which reports are sealed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound
 from collage_server.store import schema
-from collage_server.store.contract import StreamRecord
 from collage_server.store.journal.streams import stream_record
 from collage_server.store.ranges import contains, ranges_from_json
+from collage_server.store.records import StreamRecord
 from collage_server.store.rows import require_runs
 from collage_server.store.runs.latest import hidden_from, logged_names
 
@@ -65,7 +65,7 @@ class RunView:
         """Whether this report stands in chunks; its journal row, if still there, is about to go."""
         return contains(self.sealed_ranges.get(stream_id, ()), seq)
 
-    def logged(self) -> list[tuple[str, str]]:
+    def logged_by_stream(self) -> list[tuple[str, str]]:
         """(stream_id, name) of everything that was logged."""
         return [(stream_id, name) for stream_id, text in self._scalars.items() for name in logged_names(text)]
 
@@ -77,7 +77,7 @@ class RunView:
         """Ranks registered in an attempt."""
         return {record.rank for record in self.streams.values() if record.attempt == attempt}
 
-    def bound(self, attempt: int) -> int:
+    def hidden_from(self, attempt: int) -> int:
         """The step from which newer attempts hide this one."""
         return self.bounds.get(attempt, UNBOUNDED)
 
@@ -106,7 +106,7 @@ class RunView:
     @cached_property
     def ranks_by_stream(self) -> dict[int, int]:
         """Rank by number of a stream."""
-        return {stream.stream: stream.rank for stream in self.streams.values()}
+        return {stream.number: stream.rank for stream in self.streams.values()}
 
     @cached_property
     def replicated(self) -> bool:
@@ -114,7 +114,7 @@ class RunView:
         return any(stream.replicas.any() for stream in self.streams.values())
 
     @cached_property
-    def mixed(self) -> bool:
+    def replicas_beside_shards(self) -> bool:
         """Whether some rank holds replicas beside shards of its own: its model vector then cannot be split."""
         return any(len(np.unique(stream.replicas)) > 1 for stream in self.streams.values())
 
@@ -212,7 +212,7 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
 def _read_entries(
     connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
 ) -> dict[str, Mapping[str, int]]:
-    """Dictionaries by run, a text each: most runs have the same one."""
+    """Dictionaries by run, fetched as one text each."""
     table = schema.entry
     found: dict[str, Mapping[str, int]] = {run_id: {} for run_id in run_ids}
     if keys is not None and not keys:
@@ -222,11 +222,6 @@ def _read_entries(
     if keys is not None:
         statement = statement.where(table.c.key.in_(list(keys)))
     for run_id, lines in connection.execute(statement.group_by(table.c.run_id)).all():
-        found[run_id] = _entries(lines)
+        pairs = [line.split(" ", 1) for line in lines.split("\n")]
+        found[run_id] = {key: int(number) for number, key in sorted(pairs, key=lambda pair: int(pair[0]))}
     return found
-
-
-@lru_cache(maxsize=1000)
-def _entries(lines: str) -> Mapping[str, int]:
-    pairs = [line.split(" ", 1) for line in lines.split("\n")]
-    return {key: int(number) for number, key in sorted(pairs, key=lambda pair: int(pair[0]))}

@@ -14,10 +14,10 @@ import numpy as np
 from sqlalchemy import Connection, Row, TextClause, select, text
 
 from collage_server.store import schema
-from collage_server.store.contract import FloatArray, ScalarPoints, Selection, StreamRecord
-from collage_server.store.reading.assemble import RowPlaces, group_steps, visible
+from collage_server.store.reading.assemble import RowOrigins, group_steps, visible
 from collage_server.store.reading.run_view import RunView, read_views
 from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
+from collage_server.store.records import FloatArray, ScalarPoints, Selection, StreamRecord
 from collage_server.store.rows import scalars_from_json
 
 __all__ = ["read_newest_scalars", "read_scalar_points"]
@@ -27,7 +27,7 @@ _KEYS_A_STATEMENT: Final = 1000
 
 
 @dataclass
-class _Values:
+class _LoggedValues:
     """Values of one name on one stream: of sealed parts, in the order in which they count (later ones win), and
     of reports that wait: seq, step, time and value of each, one after the other, in no order.
     """
@@ -75,13 +75,13 @@ def _read(
     selection: Selection,
     known: Mapping[str, Sequence[Row[Any]]],
 ) -> dict[str, dict[str, ScalarPoints]]:
-    found: dict[str, dict[tuple[str, str], _Values]] = {run_id: {} for run_id in views}
+    found: dict[str, dict[tuple[str, str], _LoggedValues]] = {run_id: {} for run_id in views}
     _read_sealed(connection, views, names, selection, known, found)
     _read_journal(connection, views, names, selection, found)
     points = {}
     for run_id, view in views.items():
-        by_name: dict[str, list[_Values]] = defaultdict(list)
-        for (name, _), values in sorted(found[run_id].items(), key=lambda entry: entry[1].stream.stream):
+        by_name: dict[str, list[_LoggedValues]] = defaultdict(list)
+        for (name, _), values in sorted(found[run_id].items(), key=lambda entry: entry[1].stream.number):
             by_name[name].append(values)
         merged = {name: _merge(view, members, selection) for name, members in sorted(by_name.items())}
         points[run_id] = {name: entry for name, entry in merged.items() if len(entry.steps)}
@@ -89,8 +89,11 @@ def _read(
 
 
 def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: int) -> dict[str, list[Row[Any]]]:
-    """By run, the last parts of every name, where they hold at least `count` values each or are all there is."""
-    keys = [(run_id, *key) for run_id, view in views.items() for key in view.logged()]
+    """By run, the last parts of every name, where they hold at least `count` values each or are all there is.
+
+    To read all parts instead costs a comparison of 50 runs of 10,000 points 1.65 times the CPU.
+    """
+    keys = [(run_id, *key) for run_id, view in views.items() for key in view.logged_by_stream()]
     rows: list[Row[Any]] = []
     for start in range(0, len(keys), _KEYS_A_STATEMENT):
         some = keys[start : start + _KEYS_A_STATEMENT]
@@ -118,7 +121,7 @@ def _newest_statement(count: int) -> TextClause:
         f"WHERE {same.format('t')} AND t.part > "
         f"(SELECT max(s.part) FROM scalar_chunk s WHERE {same.format('s')}) - :parts "
         "ORDER BY t.run_id, t.stream_id, t.name, t.part"
-    ).execution_options(blocks=True)
+    ).execution_options(blobs=True)
 
 
 def _read_sealed(
@@ -127,13 +130,13 @@ def _read_sealed(
     names: Collection[str] | None,
     selection: Selection,
     known: Mapping[str, Sequence[Row[Any]]],
-    found: dict[str, dict[tuple[str, str], _Values]],
+    found: dict[str, dict[tuple[str, str], _LoggedValues]],
 ) -> None:
     """Rows that are not `known` already are read."""
     table = schema.scalar_chunk
     rows = [row for members in known.values() for row in members]
     if whole := [run_id for run_id in views if run_id not in known]:
-        statement = select(table).where(table.c.run_id.in_(whole)).execution_options(blocks=True)
+        statement = select(table).where(table.c.run_id.in_(whole)).execution_options(blobs=True)
         if names is not None:
             statement = statement.where(table.c.name.in_(list(names)))
         rows += connection.execute(
@@ -143,7 +146,7 @@ def _read_sealed(
     for (run_id, stream_id, name, count), members in alike:
         stream = views[run_id].streams.get(stream_id)
         if stream is not None and selection.rank in (None, stream.rank):
-            values = found[run_id].setdefault((name, stream_id), _Values(stream))
+            values = found[run_id].setdefault((name, stream_id), _LoggedValues(stream))
             values.parts.append(_unpack(b"".join([row.data for row in members]), count))
 
 
@@ -159,7 +162,7 @@ def _read_journal(
     views: Mapping[str, RunView],
     names: Collection[str] | None,
     selection: Selection,
-    found: dict[str, dict[tuple[str, str], _Values]],
+    found: dict[str, dict[tuple[str, str], _LoggedValues]],
 ) -> None:
     for stream, row in unsealed_rows(connection, views, ScalarRow, "scalars", selection):
         held = found[stream.run_id]
@@ -167,14 +170,14 @@ def _read_journal(
             if names is None or name in names:
                 values = held.get((name, stream.stream_id))
                 if values is None:
-                    values = held[name, stream.stream_id] = _Values(stream)
+                    values = held[name, stream.stream_id] = _LoggedValues(stream)
                 values.waiting.extend((row.seq, row.step, row.time, value))
 
 
-def _of_one_stream(view: RunView, values: _Values, selection: Selection) -> ScalarPoints:
+def _of_one_stream(view: RunView, values: _LoggedValues, selection: Selection) -> ScalarPoints:
     """Nothing to merge: only what is hidden or not asked for goes."""
     table = values.table()
-    seen = table[0] < view.bound(values.stream.attempt)
+    seen = table[0] < view.hidden_from(values.stream.attempt)
     if selection.first_step is not None:
         seen &= table[0] >= selection.first_step
     if selection.last_step is not None:
@@ -182,14 +185,14 @@ def _of_one_stream(view: RunView, values: _Values, selection: Selection) -> Scal
     return ScalarPoints(table[0][seen].astype(np.int64), table[1][seen], table[2][seen])
 
 
-def _merge(view: RunView, members: list[_Values], selection: Selection) -> ScalarPoints:
+def _merge(view: RunView, members: list[_LoggedValues], selection: Selection) -> ScalarPoints:
     if len(members) == 1:
         return _of_one_stream(view, members[0], selection)
     tables = [(entry.stream, entry.table()) for entry in members]
     sizes = [table.shape[1] for _, table in tables]
     joined = np.concatenate([table for _, table in tables], axis=1)
-    places = RowPlaces(
-        streams=np.repeat([stream.stream for stream, _ in tables], sizes),
+    places = RowOrigins(
+        streams=np.repeat([stream.number for stream, _ in tables], sizes),
         attempts=np.repeat([stream.attempt for stream, _ in tables], sizes),
         ranks=np.repeat([stream.rank for stream, _ in tables], sizes),
         steps=joined[0].astype(np.int64),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -17,25 +17,23 @@ from sqlalchemy import Connection, Row
 
 from collage_monitor.statistics import reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
-from collage_server.store.chunks.contributors import Contributors, PartCount, unknown_stream
-from collage_server.store.chunks.tables import PointTable, select_points
-from collage_server.store.contract import FloatArray, IntArray, Selection, StreamRecord
+from collage_server.store.chunks.contributors import Contributors, StepReports, unknown_stream
+from collage_server.store.chunks.tables import AttemptPoints
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal.reports import read_reports
-from collage_server.store.reading.assemble import RowPlaces, group_steps, merge_rows, visible
+from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
 from collage_server.store.reading.run_view import RunView
+from collage_server.store.records import FloatArray, IntArray, Selection, StreamRecord
 
 __all__ = [
     "ScalarRow",
     "UnsealedReports",
-    "needs_no_merge",
     "layer_table",
     "model_of",
     "model_table",
-    "model_tables",
     "read_unsealed",
     "visible_rows",
-    "part_counts",
+    "count_step_reports",
     "unsealed_rows",
 ]
 
@@ -111,10 +109,11 @@ def unsealed_rows(
 
 def model_table(
     view: RunView, attempt: int, rows: Sequence[Row[Any]], keys: Sequence[str], known: Contributors
-) -> PointTable:
+) -> AttemptPoints:
     """Rows of one attempt merged to the model's totals by step."""
-    if needs_no_merge(rows, known):
-        return model_tables({view.run_id: view}, {(view.run_id, attempt): rows}, keys)[view.run_id, attempt]
+    if _needs_no_merge(rows, known):
+        values = decode_model(view.streams, rows, keys)
+        return _table_of_one(attempt, rows, dict(zip(keys, values, strict=True)))
 
     def replicas(stream_id: str) -> FloatArray:
         return np.array(model_replica(view.streams[stream_id]))
@@ -124,29 +123,6 @@ def model_table(
     return _table(view, attempt, rows, totals, known, replicas)
 
 
-def model_tables(
-    views: Mapping[str, RunView],
-    waiting: Mapping[tuple[str, int], Sequence[Row[Any]]],
-    wanted: Collection[str] | None,
-) -> dict[tuple[str, int], PointTable]:
-    """As `model_table`, for rows that need no merge: those of all runs and attempts are decoded in one pass."""
-    by_keys: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
-    for owner in waiting:
-        by_keys[tuple(views[owner[0]].statistics(wanted))].append(owner)
-    found = {}
-    for keys, owners in by_keys.items():
-        streams = {name: stream for run_id, _ in owners for name, stream in views[run_id].streams.items()}
-        rows = [row for owner in owners for row in waiting[owner]]
-        totals = dict(zip(keys, decode_model(streams, rows, keys), strict=True))
-        whole = _table_of_one(0, rows, totals)
-        start = 0
-        for owner in owners:
-            stop = start + len(waiting[owner])
-            found[owner] = replace(select_points(whole, slice(start, stop)), attempt=owner[1])
-            start = stop
-    return found
-
-
 def layer_table(
     view: RunView,
     attempt: int,
@@ -154,11 +130,11 @@ def layer_table(
     keys: Sequence[str],
     positions: IntArray,
     known: Contributors,
-) -> PointTable:
+) -> AttemptPoints:
     """Rows of one attempt merged to totals by step and layer."""
-    if needs_no_merge(rows, known):
-        blocks = decode_layers(view.streams, rows, keys, positions)
-        return _table_of_one(attempt, rows, dict(zip(keys, blocks, strict=True)))
+    if _needs_no_merge(rows, known):
+        totals = decode_layers(view.streams, rows, keys, positions)
+        return _table_of_one(attempt, rows, dict(zip(keys, totals, strict=True)))
     cache: dict[str, FloatArray] = {}
 
     def replicas(stream_id: str) -> FloatArray:
@@ -167,25 +143,36 @@ def layer_table(
         return cache[stream_id]
 
     rows = visible_rows(view, rows, known)
-    blocks = decode_layers(view.streams, rows, keys, positions)
-    return _table(view, attempt, rows, dict(zip(keys, blocks, strict=True)), known, replicas)
+    totals = decode_layers(view.streams, rows, keys, positions)
+    return _table(view, attempt, rows, dict(zip(keys, totals, strict=True)), known, replicas)
 
 
-def needs_no_merge(rows: Sequence[Row[Any]], known: Contributors) -> bool:
-    """Whether the rows need no merging: one stream, one report a step, nothing of these steps sealed before."""
+def _needs_no_merge(rows: Sequence[Row[Any]], known: Contributors) -> bool:
+    """Whether the rows need no merging: one stream, one report a step, nothing of these steps sealed before.
+
+    Merged nevertheless, a heatmap of 600 such reports costs 1.5 times the CPU of the whole question.
+    """
     one_stream = len({row.stream_id for row in rows}) == 1
     return one_stream and not known and all(a.step < b.step for a, b in itertools.pairwise(rows))
 
 
-def _table_of_one(attempt: int, rows: Sequence[Row[Any]], totals: dict[str, FloatArray]) -> PointTable:
+def _table_of_one(attempt: int, rows: Sequence[Row[Any]], totals: dict[str, FloatArray]) -> AttemptPoints:
     steps = np.array([row.step for row in rows], dtype=np.int64)
     times = np.array([row.time for row in rows], dtype=np.float64)
     ranks = np.array([row.parts == 1 for row in rows], dtype=np.int64)
     ones = np.ones(len(rows), dtype=np.int64)
-    return PointTable(attempt, steps, steps, times, ranks, ones, with_variance_product_roots(totals))
+    return AttemptPoints(
+        attempt=attempt,
+        first_steps=steps,
+        steps=steps,
+        times=times,
+        ranks=ranks,
+        counts=ones,
+        totals=with_variance_product_roots(totals),
+    )
 
 
-def model_of(table: PointTable) -> PointTable:
+def model_of(table: AttemptPoints) -> AttemptPoints:
     """The model's totals from those of its layers: needed where one rank holds shards beside replicas."""
     return replace(table, totals=reduce_shards(table.totals, axis=1))
 
@@ -196,7 +183,7 @@ def visible_rows(view: RunView, rows: Sequence[Row[Any]], known: Contributors) -
     Several reports of one process about one step are shards of it, and all are kept.
     """
     rows = [row for row in rows if not (known and _another_is_sealed(view, row, known))]
-    seen = visible(_places(view, rows), {})
+    seen = visible(_origins(view, rows), {})
     return [row for row, kept in zip(rows, seen.tolist(), strict=True) if kept]
 
 
@@ -205,22 +192,22 @@ def _another_is_sealed(view: RunView, row: Row[Any], known: Contributors) -> boo
     if not view.is_contested(row.stream_id):
         return False
     own = view.streams[row.stream_id]
-    others = (number for number in known.get(row.step, ()) if number != own.stream)
+    others = (number for number in known.get(row.step, ()) if number != own.number)
     return any(
         number == unknown_stream(own.rank) or view.ranks_by_stream.get(number) == own.rank for number in others
     )
 
 
-def _places(view: RunView, rows: Sequence[Row[Any]]) -> RowPlaces:
-    return RowPlaces.of([(view.streams[row.stream_id], row.step, row.time) for row in rows])
+def _origins(view: RunView, rows: Sequence[Row[Any]]) -> RowOrigins:
+    return RowOrigins.of([(view.streams[row.stream_id], row.step, row.time) for row in rows])
 
 
-def part_counts(view: RunView, rows: Sequence[Row[Any]]) -> dict[tuple[int, int], PartCount]:
-    """How many parts of a step these rows hold, by (step, stream)."""
-    found: dict[tuple[int, int], PartCount] = {}
+def count_step_reports(view: RunView, rows: Sequence[Row[Any]]) -> dict[tuple[int, int], StepReports]:
+    """How many reports of a step these rows are, by (step, stream)."""
+    found: dict[tuple[int, int], StepReports] = {}
     for row in rows:
-        key, count = (row.step, view.streams[row.stream_id].stream), PartCount(1, row.parts)
-        found[key] = found[key].joined(count) if key in found else count
+        key, count = (row.step, view.streams[row.stream_id].number), StepReports(1, row.parts)
+        found[key] = found[key].plus(count) if key in found else count
     return found
 
 
@@ -231,13 +218,13 @@ def _table(
     totals: dict[str, FloatArray],
     known: Contributors,
     replicas_of: Callable[[str], FloatArray],
-) -> PointTable:
-    grouped = group_steps(_places(view, rows))
+) -> AttemptPoints:
+    grouped = group_steps(_origins(view, rows))
     replicas = None
     if view.replicated and rows:
         replicas = np.stack([replicas_of(row.stream_id) for row in rows])
         _leave_out_replicas(view, attempt, rows, totals, known, replicas, replicas_of)
-    return PointTable(
+    return AttemptPoints(
         attempt=attempt,
         first_steps=grouped.steps,
         steps=grouped.steps,
@@ -249,13 +236,13 @@ def _table(
 
 
 def _uncounted_ranks(view: RunView, rows: Sequence[Row[Any]], steps: IntArray, known: Contributors) -> IntArray:
-    """At each step, how many ranks are not to be counted: parts are missing, or they were sealed whole before."""
+    """At each step, how many ranks are not to be counted: reports are missing, or they were sealed whole before."""
     if not known and all(row.parts == 1 for row in rows):
         return np.zeros(len(steps), dtype=np.int64)
     left = []
-    for (step, stream), count in part_counts(view, rows).items():
+    for (step, stream), count in count_step_reports(view, rows).items():
         before = known.get(step, {}).get(stream)
-        after = count if before is None else before.joined(count)
+        after = count if before is None else before.plus(count)
         if not after.whole or (before is not None and before.whole):
             left.append(step)
     return np.bincount(np.searchsorted(steps, np.array(left, dtype=np.int64)), minlength=len(steps))
@@ -271,7 +258,7 @@ def _leave_out_replicas(
     replicas_of: Callable[[str], FloatArray],
 ) -> None:
     """Set to NaN, in late rows, what another replica has already contributed to a sealed part."""
-    names = {stream.stream: stream.stream_id for stream in view.streams.values()}
+    names = {stream.number: stream.stream_id for stream in view.streams.values()}
     names |= {unknown_stream(s.rank): s.stream_id for s in view.streams.values() if s.attempt == attempt}
     for index, row in enumerate(rows):
         sealed = [names[number] for number in known.get(row.step, ())]

@@ -1,4 +1,4 @@
-"""What happened to a run: told once each, numbered in the order of commits, so that a cursor skips nothing."""
+"""Events of runs: each stored once, numbered in the order of commits, so that a cursor skips nothing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
 from collage_server.store import schema
-from collage_server.store.contract import NewEvent
 from collage_server.store.engine.database import Database
+from collage_server.store.records import NewEvent
 from collage_server.store.rows import from_json, require_run, to_json
 
 __all__ = [
     "COUNTED",
     "MOST_LAYERS",
-    "SqlEvents",
+    "EventStore",
     "add_events",
     "attempt_event",
     "count_event",
-    "move_event",
+    "correct_event",
     "rank_twice",
 ]
 
@@ -35,11 +35,11 @@ _COUNTED: Final[dict[str, tuple[wire.EventKind, str]]] = {
     "skipped_steps": ("skipped_steps", "the loss scaler of rank {rank} has skipped {count} step{s} since attach"),
 }
 COUNTED: Final = frozenset(_COUNTED)
-"""Logged counts whose growth is told of."""
+"""Logged counts whose growth makes events."""
 
 
-class SqlEvents:
-    """Implements `EventStore` on an SQL database."""
+class EventStore:
+    """Adds and reads events of runs."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -67,8 +67,8 @@ def add_events(connection: Connection, run_id: str, events: Sequence[NewEvent], 
 
 def _add(connection: Connection, run_id: str, event: NewEvent, now: float) -> bool:
     mine = _EVENT.c.run_id == run_id
-    told = select(_EVENT.c.event).where(mine, _EVENT.c.origin == event.origin)
-    while connection.execute(told).first() is None:
+    known = select(_EVENT.c.event).where(mine, _EVENT.c.origin == event.origin)
+    while connection.execute(known).first() is None:
         number = (connection.execute(select(func.max(_EVENT.c.event)).where(mine)).scalar() or 0) + 1
         if number > wire.LIMITS["events_per_run"]:
             return False
@@ -88,8 +88,8 @@ def _add(connection: Connection, run_id: str, event: NewEvent, now: float) -> bo
     return False
 
 
-def move_event(connection: Connection, run_id: str, event: NewEvent) -> None:
-    """Correct the step and text of an event that was told already."""
+def correct_event(connection: Connection, run_id: str, event: NewEvent) -> None:
+    """Correct the step and text of a stored event."""
     mine = (_EVENT.c.run_id == run_id, _EVENT.c.origin == event.origin)
     connection.execute(update(_EVENT).where(*mine).values(step=event.step, text=event.text))
 
@@ -103,17 +103,9 @@ def read_events(connection: Connection, run_id: str, after: int, limit: int) -> 
         .order_by(_EVENT.c.event)
         .limit(limit)
     )
+    names = [name for name in wire.Event.__struct_fields__ if name != "layers"]
     return [
-        wire.Event(
-            event=row.event,
-            time=row.time,
-            kind=row.kind,
-            text=row.text,
-            attempt=row.attempt,
-            step=row.step,
-            layers=from_json(row.layers),
-        )
-        for row in rows
+        wire.Event(layers=from_json(row.layers), **{name: getattr(row, name) for name in names}) for row in rows
     ]
 
 

@@ -6,7 +6,7 @@ import base64
 import binascii
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, or_, select, update
@@ -16,15 +16,19 @@ from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound, Unprocessable
 from collage_server.store import schema
 from collage_server.store.access.tokens import record_acts
-from collage_server.store.contract import RunPageRecord, RunQuery, RunRecord, RunRevision
 from collage_server.store.engine.database import Database
-from collage_server.store.quota import QuotaCheck, judge
+from collage_server.store.records import RunPageRecord, RunQuery, RunRecord, RunRevision
 from collage_server.store.rows import from_json, missing_run, require_run, require_runs, to_json
 from collage_server.store.runs.latest import hidden_from, newest_scalars, sum_of_newest
 
-__all__ = ["SqlRuns", "read_records", "read_run"]
+__all__ = ["CountedRows", "QuotaCheck", "RunStore", "read_records", "read_run"]
+
+CountedRows = Literal["runs", "tags"]
+QuotaCheck = Callable[[str, CountedRows, int], None]
+"""(project, what, how many there would be): raises where that is too many, which undoes the change."""
 
 _RUN: Final = schema.run
+_AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at"}]
 _OWNED: Final = (
     schema.entry,
     schema.run_latest,
@@ -37,8 +41,8 @@ _OWNED: Final = (
 )
 
 
-class SqlRuns:
-    """Implements `RunStore` on an SQL database. `begin_purge` starts to remove the rows of a deleted run."""
+class RunStore:
+    """Runs: created, listed, changed, deleted. `begin_purge` starts to remove the rows of a deleted run."""
 
     def __init__(self, database: Database, begin_purge: Callable[[str], None]) -> None:
         self._database = database
@@ -62,13 +66,20 @@ class SqlRuns:
                 self._database.lock_project(connection, project)
             is_new = create_run(connection, project, create, now)
             if check is not None:
-                judge(connection, project, check, runs=is_new, tags=bool(create.tags))
+                _judge(connection, project, check, runs=is_new, tags=bool(create.tags))
             return read_run(connection, create.run_id), is_new
 
     def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
         """A page of runs, newest first."""
         with self._database.reading() as connection:
-            return read_runs(connection, query, now, stale_after_seconds)
+            statement = select(_RUN).where(*_filters(query, now - stale_after_seconds))
+            statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
+            if query.cursor is not None:
+                statement = _after(statement, query.cursor)
+            rows = connection.execute(statement).all()
+            page, more = rows[: query.limit], len(rows) > query.limit
+            cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
+            return RunPageRecord(_records(connection, page), cursor)
 
     def get(self, run_id: str) -> RunRecord:
         """One run."""
@@ -83,7 +94,36 @@ class SqlRuns:
     def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
         """The revision of each of these runs, in the order given."""
         with self._database.reading() as connection:
-            return read_revisions(connection, run_ids)
+            ids = list(dict.fromkeys(run_ids))
+            latest, attempt = schema.run_latest, schema.attempt
+            runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
+            reports = func.sum(latest.c.reports).label("reports")
+            newest = func.max(latest.c.last_report_at).label("last_report_at")
+            more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
+            counted = connection.execute(
+                select(latest.c.run_id, reports, newest, *more)
+                .where(latest.c.run_id.in_(ids))
+                .group_by(latest.c.run_id)
+            )
+            stored = {row.run_id: row for row in counted}
+            attempts = _by_run(connection, select(attempt).order_by(attempt.c.attempt), attempt, ids)
+            found = {}
+            for run_id in ids:
+                if run_id not in runs:
+                    raise missing_run(connection, run_id)
+                run, known = runs[run_id], stored.get(run_id)
+                found[run_id] = RunRevision(
+                    state=run.state,
+                    updated_at=max(run.updated_at, known.last_report_at or 0.0) if known else run.updated_at,
+                    changed_at=run.updated_at,
+                    reports=int(known.reports) if known else 0,
+                    strategy=run.strategy,
+                    dtype=run.dtype,
+                    streams=known.streams if known else 0,
+                    frozen_step=known.frozen_step if known else None,
+                    attempts=tuple((entry.attempt, entry.first_step) for entry in attempts[run_id]),
+                )
+            return found
 
     def update(self, run_id: str, update: wire.RunUpdate, now: float, check: QuotaCheck | None = None) -> RunRecord:
         """Change a run. `check` may refuse what its project would then hold."""
@@ -94,15 +134,42 @@ class SqlRuns:
                 self._database.lock_project(connection, counted)
             update_run(connection, run_id, update, now)
             if check is not None and counted is not None:
-                judge(connection, counted, check, runs=False, tags=True)
+                _judge(connection, counted, check, runs=False, tags=True)
             return read_run(connection, run_id)
 
     def delete(self, run_id: str, now: float, acts: Sequence[wire.Act] = ()) -> None:
-        """Delete a run and leave a tombstone, and these acts in the audit log."""
+        """Make a run invisible: a tombstone stays, and its streams' ids, so that their reports answer 410.
+
+        These acts are added to the audit log. What is large (journal, chunks) is removed afterwards, in slices.
+        """
         with self._database.writing() as connection:
-            delete_run(connection, run_id, now)
+            project = connection.execute(
+                select(_RUN.c.project).where(_RUN.c.run_id == run_id).with_for_update()
+            ).scalar()
+            if project is None:
+                raise missing_run(connection, run_id)
+            for table in _OWNED:
+                connection.execute(delete(table).where(table.c.run_id == run_id))
+            emptied = {"statistics": "[]", "layers": b"", "elements": b"", "replicas": b"", "watch": None}
+            connection.execute(update(schema.stream).where(schema.stream.c.run_id == run_id).values(**emptied))
+            claim = schema.seal_claim.c.run_id
+            free = select(claim).where(claim == run_id).with_for_update(skip_locked=True)
+            connection.execute(delete(schema.seal_claim).where(claim.in_(free)))
+            connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
             record_acts(connection, acts)
         self._begin_purge(run_id)
+
+
+def _judge(connection: Connection, project: str, check: QuotaCheck, *, runs: bool, tags: bool) -> None:
+    """Show `check` what this transaction has made of the project. The caller keeps others from adding meanwhile."""
+    run, tag = schema.run, schema.run_tag
+    if runs:
+        count = select(func.count()).select_from(run).where(run.c.project == project)
+        check(project, "runs", connection.execute(count).scalar_one())
+    if tags:
+        mine = select(run.c.run_id).where(run.c.project == project)
+        count = select(func.count(tag.c.tag.distinct())).where(tag.c.run_id.in_(mine))
+        check(project, "tags", connection.execute(count).scalar_one())
 
 
 def create_run(connection: Connection, project: str, create: wire.RunCreate, now: float) -> bool:
@@ -189,26 +256,8 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
         _set_tags(connection, run_id, change.tags)
 
 
-def delete_run(connection: Connection, run_id: str, now: float) -> None:
-    """Make the run invisible; a tombstone stays, and its streams' ids, so that their reports answer 410.
-
-    What is large (journal, chunks) is removed afterwards, in slices.
-    """
-    project = connection.execute(select(_RUN.c.project).where(_RUN.c.run_id == run_id).with_for_update()).scalar()
-    if project is None:
-        raise missing_run(connection, run_id)
-    for table in _OWNED:
-        connection.execute(delete(table).where(table.c.run_id == run_id))
-    emptied = {"statistics": "[]", "layers": b"", "elements": b"", "replicas": b"", "watch": None}
-    connection.execute(update(schema.stream).where(schema.stream.c.run_id == run_id).values(**emptied))
-    claim = schema.seal_claim.c.run_id
-    free = select(claim).where(claim == run_id).with_for_update(skip_locked=True)
-    connection.execute(delete(schema.seal_claim).where(claim.in_(free)))
-    connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
-
-
 def read_run(connection: Connection, run_id: str) -> RunRecord:
-    """One run with what stands around it."""
+    """One run with its tags, attempts, watch and newest numbers."""
     row = connection.execute(select(_RUN).where(_RUN.c.run_id == run_id)).first()
     if row is None:
         raise missing_run(connection, run_id)
@@ -222,50 +271,6 @@ def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, Ru
     rows = connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids))).all()
     found = {record.run_id: record for record in _records(connection, rows)}
     return {run_id: found[run_id] for run_id in ids}
-
-
-def read_revisions(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRevision]:
-    """Revisions, in the order given; in three statements however many runs there are."""
-    ids = list(dict.fromkeys(run_ids))
-    latest, attempt = schema.run_latest, schema.attempt
-    runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
-    reports = func.sum(latest.c.reports).label("reports")
-    newest = func.max(latest.c.last_report_at).label("last_report_at")
-    more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
-    counted = connection.execute(
-        select(latest.c.run_id, reports, newest, *more).where(latest.c.run_id.in_(ids)).group_by(latest.c.run_id)
-    )
-    stored = {row.run_id: row for row in counted}
-    attempts = _by_run(connection, select(attempt).order_by(attempt.c.attempt), attempt, ids)
-    found = {}
-    for run_id in ids:
-        if run_id not in runs:
-            raise missing_run(connection, run_id)
-        run, known = runs[run_id], stored.get(run_id)
-        found[run_id] = RunRevision(
-            state=run.state,
-            updated_at=max(run.updated_at, known.last_report_at or 0.0) if known else run.updated_at,
-            changed_at=run.updated_at,
-            reports=int(known.reports) if known else 0,
-            strategy=run.strategy,
-            dtype=run.dtype,
-            streams=known.streams if known else 0,
-            frozen_step=known.frozen_step if known else None,
-            attempts=tuple((entry.attempt, entry.first_step) for entry in attempts[run_id]),
-        )
-    return found
-
-
-def read_runs(connection: Connection, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
-    """A page of runs, newest first."""
-    statement = select(_RUN).where(*_filters(query, now - stale_after_seconds))
-    statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
-    if query.cursor is not None:
-        statement = _after(statement, query.cursor)
-    rows = connection.execute(statement).all()
-    page, more = rows[: query.limit], len(rows) > query.limit
-    cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
-    return RunPageRecord(_records(connection, page), cursor)
 
 
 def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
@@ -351,18 +356,9 @@ def _record(
     newest = max((entry.attempt for entry in reported), default=0)
     last_report_at = max((entry.last_report_at for entry in reported), default=None)
     return RunRecord(
-        run_id=row.run_id,
-        project=row.project,
-        name=row.name,
-        group=row.group,
+        **{column: getattr(row, column) for column in _AS_STORED},
         tags=[entry.tag for entry in tags],
-        notes=row.notes,
-        seed=row.seed,
         config=from_json(row.config),
-        state=row.state,
-        strategy=row.strategy,
-        dtype=row.dtype,
-        created_at=row.created_at,
         updated_at=max(row.updated_at, last_report_at or 0.0),
         first_step=min((entry.first_step for entry in reported), default=None),
         last_step=max((entry.last_step for entry in reported if entry.attempt == newest), default=None),
@@ -370,16 +366,7 @@ def _record(
         last_report_at=last_report_at,
         reports=sum(entry.reports for entry in latest),
         reports_dropped=sum_of_newest("reports_dropped", latest, newest),
-        attempts=[
-            wire.Attempt(
-                run_id=entry.run_id,
-                attempt=entry.attempt,
-                launch_id=entry.launch_id,
-                first_step=entry.first_step,
-                created_at=entry.created_at,
-            )
-            for entry in attempts
-        ],
+        attempts=[msgspec.convert(entry, wire.Attempt, from_attributes=True) for entry in attempts],
         watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
         scalars=newest_scalars(latest, bounds),
     )

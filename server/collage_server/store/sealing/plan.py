@@ -12,14 +12,14 @@ import numpy as np
 from sqlalchemy import Connection, select
 
 from collage_server.store import schema
-from collage_server.store.chunks.blocks import read_point_rows
+from collage_server.store.chunks.blobs import read_point_rows
 from collage_server.store.chunks.cache import LEVELS, ChunkInfo, read_chunk_infos
-from collage_server.store.contract import SealLimits
 from collage_server.store.journal.reports import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
+from collage_server.store.records import SealLimits
 from collage_server.store.runs.latest import awaited_streams
 
-__all__ = ["Journal", "SealPlan", "plan_seal", "read_journal"]
+__all__ = ["JournalContents", "SealPlan", "plan_seal", "read_journal"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,8 @@ class _Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Journal:
-    """What one look found in a run's journal, without the blocks.
+class JournalContents:
+    """A run's journal as it stood at one moment, without the blobs.
 
     `leftovers` (stream_id, seq) stand in chunks already: a sealing was interrupted before it deleted them.
     `entries` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed, None when
@@ -65,21 +65,21 @@ class Journal:
     ready: dict[int, int | None]
     pressed: bool
 
-    def without(self, reports: frozenset[tuple[str, int]]) -> Journal:
+    def without(self, reports: frozenset[tuple[str, int]]) -> JournalContents:
         """What is left when these are sealed."""
         left = {
             attempt: [entry for entry in members if (entry.stream_id, entry.seq) not in reports]
             for attempt, members in self.entries.items()
         }
-        return Journal(
+        return JournalContents(
             [], {attempt: members for attempt, members in left.items() if members}, self.ready, self.pressed
         )
 
 
 def read_journal(
     connection: Connection, view: RunView, *, closed: bool, pressed: bool, stale_after_seconds: float
-) -> Journal:
-    """One look. `closed`: the run is over, its tail is sealed too."""
+) -> JournalContents:
+    """Read the run's journal. `closed`: the run is over, its tail is sealed too."""
     leftovers: list[tuple[str, int]] = []
     entries: dict[int, list[_Entry]] = defaultdict(list)
     for entry in _entries(connection, view.run_id):
@@ -92,7 +92,7 @@ def read_journal(
         attempt: None if closed or attempt < newest else _ready_step(connection, view, attempt, stale_after_seconds)
         for attempt in entries
     }
-    return Journal(leftovers, dict(entries), ready, pressed)
+    return JournalContents(leftovers, dict(entries), ready, pressed)
 
 
 def _entries(connection: Connection, run_id: str) -> Iterator[_Entry]:
@@ -106,7 +106,9 @@ def _entries(connection: Connection, run_id: str) -> Iterator[_Entry]:
         yield _Entry(stream_id, seq, step, bool(measured), size)
 
 
-def plan_seal(connection: Connection, view: RunView, journal: Journal, limits: SealLimits) -> SealPlan | None:
+def plan_seal(
+    connection: Connection, view: RunView, journal: JournalContents, limits: SealLimits
+) -> SealPlan | None:
     """The next part to make, None when nothing is due."""
     infos = read_chunk_infos(connection, [view.run_id])[view.run_id]
     for pressed in (False, True) if journal.pressed else (False,):
@@ -151,7 +153,7 @@ def _late(
 
 
 def _room(connection: Connection, run_id: str, infos: Sequence[ChunkInfo], limits: SealLimits) -> int:
-    """Measured points for which the newest chunk has room; late parts tell of steps that it holds already."""
+    """Measured points for which the newest chunk has room; late parts repeat steps that it already holds."""
     if not infos or infos[-1].levels != {LEVELS[0]}:
         return 0
     newest = infos[-1]

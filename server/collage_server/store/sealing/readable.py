@@ -11,13 +11,12 @@ from sqlalchemy import Connection, delete, insert, select
 
 from collage_monitor.statistics import finish
 from collage_server.store import schema
-from collage_server.store.chunks.blocks import maximum_key, minimum_key
-from collage_server.store.chunks.tables import PointTable
-from collage_server.store.contract import FloatArray, IntArray
+from collage_server.store.chunks.blobs import maximum_key, minimum_key
 from collage_server.store.reading.run_view import RunView
+from collage_server.store.records import FloatArray, IntArray, Points
 from collage_server.store.sealing.plan import SealPlan
 
-__all__ = ["Readable", "forget_points", "layer_rows", "point_rows", "write_layers", "write_points"]
+__all__ = ["ReadableRows", "forget_points", "layer_rows", "point_rows", "write_layers", "write_points"]
 
 _ROWS_AT_ONCE: Final = 512
 _STATE: Final = "state_decrement_ratio"
@@ -28,7 +27,7 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Readable:
+class ReadableRows:
     """Rows that a part makes."""
 
     points: Rows = field(default_factory=list)
@@ -41,7 +40,7 @@ class Readable:
 
 
 def point_rows(
-    view: RunView, plan: SealPlan, whole: PointTable, steps: IntArray, logged: Mapping[tuple[str, str], bytes]
+    view: RunView, plan: SealPlan, whole: Points, steps: IntArray, logged: Mapping[tuple[str, str], bytes]
 ) -> Rows:
     """A row for each of these steps of the chunk's points; what was logged for it before stays."""
     chosen = np.isin(whole.steps, steps)
@@ -62,7 +61,7 @@ def point_rows(
     return [{"run_id": view.run_id, "attempt": plan.attempt, **row} for row in rows]
 
 
-def layer_rows(view: RunView, plan: SealPlan, points: PointTable, entries: Mapping[str, FloatArray]) -> Rows:
+def layer_rows(view: RunView, plan: SealPlan, points: Points, entries: Mapping[str, FloatArray]) -> Rows:
     """A row a layer of a whole chunk, from what its coarsest level holds ([1, layers] by entry)."""
     count = len(view.layers)
     totals = {key: values for key, values in entries.items() if " " not in key}
@@ -86,7 +85,7 @@ def layer_rows(view: RunView, plan: SealPlan, points: PointTable, entries: Mappi
     ]
 
 
-def write_points(connection: Connection, run_id: str, plan: SealPlan, readable: Readable) -> None:
+def write_points(connection: Connection, run_id: str, plan: SealPlan, readable: ReadableRows) -> None:
     """Replace the rows of these steps."""
     if not readable.points:
         return
@@ -146,7 +145,7 @@ def _scalars(
 ) -> dict[tuple[int, str], float | None]:
     """(step, name) → mean over the ranks that logged it; of two processes on a rank the older one's."""
     owners: dict[int, str] = {}
-    for stream_id, stream in sorted(view.streams.items(), key=lambda entry: entry[1].stream):
+    for stream_id, stream in sorted(view.streams.items(), key=lambda entry: entry[1].number):
         if stream.attempt == attempt:
             owners.setdefault(stream.rank, stream_id)
     values: dict[tuple[int, str], list[float]] = {}

@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Row, func, insert, select
 
 from collage_server.store import schema
-from collage_server.store.contract import FloatArray, IntArray, NewEvent, Selection
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas
 from collage_server.store.journal.reports import read_reports
 from collage_server.store.ranges import Ranges, add_numbers, contains
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.reading.unsealed import read_unsealed, visible_rows
+from collage_server.store.records import FloatArray, IntArray, NewEvent, Selection
 from collage_server.store.rows import int_array, to_json
 from collage_server.store.runs.events import MOST_LAYERS, add_events
 
-__all__ = ["Mismatch", "Replicas", "count_mismatches", "keep_mismatches"]
+__all__ = ["Mismatch", "ReplicaComparison", "count_mismatches", "keep_mismatches"]
 
 _KEYS: Final = ("replica_checksum", "replica_checksum_elements")
 _KEY: Final = ("stream_id", "seq", "step")
@@ -55,7 +55,7 @@ class ComparedReports:
     numbers: Mapping[str, Ranges] = field(default_factory=dict)
 
 
-class Replicas:
+class ReplicaComparison:
     """Finds replicas that differ, among reports not compared before; this process remembers which it compared."""
 
     def __init__(self) -> None:
@@ -121,19 +121,19 @@ def _compare_rows(view: RunView, attempt: int, rows: Sequence[Any]) -> Iterator[
         return
     chosen = {(row.stream_id, row.seq) for row in rows}
     between = Selection(first_step=steps[0], last_step=steps[-1])
-    blocks: dict[int, list[Any]] = {step: [] for step in steps}
+    rows_by_step: dict[int, list[Any]] = {step: [] for step in steps}
     for row in read_unsealed(view.connection, {view.run_id: view}, between, layers=True)[view.run_id].get(
         attempt, ()
     ):
-        if row.step in blocks and (row.stream_id, row.seq) in chosen:
-            blocks[row.step].append(row)
-    for step, members in blocks.items():
+        if row.step in rows_by_step and (row.stream_id, row.seq) in chosen:
+            rows_by_step[row.step].append(row)
+    for step, members in rows_by_step.items():
         if members:
             yield from _compare_step(view, attempt, step, members)
 
 
 def _suspicious_steps(view: RunView, rows: Sequence[Row[Any]]) -> Iterable[int]:
-    if view.mixed:
+    if view.replicas_beside_shards:
         return {row.step for row in rows}
     checksums = decode_model(view.streams, rows, _KEYS)
     replicas = [int(view.streams[row.stream_id].replicas[:1].sum()) for row in rows]

@@ -19,18 +19,18 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, Table, delete, exists, or_, select, tuple_
 
 from collage_server.store import schema
-from collage_server.store.chunks.blocks import read_point_rows
+from collage_server.store.chunks.blobs import read_point_rows
 from collage_server.store.chunks.cache import LEVELS
-from collage_server.store.contract import SealLimits
 from collage_server.store.engine.database import Database
-from collage_server.store.journal.horizon import catch_up, freeze, read_lagging
-from collage_server.store.journal.reports import SqlJournal
+from collage_server.store.journal.horizon import freeze, raise_lagging_horizons, read_lagging_horizons
+from collage_server.store.journal.reports import ReportJournal
+from collage_server.store.records import SealLimits
 from collage_server.store.runs.runs import read_run
 from collage_server.store.sealing.readable import forget_points
-from collage_server.store.sealing.replicas import Replicas, count_mismatches
+from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches
 from collage_server.store.sealing.seal import seal
 
-__all__ = ["SqlRetention", "SqlSealing"]
+__all__ = ["Retention", "Sealing"]
 
 SealLateReports = Callable[[str], None]
 """Seals every late report of the run; the caller holds the claim."""
@@ -51,7 +51,7 @@ _SEARCH_SECONDS: Final = 50.0
 
 
 @dataclass(frozen=True)
-class _Expired:
+class _ExpiredLevel:
     """One level of one chunk that is to go."""
 
     attempt: int
@@ -60,20 +60,23 @@ class _Expired:
     last_step: int
 
 
-class SqlSealing:
-    """Implements `Sealing` on an SQL database."""
+class Sealing:
+    """From the journal to chunks."""
 
     def __init__(
-        self, database: Database, journal: SqlJournal, limits: SealLimits, stale_after_seconds: float
+        self, database: Database, journal: ReportJournal, limits: SealLimits, stale_after_seconds: float
     ) -> None:
         self.limits = limits
         self._database = database
         self._journal = journal
         self._stale_after_seconds = stale_after_seconds
-        self._replicas = Replicas()
+        self._replicas = ReplicaComparison()
 
     def seal(self, run_id: str, now: float, *, pressed: bool = False) -> int:
-        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due."""
+        """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due.
+
+        `pressed`: there is no room for more, so all of it is due, whoever is waited for.
+        """
         with self._database.reading() as connection:
             record = read_run(connection, run_id)
         silent = record.updated_at < now - self._stale_after_seconds
@@ -111,8 +114,8 @@ class SqlSealing:
             return count_mismatches(connection)
 
 
-class SqlRetention:
-    """Implements `Retention` on an SQL database."""
+class Retention:
+    """How data leaves the store. Every call takes short transactions, and may be cut off anywhere without harm."""
 
     def __init__(self, database: Database, seal_late_reports: SealLateReports) -> None:
         self._database = database
@@ -137,11 +140,11 @@ class SqlRetention:
             if not mine:
                 return 0
             with self._database.reading() as connection:
-                lagging = read_lagging(connection, run_id)
+                lagging = read_lagging_horizons(connection, run_id)
                 expired = _expired(connection, run_id, before)
             if lagging:
                 with self._database.writing() as connection:
-                    catch_up(connection, run_id, lagging)
+                    raise_lagging_horizons(connection, run_id, lagging)
             if any(entry.level == 1 for entry in expired):
                 self._seal_late_reports(run_id)
             return sum(self._drop(run_id, entry) for entry in expired)
@@ -178,7 +181,7 @@ class SqlRetention:
                     return True
         return False
 
-    def _drop(self, run_id: str, entry: _Expired) -> bool:
+    def _drop(self, run_id: str, entry: _ExpiredLevel) -> bool:
         """Delete one level of one chunk.
 
         Points go first: from then on readers use coarser levels. The model's rows go last: while they exist, an
@@ -215,7 +218,7 @@ def _delete_some(connection: Connection, table: Table, *where: Any) -> int:
     return len(chosen)
 
 
-def _rows_of(table: Table, run_id: str, entry: _Expired) -> tuple[Any, ...]:
+def _rows_of(table: Table, run_id: str, entry: _ExpiredLevel) -> tuple[Any, ...]:
     return (
         table.c.run_id == run_id,
         table.c.attempt == entry.attempt,
@@ -224,7 +227,7 @@ def _rows_of(table: Table, run_id: str, entry: _Expired) -> tuple[Any, ...]:
     )
 
 
-def _expired(connection: Connection, run_id: str, before: Mapping[int, float]) -> list[_Expired]:
+def _expired(connection: Connection, run_id: str, before: Mapping[int, float]) -> list[_ExpiredLevel]:
     created = _attempt_times(connection, run_id)
     held = _levels_by_chunk(connection, schema.point_chunk, run_id)
     left = _levels_by_chunk(connection, schema.model_chunk, run_id)
@@ -242,7 +245,7 @@ def _expired(connection: Connection, run_id: str, before: Mapping[int, float]) -
                 last_step, last_time = _last_point(connection, run_id, attempt, coarser, chunk)
                 if there and last_time >= moment:
                     break
-                expired.append(_Expired(attempt, level, chunk, last_step))
+                expired.append(_ExpiredLevel(attempt, level, chunk, last_step))
     return expired
 
 

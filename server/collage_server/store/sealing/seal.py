@@ -1,7 +1,7 @@
 """Sealing: journal rows become chunks, in transactions so short that the writer hardly waits.
 
-A read transaction builds the part; several short write transactions store its blocks; one publishes blocks and
-sealed ranges; short ones delete the journal rows. If sealing is interrupted, either unpublished blocks are left,
+A read transaction builds the part; several short write transactions store its blobs; one publishes blobs and
+sealed ranges; short ones delete the journal rows. If sealing is interrupted, either unpublished blobs are left,
 which the next sealing overwrites, or sealed journal rows, which readers skip and the next sealing deletes.
 """
 
@@ -20,24 +20,24 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from collage_server.errors import Gone
 from collage_server.store import schema
-from collage_server.store.chunks.blocks import ALL_RANKS, pack_points
+from collage_server.store.chunks.blobs import ALL_RANKS, pack_points
 from collage_server.store.chunks.cache import LEVELS
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
-from collage_server.store.chunks.tables import PointTable, coarsen, join, layer_extremes, model_extremes
-from collage_server.store.contract import FloatArray, IntArray, SealLimits, Selection
+from collage_server.store.chunks.tables import COUNTED, AttemptPoints, coarsen, join, layer_extremes, model_extremes
 from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.points import sealed_layers, sealed_model
 from collage_server.store.reading.run_view import UNBOUNDED, RunView
+from collage_server.store.records import FloatArray, IntArray, Points, SealLimits, Selection
 from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal
-from collage_server.store.sealing.readable import Readable, layer_rows, point_rows, write_layers, write_points
-from collage_server.store.sealing.replicas import Replicas, keep_mismatches
+from collage_server.store.sealing.readable import ReadableRows, layer_rows, point_rows, write_layers, write_points
+from collage_server.store.sealing.replicas import ReplicaComparison, keep_mismatches
 
 __all__ = ["seal"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
-_Block = tuple[Any, dict[str, Any]]
+_BlobRow = tuple[Any, dict[str, Any]]
 _COLUMNS: Final = (
     "stream_id",
     "seq",
@@ -56,13 +56,13 @@ _NOBODY: Final = MappingProxyType({"contributor_ranks": b"", "contributors": b""
 
 
 @dataclass(frozen=True, eq=False)
-class _Level:
+class _ChunkLevel:
     """What a chunk holds at one level: points, totals of model, single ranks and layers, by entry key.
 
     `contributors`: the columns of `point_chunk` that say who contributed; coarse levels leave them empty.
     """
 
-    points: PointTable
+    points: Points
     model: Mapping[str, FloatArray]
     ranks: Mapping[int, Mapping[str, FloatArray]]
     layers: Mapping[str, FloatArray]
@@ -70,18 +70,18 @@ class _Level:
 
 
 @dataclass(frozen=True, eq=False)
-class _Built:
+class _PartContents:
     """One part, and the coarse levels of its chunk if it is whole."""
 
     plan: SealPlan
-    part: _Level | None
-    coarse: Mapping[int, _Level]
+    part: _ChunkLevel | None
+    coarse: Mapping[int, _ChunkLevel]
     scalars: Mapping[tuple[str, str], bytes]
     counts: Mapping[tuple[str, str], int]
-    readable: Readable
+    readable: ReadableRows
 
     @property
-    def levels(self) -> dict[int, _Level]:
+    def levels(self) -> dict[int, _ChunkLevel]:
         """All that is made, by level; nothing where only what was logged is sealed."""
         return {} if self.part is None else {LEVELS[0]: self.part, **self.coarse}
 
@@ -91,7 +91,7 @@ def seal(
     reading: Transaction,
     writing: Transaction,
     limits: SealLimits,
-    replicas: Replicas,
+    replicas: ReplicaComparison,
     *,
     now: float,
     closed: bool,
@@ -135,7 +135,7 @@ def seal(
     return _PARTS_AT_ONCE
 
 
-def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits) -> _Built:
+def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLimits) -> _PartContents:
     rows = _rows(connection, view, plan)
     frozen = plan.info is not None and plan.info.frozen
     measured = [] if frozen else [row for row in rows if row.model is not None]
@@ -143,18 +143,18 @@ def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLi
     part = _part(connection, view, plan, measured) if measured else None
     if part is not None and not len(part.points.steps):
         part = None
-    coarse: Mapping[int, _Level] = {}
-    readable = Readable()
+    coarse: Mapping[int, _ChunkLevel] = {}
+    readable = ReadableRows()
     if part is not None:
         whole = _whole_model(view, plan, part)
         coarse = _coarse(view, plan, part, whole, limits)
         logged = {key: table for key, (_, table) in scalars.items()}
         last = coarse.get(LEVELS[-1])
-        readable = Readable(
+        readable = ReadableRows(
             points=point_rows(view, plan, whole, part.points.steps, logged),
             layers=[] if last is None else layer_rows(view, plan, last.points, last.layers),
         )
-    return _Built(
+    return _PartContents(
         plan=plan,
         part=part,
         coarse=coarse,
@@ -176,7 +176,7 @@ def _rows(connection: Connection, view: RunView, plan: SealPlan) -> list[Row[Any
     return found
 
 
-def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[Row[Any]]) -> _Level:
+def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[Row[Any]]) -> _ChunkLevel:
     """Ranks merged; where there are several, also one by one, for the model."""
     keys = view.statistics(None)
     positions = np.array(list(view.layers.values()), dtype=np.int64)
@@ -185,15 +185,15 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     with_layers = [row for row in rows if row.statistics is not None]
     layers = unsealed.layer_table(view, plan.attempt, with_layers, keys, positions, known)
     model = unsealed.model_table(view, plan.attempt, rows, keys, known)
-    if view.mixed:
+    if view.replicas_beside_shards:
         model = unsealed.model_of(layers)
     seen = unsealed.visible_rows(view, rows, known)
-    counts = unsealed.part_counts(view, seen)
+    counts = unsealed.count_step_reports(view, seen)
     ranks = {}
     contributing = sorted({view.ranks_by_stream[stream] for _, stream in counts})
     if len(contributing) > 1 or view.replicated:
         ranks = {rank: _one_rank(view, plan, seen, keys, model, rank) for rank in contributing}
-    return _Level(
+    return _ChunkLevel(
         points=model,
         model=_stored(model.totals),
         ranks=ranks,
@@ -203,13 +203,13 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
 
 
 def _one_rank(
-    view: RunView, plan: SealPlan, rows: Sequence[Row[Any]], keys: Sequence[str], model: PointTable, rank: int
+    view: RunView, plan: SealPlan, rows: Sequence[Row[Any]], keys: Sequence[str], model: AttemptPoints, rank: int
 ) -> Mapping[str, FloatArray]:
     own = [row for row in rows if view.streams[row.stream_id].rank == rank]
     return _stored(_aligned(unsealed.model_table(view, plan.attempt, own, keys, {}), model.steps))
 
 
-def _aligned(table: PointTable, steps: IntArray) -> dict[str, FloatArray]:
+def _aligned(table: AttemptPoints, steps: IntArray) -> dict[str, FloatArray]:
     """The table's totals at these steps; NaN where it has no point."""
     place = np.searchsorted(steps, table.steps)
     aligned = {}
@@ -228,16 +228,29 @@ def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     }
 
 
-def _whole_model(view: RunView, plan: SealPlan, part: _Level) -> PointTable:
+def _join_part(
+    plan: SealPlan,
+    old: Sequence[AttemptPoints],
+    part: _ChunkLevel,
+    totals: Mapping[str, FloatArray],
+    layers: Sequence[str] | None = None,
+) -> Points:
+    """The chunk's `old` points and those of the part, with these `totals`."""
+    counted: dict[str, Any] = {name: getattr(part.points, name) for name in COUNTED}
+    own = AttemptPoints(attempt=plan.attempt, **counted, totals=dict(totals))
+    return join([*old, own], lambda _: UNBOUNDED, Selection(), layers=layers)
+
+
+def _whole_model(view: RunView, plan: SealPlan, part: _ChunkLevel) -> Points:
     """All points of the chunk so far, this part's joined in."""
     held = {(view.run_id, plan.attempt): [] if plan.info is None else [plan.chunk]}
     old = sealed_model(view.connection, {view.run_id: view}, 1, held, None, Selection())[view.run_id]
-    return _whole([*old, _point_table(plan, part, part.model)])
+    return _join_part(plan, old, part, part.model)
 
 
 def _coarse(
-    view: RunView, plan: SealPlan, part: _Level, model: PointTable, limits: SealLimits
-) -> dict[int, _Level]:
+    view: RunView, plan: SealPlan, part: _ChunkLevel, model: Points, limits: SealLimits
+) -> dict[int, _ChunkLevel]:
     """The chunk's coarse levels, made of all its parts, as soon as it is whole."""
     if len(model.steps) < limits.points:
         return {}
@@ -245,12 +258,12 @@ def _coarse(
     layers = _coarse_layers(view, plan, part, limits)
     for level in LEVELS[1:]:
         points, stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
-        levels[level] = _Level(points, stored, {}, layers[level], _NOBODY)
+        levels[level] = _ChunkLevel(points, stored, {}, layers[level], _NOBODY)
     return levels
 
 
 def _coarse_layers(
-    view: RunView, plan: SealPlan, part: _Level, limits: SealLimits
+    view: RunView, plan: SealPlan, part: _ChunkLevel, limits: SealLimits
 ) -> dict[int, dict[str, FloatArray]]:
     """By coarse level, what the layers store; made of some layers at a time, however many there are."""
     names, keys = list(view.layers), view.statistics(None)
@@ -264,7 +277,7 @@ def _coarse_layers(
             view.connection, {view.run_id: view}, 1, held, keys, positions, neighbours=width < len(names)
         )
         own = {key: values[:, some] for key, values in part.layers.items()}
-        layers = _whole([*old[view.run_id], _point_table(plan, part, own)], names[some])
+        layers = _join_part(plan, old[view.run_id], part, own, names[some])
         for level, stored in found.items():
             _, more = coarsen(layers, level, limits.points, layer_extremes(list(layers.totals)))
             for key, values in more.items():
@@ -273,26 +286,6 @@ def _coarse_layers(
         level: {key: np.concatenate(parts, axis=1) for key, parts in stored.items()}
         for level, stored in found.items()
     }
-
-
-def _point_table(plan: SealPlan, part: _Level, totals: Mapping[str, FloatArray]) -> PointTable:
-    points = part.points
-    return PointTable(
-        plan.attempt, points.first_steps, points.steps, points.times, points.ranks, points.counts, dict(totals)
-    )
-
-
-def _whole(tables: Sequence[PointTable], layers: Sequence[str] | None = None) -> PointTable:
-    points = join({"": tables}, lambda *_: UNBOUNDED, Selection(), {"": 1}, layers)[""]
-    return PointTable(
-        tables[0].attempt,
-        points.first_steps,
-        points.steps,
-        points.times,
-        points.ranks,
-        points.counts,
-        points.totals,
-    )
 
 
 def _scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, bytes]]:
@@ -309,8 +302,8 @@ def _scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, bytes
     return packed
 
 
-def _write(run_id: str, writing: Transaction, built: _Built, limits: SealLimits) -> None:
-    """Blocks in slices, then everything visible at once."""
+def _write(run_id: str, writing: Transaction, built: _PartContents, limits: SealLimits) -> None:
+    """Blobs in slices, then everything visible at once."""
     plan = built.plan
     with writing() as connection:
         _require(connection, run_id)
@@ -318,11 +311,11 @@ def _write(run_id: str, writing: Transaction, built: _Built, limits: SealLimits)
         for table in (schema.model_chunk, schema.layer_chunk):
             if built.levels:
                 connection.execute(delete(table).where(*_chunk_of(table, run_id, plan), table.c.part == plan.part))
-    every = [_blocks(run_id, plan, level, held, entries) for level, held in built.levels.items()]
-    for blocks in _slices(chain.from_iterable(every), limits):
+    every = [_blob_rows(run_id, plan, level, held, entries) for level, held in built.levels.items()]
+    for blob_rows in _slices(chain.from_iterable(every), limits):
         with writing() as connection:
             _require(connection, run_id)
-            for table, values in blocks:
+            for table, values in blob_rows:
                 connection.execute(insert(table).values(**values))
     for rows in built.readable.layer_slices():
         with writing() as connection:
@@ -333,13 +326,13 @@ def _write(run_id: str, writing: Transaction, built: _Built, limits: SealLimits)
         _publish(connection, run_id, built, entries)
 
 
-def _slices(blocks: Iterable[_Block], limits: SealLimits) -> Iterator[list[_Block]]:
-    """Blocks by transaction: so few rows or bytes that the next commit of reports hardly waits."""
-    held: list[_Block] = []
+def _slices(blob_rows: Iterable[_BlobRow], limits: SealLimits) -> Iterator[list[_BlobRow]]:
+    """Blob rows by transaction: so few rows or bytes that the next commit of reports hardly waits."""
+    held: list[_BlobRow] = []
     size = 0
-    for block in blocks:
-        held.append(block)
-        size += len(block[1]["data"])
+    for row in blob_rows:
+        held.append(row)
+        size += len(row[1]["data"])
         if len(held) >= limits.slice_rows or size >= limits.slice_bytes:
             yield held
             held, size = [], 0
@@ -358,7 +351,7 @@ def _chunk_of(table: Any, run_id: str, plan: SealPlan) -> tuple[Any, ...]:
     return (table.c.run_id == run_id, table.c.attempt == plan.attempt, table.c.chunk == plan.chunk)
 
 
-def _entries(connection: Connection, run_id: str, built: _Built) -> dict[str, int]:
+def _entries(connection: Connection, run_id: str, built: _PartContents) -> dict[str, int]:
     """The dictionary, with what is new in this part appended."""
     table = schema.entry
     rows = connection.execute(select(table.c.key, table.c.entry).where(table.c.run_id == run_id))
@@ -375,14 +368,16 @@ def _entries(connection: Connection, run_id: str, built: _Built) -> dict[str, in
     return known
 
 
-def _blocks(run_id: str, plan: SealPlan, level: int, held: _Level, entries: Mapping[str, int]) -> Iterator[_Block]:
-    """(table, values) of every block row of a level."""
+def _blob_rows(
+    run_id: str, plan: SealPlan, level: int, held: _ChunkLevel, entries: Mapping[str, int]
+) -> Iterator[_BlobRow]:
+    """(table, values) of every blob row of a level."""
     count = len(held.points.steps)
     place = {"run_id": run_id, "attempt": plan.attempt, "level": level, "chunk": plan.chunk, "part": plan.part}
     for rank, totals in ((ALL_RANKS, held.model), *held.ranks.items()):
         numbers = np.array([entries[key] for key in totals], dtype=np.int64)
-        block = np.stack(list(totals.values())) if totals else np.zeros((0, count))
-        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": _float_bytes(block)}
+        array = np.stack(list(totals.values())) if totals else np.zeros((0, count))
+        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": _float_bytes(array)}
         yield schema.model_chunk, {**place, **values}
     for key, table in held.layers.items():
         values = {
@@ -394,11 +389,11 @@ def _blocks(run_id: str, plan: SealPlan, level: int, held: _Level, entries: Mapp
         yield schema.layer_chunk, {**place, **values}
 
 
-def _float_bytes(block: FloatArray) -> bytes:
-    return np.ascontiguousarray(block, dtype=_FLOAT).tobytes()
+def _float_bytes(array: FloatArray) -> bytes:
+    return np.ascontiguousarray(array, dtype=_FLOAT).tobytes()
 
 
-def _publish(connection: Connection, run_id: str, built: _Built, entries: Mapping[str, int]) -> None:
+def _publish(connection: Connection, run_id: str, built: _PartContents, entries: Mapping[str, int]) -> None:
     """Points of every level, scalars, and the ranges that are now sealed: all of it or nothing.
 
     Coarse levels are numbered as the part that made them, and take the place of earlier ones.
@@ -419,7 +414,7 @@ def _publish(connection: Connection, run_id: str, built: _Built, entries: Mappin
         connection.execute(update(table).where(*mine).values(sealed=merged))
 
 
-def _point_row(run_id: str, plan: SealPlan, level: int, held: _Level) -> dict[str, Any]:
+def _point_row(run_id: str, plan: SealPlan, level: int, held: _ChunkLevel) -> dict[str, Any]:
     points = held.points
     return {
         "run_id": run_id,
@@ -435,7 +430,7 @@ def _point_row(run_id: str, plan: SealPlan, level: int, held: _Level) -> dict[st
     }
 
 
-def _publish_scalars(connection: Connection, run_id: str, built: _Built) -> None:
+def _publish_scalars(connection: Connection, run_id: str, built: _PartContents) -> None:
     table = schema.scalar_chunk
     parts = {
         (row.stream_id, row.name): row.parts

@@ -26,7 +26,7 @@ def upgrade() -> None:
 
 
 def _for_postgresql() -> None:
-    """Partitions by run, and blocks stored as they are: a slice of one is then read without the rest."""
+    """Partitions by run, and blobs stored uncompressed: a slice of one is then read without the rest."""
     for table in ("point_chunk", "model_chunk", "layer_chunk", "scalar_chunk"):
         column = "points" if table == "point_chunk" else "data"
         op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STORAGE EXTERNAL")

@@ -1,4 +1,4 @@
-"""Events: what happened to a run. Attempts that are there already are told of."""
+"""Events: what happened to a run. Each attempt that is already stored gets one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def upgrade() -> None:
     op.add_column("run_latest", sa.Column("unfinished", sa.Text, nullable=False, server_default="{}"))
     parts = sa.Column("parts", sa.Integer, nullable=False, server_default="1")
     if op.get_bind().dialect.name == "sqlite":
-        # A column behind the blocks would be reached only through all their pages.
+        # A column behind the blobs would be reached only through all their pages.
         with op.batch_alter_table("report", recreate="always") as batch:
             batch.add_column(parts, insert_after="layer_count")
     else:

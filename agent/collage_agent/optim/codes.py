@@ -1,0 +1,342 @@
+"""Values kept as integers, wholly or in part: the bits below a bfloat16 number, 16-bit roots, 8-bit blocks.
+
+Each is written once, in the operations of `WideArithmetic`: in scratch for a step in chunks, as new tensors for the
+compiled step, checkpoints and the agent. Without random bits everything is rounded to nearest. Nothing
+synchronises a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from collage_agent.numerics.formats import round_at
+from collage_agent.optim.arithmetic import State, WideArithmetic
+from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, SCALE_SUFFIX, StateStorage
+
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "decoded",
+    "empty_low",
+    "empty_state",
+    "load",
+    "round_at_random",
+    "round_sum_at_random",
+    "state_of",
+    "store",
+    "store_low",
+    "store_split",
+    "value_kept",
+]
+
+BLOCK_ELEMENTS = 128
+"""Elements that share the scale of 8-bit codes."""
+
+_LARGEST_POSITIVE = 0x7FFFFFFF
+_ROOT_SCALE = 2.0**63
+_ROOT_DROPPED = 14
+
+
+def load(arithmetic: WideArithmetic, chunk: State, name: str, kept: StateStorage) -> Tensor:
+    """A fresh wide copy of what is kept under a name, weights and averages alike."""
+    low = chunk.get(name + LOW_COMPONENT_SUFFIX)
+    if kept.is_split and low is not None:
+        return load_split(arithmetic, chunk[name], low)
+    if kept is StateStorage.ROOT:
+        return load_root(arithmetic, chunk[name])
+    if kept is StateStorage.BLOCKS:
+        return load_blocks(arithmetic, chunk[name], chunk[name + SCALE_SUFFIX])
+    return arithmetic.load(chunk[name], low)
+
+
+def store(
+    arithmetic: WideArithmetic,
+    value: Tensor,
+    chunk: State,
+    name: str,
+    kept: StateStorage,
+    random: Tensor | None = None,
+) -> None:
+    """Keep a wide value, used up: rounded to nearest, or at random if there are random bits (`Noise.bits`)."""
+    high, low = chunk[name], chunk.get(name + LOW_COMPONENT_SUFFIX)
+    if kept.is_split and low is not None:
+        store_split(arithmetic, value, high, low)
+    elif kept is StateStorage.ROOT:
+        store_root(arithmetic, value, high, random)
+    elif kept is StateStorage.BLOCKS:
+        store_blocks(arithmetic, value, high, chunk[name + SCALE_SUFFIX], random)
+    elif random is not None:
+        round_at_random(arithmetic, value, high, random)
+    else:
+        high.copy_(value)
+        if low is not None:
+            rest = arithmetic.rest(value, high)
+            low.copy_(rest)
+            arithmetic.give_back(rest)
+
+
+def load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor) -> Tensor:
+    """The fp32 number of which `high`, bfloat16, holds the upper bits and `low`, int16 or int8, the ones below.
+
+    Its bits are those of `high` · 2^16 + low, a byte shifted to follow them: `high` is the number rounded to
+    nearest, ties away from zero, and `low` signed. For int16 exactly what TransformerEngine's FusedAdam keeps
+    (`store_param_remainders`).
+    """
+    value = arithmetic.load(high)
+    rest = arithmetic.integers(low)
+    if low.dtype == torch.int8:
+        rest = arithmetic.on(torch.bitwise_left_shift, rest, 8)
+    bits = arithmetic.on(torch.add, value.view(torch.int32), rest)
+    arithmetic.give_back(rest)
+    return bits.view(torch.float32)
+
+
+def store_split(arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor) -> None:
+    """Keep an fp32 value, used up: all of its bits for an int16 `low`, 24 of them, rounded, for an int8 one."""
+    bits = _below_wrap(arithmetic, value.view(torch.int32), 0x8080)
+    if low.dtype == torch.int8:
+        bits = _rounded_bits(arithmetic, bits, 8)
+        byte = arithmetic.fresh(torch.bitwise_right_shift, bits, 8)
+        low.copy_(byte)
+        arithmetic.give_back(byte)
+    else:
+        low.copy_(bits)
+    high.copy_(_rounded_bits(arithmetic, bits, 16).view(torch.float32))
+
+
+def store_low(value: Tensor, high: Tensor, low: Tensor) -> None:
+    """Set `low` so that it completes `high` to the fp32 value, rounded where 24 bits are kept.
+
+    `high` stays: where it is not the value rounded to nearest, ties to even or away from zero, the nearest low.
+    """
+    most = 2 ** (8 * low.element_size() - 1)
+    rest = value.contiguous().view(torch.int32) - high.to(torch.float32).contiguous().view(torch.int32)
+    if low.dtype == torch.int8:
+        rest = (rest + 0x80) >> 8
+    low.copy_(torch.where(value.isfinite(), rest, 0).clamp_(-most, most - 1))
+
+
+def _below_wrap(arithmetic: WideArithmetic, bits: Tensor, added: int) -> Tensor:
+    """The bits, at least `added` below the largest: the NaN of CUDA, 7fffffff, would become −0 by a carry."""
+    return arithmetic.on(torch.clamp_max, bits, _LARGEST_POSITIVE - added)
+
+
+def _rounded_bits(arithmetic: WideArithmetic, bits: Tensor, dropped: int) -> Tensor:
+    """The bits rounded to nearest, ties away from zero, `dropped` of them 0."""
+    bits = arithmetic.on(torch.add, bits, 1 << (dropped - 1))
+    return arithmetic.on(torch.bitwise_and, bits, -(1 << dropped))
+
+
+def load_root(arithmetic: WideArithmetic, code: Tensor) -> Tensor:
+    """v from the 16 bits of its root: seven of exponent, nine of mantissa, in an int16. No sign, no rounding.
+
+    The codes are the upper bits of the fp32 number √v · 2^-63: they reach from 2^-149 to 2^128 in v, as fp32 does.
+    """
+    bits = arithmetic.integers(code)
+    bits = arithmetic.on(torch.bitwise_and, bits, 0xFFFF)
+    bits = arithmetic.on(torch.bitwise_left_shift, bits, _ROOT_DROPPED)
+    root = arithmetic.on(torch.mul, bits.view(torch.float32), _ROOT_SCALE)
+    return arithmetic.on(torch.mul, root, root)
+
+
+def store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, random: Tensor | None = None) -> None:
+    """Keep v ≥ 0, fp32, by its root, rounded at random with 32 `random` bits or to nearest.
+
+    Relative step 2^-9. What is not finite becomes the largest number, 2^128 (1 − 2^-9).
+    """
+    root = arithmetic.square_root(value)
+    bits = arithmetic.on(torch.mul, root, 1 / _ROOT_SCALE).view(torch.int32)
+    largest = (1 << 30) - (1 << _ROOT_DROPPED)
+    bits = arithmetic.on(torch.clamp_max, bits, largest)
+    if random is None:
+        bits = arithmetic.on(torch.add, bits, 1 << (_ROOT_DROPPED - 1))
+    else:
+        bits = _with_random_bits(arithmetic, bits, random, _ROOT_DROPPED)
+    code.copy_(arithmetic.on(torch.bitwise_right_shift, bits, _ROOT_DROPPED))
+    arithmetic.give_back(bits)
+
+
+def _with_random_bits(arithmetic: WideArithmetic, bits: Tensor, random: Tensor, dropped: int) -> Tensor:
+    """The bits plus as many random ones, used up, as are dropped: a carry has the probability they stand for."""
+    drawn = arithmetic.on(torch.bitwise_right_shift, random, 32 - dropped)
+    drawn = arithmetic.on(torch.bitwise_and, drawn, (1 << dropped) - 1)
+    bits = arithmetic.on(torch.add, bits, drawn)
+    arithmetic.give_back(drawn)
+    return bits
+
+
+def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor) -> Tensor:
+    """Values from 8-bit codes c [n] and their blocks' scales s [⌈n / 128⌉]: sign(c) (c / 127)² s for int8.
+
+    uint8 codes hold the root of what has no sign: ((c / 255)² s)². Small values of a block keep more digits than by
+    equal steps: the smallest is 2^-16 of the largest for a root, 2^-32 for v.
+    """
+    flat, elements = code.reshape(-1), code.numel()
+    if elements % BLOCK_ELEMENTS:
+        value = load_blocks(WideArithmetic(), _padded(flat), scale)[:elements].view(code.shape)
+        return value if arithmetic.keeps_new_tensors else arithmetic.load(value)
+    signed = code.dtype == torch.int8
+    numbers = arithmetic.load(flat)
+    squares = arithmetic.fresh(torch.mul, numbers, numbers)
+    if signed:
+        squares.copysign_(numbers)
+    arithmetic.give_back(numbers)
+    squares.view(-1, BLOCK_ELEMENTS).mul_((scale * (1 / (127 if signed else 255) ** 2)).unsqueeze(1))
+    return (squares if signed else squares.square_()).view(code.shape)
+
+
+def store_blocks(
+    arithmetic: WideArithmetic, value: Tensor, code: Tensor, scale: Tensor, random: Tensor | None = None
+) -> None:
+    """Keep fp32 values in 8-bit codes, rounded at random with 32 `random` bits each or to nearest; sets the scales.
+
+    value: any shape, its elements in the order of blocks. A block with something that is not finite becomes NaN.
+    """
+    flat, elements = value.reshape(-1), value.numel()
+    if elements % BLOCK_ELEMENTS:
+        whole = _padded(code.reshape(-1))
+        random = None if random is None else _padded(random)
+        store_blocks(WideArithmetic(), _padded(flat), whole, scale, random)
+        code.copy_(whole[:elements].view(code.shape))
+        return
+    signed, levels = (True, 127.0) if code.dtype == torch.int8 else (False, 255.0)
+    squares = arithmetic.fresh(torch.copysign, flat, 1.0) if signed else arithmetic.square_root(flat)
+    blocks = squares.view(-1, BLOCK_ELEMENTS)
+    scale.copy_(blocks.amax(1))
+    blocks.div_(torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1))
+    squares.mul_(levels * levels)
+    lower = arithmetic.square_root(squares).floor_().clamp_(max=levels - 1)
+    gap = arithmetic.fresh(torch.mul, lower, lower)
+    share = squares.sub_(gap).div_(gap.copy_(lower).mul_(2.0).add_(1.0))
+    drawn = gap.fill_(0.5) if random is None else gap.copy_(uniform(random))
+    lower.add_(torch.lt(drawn, share, out=drawn))
+    if signed:
+        lower.copysign_(flat)
+    code.copy_(lower.view(code.shape))
+    for vector in (lower, gap, squares):
+        arithmetic.give_back(vector)
+
+
+def _padded(flat: Tensor) -> Tensor:
+    """Zeros behind the elements up to whole blocks."""
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_ELEMENTS))
+
+
+def uniform(random: Tensor) -> Tensor:
+    """Numbers from 0 up to, but not, 1 in steps of 2^-24: the upper bits, fp32."""
+    return (random >> 8).bitwise_and(0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, random: Tensor) -> None:
+    """Round fp32 `value`, used up, to out's format, up or down at random, so that the mean is right."""
+    if out.dtype != torch.bfloat16:
+        out.copy_(round_at(value, out.dtype, uniform(random)))
+        return
+    bits = _below_wrap(arithmetic, value.view(torch.int32), 0xFFFF)
+    bits = _with_random_bits(arithmetic, bits, random, 16)
+    out.copy_(arithmetic.on(torch.bitwise_and, bits, -0x10000).view(torch.float32))
+
+
+def round_sum_at_random(
+    arithmetic: WideArithmetic, total: Tensor, error: Tensor, random: Tensor, dropped: int
+) -> Tensor:
+    """`total` + `error`, of which total is the fp32 rounding, at random to fp32 with `dropped` bits 0.
+
+    The share that decides is taken of the exact sum, in 24 bits of a gap: the mean is right for updates far below
+    fp32's own resolution, down to 2^-24 of a gap of the result. All three tensors are used up.
+    """
+    nearest = arithmetic.fresh(torch.add, total.view(torch.int32), 0)
+    nearest = _rounded_bits(arithmetic, _below_wrap(arithmetic, nearest, 1 << dropped), dropped)
+    rest = arithmetic.on(torch.add, arithmetic.on(torch.sub, total, nearest.view(torch.float32)), error)
+    arithmetic.give_back(error)
+    # Outwards where the rest has the number's sign, else towards zero: one more or less of the integer.
+    other = arithmetic.fresh(torch.bitwise_xor, rest.view(torch.int32), nearest)
+    other = arithmetic.on(torch.bitwise_right_shift, other, 31)
+    other = arithmetic.on(torch.bitwise_or, other, 1)
+    other = arithmetic.on(torch.bitwise_left_shift, other, dropped)
+    other = arithmetic.on(torch.add, other, nearest)
+    gap = arithmetic.fresh(torch.sub, other.view(torch.float32), nearest.view(torch.float32))
+    share = arithmetic.on(torch.div, rest, gap)
+    arithmetic.give_back(gap)
+    chosen = torch.where(uniform(random) < share, other, nearest).view(torch.float32)
+    arithmetic.give_back(share)
+    arithmetic.give_back(other)
+    arithmetic.give_back(random)
+    arithmetic.give_back(nearest)
+    return chosen
+
+
+def empty_state(name: str, kept: StateStorage, second: bool, parameter: Tensor) -> dict[str, Tensor]:
+    """The state entries of an average that is zero, kept that way beside `parameter`.
+
+    Raises ValueError for blocks of a sharded tensor, whose scales could not be cut as its elements are.
+    """
+    dtype = {StateStorage.WIDE: torch.float32, StateStorage.ROOT: torch.int16}.get(kept, parameter.dtype)
+    if kept is StateStorage.BLOCKS:
+        dtype = torch.uint8 if second else torch.int8
+    state = {name: torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)}
+    if kept.has_low:
+        state[name + LOW_COMPONENT_SUFFIX] = empty_low(kept, parameter)
+    if kept is StateStorage.BLOCKS:
+        if hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"{name} in 8-bit blocks is not for sharded parameters, whose blocks could not be cut as they are: "
+                "use a strategy without 8-bit states"
+            )
+        blocks = math.ceil(parameter.numel() / BLOCK_ELEMENTS)
+        state[name + SCALE_SUFFIX] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+    return state
+
+
+def state_of(name: str, value: Tensor, kept: StateStorage, second: bool, parameter: Tensor) -> dict[str, Tensor]:
+    """The state entries that keep an average's `value`, fp32 of the parameter's shape, rounded to nearest."""
+    state = empty_state(name, kept, second, parameter)
+    store(WideArithmetic(), value, state, name, kept)
+    return state
+
+
+def empty_low(kept: StateStorage, parameter: Tensor) -> Tensor:
+    """A second component of zero, in the dtype that this storage has beside `parameter`."""
+    integers = {StateStorage.SPLIT: torch.int16, StateStorage.SPLIT_24: torch.int8}
+    dtype = integers.get(kept, parameter.dtype)
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def decoded(state: Mapping[str, Tensor], name: str, high: Tensor | None = None) -> Tensor | None:
+    """What integers under `name`, or beside it, stand for: fp32 of its shape, new; None where there are none.
+
+    high: the weight itself, for name "parameter". The dtypes say what is kept: see `StateStorage`. Of a sharded
+    tensor the result is sharded alike.
+    """
+    first = (state[name] if high is None else high).detach()
+    if hasattr(first, "to_local"):
+        own = {key: value.to_local() for key, value in state.items() if hasattr(value, "to_local")}
+        found = decoded(own, name, first.to_local())
+        mesh = (first.device_mesh, first.placements)  # type: ignore[attr-defined]
+        sharded = functools.partial(type(first).from_local, shape=first.shape, stride=first.stride())  # type: ignore[attr-defined]
+        return None if found is None else sharded(found, *mesh, run_check=False)
+    low, scale = state.get(name + LOW_COMPONENT_SUFFIX), state.get(name + SCALE_SUFFIX)
+    if scale is not None:
+        return load_blocks(WideArithmetic(), first, scale)
+    if first.dtype == torch.int16:
+        return load_root(WideArithmetic(), first)
+    if low is not None and not low.dtype.is_floating_point:
+        return load_split(WideArithmetic(), first, low)
+    return None
+
+
+def value_kept(state: Mapping[str, Tensor], name: str, high: Tensor | None = None) -> Tensor:
+    """The value that a state keeps under `name`, exactly, whatever the storage: fp64 of its shape, new.
+
+    high: the weight itself, for name "parameter".
+    """
+    found = decoded(state, name, high)
+    if found is not None:
+        return found.to(torch.float64)
+    value = (state[name] if high is None else high).detach().to(torch.float64, copy=True)
+    low = state.get(name + LOW_COMPONENT_SUFFIX)
+    return value if low is None else value.add_(low)

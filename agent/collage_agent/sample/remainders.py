@@ -1,0 +1,83 @@
+"""Integer remainders: what a 16-bit weight lacks, kept as integers beside it, as the numbers that they stand for.
+
+A weight p and an integer k of the same element make one number of more bits, θ = p + r. The forms differ in what
+one unit of k is worth, and in whether it counts from zero outwards or upwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from collage_agent.numerics.formats import gap_towards
+
+__all__ = ["RemainderCode", "SIGNED_BITS", "SIGNED_BYTE", "codes_of"]
+
+
+@dataclass(frozen=True)
+class RemainderCode:
+    """How an integer k beside a 16-bit weight p is read: r = k · gap(p) / units.
+
+    words: what it is, for people. units: how many make a gap. unsigned: k counts from 0. outwards: k is added to
+    the bits of p, so that it counts away from zero, and the gap is that in its direction (half as wide below a
+    power of two); else it is added to the value, and the gap is the ulp.
+    """
+
+    words: str
+    units: int
+    unsigned: bool = False
+    outwards: bool = True
+
+    def residual(self, weight: Tensor, integers: Tensor) -> Tensor:
+        """r = θ − p, fp64 of the same shape, exact for units that are powers of two; NaN where p is not finite.
+
+        weight: bfloat16 or float16; integers: 8 or 16 bits, signed or not, of which the bits count; floats are
+        counts that were cast. No synchronisation.
+        """
+        if integers.is_floating_point():
+            counts = integers.to(torch.int32)
+        else:
+            counts = integers.view(torch.int8 if integers.element_size() == 1 else torch.int16).to(torch.int32)
+            if self.unsigned:
+                counts.bitwise_and_(2 ** (8 * integers.element_size()) - 1)
+        if self.outwards:
+            counts = torch.where(weight.signbit(), -counts, counts)
+            return gap_towards(weight, counts).mul_(counts).div_(self.units)
+        return gap_towards(weight, weight).mul_(counts).div_(self.units)
+
+
+SIGNED_BITS: Final = RemainderCode("the signed remainder of rounding to nearest, 16 bits", 2**16)
+"""TransformerEngine's and Megatron's: bits of θ = (bits of p · 2^16) + k."""
+
+SIGNED_BYTE: Final = RemainderCode("the signed remainder of rounding to nearest, 8 bits", 2**8)
+
+_CODES: Final = {
+    8: (
+        RemainderCode("a fraction of half a gap, 8 bits", 254, outwards=False),
+        SIGNED_BYTE,
+        RemainderCode("8 bits appended", 2**8, unsigned=True),
+    ),
+    16: (
+        RemainderCode("a fraction of half a gap, 16 bits", 65534, outwards=False),
+        SIGNED_BITS,
+        RemainderCode("16 bits appended", 2**16, unsigned=True),
+    ),
+}
+_FP16_CODES: Final = (
+    RemainderCode("the signed remainder of rounding fp32 to fp16, 13 bits", 2**13),
+    RemainderCode("13 bits of fp32 appended", 2**13, unsigned=True),
+)
+_INTEGERS: Final = frozenset((torch.int8, torch.uint8, torch.int16, torch.uint16))
+
+
+def codes_of(integers: torch.dtype, weight: torch.dtype) -> Iterator[RemainderCode]:
+    """The forms in which integers of this dtype may stand beside weights of that; none for other dtypes."""
+    if integers not in _INTEGERS or weight not in (torch.bfloat16, torch.float16):
+        return
+    yield from _CODES[8 * integers.itemsize]
+    if integers.itemsize == 2 and weight == torch.float16:
+        yield from _FP16_CODES

@@ -1,0 +1,79 @@
+"""Casts: what of an update reaches a low-precision copy of weights that are kept wider."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from collage_agent.numerics.formats import COPIES, CopyFormat, copied
+from collage_agent.stats.blocks import block_sums, leave_out, nonfinite
+from collage_agent.stats.view import Copies, KeptWeights, StepView, Sums, named
+from collage_monitor.table import Table
+
+__all__ = ["cast_block_sums", "is_wider", "largest_magnitude", "measure"]
+
+_SUMS: Final = ("elements", "changed", "squared_sum", "effective_sum")
+_SIGNIFICANT_BITS: Final = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_ADDED_AT_ONCE: Final = 2**22
+
+
+def measure(step: StepView) -> Sums:
+    """What reached the copies; nothing where weights are kept no wider than their copies would be."""
+    if step.copies is None:
+        return Sums()
+    return Sums(cast_block_sums(step.copies, step.intended, step.left_out, step.block, "cast"))
+
+
+def cast_block_sums(copies: Copies, intended: Tensor, left_out: Tensor, block: int, name: str) -> Table[Tensor]:
+    """Elements, those whose copy changed, Σ u² and Σ u·c by block, for each format: fp64 [4 · formats, blocks].
+
+    u = intended: fp64 [slots]; `left_out` uint8 [slots]: elements that enter no sum, nor does one whose copy is not
+    finite. Keys are `name`_…/FORMAT. NaN in the blocks of a tensor whose copy is not known. No synchronisation.
+    """
+    keys, found = [], []
+    for key, known in copies.known.items():
+        kind = COPIES[key]
+        change = _copy(copies.after, kind, block).to(torch.float64)
+        change = change.sub_(_copy(copies.before, kind, block))
+        missing = nonfinite(change).bitwise_or_(left_out)
+        leave_out(change.unsqueeze(0), missing)
+        rows = torch.empty(len(_SUMS), len(intended), dtype=torch.float64, device=intended.device)
+        torch.sub(1.0, missing, out=rows[0])
+        rows[1].copy_(change.ne(0))
+        torch.mul(intended, intended, out=rows[2]).mul_(rows[0])
+        torch.mul(intended, change, out=rows[3])
+        found.append(block_sums(rows, block).mul_(known))
+        keys += [f"{name}_{part}/{key}" for part in _SUMS]
+    return named(keys, torch.cat(found))
+
+
+def is_wider(dtypes: Sequence[torch.dtype], kind: CopyFormat) -> bool:
+    """Whether a weight that is a sum of numbers of these dtypes has more bits than a copy of this kind."""
+    return len(dtypes) > 1 or _SIGNIFICANT_BITS.get(dtypes[0], 0) > kind.bits
+
+
+def largest_magnitude(components: Sequence[Tensor]) -> Tensor:
+    """The largest |θ| of a whole tensor, fp32 [()], NaN if one is; θ is the sum of its components.
+
+    A pass over the tensor, of sums in pieces so that they take little memory. No synchronisation.
+    """
+    if len(components) == 1:
+        largest: Tensor = torch.linalg.vector_norm(components[0], torch.inf, dtype=torch.float32)
+        return largest
+    found = []
+    for pieces in zip(*(torch.split(part.reshape(-1), _ADDED_AT_ONCE) for part in components), strict=True):
+        total = pieces[0].to(torch.float64)
+        for piece in pieces[1:]:
+            total = total + piece
+        found.append(total.abs().amax())
+    return torch.stack(found).amax().to(torch.float32)
+
+
+def _copy(weights: KeptWeights, kind: CopyFormat, block: int) -> Tensor:
+    if not kind.of_tensor:
+        return copied(weights.values, kind)
+    assert weights.largest is not None
+    return copied(weights.values, kind, weights.largest.repeat_interleave(block // kind.block))

@@ -1,0 +1,199 @@
+"""What was measured since attach, in bounded memory: steps are merged with their neighbours as room runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from collage_agent.measurement import Layout, Measurement
+from collage_monitor.judgement import recent_points
+from collage_monitor.metrics import split_key, statistic
+from collage_monitor.statistics import reduce_steps
+
+__all__ = ["History", "Past"]
+
+Array = NDArray[np.float64]
+Rules = Mapping[str, Tensor]
+"""Merge rule → the rows that merge by it, int64 on the tables' device."""
+
+MODEL: Final = 0
+"""Column of the whole model; layer i stands in column i + 1."""
+_BYTES: Final = 8 * 2**20
+_FEWEST_POINTS, _MOST_POINTS = 4, 64
+_LEFT_OUT: Final = ("octave", "method/dtype")
+"""Labels of statistics that no judgement reads: histograms and counterfactuals, most of a table's rows."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Totals [statistic][1 + layers] of measured steps, merged; `roots` are those of `variance_product_root`."""
+
+    first_step: int
+    last_step: int
+    array: Tensor
+    roots: Tensor
+
+
+@dataclass(frozen=True)
+class Past:
+    """Totals on the host, [points][1 + layers] by statistic: the model first. Point i merges the measured steps
+    first_steps[i] to last_steps[i]."""
+
+    first_steps: tuple[int, ...]
+    last_steps: tuple[int, ...]
+    totals: Mapping[str, Array]
+
+    def recent(self) -> Past:
+        """The recent past as one point."""
+        measured, squares = (
+            np.nan_to_num(self.totals[key][:, MODEL]).tolist() for key in ("measured_steps", "intended_squared_sum")
+        )
+        taken = recent_points(measured, squares)
+        merged = reduce_steps({key: values[-taken:] for key, values in self.totals.items()}, axis=0)
+        points = {key: values[np.newaxis] for key, values in merged.items()}
+        return Past(self.first_steps[-taken:][:1], self.last_steps[-1:], points)
+
+
+class History:
+    """Measured steps, each a point at first; where room runs out, neighbours are merged, all alike.
+
+    Adding costs a few operations on the tables' device, and waits for nothing; `past` synchronises the device.
+    """
+
+    def __init__(self, limit_bytes: int = _BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._layout: Layout | None = None
+        self._keys: list[str] = []
+        self._rows = torch.empty(0, dtype=torch.int64)
+        self._pairs: list[tuple[int, int, str]] = []
+        self._over_shards: Rules = {}
+        self._over_steps: Rules = {}
+        self._steps_per_point = 1
+        self._points: list[_Point] = []
+        self._unmerged: list[_Point] = []
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the kept totals."""
+        return sum(point.array.nbytes + point.roots.nbytes for point in (*self._points, *self._unmerged))
+
+    def add(self, measurement: Measurement) -> None:
+        """Keep a measured step. No synchronisation."""
+        if measurement.layout is not self._layout:
+            self._read_layout(measurement.layout, measurement.totals.device)
+        layers = measurement.totals.index_select(0, self._rows)
+        model = _reduced(layers.T, self._over_shards)
+        array = torch.cat((model.unsqueeze(1), layers), 1)
+        roots = [(array[a].clamp(min=0).sqrt() * array[b].clamp(min=0).sqrt()) for a, b, _ in self._pairs]
+        own = torch.stack(roots) if roots else array[:0]
+        self._unmerged.append(_Point(measurement.step, measurement.step, array, own))
+        if len(self._unmerged) == self._steps_per_point:
+            self._points.append(self._merged(self._unmerged))
+            self._unmerged = []
+        most = 2 * max(_FEWEST_POINTS, min(_MOST_POINTS, self._limit_bytes // max(array.nbytes + own.nbytes, 1)))
+        if len(self._points) >= most:
+            self._points = [self._merged(self._points[i : i + 2]) for i in range(0, most, 2)]
+            self._steps_per_point *= 2
+
+    def past(self) -> Past | None:
+        """Everything kept, oldest first; None before the first measured step. Synchronises the device."""
+        # The steps that no point holds yet are one point of their own.
+        points = [*self._points, *([self._merged(self._unmerged)] if self._unmerged else [])]
+        if not points:
+            return None
+        array = torch.stack([self._widened(point).array for point in points], 1).cpu().numpy()
+        roots = torch.stack([self._widened(point).roots for point in points], 1).cpu().numpy()
+        names = [f"variance_product_root/{metric}" for _, _, metric in self._pairs]
+        totals = dict(zip(self._keys, array, strict=True)) | dict(zip(names, roots, strict=True))
+        return Past(tuple(point.first_step for point in points), tuple(point.last_step for point in points), totals)
+
+    def _read_layout(self, layout: Layout, device: torch.device) -> None:
+        """Which rows are kept, and how they merge; a later layout only appends to them."""
+        self._layout = layout
+        rows = [row for row, key in enumerate(layout.statistics) if statistic(key).label not in _LEFT_OUT]
+        self._keys = [layout.statistics[row] for row in rows]
+        self._rows = torch.tensor(rows, dtype=torch.int64).to(device)
+        entries = [statistic(key) for key in self._keys]
+        self._over_shards = _rules([entry.over_shards for entry in entries], device)
+        self._over_steps = _rules([entry.over_steps for entry in entries], device)
+        places = {key: place for place, key in enumerate(self._keys)}
+        self._pairs = [
+            (places[key], places[f"variance_denominator/{metric}"], metric)
+            for key in self._keys
+            if (metric := split_key(key)[1] or "") and key == f"variance_numerator/{metric}"
+        ]
+
+    def _merged(self, points: Sequence[_Point]) -> _Point:
+        """Neighbours as one."""
+        if len(points) == 1:
+            return points[0]
+        wide = [self._widened(point) for point in points]
+        array = _reduced(torch.stack([point.array for point in wide]), self._over_steps)
+        roots = torch.stack([point.roots for point in wide])
+        missing = roots.isnan().all(0)
+        return _Point(
+            points[0].first_step, points[-1].last_step, array, roots.nansum(0).masked_fill_(missing, torch.nan)
+        )
+
+    def _widened(self, point: _Point) -> _Point:
+        """The point with room for statistics and layers that came after it, as NaN."""
+        layout = self._layout
+        assert layout is not None
+        columns = 1 + len(layout.layers)
+        if point.array.shape == (len(self._keys), columns) and len(point.roots) == len(self._pairs):
+            return point
+        return _Point(
+            point.first_step,
+            point.last_step,
+            _padded(point.array, len(self._keys), columns),
+            _padded(point.roots, len(self._pairs), columns),
+        )
+
+
+def _padded(array: Tensor, rows: int, columns: int) -> Tensor:
+    more = (0, columns - array.shape[1], 0, rows - array.shape[0])
+    return torch.nn.functional.pad(array, more, value=torch.nan)
+
+
+def _rules(names: Sequence[str], device: torch.device) -> Rules:
+    return {
+        rule: torch.tensor([row for row, name in enumerate(names) if name == rule], dtype=torch.int64).to(device)
+        for rule in dict.fromkeys(names)
+    }
+
+
+def _reduced(values: Tensor, rules: Rules) -> Tensor:
+    """values [parts, statistics, …] merged over the parts, each statistic by its rule; NaN is "not reported"."""
+    merged = torch.full_like(values[0], torch.nan)
+    for rule, rows in rules.items():
+        part = values.index_select(1, rows)
+        missing = part.isnan()
+        merged[rows] = _REDUCED_BY[rule](part, missing).masked_fill_(missing.all(0), torch.nan)
+    return merged
+
+
+def _last(part: Tensor, missing: Tensor) -> Tensor:
+    newest = part[0]
+    for values, absent in zip(_rest(part), _rest(missing), strict=True):
+        newest = torch.where(absent, newest, values)
+    return newest.clone()
+
+
+def _rest(tensor: Tensor) -> Iterator[Tensor]:
+    return iter(tensor[1:])
+
+
+_REDUCED_BY = {
+    "sum": lambda part, missing: part.nansum(0),
+    "root_sum": lambda part, missing: part.clamp(min=0).sqrt().nansum(0).square_(),
+    "fourth_root_sum": lambda part, missing: part.clamp(min=0).pow(0.25).nansum(0).pow_(4),
+    "max": lambda part, missing: part.masked_fill(missing, -torch.inf).amax(0),
+    "min": lambda part, missing: part.masked_fill(missing, torch.inf).amin(0),
+    "last": _last,
+}

@@ -1,0 +1,112 @@
+"""What a run on a server is judged by: the recent past of its model and layers, read over HTTP."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from collage_monitor.client import Client
+from collage_monitor.judgement import EDQ_TOLERANCE, Evidence, finite, recent_points
+from collage_monitor.metrics import split_key
+from collage_monitor.onset import Onset, find_onset
+from collage_monitor.statistics import metric_keys
+from collage_monitor.wire import Number, Series, WatchInfo
+
+__all__ = ["read_evidence", "read_onset"]
+
+_POINTS: Final = 2000
+_HEATMAP_POINTS: Final = 128
+_OF_LAYERS: Final = (
+    "elements",
+    "measured_ratio",
+    "intended_norm",
+    "edq_ratio",
+    "lost_update_ratio",
+    "update_error_ratio",
+)
+"""What is read of each layer: a question each."""
+_OF_MODEL: Final = frozenset(
+    {
+        *_OF_LAYERS,
+        "cast_changed_ratio",
+        "decay_ratio",
+        "distorted",
+        "edq_oracle_ratio",
+        "edq_window_ratio",
+        "faithful",
+        "idle",
+        "lost",
+        "lost_visible_ratio",
+        "nonfinite",
+        "nonfinite_params",
+        "residual_fill_ratio",
+        "residual_nonfinite",
+        "residual_zero_ratio",
+        "sampled",
+        "state_decrement_ratio",
+    }
+)
+_METRICS_A_QUESTION: Final = 20
+"""As many as the server takes."""
+
+
+def read_evidence(client: Client, run_id: str) -> Evidence:
+    """The same as the run's own process judges by, of all ranks together; a question a metric of the layers.
+
+    Raises:
+        CollageError: the server does not answer, or refuses.
+    """
+    run = client.run(run_id)
+    statistics = dict.fromkeys(name for stream in client.streams(run_id).streams for name in stream.statistics)
+    keys = [key for key in metric_keys(statistics) if split_key(key)[0] in _OF_MODEL]
+    if not keys or run.last_step is None:
+        return Evidence({}, watch=run.watch)
+    first = _begin_of_recent_past(client, run_id, run.watch)
+    series: list[Series] = []
+    for begin in range(0, len(keys), _METRICS_A_QUESTION):
+        merged = client.series(run_id, keys[begin : begin + _METRICS_A_QUESTION], points=1, first_step=first)
+        series += [merged, *(merged.more.values() if isinstance(merged.more, dict) else ())]
+    model: dict[str, Number | None] = {}
+    for own in series:
+        model[own.metric] = own.values[-1] if own.values else None
+        for bound, values in (("low", own.low), ("high", own.high)):
+            if values:
+                model[f"{own.metric}_{bound}"] = values[-1]
+    layers: dict[str, dict[str, Number | None]] = {}
+    for key in _OF_LAYERS:
+        heatmap = client.heatmap(run_id, key, points=1, first_step=first)
+        for name, row in zip(heatmap.layers, heatmap.values, strict=True):
+            layers.setdefault(name, {})[key] = row[-1] if row else None
+    earliest, end = min((own.first_steps[0] for own in series if own.steps), default=None), series[0].steps[-1:]
+    return Evidence(model, layers, run.watch, earliest, end[0] if end else None)
+
+
+def read_onset(client: Client, run_id: str) -> Onset | None:
+    """Since when a run's EDQ is what it is, if it changed.
+
+    Raises:
+        CollageError: the server does not answer, or refuses.
+    """
+    heatmap = client.heatmap(run_id, "edq_ratio", points=_HEATMAP_POINTS)
+    model = client.series(run_id, "edq_ratio", points=_HEATMAP_POINTS)
+    at = dict(zip(model.steps, model.values, strict=True))
+    nan = float("nan")
+
+    def numbers(values: list[Number | None]) -> list[float]:
+        return [nan if (number := finite(value)) is None else number for value in values]
+
+    return find_onset(
+        heatmap.first_steps,
+        numbers([at.get(step) for step in heatmap.steps]),
+        {name: numbers(row) for name, row in zip(heatmap.layers, heatmap.values, strict=True)},
+        least=EDQ_TOLERANCE,
+    )
+
+
+def _begin_of_recent_past(client: Client, run_id: str, watch: WatchInfo | None) -> int | None:
+    """The first step of the recent past; Σ u² of a point is its mean norm squared times its measured steps."""
+    norms = client.series(run_id, "intended_norm", points=_POINTS)
+    every = watch.every if watch and watch.every else 1
+    measured = [(last - first) // every + 1.0 for first, last in zip(norms.first_steps, norms.steps, strict=True)]
+    squares = [count * (finite(norm) or 0.0) ** 2 for count, norm in zip(measured, norms.values, strict=True)]
+    taken = recent_points(measured, squares)
+    return norms.first_steps[-taken] if taken else None

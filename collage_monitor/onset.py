@@ -1,0 +1,275 @@
+"""Since when something is different: the change point of series over measured steps, and the layers that changed.
+
+A change is abrupt: a step, or a ramp of a few points. What bends slowly is none: a trend that a learning rate's
+schedule makes, a warm-up, or noise that hangs together from step to step.
+
+1. At each place a line is fitted to the points before it and one to those after; their distance there is the jump
+   (a boundary kernel of local linear regression, which lines and parabolas pass through unseen: Loader, Annals of
+   Statistics 24, 1996). A jump counts by its size over the median absolute jump of the series, a noise level that
+   hanging together has already entered.
+2. Around the largest, a parabola with a ramp must fit far better than one with a bend, or it was a bend.
+3. The ramp that fits best says where the change began and ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["LayerChange", "Onset", "describe", "find_onset"]
+
+Array = NDArray[np.float64]
+
+FEWEST_POINTS: Final = 24
+"""Points of a series that is looked at."""
+LEAST_JUMP: Final = 6.0
+"""Jump over the median absolute jump, times 1.4826: the least that counts in one series."""
+LEAST_KNOWN_JUMP: Final = 4.0
+"""The same in a layer, at a place where a change is known."""
+LARGEST_MISFIT: Final = 0.57
+"""Sum of squares that a ramp leaves, over what a bend leaves, at most."""
+_WINDOW: Final = 12
+_FEWEST_BESIDE: Final = 6
+_LONGEST_RAMP: Final = 5
+_PROMISING: Final = 3.5
+_PENALTY: Final = 1.1
+_OUTLIER: Final = 5.0
+_TO_DEVIATION: Final = 1.4826
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """A series that changed: its median before and after."""
+
+    layer: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Onset:
+    """A change point. It began after the measured step `last_before`, at `first_changed` the latest; at `settled`
+    and later the new values hold.
+
+    layers: those that changed, the largest jump first; `before` and `after`: medians of the model's series.
+    """
+
+    last_before: int
+    first_changed: int
+    settled: int
+    before: float
+    after: float
+    layers: tuple[LayerChange, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Ramp:
+    """y = a + b·t + c·t² + d·ramp; the ramp rises from point `start` to `end`, and leaves `squares`."""
+
+    start: int
+    end: int
+    squares: float
+
+
+def find_onset(
+    steps: Sequence[int], model: ArrayLike, layers: Mapping[str, ArrayLike] | None = None, *, least: float = 0.0
+) -> Onset | None:
+    """The largest change of a metric over measured steps, or None if there is none.
+
+    steps: [points], ascending. model: the metric of the whole model, [points]; layers: of each layer, alike. NaN is
+    "not measured". least: a smaller difference, in the metric's units, is no change worth telling.
+    """
+    names = list(layers or {})
+    table = np.array([np.asarray(series, dtype=np.float64) for series in (model, *(layers or {}).values())])
+    times = np.asarray(steps, dtype=np.float64)
+    known = np.isfinite(table).any(0)
+    table, times = table[:, known], times[known]
+    if len(times) < FEWEST_POINTS:
+        return None
+    rows = np.flatnonzero(np.isfinite(table).sum(1) >= max(FEWEST_POINTS, 0.5 * len(times)))
+    if not len(rows):
+        return None
+    times = (times - times[0]) / np.median(np.diff(times))
+    series = np.array([_without_outliers(_filled(table[row], times)) for row in rows])
+    kernel = _jump_kernel(times)
+    # Among many series chance alone goes further.
+    threshold = LEAST_JUMP + 0.25 * np.log2(len(rows))
+    found: dict[int, _Ramp] = {}
+    for index in _promising(series, kernel):
+        ramp = _ramp_at(int(np.abs(kernel @ series[index]).argmax()), series[index], times)
+        if ramp is not None and _size(series[index], ramp, times, kernel) > threshold:
+            found[index] = ramp
+    found = {index: ramp for index, ramp in found.items() if _difference(series[index], ramp) >= least}
+    if not found:
+        return None
+    ramp, together = _common(found, series, times)
+    changed = [
+        index
+        for index in range(len(rows))
+        if index in together
+        or (
+            _size(series[index], ramp, times, kernel) > LEAST_KNOWN_JUMP
+            and _difference(series[index], ramp) >= least
+        )
+    ]
+    order = sorted(changed, key=lambda index: -_difference(series[index], ramp))
+    own = [steps_of for steps_of, kept in zip(steps, known, strict=True) if kept]
+    before, after = _levels(_filled(table[0], times), ramp) if np.isfinite(table[0]).any() else (np.nan, np.nan)
+    return Onset(
+        int(own[ramp.start]),
+        int(own[ramp.start + 1]),
+        int(own[ramp.end]),
+        before,
+        after,
+        tuple(LayerChange(names[rows[index] - 1], *_levels(series[index], ramp)) for index in order if rows[index]),
+    )
+
+
+def describe(onset: Onset, metric: str) -> str:
+    """The change in one sentence; `metric` names the series."""
+    began = f"between steps {onset.last_before} and {onset.first_changed}"
+    settled = "" if onset.settled == onset.first_changed else f" (settled at step {onset.settled})"
+    text = f"{metric} changed {began}{settled}: {onset.before:.3f} before, {onset.after:.3f} after"
+    if not onset.layers:
+        return text
+    first = onset.layers[0]
+    many = "1 layer" if len(onset.layers) == 1 else f"{len(onset.layers)} layers"
+    return f"{text}; {many} changed, most {first.layer} ({first.before:.3f} to {first.after:.3f})"
+
+
+def _filled(values: Array, times: Array) -> Array:
+    """The series with straight lines over its gaps."""
+    known = np.isfinite(values)
+    return np.interp(times, times[known], values[known])
+
+
+def _without_outliers(values: Array) -> Array:
+    """Single points far from their neighbours' median take its value (Hampel's filter); steps stay as they are."""
+    windows = sliding_window_view(np.pad(values, 2, mode="edge"), 5)
+    middle = np.median(windows, axis=1)
+    away = np.abs(values - middle)
+    scale = _TO_DEVIATION * np.median(away[away > 0]) if (away > 0).any() else 0.0
+    return np.where(away > _OUTLIER * scale, middle, values)
+
+
+def _jump_kernel(times: Array) -> Array:
+    """Weights [points, points] that make of a series its jump between point i and i + 1; 0 near the ends."""
+    points = len(times)
+    weights = np.zeros((points, points))
+    for place in range(_FEWEST_BESIDE - 1, points - _FEWEST_BESIDE):
+        here = 0.5 * (times[place] + times[place + 1])
+        left = slice(max(place + 1 - _WINDOW, 0), place + 1)
+        right = slice(place + 1, min(place + 1 + _WINDOW, points))
+        weights[place, left] -= _line_at(times[left], here)
+        weights[place, right] += _line_at(times[right], here)
+    return weights
+
+
+def _promising(series: Array, kernel: Array) -> list[int]:
+    """Series with a jump beyond what noise that does not hang together makes: by the second differences, which a
+    trend passes through unseen."""
+    noise = _TO_DEVIATION * np.median(np.abs(np.diff(series, 2)), axis=1) / np.sqrt(6)
+    expected = noise * np.sqrt((kernel**2).sum(1).max())
+    return [int(index) for index in np.flatnonzero(np.abs(series @ kernel.T).max(1) > _PROMISING * expected)]
+
+
+def _size(values: Array, ramp: _Ramp, times: Array, kernel: Array) -> float:
+    """The jump at a ramp over the median absolute jump, times 1.4826, of the series without the ramp."""
+    rise = _rise(times, ramp.start, ramp.end)
+    near = slice(max(ramp.start + 1 - _WINDOW, 0), min(ramp.end + _WINDOW, len(times)))
+    line, shape = _without_parabola(times[near], values[near]), _without_parabola(times[near], rise[near])
+    height = float(line @ shape / (shape @ shape))
+    inner = slice(_FEWEST_BESIDE - 1, len(times) - _FEWEST_BESIDE)
+    noise = _TO_DEVIATION * float(np.median(np.abs(kernel[inner] @ (values - height * rise))))
+    # A series without noise still has that of its own rounding.
+    return abs(height) / max(noise, 1e-9 * float(np.abs(values).max()), np.finfo(np.float64).tiny)
+
+
+def _line_at(times: Array, here: float) -> Array:
+    """Weights whose product with values at `times` is their least-squares line at `here`."""
+    centred = times - times.mean()
+    return np.asarray(1 / len(times) + (here - times.mean()) * centred / (centred @ centred))
+
+
+def _ramp_at(place: int, values: Array, times: Array) -> _Ramp | None:
+    """The best ramp around a place; None where a bend fits nearly as well."""
+    near = slice(max(place + 1 - _WINDOW, 0), min(place + 1 + _WINDOW, len(values)))
+    best = min(_ramps(near, values, times), key=lambda ramp: ramp.squares, default=None)
+    if best is None:
+        return None
+    bends = np.maximum(times[near] - times[near.start + 1 : near.stop - 1, np.newaxis], 0.0)
+    bent = float(_left_over(values[near], times[near], bends).min())
+    return best if best.squares <= LARGEST_MISFIT * bent else None
+
+
+def _ramps(near: slice, values: Array, times: Array) -> list[_Ramp]:
+    """Every short ramp with enough points on both sides. A longer one must leave clearly less."""
+    margin = _FEWEST_BESIDE // 2
+    places = [
+        (start, start + length)
+        for start in range(near.start + margin, near.stop - margin)
+        for length in range(1, _LONGEST_RAMP + 1)
+        if start + length <= near.stop - margin
+    ]
+    if not places:
+        return []
+    rises = np.array([_rise(times, start, end)[near] for start, end in places])
+    left = _left_over(values[near], times[near], rises)
+    return [
+        _Ramp(start, end, float(squares) * _PENALTY ** (end - start - 1))
+        for (start, end), squares in zip(places, left, strict=True)
+    ]
+
+
+def _rise(times: Array, start: int, end: int) -> Array:
+    return np.asarray(np.clip((times - times[start]) / (times[end] - times[start]), 0.0, 1.0))
+
+
+def _left_over(values: Array, times: Array, further: Array) -> Array:
+    """Σ of squares that a parabola and each of the further regressors leave, and at least what rounding leaves."""
+    plain, shapes = _without_parabola(times, values), _without_parabola(times, further)
+    explained = (shapes @ plain) ** 2 / np.maximum((shapes**2).sum(1), np.finfo(np.float64).tiny)
+    floor = len(values) * (1e-9 * np.abs(values).max()) ** 2
+    return np.asarray(np.maximum(plain @ plain - explained, 0.0) + floor)
+
+
+def _without_parabola(times: Array, values: Array) -> Array:
+    """values [..., points] less their least-squares parabola."""
+    basis, _ = np.linalg.qr(np.vander(times - times.mean(), 3))
+    return np.asarray(values - (values @ basis) @ basis.T)
+
+
+def _common(found: Mapping[int, _Ramp], series: Array, times: Array) -> tuple[_Ramp, set[int]]:
+    """The ramp of the series that changed together, the largest company of them; and who they are."""
+    at = {index: ramp.start for index, ramp in found.items()}
+
+    def company(index: int) -> set[int]:
+        return {other for other, start in at.items() if abs(start - at[index]) <= 2}
+
+    together = max((company(index) for index in at), key=lambda who: (len(who), min(who) == 0))
+    best = min(found[index].start for index in together)
+    near = slice(max(best + 1 - _WINDOW, 0), min(best + 1 + _WINDOW, len(times)))
+    every = [_ramps(near, series[index], times) for index in together]
+    # What each leaves counts in units of the least that any ramp leaves of its series: a product of likelihoods.
+    scale = [min(ramp.squares for ramp in ramps) for ramps in every]
+    costs = [
+        sum(np.log(ramps[place].squares / least) for ramps, least in zip(every, scale, strict=True))
+        for place in range(len(every[0]))
+    ]
+    return every[0][int(np.argmin(costs))], together
+
+
+def _levels(values: Array, ramp: _Ramp) -> tuple[float, float]:
+    """Medians of the points just before and just after."""
+    before = values[max(ramp.start + 1 - _WINDOW, 0) : ramp.start + 1]
+    return float(np.median(before)), float(np.median(values[ramp.end : ramp.end + _WINDOW]))
+
+
+def _difference(values: Array, ramp: _Ramp) -> float:
+    before, after = _levels(values, ramp)
+    return abs(after - before)

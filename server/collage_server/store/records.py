@@ -1,0 +1,272 @@
+"""Questions to a store and its answers, whatever database is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collage_monitor import wire
+
+__all__ = [
+    "CONNECTIONS",
+    "GroupOutcome",
+    "LatestPoint",
+    "NewEvent",
+    "Points",
+    "READERS",
+    "ReportGroup",
+    "RunPageRecord",
+    "RunQuery",
+    "RunRecord",
+    "RunRevision",
+    "ScalarPoints",
+    "SealLimits",
+    "Selection",
+    "Sizes",
+    "StreamRecord",
+]
+
+CONNECTIONS: Final = 40
+"""What one store opens to its database at most."""
+READERS: Final = 32
+"""How many threads may ask a store at once: the other connections are for writing, sealing and upkeep."""
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class StreamRecord:
+    """A registered stream, its `number` counted within the run.
+
+    `layers` are positions in the run's dictionary, `replicas` stand beside them.
+    """
+
+    run_id: str
+    stream_id: str
+    number: int
+    attempt: int
+    rank: int
+    world_size: int
+    process_id: int
+    statistics: tuple[str, ...]
+    layers: IntArray
+    replicas: IntArray
+    watch: wire.WatchInfo | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ReportGroup:
+    """The acceptable reports of one request, all of one stream."""
+
+    stream: StreamRecord
+    reports: Sequence[wire.Report]
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """What became of a group, known after the commit. `gone`: the run was deleted, nothing was stored.
+
+    `late` are positions in the group whose totals belong to steps at or before `frozen_step`, `crowded` those that
+    log under more names than a stream may: refused, not stored.
+    """
+
+    accepted: int
+    duplicates: int
+    gone: bool = False
+    late: tuple[int, ...] = ()
+    crowded: tuple[int, ...] = ()
+    frozen_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunQuery:
+    """Filters of the run list; None does not filter. `projects` are those that the asker may see."""
+
+    project: str | None = None
+    projects: Collection[str] | None = None
+    strategy: str | None = None
+    group: str | None = None
+    tag: str | None = None
+    state: str | None = None
+    q: str | None = None
+    cursor: str | None = None
+    limit: int = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run as it is stored. `updated_at` is the later of its last change and its last report (server's clock)."""
+
+    run_id: str
+    project: str
+    name: str
+    group: str | None
+    tags: list[str]
+    notes: str
+    seed: int | None
+    config: dict[str, object]
+    state: str
+    strategy: str | None
+    dtype: str | None
+    created_at: float
+    updated_at: float
+    first_step: int | None
+    last_step: int | None
+    first_time: float | None
+    last_report_at: float | None
+    reports: int
+    reports_dropped: float | None
+    attempts: list[wire.Attempt]
+    watch: wire.WatchInfo | None
+    scalars: dict[str, wire.LoggedScalar]
+
+
+@dataclass(frozen=True)
+class RunRevision:
+    """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`.
+
+    `changed_at` is the last change alone: a clock that lags behind the newest report's must not hide it.
+    `frozen_step` is how far retention has taken single points, `streams` how many there are.
+    """
+
+    state: str
+    updated_at: float
+    changed_at: float
+    reports: int
+    attempts: tuple[tuple[int, int], ...]
+    strategy: str | None
+    dtype: str | None
+    streams: int
+    frozen_step: int | None
+
+
+@dataclass(frozen=True)
+class RunPageRecord:
+    """A page of runs, newest first, and the cursor of the next page."""
+
+    runs: list[RunRecord]
+    cursor: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which points of a run are read, of what, and how fine.
+
+    Both ends are inclusive, None is open. `rank` None merges all ranks. Without `by_layer` totals are those of the
+    whole model; with it those of each of `layers` (None: of all). `points` is how many are wanted at most: points
+    that are merged already may then stand for several measured ones, never so many that fewer than half of those
+    wanted are left. `extremes_of` names metrics whose extremes over the single steps are needed beside them.
+    """
+
+    rank: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    points: int | None = None
+    by_layer: bool = False
+    layers: tuple[str, ...] | None = None
+    extremes_of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Points:
+    """Points of a run, oldest first, ranks merged. A point merges `counts` measured steps, `first_steps` … `steps`.
+
+    `times` (Unix seconds), `ranks` (the fewest that reported one of its steps) and all others have shape [points];
+    each total has [points] for the model, [points, layers] where `layers` names them. NaN is "not reported".
+    `extremes`: metric → (minimum, maximum) of it over the single steps of each point, where points merge several.
+    """
+
+    first_steps: IntArray
+    steps: IntArray
+    times: FloatArray
+    ranks: IntArray
+    counts: IntArray
+    totals: dict[str, FloatArray]
+    world_size: int = 1
+    extremes: dict[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarPoints:
+    """One logged name over a run, oldest first: one value a step, the mean where several ranks logged it."""
+
+    steps: IntArray
+    times: FloatArray
+    values: FloatArray
+
+    @classmethod
+    def empty(cls) -> ScalarPoints:
+        """A name that was never logged."""
+        return cls(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
+
+
+@dataclass(frozen=True, eq=False)
+class LatestPoint:
+    """The newest measured step of a run, with the model's totals (0-dimensional)."""
+
+    step: int
+    time: float
+    model: dict[str, FloatArray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewEvent:
+    """An event to add to a run. `origin` identifies its cause within the run: the same origin is stored once."""
+
+    origin: str
+    kind: wire.EventKind
+    text: str
+    attempt: int | None = None
+    step: int | None = None
+    layers: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealLimits:
+    """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
+    The journal's bound for a run must be larger than `bytes`.
+
+    `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
+    removes from the journal, so that acknowledgements do not wait; `coarse_bytes` what is read at once of a whole
+    chunk to make its coarse levels.
+    """
+
+    points: int = 256
+    part_points: int = 64
+    bytes: int = 32 * 2**20
+    rows: int = 8192
+    late_rows: int = 64
+    slice_rows: int = 6
+    slice_bytes: int = 2**19
+    delete_rows: int = 64
+    delete_bytes: int = 2**22
+    coarse_bytes: int = 2**25
+
+    def scaled_to_commits(self, commit_bytes: int) -> SealLimits:
+        """Limits for commits of so many bytes: slices a quarter as large, if that is more than now.
+
+        Each slice waits for a commit: with small slices between large commits, sealing would fall behind.
+        """
+        factor = max(1, commit_bytes // (4 * self.slice_bytes))
+        return replace(
+            self,
+            slice_rows=factor * self.slice_rows,
+            slice_bytes=factor * self.slice_bytes,
+            delete_rows=factor * self.delete_rows,
+            delete_bytes=factor * self.delete_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the data takes now, and what the disk has left (None: another machine's business)."""
+
+    used_bytes: int
+    free_bytes: int | None

@@ -1,0 +1,273 @@
+"""A guest's manners: optimizers of other makes, clones that talk, and steps that nobody counts."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+import warnings
+
+import pytest
+import pytorch_optimizer
+import torch
+from accelerate import Accelerator
+from collage_agent.watch import watch
+
+from tests.agent.test_watch import Recorder
+from tests.agent.training import mlp, mlp_loss, train
+
+
+class PlainLookahead:
+    """A wrapper that is no torch optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+class MasterWrapper(PlainLookahead):
+    """As apex has it: groups and states are the inner optimizer's."""
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+
+class BaseStepper(torch.optim.Optimizer):
+    """A torch optimizer that steps through another one."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-2})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=1e-2)
+
+    def step(self, closure=None):
+        self.base_optimizer.step()
+
+
+def wrappers(model):
+    def inner():
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    return {
+        "pytorch_optimizer": pytorch_optimizer.Lookahead(inner()),
+        "plain": PlainLookahead(inner()),
+        "groups": MasterWrapper(inner()),
+    }
+
+
+@pytest.mark.parametrize("name", ["pytorch_optimizer", "plain", "groups"])
+def test_a_wrapper_never_raises_and_names_the_optimizer_inside(name, caplog):
+    model, recorder = mlp(), Recorder()
+    wrapper = wrappers(model)[name]
+    caplog.clear()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    handle = watch(model, wrapper, every=1, budget=None, reporter=recorder)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "wraps AdamW: watch optimizer.optimizer in its place" in told
+    assert "nothing is measured" in str(handle)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    mlp_loss(model, 0).backward()
+    wrapper.step()
+    assert recorder.measurements == []
+    assert handle.summary() == {"step": None, "model": {}, "layers": {}}
+    handle.remove()
+    assert handle.removed
+
+
+def test_a_wrapper_that_only_passes_on_is_watched_inside():
+    model, recorder = mlp(), Recorder()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepared = Accelerator(cpu=True).prepare_optimizer(inner)
+    assert prepared is not inner
+    handle = watch(model, prepared, every=1, budget=None, reporter=recorder)
+    train(model, inner, 2)
+    assert recorder.steps == [1, 2]
+    assert handle.info.intent == "shadow"
+
+
+def test_no_clone_steps_what_leads_to_the_live_weights():
+    model = mlp()
+    optimizer = BaseStepper(model.parameters())
+    mlp_loss(model, 0).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    handle = watch(model, optimizer, every=1, budget=None)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert handle.info.intent == "before-after"
+    assert "watch optimizer.base_optimizer" in handle.info.intent_reason
+
+
+@pytest.mark.parametrize("nothing", ["adam", None, 3, [], torch.optim.AdamW, torch.nn.Linear(2, 2), [None]])
+def test_what_cannot_step_is_refused(nothing):
+    with pytest.raises(TypeError, match="pass the torch"):
+        watch(mlp(), nothing)
+
+
+class Noisy(torch.optim.SGD):
+    """Talks in every way that there is."""
+
+    def step(self, closure=None):
+        sys.stdout.write("stepping")
+        sys.stderr.write("stepping")
+        warnings.warn("stepping", stacklevel=1)
+        logging.getLogger("noisy").warning("stepping")
+        return super().step(closure)
+
+
+def test_attaching_prints_nothing_of_the_clones(capfd, caplog, recwarn):
+    model = mlp()
+    watch(model, Noisy(model.parameters(), lr=0.1), budget=None)
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+    assert [str(told.message) for told in recwarn if "stepping" in str(told.message)] == []
+    sys.stdout.write("heard")
+    logging.getLogger("noisy").warning("heard")
+    assert capfd.readouterr().out == "heard"
+    assert [record.getMessage() for record in caplog.records] == ["heard"]
+
+
+def resumed_sgd(model):
+    first = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, first, 3)
+    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    second.load_state_dict(first.state_dict())
+    return second
+
+
+@pytest.mark.parametrize(("shown", "first_steps"), [(0, [1]), (7, [8]), (None, [])])
+def test_an_optimizer_that_keeps_no_count_asks_for_the_first_step(shown, first_steps, caplog):
+    """None: the run may show steps of other processes, which an attempt from step 1 would hide."""
+    model, recorder = mlp(), Recorder()
+    optimizer = resumed_sgd(model)
+    handle = watch(model, optimizer, every=1, budget=None, reporter=recorder, last_step_shown=lambda: shown)
+    train(model, optimizer, 2)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "SGD keeps no step count; pass first_step=" in told
+    assert recorder.first_steps == first_steps
+    assert len(recorder.measurements) == (0 if shown is None else 2)
+    assert handle.summary()["model"]["edq_ratio"] > 0
+
+
+def test_first_step_answers_and_a_fresh_optimizer_is_not_asked(caplog):
+    model, recorder = mlp(), Recorder()
+    optimizer = resumed_sgd(model)
+    watch(model, optimizer, budget=None, reporter=recorder, first_step=501, last_step_shown=lambda: None)
+    train(model, optimizer, 1)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    watch(model, fresh, budget=None, reporter=recorder, last_step_shown=lambda: None)
+    train(model, fresh, 1)
+    assert recorder.first_steps == [501, 1]
+    assert caplog.records == []
+
+
+def test_counts_that_are_kept_in_groups_are_read():
+    model, recorder = mlp(), Recorder()
+    optimizer = pytorch_optimizer.Lion(model.parameters(), lr=1e-3)
+    train(model, optimizer, 5)
+    watch(model, optimizer, budget=None, reporter=recorder)
+    train(model, optimizer, 1)
+    assert recorder.first_steps == [6]
+
+
+class FunctionalAdamW:
+    """An AdamW of one's own, in torch's form but outside of torch's classes."""
+
+    def __init__(self, parameters, lr):
+        self.param_groups = [
+            {"params": list(parameters), "lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1}
+        ]
+        self.state = {}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state.setdefault(parameter, {})
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
+                state["step"] += 1
+                state["m"].mul_(first).add_(parameter.grad, alpha=1 - first)
+                state["v"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
+                m, v = state["m"] / (1 - first ** state["step"]), state["v"] / (1 - second ** state["step"])
+                parameter.mul_(1 - group["lr"] * group["decay"])
+                parameter.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
+
+
+def intended_by_hand(parameter, state, group):
+    """u of `FunctionalAdamW` in fp64, from its formula and what is stored."""
+    first, second = group["betas"]
+    theta, gradient = parameter.detach().double(), parameter.grad.double()
+    step = state.get("step", 0) + 1
+    m = first * state["m"].double() + (1 - first) * gradient if state else (1 - first) * gradient
+    v = second * state["v"].double() + (1 - second) * gradient**2 if state else (1 - second) * gradient**2
+    m, v = m / (1 - first**step), v / (1 - second**step)
+    return -group["lr"] * group["decay"] * theta - group["lr"] * m / (v.sqrt() + group["eps"])
+
+
+def test_steps_announced_by_hand_are_measured_against_fp64():
+    model, recorder = mlp(), Recorder()
+    optimizer = FunctionalAdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample="all", budget=None, reporter=recorder)
+    assert handle.info.intent == "shadow"
+    assert handle.info.optimizer == "FunctionalAdamW"
+    group = optimizer.param_groups[0]
+    for step in range(4):
+        model.zero_grad()
+        mlp_loss(model, step).backward()
+        intended = [intended_by_hand(p, optimizer.state.get(p, {}), group) for p in model.parameters()]
+        before = [p.detach().double() for p in model.parameters()]
+        handle.before()
+        optimizer.step()
+        handle.after()
+        effective = [p.detach().double() - old for p, old in zip(model.parameters(), before, strict=True)]
+        found = handle.summary()["model"]
+        dot = sum(float((u * e).sum()) for u, e in zip(intended, effective, strict=True))
+        square = sum(float((u * u).sum()) for u in intended)
+        assert math.isclose(found["edq_ratio"], dot / square, rel_tol=1e-9)
+    assert recorder.steps == [1, 2, 3, 4]
+    handle.remove()
+    handle.before()
+    optimizer.step()
+    handle.after()
+    assert handle.step == 4
+
+
+def test_a_step_function_has_what_changed():
+    model, recorder = mlp(), Recorder()
+
+    @torch.no_grad()
+    def descend(rate):
+        for parameter in model.parameters():
+            parameter.sub_(rate * parameter.grad)
+
+    for step_of in (descend, functools.partial(descend, 0.1)):
+        handle = watch(model, step_of, every=1, budget=None, reporter=recorder)
+        mlp_loss(model, 0).backward()
+        handle.before()
+        descend(0.1)
+        handle.after()
+        assert handle.info.intent == "before-after"
+        assert "is not known" in handle.info.intent_reason
+        assert handle.summary()["model"]["edq_ratio"] is None
+        handle.remove()
+    assert recorder.steps == [1, 1]
+
+
+def test_by_hand_does_nothing_where_hooks_speak():
+    model, recorder = mlp(), Recorder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, budget=None, reporter=recorder)
+    mlp_loss(model, 0).backward()
+    handle.before()
+    optimizer.step()
+    handle.after()
+    assert recorder.steps == [1]

@@ -1,0 +1,123 @@
+"""Embeddings of which a step uses few rows: sparse gradients are measured where they touch, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collage_agent.sample.touched import TouchedRows
+from collage_agent.watch import watch
+from torch import nn
+
+from tests.agent.measure.test_meter import totals_of
+
+ROWS, WIDTH = 5_000, 50
+OPTIMIZERS = {
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=1e-3),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+def embedding(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Embedding(ROWS, WIDTH, sparse=True, dtype=dtype)
+    nn.init.normal_(model.weight, std=0.02)
+    return model
+
+
+def backward(model, step, uses=64):
+    """A gradient of `uses` rows, nine of them used twice."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(0, ROWS, (uses,), generator=generator)
+    rows = torch.cat([rows, rows[:9]])
+    model.zero_grad()
+    (model(rows).float() * torch.randn(len(rows), WIDTH, generator=generator)).sum().backward()
+    return rows.unique()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sample", [4096, "all"])
+def test_all_rows_that_a_sparse_step_touches_are_measured(name, sample):
+    model = embedding()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handle = watch(model, optimizer, every=1, sample=sample, budget=None, windows=(2,))
+    for step in range(4):
+        touched = backward(model, step)
+        before = model.weight.detach().double()
+        gradient = model.weight.grad.coalesce().to_dense().double()
+        wide = torch.optim.SGD(model.parameters(), lr=1e-3) if name == "SGD" else None
+        expected = -1e-3 * gradient if wide is not None else None
+        optimizer.step()
+    effective = model.weight.detach().double() - before
+    totals = totals_of(handle)["weight"]
+    assert handle.info.intent == "shadow"
+    assert totals["elements"] == ROWS * WIDTH
+    assert totals["sampled"] == len(touched) * WIDTH
+    assert totals["idle"] == (ROWS - len(touched)) * WIDTH
+    assert totals["unchanged"] == (effective == 0).sum()
+    assert totals["effective_squared_sum"] == pytest.approx(float(effective.square().sum()), rel=1e-9)
+    assert totals["gradient_squared_sum"] == pytest.approx(float(gradient.square().sum()), rel=1e-9)
+    assert totals["intended_effective_sum"] == pytest.approx(totals["intended_squared_sum"], rel=1e-4)
+    if expected is not None:
+        assert totals["intended_squared_sum"] == pytest.approx(float(expected.square().sum()), rel=1e-9)
+
+
+def test_a_sample_of_the_touched_rows_stands_for_them():
+    found, given = [], 0
+    for seed in range(40):
+        model = embedding(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=3e-5)
+        handle = watch(model, optimizer, every=1, sample=2048, budget=None, seed=seed)
+        backward(model, 1, uses=400)
+        before = model.weight.detach().double()
+        intended = full_precision_of(model)
+        optimizer.step()
+        values, totals = handle.summary()["model"], totals_of(handle)["weight"]
+        found.append((totals["intended_squared_sum"], values["lost_update_ratio"]))
+        given += values["edq_ratio_low"] is not None
+        assert totals["sampled"] < 2048
+    lost = ((model.weight.detach().double() == before) & (intended != 0)).sum() / (intended != 0).sum()
+    squares, shares = zip(*found, strict=True)
+    assert sum(squares) / 40 == pytest.approx(float(intended.square().sum()), rel=0.02)
+    assert sum(shares) / 40 == pytest.approx(float(lost), rel=0.02)
+    assert len(set(squares)) == 40
+    assert given >= 36
+
+
+def full_precision_of(model):
+    return -3e-5 * model.weight.grad.coalesce().to_dense().double()
+
+
+@pytest.mark.parametrize(("uses", "count"), [(3, 64), (64, 64), (200, 16)])
+def test_every_touched_row_gives_as_many_blocks(uses, count):
+    model = embedding()
+    rows = backward(model, 0, uses)
+    gradient = model.weight.grad
+    for form in (gradient, gradient.coalesce()):
+        chosen = TouchedRows(form, count, 16, seed=3)
+        seen = (chosen.index // WIDTH)[chosen.held]
+        assert set(seen.tolist()) <= set(rows.tolist())
+        blocks = (chosen.index[:, 0] // WIDTH)[chosen.held.any(1)].bincount()
+        used = blocks[blocks > 0]
+        assert len(used) == min(len(rows), count)
+        assert used.unique().tolist() == [min(count // len(used), 4)]
+        dense = gradient.to_dense().reshape(-1)[chosen.index].where(chosen.held, 0.0).view(-1)
+        torch.testing.assert_close(chosen.gradient, dense)
+
+
+def test_a_dense_embedding_of_which_the_sample_saw_no_used_row_is_not_measured():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"table": nn.Embedding(50_000, 16), "out": nn.Linear(16, 4)}).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    handle = watch(model, optimizer, every=1, sample=1024, budget=None)
+    for _ in range(3):
+        optimizer.zero_grad()
+        used = torch.arange(16) + 7
+        model["out"](model["table"](used)).float().square().sum().backward()
+        optimizer.step()
+        table = handle.summary()["layers"]["table.weight"]
+        assert table["elements"] == 800_000
+        assert table["lost_update_ratio"] is None
+        assert table["edq_ratio"] is None
+        assert table.get("idle") is None

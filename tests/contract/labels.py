@@ -1,0 +1,13 @@
+"""A label of each kind, for keys of labelled statistics and metrics."""
+
+__all__ = ["LABELS"]
+
+LABELS = {
+    "octave": "-3",
+    "state": "exp_avg_sq",
+    "metric": "edq_ratio",
+    "steps": "64",
+    "method/dtype": "light/bf16",
+    "format": "mxfp8",
+    "format/steps": "mxfp8/64",
+}

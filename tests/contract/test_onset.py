@@ -1,0 +1,75 @@
+"""The change point: found where there is one, not seen where there is none, told with the layers that changed."""
+
+import numpy as np
+import pytest
+
+from collage_monitor.onset import find_onset
+from tests.contract.onsets import EVERY, changed, steady, within_one_interval
+
+STEPS = [EVERY * (index + 1) for index in range(60)]
+
+
+@pytest.mark.slow
+def test_of_two_hundred_changes_95_percent_are_found_within_one_measured_interval():
+    assert sum(within_one_interval(changed(seed)) for seed in range(200)) >= 190
+
+
+@pytest.mark.slow
+def test_of_two_hundred_steady_traces_one_percent_at_most_seems_to_change():
+    assert sum(within_one_interval(steady(seed)) for seed in range(200)) >= 198
+
+
+def series(seed, before=1.0, after=1.0, at=40, noise=0.001):
+    values = before + noise * np.random.default_rng(seed).normal(size=len(STEPS))
+    values[at:] += after - before
+    return values
+
+
+def test_what_is_told_of_a_change():
+    layers = {f"layer {index}": series(index) for index in range(20)}
+    layers["layer 3"], layers["layer 7"] = series(3, 0.99, 0.4), series(7, 0.98, 0.7)
+    found = find_onset(STEPS, series(99, 0.99, 0.95), layers)
+    assert found is not None
+    assert (found.last_before, found.first_changed, found.settled) == (STEPS[39], STEPS[40], STEPS[40])
+    assert found.before == pytest.approx(0.99, abs=0.002)
+    assert found.after == pytest.approx(0.95, abs=0.002)
+    assert [change.layer for change in found.layers] == ["layer 3", "layer 7"]
+    assert found.layers[0].before == pytest.approx(0.99, abs=0.002)
+    assert found.layers[0].after == pytest.approx(0.4, abs=0.002)
+
+
+def test_a_change_of_a_few_layers_is_found_though_the_model_hides_it():
+    layers = {f"layer {index}": series(index) for index in range(60)}
+    layers["layer 3"] = series(3, 1.0, 0.9)
+    found = find_onset(STEPS, series(99, noise=0.01), layers)
+    assert found is not None
+    assert [change.layer for change in found.layers] == ["layer 3"]
+
+
+def test_steps_that_were_not_measured_widen_the_interval():
+    values = series(0, 1.0, 0.5)
+    values[37:44] = np.nan
+    found = find_onset(STEPS, values)
+    assert found is not None
+    assert (found.last_before, found.first_changed) == (STEPS[36], STEPS[44])
+
+
+def test_a_change_too_small_to_matter_is_none():
+    values = series(0, 1.0, 0.99)
+    assert find_onset(STEPS, values) is not None
+    assert find_onset(STEPS, values, least=0.02) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.full(60, np.nan), np.ones(60), np.linspace(0, 1, 60), np.array([*[1.0] * 30, 0.2, *[1.0] * 29])],
+    ids=["nothing measured", "constant", "a straight line", "one outlier"],
+)
+def test_nothing_changes_where_nothing_changes(values):
+    assert find_onset(STEPS, values) is None
+    assert find_onset(STEPS, values, {"layer": values, "other": np.full(60, np.nan)}) is None
+
+
+def test_a_few_points_say_nothing():
+    assert find_onset(STEPS[:20], series(0, 1.0, 0.2, at=10)[:20]) is None
+    assert find_onset([], []) is None

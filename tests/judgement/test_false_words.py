@@ -1,0 +1,120 @@
+"""Words that were false on real training code, each beside what an exact fp64 step says of the same steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from collage_agent.watch import watch
+from torch import nn
+
+from collage_monitor.judgement import finite, judge
+from tests.judgement.trainings import Training, draw, run
+
+PLAIN = replace(
+    draw(4),
+    dtype=torch.bfloat16,
+    optimizer="adamw",
+    strategy="plain",
+    betas=(0.9, 0.95),
+    decay=0.1,
+    momentum=0.0,
+    clip=1.0,
+    schedule="constant",
+    frozen=False,
+    resume="",
+    steps=60,
+    every=5,
+    sample="all",
+    oracle=False,
+    windows=(),
+    fused=False,
+    zeroed=False,
+)
+
+
+def test_an_overshoot_does_not_hide_what_is_lost_nor_layers_that_stand_still():
+    """lr 1e-3: every LayerNorm weight still is 1.0, a fifth is lost, and no decay arrives: it was "healthy"."""
+    evidence, truth = run(replace(PLAIN, lr=1e-3))
+    assert evidence.model["edq_ratio"] == pytest.approx(1.0, abs=0.05)
+    assert truth.lost is not None
+    assert truth.lost > 0.1
+    assert truth.losing_layers(1.0) > 1e-3
+    assert truth.decay_kept == 0.0
+    found = judge(evidence)
+    assert found.health == "losing updates"
+    assert " layers lose most of their updates" in found.text
+    assert "weight decay moves next to nothing" in found.text
+
+
+@pytest.mark.parametrize(
+    "training",
+    [replace(PLAIN, lr=3e-4), replace(PLAIN, optimizer="sgd", lr=0.012, momentum=0.9, decay=0.0)],
+    ids=["AdamW, lr 3e-4", "SGD, clipped"],
+)
+def test_a_third_of_the_updates_lost_is_not_healthy(training):
+    evidence, truth = run(training)
+    assert truth.lost is not None
+    assert 0.2 < truth.lost < 0.6
+    assert judge(evidence).health == "losing updates"
+
+
+def test_the_recent_past_is_judged_and_not_the_last_step():
+    """A learning rate that falls to 0 ended "losing updates, EDQ 0.17": that of one step."""
+    falling = replace(PLAIN, lr=0.03, optimizer="adam", decay=0.0, schedule="linear to 0", steps=60, every=1)
+    evidence, truth = run(falling)
+    assert truth.edq() == pytest.approx(1.0, abs=0.02)
+    said = judge(evidence)
+    assert "edq_ratio" not in [finding.key for finding in said.findings if finding.health == "losing updates"]
+    evidence, truth = run(replace(falling, lr=3e-4, optimizer="collage", strategy="light"))
+    assert truth.healthy()
+    assert judge(evidence).health == "healthy"
+
+
+def test_shares_count_only_what_has_an_intended_update():
+    """Adafactor on a tied embedding of 40,000 × 32: 0.3 % lost was printed where each measured layer lost 98 %."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(40_000, 32)
+            self.mix = nn.Linear(32, 32)
+            self.norm = nn.LayerNorm(32)
+
+        def forward(self, tokens):
+            return self.norm(self.mix(self.rows(tokens))) @ self.rows.weight[:500].T
+
+    torch.manual_seed(0)
+    model = Tied().bfloat16()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-5)
+    handle = watch(model, optimizer, every=1)
+    for step in range(6):
+        tokens = torch.randint(0, 500, (4, 9), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1]).float()
+        nn.functional.cross_entropy(logits.reshape(-1, 500), tokens[:, 1:].reshape(-1)).backward()
+        optimizer.step()
+    evidence = handle.evidence()
+    measured = {name: own for name, own in evidence.layers.items() if own["lost_update_ratio"] is not None}
+    assert "rows.weight" not in measured
+    shares = [finite(own["lost_update_ratio"]) or 0.0 for own in measured.values()]
+    lost = finite(evidence.model["lost_update_ratio"]) or 0.0
+    assert 0.9 < lost <= max(shares)
+    found = handle.judgement()
+    assert found.health != "healthy"
+    assert found.measured == pytest.approx(1120 / (1120 + 40_000 * 32))
+    assert "0.1 % of the elements" in found.text
+    assert "0.1 % of the elements" in str(handle)
+
+
+def test_a_compensation_that_is_dropped_after_each_step_is_no_good_keeping():
+    """`residual_zero_ratio` was 1.0 beside "healthy, 0.0 % lost"."""
+    training: Training = replace(PLAIN, optimizer="collage", strategy="kahan", lr=3e-4, decay=0.0, zeroed=True)
+    evidence, truth = run(training)
+    assert "losing updates" in truth.sick()
+    found = judge(evidence)
+    assert found.health == "losing updates"
+    assert found.deciding is not None
+    assert found.deciding.key == "residual_zero_ratio"
+    assert judge(run(replace(training, zeroed=False))[0]).health == "healthy"

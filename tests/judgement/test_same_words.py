@@ -1,0 +1,66 @@
+"""The same numbers give the same words: in the training process, from the server, and in the terminal."""
+
+from __future__ import annotations
+
+import collage_agent as collage
+import httpx
+import pytest
+import torch
+from click.testing import CliRunner
+from collage_agent import init
+from collage_agent.session import _SESSION
+from collage_server.app import create_app
+from collage_server.settings import Settings
+from starlette.testclient import TestClient
+
+from collage_monitor.client import Client
+from collage_monitor.command import root, show
+from collage_monitor.evidence import read_evidence
+from collage_monitor.judgement import finite, judge
+from tests.agent.training import mlp, train
+from tests.agent_delivery.test_attempts import Application
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A server of this process, and a client that reads from it."""
+    with TestClient(create_app(Settings(folder=tmp_path, no_auth=True)), base_url="http://127.0.0.1") as inside:
+
+        def forward(request: httpx.Request) -> httpx.Response:
+            path = request.url.raw_path.decode()
+            answer = inside.request(request.method, path, headers={"Host": "127.0.0.1"})
+            return httpx.Response(answer.status_code, content=answer.content)
+
+        yield Application(inside), Client("http://127.0.0.1", None, transport=httpx.MockTransport(forward))
+    if _SESSION.run is not None:
+        _SESSION.run.finish(seconds=1.0)
+    _SESSION.run = None
+    _SESSION.waiting.clear()
+
+
+def test_terminal_notebook_and_server_say_the_same(served, monkeypatch):
+    application, client = served
+    run = init("p", "same words", transport=application)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    handle = collage.watch(model, optimizer, every=1, sample=512, oracle=True, budget=None)
+    train(model, optimizer, 50)
+    here, evidence = handle.judgement(), handle.evidence()
+    run.finish(seconds=30.0)
+
+    read = read_evidence(client, run.run_id)
+    there = judge(read)
+    assert (here.health, here.text) == (there.health, there.text)
+    assert [finding.key for finding in here.findings] == [finding.key for finding in there.findings]
+    assert here.deciding is not None
+    assert here.deciding.value == pytest.approx(there.deciding.value if there.deciding else None, rel=1e-9)
+    for key, value in read.model.items():
+        known = finite(evidence.model.get(key))
+        assert finite(value) == (None if known is None else pytest.approx(known, rel=1e-9)), key
+
+    monkeypatch.setattr(show, "Client", lambda url, token: client)
+    shown = CliRunner().invoke(root, ["show", run.run_id, "--server-url", "http://127.0.0.1"])
+    assert shown.exit_code == 0, shown.output
+    assert here.text in shown.output
+    assert here.text in str(handle)
+    assert here.text in handle._repr_html_().replace("&gt;", ">")

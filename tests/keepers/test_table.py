@@ -1,0 +1,51 @@
+"""No word is false on any way to keep a weight, whole or broken; the table of docs/keepers.md is what is said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.keepers.table import all_words, cases, judged, rows, verdict_of
+from tests.keepers.ways import BF16, FP16, ways
+
+PAGE = Path(__file__).parents[2] / "docs" / "keepers.md"
+WHOLE = ("Rounded", "Fraction", "CollageAdamW, light")
+CASES = list(cases())
+FEW = [case for case in CASES if case.dtype is not FP16 and (case.way.name in WHOLE or case.condition == "healthy")]
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_no_word_is_false(case):
+    with torch.compiler.set_stance("force_eager"):
+        found = judged(case)
+    known = case.way.name != "Scrambled"
+    assert verdict_of(case, found.health) == ("right" if known else "unknown"), found.text
+
+
+def test_the_table_is_as_wide_as_it_says():
+    assert len(ways()) >= 25
+    assert {case.dtype for case in CASES} > {BF16, FP16}
+    assert {case.condition for case in CASES} == {"healthy", "dropped", "sign", "frozen", "stuck"}
+    assert sum(case.healthy for case in CASES) >= 40
+    assert sum(not case.healthy for case in CASES) >= 100
+
+
+def test_each_way_is_on_the_page():
+    text = PAGE.read_text()
+    for way in ways():
+        assert f"| {way.who} | {way.name} |" in text
+
+
+@pytest.mark.nightly
+def test_the_page_says_what_is_said():
+    words = all_words()
+    counted = Counter(verdict_of(case, word) for case, word in words.items())
+    assert counted["false"] == 0
+    assert counted["unknown"] <= 0.1 * counted.total()
+    text = PAGE.read_text()
+    assert "\n".join(rows(words)) in text
+    told = f"{counted.total()} trainings: {counted['right']} right words, {counted['unknown']} unknown, 0 false"
+    assert told in text

@@ -1,0 +1,140 @@
+"""Values kept as integers: all bits of fp32, 24 of them, 16-bit roots, 8-bit blocks, read by their definitions."""
+
+import pytest
+import torch
+from collage_agent.optim import StateStorage, codes
+from collage_agent.optim.arithmetic import WideArithmetic
+from collage_agent.optim.random_numbers import Seeding
+
+from tests.reference.kept import kept
+
+WIDE = WideArithmetic()
+
+
+def of_bits(*patterns):
+    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def any_numbers(count=200_000):
+    bits = torch.randint(0, 2**32, (count,), generator=torch.Generator().manual_seed(1)) - 2**31
+    numbers = bits.to(torch.int32).view(torch.float32)
+    return numbers[numbers.isfinite()]
+
+
+def split(value, dtype):
+    high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=dtype)
+    codes.store_split(WIDE, value, high, low)
+    return high, low
+
+
+def test_a_split_master_is_every_fp32_number():
+    value = torch.cat([any_numbers(), of_bits(0x00000001, 0x80000001, 0x7F7FFFFF, 0xFF7F8000, 0x7F800000)])
+    high, low = split(value, torch.int16)
+    assert torch.equal(codes.value_kept({"parameter_low": low}, "parameter", high), value.double())
+    finite = value.isfinite()
+    assert torch.equal(kept({"parameter_low": low}, "parameter", high)[finite], value.double()[finite])
+
+
+def test_the_visible_part_is_rounded_to_nearest_and_ties_away_from_zero():
+    value = any_numbers()
+    high, _ = split(value, torch.int16)
+    tie = value.view(torch.int32).bitwise_and(0xFFFF) == 0x8000
+    assert torch.equal(high[~tie], value.bfloat16()[~tie])
+    high, low = split(of_bits(0x3F808000, 0x3F818000, 0xBF808000), torch.int16)
+    assert high.tolist() == [1.0078125, 1.015625, -1.0078125]
+    assert low.tolist() == [-32768] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8])
+def test_what_is_not_finite_stays_so(dtype):
+    """7fffffff is the NaN of CUDA: its upper half rounded up would be −0."""
+    high, low = split(of_bits(0x7FFFFFFF, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000), dtype)
+    assert high[:3].isnan().all()
+    assert high[3:].tolist() == [float("inf"), -float("inf")]
+    again = codes.value_kept({"parameter_low": low}, "parameter", high)
+    assert again[:3].isnan().all()
+    assert again[3:].tolist() == [float("inf"), -float("inf")]
+
+
+def test_24_bits_are_within_half_of_their_last():
+    value = any_numbers()
+    value = value[value.abs().gt(1e-30) & value.abs().lt(1e30)]
+    high, low = split(value, torch.int8)
+    found = kept({"parameter_low": low}, "parameter", high)
+    assert ((found - value).abs() <= value.double().abs() * 2.0**-16).all()
+    assert torch.equal(codes.value_kept({"parameter_low": low}, "parameter", high), found)
+    again = split(found.float(), torch.int8)
+    assert torch.equal(again[0], high)
+    assert torch.equal(again[1], low)
+
+
+def test_all_16_bit_roots():
+    code = torch.arange(-(2**15), 2**15).to(torch.int16)
+    value = codes.value_kept({"exp_avg_sq": code}, "exp_avg_sq")
+    # Squares below 2^-126 lose bits, and below 2^-149 all of them.
+    torch.testing.assert_close(value, kept({"exp_avg_sq": code}, "exp_avg_sq"), rtol=0, atol=2.0**-149)
+    assert value.isfinite().all()
+    normal = value >= 2.0**-110
+    state = codes.state_of("exp_avg_sq", value[normal].float(), StateStorage.ROOT, True, value[normal].bfloat16())
+    assert torch.equal(state["exp_avg_sq"], code[normal])
+
+
+def test_roots_of_what_is_too_large_are_the_largest():
+    value = torch.tensor([float("inf"), 3.4e38, 0.0])
+    state = codes.state_of("exp_avg_sq", value, StateStorage.ROOT, True, value.bfloat16())
+    assert state["exp_avg_sq"].tolist() == [-1, -1, 0]
+
+
+@pytest.mark.parametrize(("storage", "second"), [("ROOT", True), ("BLOCKS", True), ("BLOCKS", False)])
+def test_rounded_at_random_the_mean_is_right(storage, second):
+    """1,280 numbers, 400 steps each: the mean is within four 400ths of a gap, as even spreading says."""
+    generator = torch.Generator().manual_seed(2)
+    value = torch.randn(1280, generator=generator).mul_(1e-3)
+    value = value.square() if second else value
+    total = torch.zeros(1280).double()
+    state = codes.state_of("average", value, StateStorage[storage], second, value.bfloat16())
+    for step in range(400):
+        random = Seeding(1, step).at(0).bits(WIDE, value, 1)
+        codes.store(WIDE, value.clone(), state, "average", StateStorage[storage], random)
+        found = kept(state, "average")
+        found = found.sqrt() if second else found
+        total += found
+    exact = value.double().sqrt() if second else value.double()
+    gap = exact * 2.0**-8 if storage == "ROOT" else exact.abs().max() * 2 / (255 if second else 127)
+    assert ((total / 400 - exact).abs() <= gap * 4 / 400).all()
+
+
+def test_blocks_keep_small_values_beside_large_ones():
+    value = torch.full((300,), 1e-6)
+    value[0], value[200] = 1.0, -1e-3
+    state = codes.state_of("exp_avg", value, StateStorage.BLOCKS, False, value.bfloat16())
+    assert state["exp_avg_scale"].tolist() == pytest.approx([1.0, 1e-3, 1e-6])
+    found = kept(state, "exp_avg")
+    torch.testing.assert_close(found[256:], value[256:].double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[128:256], value[128:256].double(), rtol=0, atol=1e-3 / 127)
+    assert found[200] == pytest.approx(-1e-3)
+
+
+def test_a_tie_that_the_visible_weight_rounded_to_even_loses_one_bit():
+    """It cannot be written with sixteen signed bits beside that weight, and conversions leave the weight alone."""
+    master = of_bits(0x3F808000, 0x3F808001, 0x3F807FFF)
+    visible = master.bfloat16()
+    low = torch.empty(3, dtype=torch.int16)
+    codes.store_low(master, visible, low)
+    found = codes.value_kept({"parameter_low": low}, "parameter", visible)
+    assert (found - master.double()).tolist() == [-(2.0**-23), 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dropped", [8, 16])
+def test_a_sum_is_rounded_to_its_neighbours(dropped):
+    generator = torch.Generator().manual_seed(3)
+    total = torch.cat([torch.randn(50_000, generator=generator), of_bits(0x3F800000, 0xBF800000, 0, 0x7F800000)])
+    error = total * 2.0**-26
+    error[-1] = 0
+    random = Seeding(1, 1).at(0).bits(WIDE, total, 0)
+    found = codes.round_sum_at_random(WIDE, total.clone(), error.clone(), random, dropped)
+    grid = total.view(torch.int32).bitwise_and(-(1 << dropped))
+    beyond = (grid + (1 << dropped)).view(torch.float32)
+    grid = grid.view(torch.float32)
+    assert ((found == grid) | (found == beyond)).all()
+    assert torch.equal(found[-2:], total[-2:])

@@ -1,0 +1,354 @@
+"""Somebody else writes to the weights between two steps: the write survives; an undone one leaves no trace."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from collage_agent.optim import STRATEGIES, CollageAdamW, external_writes
+from collage_agent.optim.guards import DeferredReads
+from collage_agent.watch import watch
+from torch.optim.swa_utils import AveragedModel
+
+from tests.agent.test_no_synchronisation import Listening
+from tests.optim.models import assert_same_bits, give_gradients, parameters, train
+
+KEEPING = [name for name, strategy in STRATEGIES.items() if strategy.parameter_state is not None]
+SHAPES = ((40, 410), (7,), (3, 5, 2, 4))
+
+
+def other(member):
+    return torch.randn(member.shape, generator=torch.Generator().manual_seed(7)).mul_(0.02).to(member.dtype)
+
+
+def low_rank(member, scale=1.0):
+    """What a merged adapter adds: B A, of rank 2."""
+    generator = torch.Generator().manual_seed(3)
+    rows, columns = member.shape[0], member.numel() // member.shape[0]
+    left, right = torch.randn(rows, 2, generator=generator), torch.randn(2, columns, generator=generator)
+    return (left @ right).mul_(scale * 0.02).view(member.shape).to(member.dtype)
+
+
+def swapped(member):
+    torch.utils.swap_tensors(member, torch.nn.Parameter(other(member)))
+
+
+def rebound(member):
+    member.data = other(member)
+
+
+WRITES = {
+    "zero_()": lambda member: member.zero_(),
+    "mul_()": lambda member: member.mul_(0.75),
+    "copy_()": lambda member: member.copy_(other(member)),
+    "normal_()": lambda member: torch.nn.init.normal_(member, std=0.02),
+    "merged LoRA": lambda member: member.add_(low_rank(member)),
+    ".data.zero_()": lambda member: member.data.zero_(),
+    ".data.mul_()": lambda member: member.data.mul_(0.75),
+    ".data +=, merged LoRA": lambda member: member.data.add_(low_rank(member)),
+    ".data =": rebound,
+    "swap_tensors": swapped,
+}
+
+
+def trained(strategy, steps=6, **options):
+    members = parameters(shapes=SHAPES)
+    members[2].data = members[2].data.to(memory_format=torch.channels_last)
+    optimizer = CollageAdamW(members, lr=1e-3, strategy=strategy, **{"seed": 5, **options})
+    train(optimizer, members, steps)
+    return members, optimizer
+
+
+def step_without_moving(optimizer, members, step=99):
+    """A step of length zero: what is stored afterwards is what the optimizer takes for the weight."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    # What a swap exchanges loses its gradient.
+    give_gradients(members, step=step)
+    optimizer.step()
+
+
+def said(caplog):
+    return [line for line in caplog.messages if "somebody else wrote" in line]
+
+
+def assert_adopted(optimizer, members, before, written):
+    """What is stored is what was written, to the bit; an element that by chance was as before may keep its rest."""
+    for member, old, value in zip(members, before, written, strict=True):
+        assert torch.equal(member.detach(), value)
+        stored = optimizer.stored_parameter(member)
+        assert torch.equal(stored.float().to(value.dtype), value)
+        changed = old != value
+        assert changed.double().mean() > 0.8
+        assert torch.equal(stored[changed], value.double()[changed])
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_write_survives_and_what_was_kept_beside_the_old_weight_goes(strategy, write, caplog):
+    members, optimizer = trained(strategy)
+    before = [member.detach().clone() for member in members]
+    with torch.no_grad():
+        for member in members:
+            WRITES[write](member)
+    written = [member.detach().clone() for member in members]
+    with caplog.at_level(logging.WARNING, logger="collage_agent.optim"):
+        step_without_moving(optimizer, members)
+        assert_adopted(optimizer, members, before, written)
+        train(optimizer, members, 2)
+    keeps = strategy in KEEPING
+    assert optimizer.external_writes == (len(members) if keeps else 0)
+    assert len(said(caplog)) == keeps
+
+
+def averaged(members):
+    """Exponential averages, kept by torch's own `AveragedModel`."""
+    model = torch.nn.ParameterList(members)
+    return model, AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+
+
+def by_copy(members, values):
+    with torch.no_grad():
+        for member, value in zip(members, values, strict=True):
+            member.copy_(value)
+
+
+def by_data(members, values):
+    for member, value in zip(members, values, strict=True):
+        member.data.copy_(value)
+
+
+def by_rebinding(members, values):
+    for member, value in zip(members, values, strict=True):
+        member.data = value.clone(memory_format=torch.preserve_format)
+
+
+def by_swapping(members, values):
+    for member, value in zip(members, values, strict=True):
+        gradient, member.grad = member.grad, None
+        torch.utils.swap_tensors(member, torch.nn.Parameter(value.clone()))
+        member.grad = gradient
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "exchange"),
+    [("storage", by_copy), *(("fp32", exchange) for exchange in (by_copy, by_data, by_rebinding, by_swapping))],
+)
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_swapping_an_average_in_and_out_leaves_no_trace(strategy, arithmetic, exchange, caplog):
+    if arithmetic == "storage" and STRATEGIES[strategy].is_coded:
+        arithmetic = "fp32"
+    (members, optimizer), (others, undisturbed) = (trained(strategy, 0, arithmetic=arithmetic) for _ in range(2))
+    model, average = averaged(members)
+    for step in range(1, 13):
+        give_gradients(members, others, step=step)
+        optimizer.step()
+        undisturbed.step()
+        average.update_parameters(model)
+        if step % 3 == 0:
+            backup = [member.detach().clone() for member in members]
+            exchange(members, [value.detach().to(torch.bfloat16) for value in average.module])
+            exchange(members, backup)
+    assert_same_bits(optimizer, undisturbed)
+    assert optimizer.external_writes == 0
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_an_average_that_stays_is_adopted(strategy):
+    members, optimizer = trained(strategy, 0)
+    model, average = averaged(members)
+    for step in range(1, 9):
+        give_gradients(members, step=step)
+        optimizer.step()
+        average.update_parameters(model)
+    before = [member.detach().clone() for member in members]
+    by_copy(members, [value.detach() for value in average.module])
+    written = [member.detach().clone() for member in members]
+    step_without_moving(optimizer, members)
+    assert optimizer.external_writes == len(members)
+    assert_adopted(optimizer, members, before, written)
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_weights_that_are_masked_at_every_step_keep_the_residuals_of_the_others(strategy):
+    """From the second mask on, elements are compared with what the step left."""
+    members, optimizer = trained(strategy, 0)
+    masks = [other(member) > 0.01 for member in members]
+
+    def mask():
+        with torch.no_grad():
+            for member, own in zip(members, masks, strict=True):
+                member.masked_fill_(own, 0)
+
+    for step in range(1, 7):
+        give_gradients(members, step=step)
+        optimizer.step()
+        before = [optimizer.stored_parameter(member) for member in members]
+        mask()
+    step_without_moving(optimizer, members)
+    for member, own, stored in zip(members, masks, before, strict=True):
+        expected = stored.masked_fill(own, 0)
+        if STRATEGIES[strategy].stochastic:
+            assert torch.equal(optimizer.stored_parameter(member)[own], expected[own])
+        else:
+            assert torch.equal(optimizer.stored_parameter(member), expected)
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_one_row_that_is_set_to_zero_costs_the_others_nothing(strategy):
+    members, optimizer = trained(strategy)
+    stored = optimizer.stored_parameter(members[0])
+    with torch.no_grad():
+        members[0][0] = 0
+    step_without_moving(optimizer, members)
+    found = optimizer.stored_parameter(members[0])
+    assert not found[0].any()
+    if not STRATEGIES[strategy].stochastic:
+        assert torch.equal(found[1:], stored[1:])
+    assert optimizer.external_writes == 1
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_raise_names_the_weight_before_anything_moves(strategy):
+    members, optimizer = trained(strategy, on_external_write="raise")
+    before = copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():
+        members[1].mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"wrote to parameter 1 of group 0 of shape \(7,\) since the last step"):
+        optimizer.step()
+    after = optimizer.state_dict()
+    for number, state in before["state"].items():
+        for key, value in state.items():
+            assert torch.equal(after["state"][number][key], value)
+    with pytest.raises(ValueError, match="Invalid on_external_write: 'ignore'; use one of adopt, raise"):
+        CollageAdamW(parameters(), on_external_write="ignore")
+
+
+@pytest.mark.parametrize("order", ["weights first", "states first", "in place"])
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_a_checkpoint_is_no_write(strategy, order, caplog):
+    """Loaded in either order, or into the tensors themselves, as torch.distributed.checkpoint does."""
+    members, optimizer = trained(strategy, 4)
+    weights, states = [member.detach().clone() for member in members], copy.deepcopy(optimizer.state_dict())
+    train(optimizer, members, 3, first=5)
+    expected = [member.detach().clone() for member in members]
+    if order == "weights first":
+        by_copy(members, weights)
+        optimizer.load_state_dict(states)
+    elif order == "states first":
+        optimizer.load_state_dict(states)
+        by_copy(members, weights)
+    else:
+        by_copy(members, weights)
+        for own, saved in zip(optimizer.state.values(), states["state"].values(), strict=True):
+            for key, value in saved.items():
+                own[key].copy_(value)
+    train(optimizer, members, 3, first=5)
+    assert optimizer.external_writes == 0
+    assert said(caplog) == []
+    for member, value in zip(members, expected, strict=True):
+        assert torch.equal(member.detach(), value)
+
+
+def test_a_resumed_head_made_anew_before_the_first_step_is_adopted():
+    members, optimizer = trained("master-weights")
+    resumed = CollageAdamW(members, strategy="master-weights")
+    resumed.load_state_dict(optimizer.state_dict())
+    torch.nn.init.zeros_(members[0])
+    step_without_moving(resumed, members)
+    assert not resumed.stored_parameter(members[0]).any()
+    assert resumed.external_writes == 1
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_copies_and_frozen_weights(strategy):
+    """A weight without a gradient is looked at when it steps again; a copy of the optimizer looks anew."""
+    members, optimizer = trained(strategy)
+    members[0].grad = None
+    with torch.no_grad():
+        members[0].zero_()
+    for step in (7, 8):
+        give_gradients(members[1:], step=step)
+        optimizer.step()
+    assert optimizer.external_writes == 0
+    duplicate = copy.deepcopy(optimizer)
+    for own in (optimizer, duplicate):
+        step_without_moving(own, own.param_groups[0]["params"])
+        assert not own.stored_parameter(own.param_groups[0]["params"][0]).any()
+
+
+def test_the_monitor_counts_them():
+    members, optimizer = trained("plus", 0)
+    model = torch.nn.ParameterList(members)
+    handle = watch(model, optimizer, every=1, budget=None)
+    train(optimizer, members, 2)
+    assert "external_writes" not in handle.summary()["model"]
+    with torch.no_grad():
+        members[0].zero_()
+    train(optimizer, members, 1, first=3)
+    assert handle.summary()["model"]["external_writes"] == 1
+    assert handle._last is not None
+    assert handle._last.scalars["external_writes"] == 1
+
+
+class TestDevices:
+    """What a device does is done on the host, where nothing may be read during a step."""
+
+    @pytest.fixture(autouse=True)
+    def _as_on_a_device(self, monkeypatch):
+        self.coming: list = []
+        monkeypatch.setattr(external_writes, "reads_at_once", lambda device: False)
+        monkeypatch.setattr(DeferredReads, "add", lambda _, value, then: self.coming.append((value, then)))
+
+    def read(self):
+        for value, then in self.coming:
+            then(value)
+        self.coming.clear()
+
+    @pytest.mark.parametrize(
+        "write", [write for write in WRITES if not write.startswith(".data.") and "+=" not in write]
+    )
+    @pytest.mark.parametrize("strategy", KEEPING)
+    def test_nothing_is_read_and_the_write_survives(self, strategy, write):
+        members, optimizer = trained(strategy)
+        self.read()
+        assert optimizer.external_writes == 0
+        before = [member.detach().clone() for member in members]
+        with torch.no_grad():
+            for member in members:
+                WRITES[write](member)
+        written = [member.detach().clone() for member in members]
+        with Listening() as listening:
+            step_without_moving(optimizer, members)
+        assert {tuple(tensor.shape) for tensor in listening.read} <= {()}
+        assert {float(tensor) for tensor in listening.read} <= {7.0}
+        assert_adopted(optimizer, members, before, written)
+        self.read()
+        assert optimizer.external_writes == len(members)
+
+    @pytest.mark.parametrize("strategy", KEEPING)
+    def test_data_is_told_too_late(self, strategy, caplog):
+        members, optimizer = trained(strategy)
+        self.read()
+        for member in members:
+            member.data.mul_(0.5)
+        step_without_moving(optimizer, members)
+        assert said(caplog) == []
+        self.read()
+        assert len(said(caplog)) == 1
+        assert "through .data" in said(caplog)[0]
+
+    @pytest.mark.parametrize("strategy", KEEPING)
+    def test_swap_and_restore(self, strategy):
+        (members, optimizer), (others, undisturbed) = trained(strategy), trained(strategy)
+        backup = [member.detach().clone() for member in members]
+        with torch.no_grad():
+            for member in members:
+                member.zero_()
+        by_copy(members, backup)
+        for own, its in ((optimizer, members), (undisturbed, others)):
+            train(own, its, 3)
+        assert_same_bits(optimizer, undisturbed)
+        self.read()
+        assert optimizer.external_writes == 0

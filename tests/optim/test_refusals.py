@@ -1,0 +1,211 @@
+"""What is refused by name: checkpoints of something else, changes that states cannot follow; what is adopted."""
+
+import copy
+
+import pytest
+import torch
+from collage_agent.optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, CollageSGD
+
+from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of, train
+from tests.optim.test_resume import refusal
+
+OURS = {
+    "AdamW": (CollageAdamW, {}),
+    "Adam": (CollageAdam, {}),
+    "Lion": (CollageLion, {}),
+    "SGD": (CollageSGD, {"momentum": 0.9}),
+    "SGD, no momentum": (CollageSGD, {}),
+}
+TORCH = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "Adam": (torch.optim.Adam, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "RMSprop": (torch.optim.RMSprop, {}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "SGD, no momentum": (torch.optim.SGD, {}),
+}
+
+
+def stepped(made, members, steps=3):
+    maker, options = made
+    optimizer = maker(members, lr=1e-3, **options)
+    train(optimizer, members, steps)
+    return optimizer
+
+
+def related(source, target):
+    """Whether a checkpoint of `source` loads: the same rule, SGD's momentum being an option of the checkpoint."""
+    return source.partition(",")[0] == target.partition(",")[0]
+
+
+@pytest.mark.parametrize("target", OURS)
+@pytest.mark.parametrize(
+    "source", [*((name, OURS) for name in OURS), *((name, TORCH) for name in TORCH)], ids=lambda of: str(of[0])
+)
+def test_a_state_of_another_rule_is_refused(source, target):
+    name, known = source
+    members = parameters()
+    saved = copy.deepcopy(stepped(known[name], members).state_dict())
+    optimizer = stepped(OURS[target], members)
+    before = copy.deepcopy(optimizer)
+    if related(name, target):
+        optimizer.load_state_dict(saved)
+        train(optimizer, members, 1)
+        return
+    with pytest.raises(ValueError, match=r"it is of another update rule|has decoupled_weight_decay="):
+        optimizer.load_state_dict(saved)
+    assert_same_bits(optimizer, before)
+    assert optimizer.param_groups[0].keys() == before.param_groups[0].keys()
+
+
+def test_a_refusal_says_what_was_found_and_what_is_needed():
+    members = parameters()
+    saved = copy.deepcopy(stepped(OURS["AdamW"], members).state_dict())
+    saved["param_groups"][0].update(momentum=0.0, dampening=0.0, nesterov=False)
+    with pytest.raises(ValueError, match=r"parameter 0 holds exp_avg, exp_avg_sq.*CollageSGD keeps no average"):
+        CollageSGD(members).load_state_dict(saved)
+    del saved["param_groups"][0]["betas"]
+    with pytest.raises(ValueError, match="groups have no betas, which CollageAdamW needs"):
+        CollageAdamW(members).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("source", [CollageAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_of_another_shape_is_refused(strategy, source):
+    wide, tall = parameters(shapes=((4, 8),)), parameters(shapes=((8, 4),))
+    saved = stepped((source, {}), wide).state_dict()
+    optimizer = CollageAdamW([("head.weight", tall[0])], strategy=strategy)
+    with pytest.raises(
+        ValueError, match=r"parameter 0 holds exp_avg of shape \(4, 8\), its weight has shape \(8, 4\)"
+    ):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+
+
+def test_other_counts_are_refused_as_torch_does():
+    members = parameters()
+    saved = stepped(OURS["AdamW"], members).state_dict()
+    for other, words in (
+        (members[:2], "doesn't match the size"),
+        (members, "different number of parameter groups"),
+    ):
+        optimizer = CollageAdamW(other)
+        if len(other) == len(members):
+            optimizer.add_param_group({"params": parameters(seed=2)})
+        with pytest.raises(ValueError, match=words):
+            optimizer.load_state_dict(saved)
+
+
+def test_torch_forms_of_a_checkpoint_are_left_behind():
+    members = parameters()
+    saved = stepped((torch.optim.AdamW, {"fused": True}), members).state_dict()
+    optimizer = CollageAdamW(members)
+    optimizer.load_state_dict(saved)
+    assert not {"fused", "foreach", "capturable", "differentiable"} & optimizer.param_groups[0].keys()
+    train(optimizer, members, 1)
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable", "differentiable"])
+def test_torch_forms_in_a_group_are_answered_as_in_the_constructor(option):
+    with pytest.raises(ValueError, match=f"{option}=True is not supported"):
+        CollageAdamW([{"params": parameters(), option: True}])
+    members = parameters()
+    optimizer = CollageAdamW([{"params": members, option: None}])
+    optimizer.param_groups[0][option] = True
+    assert_nothing_moves(optimizer, members, ValueError, f"{option}=True is not supported")
+
+
+def assert_nothing_moves(optimizer, members, kind, words):
+    give_gradients(members, step=50)
+    before = {key: value.clone() for key, value in tensors_of(optimizer).items()}
+    with pytest.raises(kind, match=words):
+        optimizer.step()
+    after = tensors_of(optimizer)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_dtype_after_construction(strategy, dtype):
+    """Before the first step the group's own refusals hold; afterwards states stand in the way, by name."""
+    first, second = parameters(shapes=((6, 4),)), parameters(shapes=((9,),), seed=2)
+    optimizer = CollageAdamW([{"params": first}, {"params": second}], strategy=strategy)
+    train(optimizer, first + second, 2)
+    second[0].data = second[0].data.to(dtype)
+    words = rf"parameter 0 of group 1 of shape \(9,\) has become {dtype}; its states were made for torch.bfloat16"
+    assert_nothing_moves(optimizer, first + second, RuntimeError, words)
+
+    fresh = parameters(shapes=((6, 4),))
+    unstepped = CollageAdamW(fresh, strategy=strategy)
+    fresh[0].data = fresh[0].data.to(dtype)
+    give_gradients(fresh, step=1)
+    if refusal("AdamW", strategy, dtype, "fp32") is None:
+        unstepped.step()
+        return
+    for refused in (lambda: CollageAdamW(fresh, strategy=strategy), unstepped.step):
+        with pytest.raises(ValueError, match=refusal("AdamW", strategy, dtype, "fp32")):
+            refused()
+    assert not unstepped.state
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_half_precision_model_goes_on_through_a_checkpoint(strategy):
+    """What the refusal advises: a new optimizer, built after the change, takes the old states."""
+    members = parameters()
+    optimizer = CollageAdamW(members, strategy=strategy)
+    train(optimizer, members, 3)
+    halves = [torch.nn.Parameter(member.detach().half()) for member in members]
+    target = "light" if strategy in ("plus", "full") or STRATEGIES[strategy].is_coded else strategy
+    resumed = CollageAdamW(halves, strategy=target)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(resumed, halves, 2)
+    for member in halves:
+        torch.testing.assert_close(resumed.stored_parameter(member).half(), member.detach(), rtol=2**-9, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", STRATEGIES)
+@pytest.mark.parametrize("source", STRATEGIES)
+def test_another_strategy_after_construction_is_adopted_as_a_checkpoint_would_be(source, target):
+    members = parameters()
+    optimizer = CollageAdamW(members, strategy=source, seed=5)
+    train(optimizer, members, 4)
+    others = [torch.nn.Parameter(member.detach().clone()) for member in members]
+    loaded = CollageAdamW(others, strategy=target)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.param_groups[0]["strategy"] = target
+    for own, its in ((optimizer, members), (loaded, others)):
+        train(own, its, 2, first=5)
+    assert_same_bits(optimizer, loaded)
+    assert optimizer.external_writes == loaded.external_writes == 0
+
+
+def test_a_strategy_that_does_not_exist_moves_nothing():
+    first, second = parameters(), parameters(seed=2)
+    optimizer = CollageAdamW([{"params": first}, {"params": second}])
+    train(optimizer, first + second, 1)
+    optimizer.param_groups[1]["strategy"] = "pluss"
+    assert_nothing_moves(optimizer, first + second, ValueError, "Invalid strategy: 'pluss'")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arithmetic"),
+    [(name, "fp32") for name in STRATEGIES]
+    + [(name, "storage") for name in STRATEGIES if not STRATEGIES[name].is_coded],
+)
+def test_a_gradient_whose_square_overflows_is_survived(strategy, arithmetic):
+    """1e21 is finite, its square is not: weights and what is kept as pairs stay numbers, and training goes on."""
+    (member,) = parameters(shapes=((8,),))
+    optimizer = CollageAdamW([member], strategy=strategy, arithmetic=arithmetic)
+    member.grad = torch.full_like(member, 1e-2)
+    member.grad[3], member.grad[5] = 1e21, -3e38
+    optimizer.step()
+    give_gradients([member], step=2)
+    optimizer.step()
+    assert optimizer.stored_parameter(member).isfinite().all()
+    for key, value in optimizer.state[member].items():
+        assert not value.isnan().any(), key
+        if f"{key}_low" in optimizer.state[member]:
+            assert value.isfinite().all(), key

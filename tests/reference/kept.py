@@ -1,0 +1,44 @@
+"""What an optimizer's state stands for, from the formats' definitions and not from the code that writes them."""
+
+import numpy as np
+import torch
+
+BLOCK = 128
+
+
+def kept(state, name, high=None):
+    """The value kept under `name` as fp64, of the state's shape; `high` is the weight for "parameter"."""
+    first = (state[name] if high is None else high).detach()
+    low, scale = state.get(f"{name}_low"), state.get(f"{name}_scale")
+    if scale is not None:
+        return torch.from_numpy(_blocks(first.flatten().numpy(), scale.double().numpy())).view(first.shape)
+    if first.dtype == torch.int16:
+        return torch.from_numpy(_root(first.numpy().astype(np.int64) & 0xFFFF) ** 2)
+    if low is None:
+        return first.double()
+    if low.dtype.is_floating_point:
+        return first.double() + low.double()
+    return torch.from_numpy(_split(first, low)).double()
+
+
+def _split(high, low):
+    """TransformerEngine's reading: one less above where what is below is negative, then the bits side by side."""
+    bits = 8 * low.element_size()
+    upper = high.view(torch.int16).numpy().astype(np.int64) & 0xFFFF
+    below = low.numpy().astype(np.int64)
+    upper = np.where(below < 0, upper - 1, upper)
+    joined = (upper << 16) | ((below & (2**bits - 1)) << (16 - bits))
+    return (joined & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
+
+
+def _root(code):
+    """Seven bits of exponent, biased by 64, and nine of mantissa; gradual underflow at the least exponent."""
+    exponent, mantissa = code >> 9, (code & 511) / 512
+    return np.where(exponent > 0, 2.0 ** (exponent - 64.0) * (1 + mantissa), 2.0**-63 * mantissa)
+
+
+def _blocks(code, scale):
+    signed = code.dtype == np.int8
+    share = (code / (127 if signed else 255)) ** 2 * np.sign(code)
+    value = share * np.repeat(scale, BLOCK)[: code.size]
+    return value if signed else value**2
