@@ -46,28 +46,28 @@ class StepSource(Protocol):
 class _WatchSlot:
     """A watch of the run, and how far earlier watches of the same layers came.
 
-    `reached` is their last step that is still shown; `hidden` is the last step of `watch` before the newest attempt
-    began.
+    `last_shown_step` is their last step that the run still shows; `hidden_through` is the last step of `watch`
+    before the newest attempt began.
     """
 
     watch: StepSource
-    reached: int = 0
-    hidden: int = 0
-    numbered: bool = True
+    last_shown_step: int = 0
+    hidden_through: int = 0
+    step_known: bool = True
     """False: nobody knows the numbers of its steps."""
 
-    def hand_over(self, watch: StepSource) -> None:
+    def replace_watch(self, watch: StepSource) -> None:
         """Another watch takes over from this one."""
         step = self.watch.step or 0
-        if step > self.hidden:
-            self.reached = max(self.reached, step)
-        self.watch, self.hidden, self.numbered = watch, 0, True
+        if step > self.hidden_through:
+            self.last_shown_step = max(self.last_shown_step, step)
+        self.watch, self.hidden_through, self.step_known = watch, 0, True
 
-    def hide(self, first_step: int) -> None:
+    def begin_attempt(self, first_step: int) -> None:
         """A new attempt begins at `first_step`."""
         step = self.watch.step or 0
-        self.reached = min(max(self.reached, step), first_step - 1)
-        self.hidden = step
+        self.last_shown_step = min(max(self.last_shown_step, step), first_step - 1)
+        self.hidden_through = step
 
 
 class Run:
@@ -164,7 +164,7 @@ class Run:
         """
         for index, slot in self._slots.items():
             if earlier is not None and slot.watch is earlier:
-                slot.hand_over(watch)
+                slot.replace_watch(watch)
                 return index
         index = next(self._numbers)
         self._slots[index] = _WatchSlot(watch)
@@ -181,9 +181,9 @@ class Run:
         what is logged at its steps is refused.
         """
         slot = self._slots.get(watch_index)
-        if slot is None or slot.reached or self.settings.run_id is None:
-            return slot.reached if slot is not None else 0
-        slot.numbered = False
+        if slot is None or slot.last_shown_step or self.settings.run_id is None:
+            return slot.last_shown_step if slot is not None else 0
+        slot.step_known = False
         return None
 
     def started(self, first_step: int, watch_index: int = 0) -> None:
@@ -195,11 +195,11 @@ class Run:
         if self._first_step is None:
             self._first_step = first_step
             self._put(AttemptStart(first_step))
-        elif watch_index in self._slots and first_step <= self._slots[watch_index].reached:
+        elif watch_index in self._slots and first_step <= self._slots[watch_index].last_shown_step:
             self._first_step = first_step
             self._identity = self._identity.in_next_attempt()
             for slot in self._slots.values():
-                slot.hide(first_step)
+                slot.begin_attempt(first_step)
             self._put(AttemptStart(first_step, self._identity))
 
     def measured(self, measurement: Measurement, watch_index: int = 0) -> None:
@@ -296,7 +296,7 @@ class Run:
             # Reading a number from a tensor would wait for the device.
             raise TypeError("step: pass a number, not a tensor")
         counted = step is None and not self._slots
-        if step is None and self._slots and not any(slot.numbered for slot in self._slots.values()):
+        if step is None and self._slots and not any(slot.step_known for slot in self._slots.values()):
             raise ValueError(
                 "the watched optimizer keeps no step count; pass step=… here, or first_step=… to watch"
             )
@@ -316,7 +316,7 @@ class Run:
 
     def _step_of_watches(self) -> int | None:
         """The last step of the watches that go on, else of those that ended."""
-        numbered = [slot.watch for slot in self._slots.values() if slot.numbered]
+        numbered = [slot.watch for slot in self._slots.values() if slot.step_known]
         going_on = [watch for watch in numbered if not getattr(watch, "removed", False)]
         for watches in (going_on, numbered):
             if steps := [step for watch in watches if (step := watch.step) is not None]:

@@ -25,7 +25,7 @@ from collage_agent.watch import watch as attach_watch
 __all__ = ["Watch", "current_run", "finish", "init", "log", "watch"]
 
 
-class _Watched:
+class _WatchRecord:
     """A watch, and what it looks at: names and shapes of its layers, and which tensors and optimizers those are.
 
     Identities hold for as long as the watch is not removed: until then it keeps the optimizers alive.
@@ -47,7 +47,7 @@ class _Watched:
         """The watch, while anybody holds it; the run of a watch does."""
         return self._handle()
 
-    def continues(self, other: _Watched) -> bool:
+    def succeeds(self, other: _WatchRecord) -> bool:
         """Whether the other watch is over, and this one looks at its layers.
 
         Over: removed, or its parameters have another optimizer now. A model with the same layers beside one that is
@@ -59,7 +59,7 @@ class _Watched:
             return True
         return bool(self._parameters & other._parameters) and not self._optimizers & other._optimizers
 
-    def resembles(self, other: _Watched) -> bool:
+    def resembles(self, other: _WatchRecord) -> bool:
         """Whether the other watch, which goes on, may be that of the same training before it was built anew."""
         return (
             self._layers == other._layers
@@ -71,19 +71,19 @@ class _Watched:
 class _WatchReporter:
     """Takes what one watch reports to the run under which it was made, or to the next one if there was none.
 
-    `before` is a watch that resembles this one, and its last step when this one was made.
+    `possible_predecessor` is a watch that resembles this one, and its last step when this one was made.
     """
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.index = 0
         self.first_step: int | None = None
-        self.before: tuple[Watch, int] | None = None
+        self.possible_predecessor: tuple[Watch, int] | None = None
 
-    def belongs_to(self, run: Run, handle: Watch, earlier: _Watched | None) -> None:
+    def report_to(self, run: Run, handle: Watch, predecessor: _WatchRecord | None) -> None:
         """From now on report to `run`; a watch that has begun before starts there with its next step."""
         self.run = run
-        self.index = run.attach(handle, earlier.handle if earlier is not None else None)
+        self.index = run.attach(handle, predecessor.handle if predecessor is not None else None)
         if self.first_step is not None:
             run.started((handle.step or 0) + 1, self.index)
 
@@ -108,9 +108,9 @@ class _WatchReporter:
         So it is if the other has taken no step since, and this one's first follows a step that the other has taken.
         A model that begins with step 1 is another one.
         """
-        before, self.before = self.before, None
-        if before is not None:
-            watch, step = before
+        candidate, self.possible_predecessor = self.possible_predecessor, None
+        if candidate is not None:
+            watch, step = candidate
             if 1 < first_step <= step + 1 and watch.step == step:
                 watch.remove()
                 self.index = run.take_over(self.index, watch)
@@ -128,8 +128,8 @@ class _Session:
     def __init__(self) -> None:
         self.run: Run | None = None
         self.runs_begun = 0
-        self.waiting: list[tuple[_Watched, _WatchReporter]] = []
-        self.watched: list[_Watched] = []
+        self.waiting: list[tuple[_WatchRecord, _WatchReporter]] = []
+        self.records: list[_WatchRecord] = []
         """Under the current run, oldest first, without those from which others went on."""
         self.handlers_registered = False
         self.termination = TerminationHandler(self.flush_before_death)
@@ -143,22 +143,24 @@ class _Session:
     def begin(self, run: Run) -> None:
         self.run = run
         self.runs_begun += 1
-        self.watched = []
-        for watched, reporter in self.waiting:
-            self.join(run, watched, reporter)
+        self.records = []
+        for record, reporter in self.waiting:
+            self.join(run, record, reporter)
         self.waiting.clear()
 
-    def join(self, run: Run, watched: _Watched, reporter: _WatchReporter) -> None:
+    def join(self, run: Run, record: _WatchRecord, reporter: _WatchReporter) -> None:
         """Let a watch report to the run, if anybody still holds it."""
-        handle = watched.handle
+        handle = record.handle
         if handle is None:
             return
-        earlier = next((other for other in reversed(self.watched) if watched.continues(other)), None)
-        reporter.belongs_to(run, handle, earlier)
-        if earlier is None:
-            alike = (other.handle for other in reversed(self.watched) if watched.resembles(other))
-            reporter.before = next(((other, other.step) for other in alike if other and other.step), None)
-        self.watched = [other for other in self.watched if other is not earlier] + [watched]
+        predecessor = next((other for other in reversed(self.records) if record.succeeds(other)), None)
+        reporter.report_to(run, handle, predecessor)
+        if predecessor is None:
+            alike = (other.handle for other in reversed(self.records) if record.resembles(other))
+            reporter.possible_predecessor = next(
+                ((other, other.step) for other in alike if other and other.step), None
+            )
+        self.records = [other for other in self.records if other is not predecessor] + [record]
 
     def register_handlers(self) -> None:
         if self.handlers_registered:
@@ -261,11 +263,11 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
         last_step_shown=reporter.last_step_shown,
         **{**watch_defaults(), **options},
     )
-    watched = _Watched(handle, model)
+    record = _WatchRecord(handle, model)
     if run is not None:
-        _SESSION.join(run, watched, reporter)
+        _SESSION.join(run, record, reporter)
     else:
-        _SESSION.waiting.append((watched, reporter))
+        _SESSION.waiting.append((record, reporter))
     return handle
 
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.totals import TableUnion
 from collage_agent.guard import Guard
-from collage_agent.intent.choose import Intents
+from collage_agent.intent.choose import IntentCache
 from collage_agent.intent.foreign import ForeignOptimizer, is_foreign, only_passes_on
 from collage_agent.measure.windows import WindowSchedule
 from collage_agent.measurement import Layout, Measurement, Reporter
@@ -89,8 +89,8 @@ class Watch:
         self._guard = Guard()
         cycle = WindowSchedule(options.windows, options.every).cycle
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds, cycle=cycle)
-        self._attached: list[OptimizerHooks] = []
-        intents, names = Intents(), dict[str, None]()
+        self._hooks: list[OptimizerHooks] = []
+        intents, names = IntentCache(), dict[str, None]()
         # Sub-groups that an optimizer steps in turn are like several optimizers: one iteration, one report.
         parts: list[tuple[Optimizer | ForeignOptimizer, SubGroup | None]] = []
         for optimizer in optimizers:
@@ -98,7 +98,7 @@ class Watch:
             parts += [(optimizer, part) for part in own] or [(optimizer, None)]
         for number, (optimizer, part) in enumerate(parts):
             with nullcontext() if isinstance(optimizer, ForeignOptimizer) else showing_only(optimizer, part):
-                attached = OptimizerHooks(
+                hooks = OptimizerHooks(
                     model,
                     optimizer,
                     options,
@@ -110,9 +110,9 @@ class Watch:
                     seed=seed,
                     sub_group=part,
                 )
-            self._attached.append(attached)
-        if not names and all(attached.stepping is attached.optimizer for attached in self._attached):
-            raise ValueError(_nothing_to_watch(options, [name for own in self._attached for name in own.left_out]))
+            self._hooks.append(hooks)
+        if not names and all(hooks.stepping is hooks.optimizer for hooks in self._hooks):
+            raise ValueError(_nothing_to_watch(options, [name for hooks in self._hooks for name in hooks.left_out]))
         self._union = TableUnion()
         self._bytes_per_parameter: float | None = None
         self._layout: Layout | None = None
@@ -120,9 +120,9 @@ class Watch:
         self._last: Measurement | None = None
         self._history = History()
         self._last_occasional: dict[tuple[str, ...], Measurement] = {}
-        self._iterations = Iterations(len(self._attached), self._begun, self._report)
-        for attached in self._attached:
-            attached.begin(self._iterations)
+        self._iterations = Iterations(len(self._hooks), self._begun, self._report)
+        for hooks in self._hooks:
+            hooks.begin(self._iterations)
         self._advice = "; ".join(own.advice for own in optimizers if isinstance(own, ForeignOptimizer))
         if self._advice:
             _LOG.warning("%s", self._advice)
@@ -132,13 +132,13 @@ class Watch:
 
         Of a torch optimizer the hooks say so; then this does nothing. Synchronises nothing, and never raises.
         """
-        for attached in self._attached:
-            attached.before_by_hand()
+        for hooks in self._hooks:
+            hooks.before_by_hand()
 
     def after(self) -> None:
         """Say that the step announced by `before` has been taken; it is measured if it is due."""
-        for attached in self._attached:
-            attached.after_by_hand()
+        for hooks in self._hooks:
+            hooks.after_by_hand()
 
     @property
     def step(self) -> int | None:
@@ -148,18 +148,18 @@ class Watch:
     @property
     def removed(self) -> bool:
         """Whether the watch has ended."""
-        return self._attached[0].removed
+        return self._hooks[0].removed
 
     @property
     def info(self) -> wire.WatchInfo:
         """What is watched and how, as it travels."""
         notes = [*([self._guard.reason] if self._guard.reason else []), *failures()]
-        return joined([attached.info(notes) for attached in self._attached])
+        return joined([hooks.info(notes) for hooks in self._hooks])
 
     def remove(self) -> None:
         """Stop watching: take the hooks off. Numbers measured so far stay; safe to call twice."""
-        for attached in self._attached:
-            attached.remove()
+        for hooks in self._hooks:
+            hooks.remove()
         self._iterations.end()
 
     def summary(self) -> dict[str, Any]:
@@ -170,10 +170,10 @@ class Watch:
         process's shards only.
         """
         summary = summarise(self._last, self._last_occasional)
-        skipped = most_skipped(attached.skipped for attached in self._attached)
+        skipped = most_skipped(hooks.skipped for hooks in self._hooks)
         if skipped is not None:
             summary["model"]["skipped_steps"] = float(skipped)
-        written = external_writes([attached.stepping for attached in self._attached])
+        written = external_writes([hooks.stepping for hooks in self._hooks])
         if written:
             summary["model"]["external_writes"] = float(written)
         return summary
@@ -218,11 +218,11 @@ class Watch:
 
     def _steps_taken(self) -> int | None:
         """Steps taken before the first one watched; None: not known, and the run may show steps already."""
-        counts = [steps_taken(attached.stepping) for attached in self._attached]
+        counts = [steps_taken(hooks.stepping) for hooks in self._hooks]
         if None not in counts:
             return max(count for count in counts if count is not None)
         shown_already = 0 if self._last_step_shown is None else self._last_step_shown()
-        name = " + ".join(dict.fromkeys(type(attached.stepping).__name__ for attached in self._attached))
+        name = " + ".join(dict.fromkeys(type(hooks.stepping).__name__ for hooks in self._hooks))
         if shown_already is None:
             _LOG.warning(
                 "%s keeps no step count; pass first_step=…: without it nothing is sent, since steps counted from 1 "
@@ -237,19 +237,19 @@ class Watch:
     def _report(self) -> None:
         try:
             with self._governor.timing():
-                parts = [part for attached in self._attached for part in attached.totals or ()]
+                parts = [part for hooks in self._hooks for part in hooks.totals or ()]
                 self._hand_over(self._union.of(parts, self._watched()))
         except Exception as error:
             self._guard.caught("reporting a step", error)
-        for attached in self._attached:
-            attached.totals = None
+        for hooks in self._hooks:
+            hooks.totals = None
         if self._governor.judge():
-            for attached in self._attached:
-                attached.meter.shrink_sample(int(self._governor.sample))
+            for hooks in self._hooks:
+                hooks.meter.shrink_sample(int(self._governor.sample))
 
     def _hand_over(self, table: Table[Tensor]) -> None:
         if self._bytes_per_parameter is None:
-            self._bytes_per_parameter = bytes_per_parameter([attached.stepping for attached in self._attached])
+            self._bytes_per_parameter = bytes_per_parameter([hooks.stepping for hooks in self._hooks])
         scalars: dict[str, float | Tensor] = {
             "agent_cpu_seconds": self._governor.agent_cpu_seconds,
             "agent_overhead_ratio": self._governor.overhead_ratio,
@@ -259,32 +259,32 @@ class Watch:
             scalars["agent_interval"] = float(self._governor.interval)
         if self._governor.sample != self.options.sample:
             scalars["agent_sample"] = float(self._governor.sample)
-        restarts = sum(own.meter.oracle_restarts for own in self._attached)
+        restarts = sum(hooks.meter.oracle_restarts for hooks in self._hooks)
         if restarts:
             scalars["oracle_restarts"] = float(restarts)
         if self._bytes_per_parameter is not None:
             scalars["bytes_per_parameter"] = self._bytes_per_parameter
-        written = external_writes([attached.stepping for attached in self._attached])
+        written = external_writes([hooks.stepping for hooks in self._hooks])
         if written:
             scalars["external_writes"] = float(written)
-        skipped = most_skipped(attached.skipped for attached in self._attached)
+        skipped = most_skipped(hooks.skipped for hooks in self._hooks)
         if skipped is not None:
             scalars["skipped_steps"] = skipped
         assert self.step is not None
         self._last = Measurement(self._current_layout(), self.step, time.time(), table.array, scalars)
         self._history.add(self._last)
-        own_bytes = sum(attached.meter.kept_bytes(attached.stepping) for attached in self._attached)
+        own_bytes = sum(hooks.meter.kept_bytes(hooks.stepping) for hooks in self._hooks)
         # The watch and its history hold this step now, too.
         scalars["agent_memory_bytes"] = table.array.nbytes + self._history.bytes + own_bytes
-        for attached in self._attached:
-            if attached.totals is not None:
-                self._last_occasional.update(dict.fromkeys(attached.meter.occasional, self._last))
+        for hooks in self._hooks:
+            if hooks.totals is not None:
+                self._last_occasional.update(dict.fromkeys(hooks.meter.occasional, self._last))
         if self._reporter is not None:
             self._reporter.measured(self._last)
 
     def _watched(self) -> dict[str, WatchedParameter]:
         """All watched parameters by the names of their layers."""
-        return {entry.name: entry for attached in self._attached for entry in attached.meter.watched}
+        return {entry.name: entry for hooks in self._hooks for entry in hooks.meter.watched}
 
     def _current_layout(self) -> Layout:
         layout = self._layout
@@ -293,7 +293,7 @@ class Watch:
             or len(layout.statistics) != len(self._union.statistics)
             or len(layout.layers) != len(self._union.layers)
             or self._failures != failures()
-            or (layout.watch.intent != "before-after" and any(own.closure_seen for own in self._attached))
+            or (layout.watch.intent != "before-after" and any(hooks.closure_seen for hooks in self._hooks))
         ):
             self._failures = failures()
             watched = self._watched()

@@ -291,7 +291,7 @@ def test_nothing_raises_into_training_and_repeated_failure_disables(monkeypatch,
     [
         (lambda step: 1 / 0, "division by zero"),
         (lambda step: {"residual_zero": torch.zeros(3)}, "'residual_zero' has shape (3,)"),
-        (lambda step: {"lost": step.held}, "'lost' is no statistic of its definition"),
+        (lambda step: {"lost": step.block_elements}, "'lost' is no statistic of its definition"),
     ],
 )
 def test_a_statistic_of_another_package_that_fails_is_switched_off_alone(measure, words, monkeypatch, caplog):

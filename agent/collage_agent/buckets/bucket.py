@@ -29,7 +29,7 @@ from collage_agent.stats import MEASURES, StepView, Sums
 from collage_agent.stats.casts import is_wider, largest_magnitude
 from collage_agent.stats.counterfactuals import fp8_scales
 from collage_agent.stats.edq import squared_block_sums
-from collage_agent.stats.view import Copies, KeptWeights, table_of
+from collage_agent.stats.view import Copies, StoredWeights, table_of
 from collage_monitor.definitions import Need
 from collage_monitor.table import Table
 
@@ -75,13 +75,13 @@ class Bucket:
         }
         self._of_tensor = [known for key, known in (copies or {}).items() if COPIES[key].of_tensor]
         self.largest_before: Tensor | None = None
-        self._padding, self._held = [], []
+        self._padding, self._block_elements = [], []
         for slots in self._runs():
             padding = [slot - slots.start for slot in self.layout.padding if slots.start <= slot < slots.stop]
             held = torch.full((slots.stop - slots.start,), 1.0, dtype=torch.float64)
             held[padding] = 0.0
             self._padding.append(torch.tensor(padding).to(torch.int64).to(self.layout.device))
-            self._held.append(held.view(-1, self.layout.block).sum(1).to(self.layout.device))
+            self._block_elements.append(held.view(-1, self.layout.block).sum(1).to(self.layout.device))
 
     @property
     def missing(self) -> frozenset[Need]:
@@ -143,7 +143,7 @@ class Bucket:
             found.append(_measure_run(view))
             for oracle in oracles:
                 oracle.copy_run(
-                    index, (view.intended, view.effective, view.parameter + view.effective), view.left_out
+                    index, (view.intended, view.effective, view.parameter + view.effective), view.excluded
                 )
             del view  # Its memory, still in the cache, is that of the next one.
         return _combine_runs(found)
@@ -241,13 +241,13 @@ class Bucket:
         known = {key: of[columns] for key, of in self._copies.items() if is_wider(dtypes, COPIES[key])}
         if not known:
             return None
-        ends: list[KeptWeights] = []
+        ends: list[StoredWeights] = []
         for values, magnitudes in zip((before, after), largest, strict=True):
             parts = {key: values[key][slots] for key in stored.stored_parameter(values, self.intent.kept)}
             total = next(iter(parts.values()))
             if len(parts) > 1:
                 total = sum_components(parts, list(parts), torch.empty_like(total, dtype=torch.float64))
-            ends.append(KeptWeights(total, None if magnitudes is None else magnitudes[columns]))
+            ends.append(StoredWeights(total, None if magnitudes is None else magnitudes[columns]))
         return Copies(ends[0], ends[1], known)
 
     def vacant(self) -> Tensor:
@@ -296,7 +296,7 @@ class Bucket:
             after={key: self._after[key].values[slots] for key in keys_after},
             block=block,
             columns=self.layout.columns[_blocks(slots, block)],
-            held=self._held[run],
+            block_elements=self._block_elements[run],
             tensors=len(self.members),
             padding=self._padding[run],
             scales=None if self._scales is None else self._scales[_blocks(slots, block)],

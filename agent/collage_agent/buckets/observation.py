@@ -13,7 +13,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.sample import stored
 from collage_agent.stats import MovingAverages, StepView
-from collage_agent.stats.blocks import leave_out, nonfinite
+from collage_agent.stats.blocks import nonfinite, zero_excluded
 from collage_agent.stats.classes import class_codes, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
 from collage_agent.stats.view import ROWS, Copies
@@ -97,15 +97,15 @@ def sum_components(values: Values, keys: list[str], target: Tensor) -> Tensor:
 class ObservedStep(StepInputs):
     """A run of gathered slots before and after the live step.
 
-    `columns` [blocks] int64 names each block's tensor of `tensors`, `held` fp64 [blocks] counts its slots that hold
-    something, `padding` lists the others; `scales` fp64 [blocks]: of fp8, where counterfactuals are asked for;
-    `copies` in the formats that are asked for.
+    `columns` [blocks] int64 names each block's tensor of `tensors`. `block_elements` fp64 [blocks] counts a block's
+    slots that hold an element, `padding` lists the others. `scales` fp64 [blocks]: of fp8, where counterfactuals
+    are asked for; `copies` in the formats that are asked for.
     """
 
     after: Values
     block: int
     columns: Tensor
-    held: Tensor
+    block_elements: Tensor
     tensors: int
     padding: Tensor
     scales: Tensor | None
@@ -127,21 +127,21 @@ def view_of(step: ObservedStep) -> StepView:
     visible.copy_(step.after[stored.PARAMETER]).sub_(visible_parameter)
     if visible is not effective:
         _fill_effective(step, stored_after, parameter, visible, effective)
-    left_out, bad_gradient, bad_parameter = _leave_out_nonfinite(step, rows, row)
+    excluded, bad_gradient, bad_parameter = _exclude_nonfinite(step, rows, row)
     squares_of = dict(zip(names, squared_block_sums(rows, step.block), strict=True))
     squares_of.setdefault("visible", squares_of["effective"])
     products = edq_products(row["intended"], rows[names.index("effective") : names.index("intended")])
-    codes = class_codes(row["intended"], effective, visible, products[0], left_out, bad_gradient, bad_parameter)
+    codes = class_codes(row["intended"], effective, visible, products[0], excluded, bad_gradient, bad_parameter)
     return StepView(
         **row,
-        left_out=left_out,
-        known=update.known,
+        excluded=excluded,
+        intended_known=update.known,
         registered=registered,
         block=step.block,
         columns=step.columns,
         tensors=step.tensors,
-        held=step.held,
-        classes=class_counts(codes, step.block, step.held),
+        block_elements=step.block_elements,
+        classes=class_counts(codes, step.block, step.block_elements),
         squares=squares_of,
         products=products,
         averages=_averages_of(step, update),
@@ -153,7 +153,7 @@ def view_of(step: ObservedStep) -> StepView:
     )
 
 
-def _leave_out_nonfinite(
+def _exclude_nonfinite(
     step: ObservedStep, rows: Tensor, row: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Set what is not finite to zero in all rows: what is left out, whose gradient, whose weight is not finite.
@@ -163,14 +163,14 @@ def _leave_out_nonfinite(
     """
     bad_gradient = nonfinite(step.before.get(stored.GRADIENT, row["gradient"]))
     bad_parameter = nonfinite(step.after[stored.PARAMETER])
-    left_out = nonfinite(row["intended"]).bitwise_or_(bad_gradient).bitwise_or_(bad_parameter)
-    left_out.bitwise_or_(nonfinite(step.before[stored.PARAMETER]))
+    excluded = nonfinite(row["intended"]).bitwise_or_(bad_gradient).bitwise_or_(bad_parameter)
+    excluded.bitwise_or_(nonfinite(step.before[stored.PARAMETER]))
     if len(rows) == len(ROWS):
         for values in (step.before, step.after):
             for key in stored.stored_parameter(values, step.intent.kept):
-                left_out.bitwise_or_(nonfinite(values[key]))
-    leave_out(rows, left_out.index_fill_(0, step.padding, 1))
-    return left_out, bad_gradient, bad_parameter
+                excluded.bitwise_or_(nonfinite(values[key]))
+    zero_excluded(rows, excluded.index_fill_(0, step.padding, 1))
+    return excluded, bad_gradient, bad_parameter
 
 
 def _fill_effective(
@@ -187,7 +187,7 @@ def _fill_effective(
 
 def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
     kept, after = step.intent.kept, step.after
-    judged = tuple(
+    decaying = tuple(
         name
         for name in stored.average_names(after, kept)
         if stored.decaying(name, after[name].dtype) and (name in update.averages or name not in step.before)
@@ -197,7 +197,7 @@ def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
         for name in update.averages
         if name in after
     }
-    return MovingAverages(tuple(update.averages), update.states, judged, present)
+    return MovingAverages(tuple(update.averages), update.states, decaying, present)
 
 
 def _residual_of(step: ObservedStep, stored_after: list[str]) -> Tensor | None:

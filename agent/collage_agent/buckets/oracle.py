@@ -45,13 +45,13 @@ class OracleView:
             self._where.append((source.to(oracle.layout.device), target.to(oracle.layout.device)))
         self.padding = torch.tensor(oracle.layout.padding, dtype=torch.int64).to(oracle.layout.device)
         self.rows = torch.zeros(3, oracle.layout.slots, dtype=torch.float64, device=oracle.layout.device)
-        self.left_out = torch.zeros(oracle.layout.slots, dtype=torch.uint8, device=oracle.layout.device)
+        self.excluded = torch.zeros(oracle.layout.slots, dtype=torch.uint8, device=oracle.layout.device)
 
-    def copy_run(self, run: int, rows: Sequence[Tensor], left_out: Tensor) -> None:
+    def copy_run(self, run: int, rows: Sequence[Tensor], excluded: Tensor) -> None:
         """Copy the oracle's elements of run number `run` of the bucket's slots: u, e and θ after the step."""
         source, target = self._where[run]
         block = self.oracle.layout.block
-        for row, values in zip((*self.rows, self.left_out), (*rows, left_out), strict=True):
+        for row, values in zip((*self.rows, self.excluded), (*rows, excluded), strict=True):
             row.view(-1, block).index_copy_(0, target, values.view(-1, block).index_select(0, source))
 
     def totals(self) -> Table[Tensor]:
@@ -60,7 +60,7 @@ class OracleView:
         ours = self.oracle.parameter - self.oracle.attached
         theirs = after - self.oracle.attached
         rows = torch.stack((self.oracle.displacement, intended, ours, theirs - ours, effective, theirs))
-        by_block = oracle_block_sums(rows, self.left_out, self.padding, self.oracle.layout.block)
+        by_block = oracle_block_sums(rows, self.excluded, self.padding, self.oracle.layout.block)
         a, b = by_block["oracle_effective_sum"].unsqueeze(0), by_block["oracle_squared_sum"].unsqueeze(0)
         sizes, pairs = self.sizes, product_rows(a, b)
         parts = (pairs, (b > 0).double(), by_block.array)

@@ -24,7 +24,7 @@ from collage_agent.optim import CollageOptimizer, known_strategy
 from collage_agent.sample.gather import local
 from collage_agent.sample.stored import OURS, Composition
 
-__all__ = ["Intent", "Intents", "choose_intent"]
+__all__ = ["Intent", "IntentCache", "choose_intent"]
 
 
 class Intent(Protocol):
@@ -85,8 +85,8 @@ class Rule:
         return True
 
 
-class Intents:
-    """The Intents of optimizers' groups; optimizers with equal settings share them, so the self-test runs once."""
+class IntentCache:
+    """Intents already chosen: optimizers with equal settings share theirs, so the self-test runs once."""
 
     def __init__(self) -> None:
         self._known: dict[object, list[Intent]] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.guard import reraise_in_tests
-from collage_agent.stats import casts, classes, counterfactuals, edq, kept, updates
+from collage_agent.stats import casts, classes, counterfactuals, edq, optimizer_state, updates
 from collage_agent.stats.view import MovingAverages, StepView, Sums
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
@@ -31,9 +31,9 @@ _OWN: Final[Mapping[str, Measure]] = {
     "edq": edq.measure_edq,
     "classes": classes.measure,
     "updates": updates.measure,
-    "states": kept.measure_states,
-    "decay": kept.measure_decay,
-    "residuals": kept.measure_residuals,
+    "states": optimizer_state.measure_states,
+    "decay": optimizer_state.measure_decay,
+    "residuals": optimizer_state.measure_residuals,
     "counterfactuals": counterfactuals.measure,
     "casts": casts.measure,
 }
@@ -54,7 +54,7 @@ class AddedMeasure:
         try:
             found = self._measure(step)
             sums = found if isinstance(found, Sums) else Sums(found)
-            self._check(sums.by_block, len(step.held))
+            self._check(sums.by_block, len(step.block_elements))
             self._check(sums.by_tensor, step.tensors)
             return sums
         except (MemoryError, torch.OutOfMemoryError):

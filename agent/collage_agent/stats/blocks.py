@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["Columns", "block_sums", "flag_counts", "leave_out", "nonfinite", "on_host"]
+__all__ = ["Columns", "block_sums", "flag_counts", "zero_excluded", "nonfinite", "on_host"]
 
 _LANES: Final = 0x0101_0101_0101_0101
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,9 +57,9 @@ def nonfinite(values: Tensor) -> Tensor:
     return difference.bitwise_right_shift_(quiet_bit).bitwise_and_(1).to(torch.uint8)
 
 
-def leave_out(rows: Tensor, left_out: Tensor) -> None:
-    """Set elements to zero in all rows [k, n] fp64, in place, where `left_out` uint8 [n] is 1.
+def zero_excluded(rows: Tensor, excluded: Tensor) -> None:
+    """Set elements to zero in all rows [k, n] fp64, in place, where `excluded` uint8 [n] is 1.
 
     A product with a mask would keep NaN: the mask is applied to the bits. No synchronisation.
     """
-    rows.view(torch.int64).bitwise_and_(left_out.view(torch.int8).sub(1).to(torch.int64))
+    rows.view(torch.int64).bitwise_and_(excluded.view(torch.int8).sub(1).to(torch.int64))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.formats import COPIES, CopyFormat, copied
-from collage_agent.stats.blocks import block_sums, leave_out, nonfinite
-from collage_agent.stats.view import Copies, KeptWeights, StepView, Sums, named
+from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
+from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.table import Table
 
 __all__ = ["cast_block_sums", "is_wider", "largest_magnitude", "measure"]
@@ -24,13 +24,13 @@ def measure(step: StepView) -> Sums:
     """What reached the copies; nothing where weights are kept no wider than their copies would be."""
     if step.copies is None:
         return Sums()
-    return Sums(cast_block_sums(step.copies, step.intended, step.left_out, step.block, "cast"))
+    return Sums(cast_block_sums(step.copies, step.intended, step.excluded, step.block, "cast"))
 
 
-def cast_block_sums(copies: Copies, intended: Tensor, left_out: Tensor, block: int, name: str) -> Table[Tensor]:
+def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: int, name: str) -> Table[Tensor]:
     """Elements, those whose copy changed, Σ u² and Σ u·c by block, for each format: fp64 [4 · formats, blocks].
 
-    u = intended: fp64 [slots]; `left_out` uint8 [slots]: elements that enter no sum, nor does one whose copy is not
+    u = intended: fp64 [slots]; `excluded` uint8 [slots]: elements that enter no sum, nor does one whose copy is not
     finite. Keys are `name`_…/FORMAT. NaN in the blocks of a tensor whose copy is not known. No synchronisation.
     """
     keys, found = [], []
@@ -38,8 +38,8 @@ def cast_block_sums(copies: Copies, intended: Tensor, left_out: Tensor, block: i
         kind = COPIES[key]
         change = _copy(copies.after, kind, block).to(torch.float64)
         change = change.sub_(_copy(copies.before, kind, block))
-        missing = nonfinite(change).bitwise_or_(left_out)
-        leave_out(change.unsqueeze(0), missing)
+        missing = nonfinite(change).bitwise_or_(excluded)
+        zero_excluded(change.unsqueeze(0), missing)
         rows = torch.empty(len(_SUMS), len(intended), dtype=torch.float64, device=intended.device)
         torch.sub(1.0, missing, out=rows[0])
         rows[1].copy_(change.ne(0))
@@ -72,7 +72,7 @@ def largest_magnitude(components: Sequence[Tensor]) -> Tensor:
     return torch.stack(found).amax().to(torch.float32)
 
 
-def _copy(weights: KeptWeights, kind: CopyFormat, block: int) -> Tensor:
+def _copy(weights: StoredWeights, kind: CopyFormat, block: int) -> Tensor:
     if not kind.of_tensor:
         return copied(weights.values, kind)
     assert weights.largest is not None

@@ -43,7 +43,7 @@ _NO_INTENT, _NO_EFFECT, _NO_VISIBLE, _FAR, _REVERSED, _LEFT_OUT, _GRADIENT, _PAR
 def measure(step: StepView) -> Sums:
     """Elements of each class, and whether a block has some u ≠ 0."""
     active = active_elements(step.classes)
-    idle = step.held - step.classes["nonfinite"] - active
+    idle = step.block_elements - step.classes["nonfinite"] - active
     more = torch.stack((idle, active.clamp(max=1.0)))
     return Sums(named(KEYS, torch.cat((step.classes.array, more))))
 
@@ -53,11 +53,11 @@ def active_elements(counts: Mapping[str, Tensor]) -> Tensor:
     return (counts["lost"] + counts["distorted"]).add_(counts["faithful"])
 
 
-def class_counts(codes: Tensor, block: int, held: Tensor) -> Table[Tensor]:
-    """`count_classes` by name; slots that hold nothing, all but `held` fp64 [blocks], are of no class."""
+def class_counts(codes: Tensor, block: int, block_elements: Tensor) -> Table[Tensor]:
+    """`count_classes` by name; `block_elements` fp64 [blocks]: the other slots hold nothing."""
     counts = named(CLASS_COUNTS, count_classes(codes, block))
     # They were left out as what is not finite. Counts are whole numbers: the difference is exact.
-    counts["nonfinite"].sub_(block - held)
+    counts["nonfinite"].sub_(block - block_elements)
     return counts
 
 
@@ -66,13 +66,13 @@ def class_codes(
     effective: Tensor,
     visible: Tensor,
     product: Tensor,
-    left_out: Tensor,
+    excluded: Tensor,
     bad_gradient: Tensor,
     bad_parameter: Tensor,
 ) -> Tensor:
     """uint8 [n]: everything about an element that decides its classes.
 
-    u, e, eᵛ, u·e: fp64 [n], zero where `left_out`; the others uint8 [n], 1 where it is so. e and eᵛ may be the same
+    u, e, eᵛ, u·e: fp64 [n], zero where `excluded`; the others uint8 [n], 1 where it is so. e and eᵛ may be the same
     tensor. "Far" is |e − u| > ½|u|. No synchronisation.
     """
     distance = (effective - intended).abs_()
@@ -83,7 +83,7 @@ def class_codes(
         no_effect if visible is effective else visible.logical_not(),
         distance.gt(intended.abs().mul_(0.5)),
         product.lt(0),
-        left_out,
+        excluded,
         bad_gradient,
         bad_parameter,
     )

@@ -32,7 +32,7 @@ _AT_ONCE: Final = 32_768
 
 def measure(step: StepView) -> Sums:
     """What other ways of keeping the weights would have kept of u; nothing unless they are asked for."""
-    if step.scales is None or not step.known:
+    if step.scales is None or not step.intended_known:
         return Sums()
     sums = counterfactual_block_sums(step.parameter, step.intended, step.scales, step.block)
     return Sums(named(COUNTERFACTUAL_SUMS, sums))

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import block_sums, leave_out, nonfinite
+from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
 from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.view import named
 from collage_monitor.table import Table
@@ -54,13 +54,13 @@ def window_block_sums(intended: Tensor, effective: Tensor, visible: Tensor, bloc
     return named(WINDOW_SUMS, block_sums(torch.stack(rows), block))
 
 
-def oracle_block_sums(rows: Tensor, left_out: Tensor, padding: Tensor, block: int) -> Table[Tensor]:
+def oracle_block_sums(rows: Tensor, excluded: Tensor, padding: Tensor, block: int) -> Table[Tensor]:
     """Σ x² of o, u, O, E − O, and Σ o·e, Σ E·O by block, of rows o, u, O, E − O, e, E: fp64 [6, slots], weight.
 
-    `left_out` uint8 [slots]: elements that enter no sum, nor does what is not finite; `padding` lists those among
+    `excluded` uint8 [slots]: elements that enter no sum, nor does what is not finite; `padding` lists those among
     them that hold nothing. Writes to `rows`. No synchronisation.
     """
-    leave_out(rows, nonfinite(rows.sum(0)).bitwise_or_(left_out).index_fill_(0, padding, 1))
+    zero_excluded(rows, nonfinite(rows.sum(0)).bitwise_or_(excluded).index_fill_(0, padding, 1))
     products = torch.stack((rows[0] * rows[4], rows[2] * rows[5]))
     squares, products = squared_block_sums(rows[:4], block), block_sums(products, block)
     return named(ORACLE_SUMS, torch.cat((squares, products)))

@@ -16,8 +16,8 @@ KEYS: Final = tuple(f"update_ulp_histogram/{label}" for label in HISTOGRAM_LABEL
 
 def measure(step: StepView) -> Sums:
     """Elements with u ≠ 0 by octave; without a u all are 0."""
-    if not step.known:
-        return Sums(by_tensor=named(KEYS, step.held.new_zeros(len(KEYS), step.tensors)))
+    if not step.intended_known:
+        return Sums(by_tensor=named(KEYS, step.block_elements.new_zeros(len(KEYS), step.tensors)))
     dtype = step.registered.dtype
     counts = ulp_octave_counts(step.intended, step.registered, dtype, step.columns, step.tensors, step.block)
     # u = 0 was counted as underflow.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collage_monitor.table import Axis, Table
 
-__all__ = ["Copies", "KeptWeights", "MovingAverages", "ROWS", "StepView", "Sums", "named", "table_of"]
+__all__ = ["Copies", "StoredWeights", "MovingAverages", "ROWS", "StepView", "Sums", "named", "table_of"]
 
 ROWS: Final = ("parameter", "gradient", "effective", "visible", "intended")
 """What is kept of an element: θ before the step, g, e, eᵛ, u."""
@@ -23,19 +23,18 @@ class MovingAverages:
     """The averages that an optimizer keeps, in a measured step.
 
     names: the rows of `states` fp64 [3, names, slots]: |s| before the step, s after it in exact arithmetic, and
-    room for s as stored after it. judged: those that can be judged by how they shrink; others than `names` are new.
-    kept: what is kept of each after the step, components that add up to it, the leading one first, in their own
-    dtypes.
+    room for s as stored after it. decaying: those that can be judged by how they shrink; others than `names` are
+    new. components: what adds up to each as stored after the step, the leading one first, in their own dtypes.
     """
 
     names: tuple[str, ...]
     states: Tensor
-    judged: tuple[str, ...]
-    kept: Mapping[str, Sequence[Tensor]]
+    decaying: tuple[str, ...]
+    components: Mapping[str, Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class KeptWeights:
+class StoredWeights:
     """θ of sampled elements at one moment: [slots], in a dtype that holds it exactly.
 
     largest: fp32 [blocks], the largest |θ| of the whole tensor that each block belongs to; None: nobody asked.
@@ -52,8 +51,8 @@ class Copies:
     known: fp64 [blocks] of each format, 1, or NaN where a copy of the block's tensor depends on what is not here.
     """
 
-    before: KeptWeights
-    after: KeptWeights
+    before: StoredWeights
+    after: StoredWeights
     known: Mapping[str, Tensor]
 
 
@@ -61,12 +60,12 @@ class Copies:
 class StepView:
     """A run of sampled elements of one measured step: what statistics are measured from, and never write to.
 
-    parameter θ before the step, gradient g, intended u, effective e, visible eᵛ: fp64 [slots], 0 where `left_out`
-    uint8 [slots] is 1: what is not finite, and slots that hold nothing. e and eᵛ are one tensor where the
-    registered parameter is all that is stored. `known`: there is a u; without, it is 0.
+    parameter θ before the step, gradient g, intended u, effective e, visible eᵛ: fp64 [slots], 0 where `excluded`
+    uint8 [slots] is 1: what is not finite, and slots without an element. e and eᵛ are one tensor where the
+    registered parameter is all that is stored. `intended_known`: there is a u; without, it is 0.
     registered: θᵛ before the step in its own dtype [slots].
     Slots come in blocks of `block`, each of one tensor: `columns` int64 [blocks] says of which, below `tensors`;
-    `held` fp64 [blocks] counts the slots that hold something.
+    `block_elements` fp64 [blocks] counts the slots that hold an element.
 
     `classes` counts by block what became of the elements, by the names of the catalogue.
 
@@ -82,13 +81,13 @@ class StepView:
     intended: Tensor
     effective: Tensor
     visible: Tensor
-    left_out: Tensor
-    known: bool
+    excluded: Tensor
+    intended_known: bool
     registered: Tensor
     block: int
     columns: Tensor
     tensors: int
-    held: Tensor
+    block_elements: Tensor
     classes: Table[Tensor]
     squares: Mapping[str, Tensor]
     products: Tensor

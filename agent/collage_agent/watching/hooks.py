@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.guard import Guard
 from collage_agent.intent.before_after import BeforeAfter
-from collage_agent.intent.choose import Intent, Intents
+from collage_agent.intent.choose import Intent, IntentCache
 from collage_agent.intent.clone import isolated
 from collage_agent.intent.foreign import ForeignOptimizer
 from collage_agent.intent.whole_tensor import WholeTensor
@@ -58,7 +58,7 @@ class OptimizerHooks:
         options: WatchOptions,
         governor: Governor,
         guard: Guard,
-        intents: Intents,
+        intents: IntentCache,
         *,
         number: int,
         named: dict[str, None],
@@ -274,7 +274,7 @@ class OptimizerHooks:
         found, self.left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
-        self._intents = _as_spread(Intents().of(self.foreign or optimizer), found)
+        self._intents = _as_spread(IntentCache().of(self.foreign or optimizer), found)
         new = [watched for watched in found if id(watched.parameter) not in known]
         self.meter.extend(_with_unique_names(new, self._number, self._named), self._intents)
 

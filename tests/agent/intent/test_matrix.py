@@ -93,7 +93,7 @@ def test_u_is_that_of_a_whole_rerun_in_fp64(entry, dtype):
     train(module, optimizer, 7)
     backward(module, optimizer, 7)
     expected = reference(entry, optimizer)
-    meter = handle._attached[0].meter
+    meter = handle._hooks[0].meter
     with isolated(torch.device("cpu")):
         meter.before(optimizer, closure=False)
         found = {}

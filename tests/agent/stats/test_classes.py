@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats.blocks import leave_out, nonfinite
+from collage_agent.stats.blocks import nonfinite, zero_excluded
 from collage_agent.stats.classes import CLASS_COUNTS, class_codes, count_classes
 from collage_agent.stats.edq import edq_products
 
@@ -15,11 +15,11 @@ BLOCK = 32
 
 def count(theta, gradient, u, e, visible):
     rows = torch.stack((theta, gradient, e, visible, u)).clone()
-    left_out = nonfinite(rows.sum(0))
+    excluded = nonfinite(rows.sum(0))
     bad_gradient, bad_parameter = nonfinite(gradient), nonfinite(theta + e)
-    leave_out(rows, left_out)
+    zero_excluded(rows, excluded)
     _, _, e, visible, u = rows
-    codes = class_codes(u, e, visible, edq_products(u, e.unsqueeze(0))[0], left_out, bad_gradient, bad_parameter)
+    codes = class_codes(u, e, visible, edq_products(u, e.unsqueeze(0))[0], excluded, bad_gradient, bad_parameter)
     return count_classes(codes, BLOCK)
 
 

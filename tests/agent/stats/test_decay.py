@@ -6,7 +6,7 @@ import pytest
 import torch
 from collage_agent.buckets.plan import decoupled_rate
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion, CollageSGD
-from collage_agent.stats.kept import decay_block_sums, decay_is_lost
+from collage_agent.stats.optimizer_state import decay_block_sums, decay_is_lost
 
 from tests.reference import diagnostics
 from tests.reference.expansions import LAYOUTS
@@ -45,8 +45,8 @@ def test_where_decay_moves_nothing_is_known_without_looking():
 
 def test_what_is_left_out_enters_no_sum():
     values = torch.tensor([1.0, torch.inf, torch.nan, 2.0], dtype=torch.float64)
-    left_out = torch.tensor([0, 1, 1, 0], dtype=torch.uint8)
-    found = decay_block_sums(values, 0.5, torch.bfloat16, left_out, 4)
+    excluded = torch.tensor([0, 1, 1, 0], dtype=torch.uint8)
+    found = decay_block_sums(values, 0.5, torch.bfloat16, excluded, 4)
     assert found[:, 0].tolist() == [0.25 + 1.0, 0.25 + 1.0]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats.kept import residual_block_sums
 from collage_agent.stats.octaves import ulp_octave_counts
+from collage_agent.stats.optimizer_state import residual_block_sums
 
 from tests.reference import diagnostics
 
@@ -33,6 +33,6 @@ def test_residual_sums_and_histogram_equal_the_exact_ones(dtype):
 
 def test_what_is_left_out_is_no_element_and_no_zero():
     values = torch.ones(4, dtype=torch.bfloat16)
-    left_out = torch.tensor([0, 1, 0, 1], dtype=torch.uint8)
-    found = residual_block_sums(torch.zeros(4, dtype=torch.float64), values, torch.bfloat16, left_out, 4)
+    excluded = torch.tensor([0, 1, 0, 1], dtype=torch.uint8)
+    found = residual_block_sums(torch.zeros(4, dtype=torch.float64), values, torch.bfloat16, excluded, 4)
     assert found[:, 0].tolist() == [2, 2, 0]

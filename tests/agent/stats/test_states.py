@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats.kept import state_decrement_block_sums, zero_block_counts
+from collage_agent.stats.optimizer_state import state_decrement_block_sums, zero_block_counts
 
 from tests.reference import diagnostics
 
@@ -27,8 +27,8 @@ def test_elements_left_out_and_states_that_are_not_finite_enter_no_sum():
     before = torch.tensor([[1.0, 1.0, torch.inf, 1.0]], dtype=torch.float64)
     intended = torch.tensor([[0.5, 0.5, torch.inf, torch.nan]], dtype=torch.float64)
     states = torch.stack((before, intended, intended))
-    left_out = torch.tensor([1, 0, 0, 0], dtype=torch.uint8)
-    assert state_decrement_block_sums(states, left_out, 4)[:, 0, 0].tolist() == [-0.5, -0.5]
+    excluded = torch.tensor([1, 0, 0, 0], dtype=torch.uint8)
+    assert state_decrement_block_sums(states, excluded, 4)[:, 0, 0].tolist() == [-0.5, -0.5]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -47,17 +47,17 @@ def test_zeros_equal_plain_counting():
         * torch.randint(0, 2, (320,), generator=generator)
         for _ in range(3)
     )
-    left_out = torch.zeros(320, dtype=torch.uint8)
-    found = zero_block_counts(gradient, states, left_out, 32).sum(1).tolist()
+    excluded = torch.zeros(320, dtype=torch.uint8)
+    found = zero_block_counts(gradient, states, excluded, 32).sum(1).tolist()
     for state, count in zip(states, found[1:], strict=True):
         nonzero, zero = diagnostics.zeros(diagnostics.exact(gradient), diagnostics.exact(state))
         assert (320 - found[0], count) == (nonzero, zero)
-    left_out[:] = 1
-    assert not zero_block_counts(gradient, states, left_out, 32).any()
+    excluded[:] = 1
+    assert not zero_block_counts(gradient, states, excluded, 32).any()
 
 
 def test_a_zero_of_either_sign_counts_and_a_low_component_that_is_not_zero_prevents_it():
     gradient = torch.tensor([0.0, -0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0] * 2, dtype=torch.float64)
     state = torch.tensor([0.0, 1.0, 0.0, -0.0, 1e-9, 1.0, 0.0, 0.0] * 2, dtype=torch.float64)
-    left_out = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1] + [1] * 8, dtype=torch.uint8)
-    assert zero_block_counts(gradient, [state], left_out, 8).tolist() == [[2.0, 0.0], [2.0, 0.0]]
+    excluded = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1] + [1] * 8, dtype=torch.uint8)
+    assert zero_block_counts(gradient, [state], excluded, 8).tolist() == [[2.0, 0.0], [2.0, 0.0]]

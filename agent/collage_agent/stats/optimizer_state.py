@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.formats import round_to
-from collage_agent.stats.blocks import block_sums, flag_counts, leave_out, nonfinite
+from collage_agent.stats.blocks import block_sums, flag_counts, nonfinite, zero_excluded
 from collage_agent.stats.edq import squared_block_sums
 from collage_agent.stats.octaves import binade_fields, exponent_of, ulp_octave_counts
 from collage_agent.stats.view import MovingAverages, StepView, Sums, named
@@ -43,24 +43,24 @@ def measure_states(step: StepView) -> Sums:
     No decrement was possible where an average is new.
     """
     averages = step.averages
-    if not step.known:
+    if not step.intended_known:
         return Sums()
     keys: list[str] = []
     rows: list[Tensor] = []
     zeros = _zeros(step)
-    sums = state_decrement_block_sums(averages.states, step.left_out, step.block) if averages.names else None
-    new = step.gradient.new_zeros(2, len(step.held))
-    for name in averages.judged:
+    sums = state_decrement_block_sums(averages.states, step.excluded, step.block) if averages.names else None
+    new = step.gradient.new_zeros(2, len(step.block_elements))
+    for name in averages.decaying:
         known = sums is not None and name in averages.names
         keys += [f"state_decrement_intended_sum/{name}", f"state_decrement_observed_sum/{name}"]
         rows.append(sums[:, averages.names.index(name)] if sums is not None and known else new)
-    keys += ["gradient_nonzero", *(f"state_zero/{name}" for name in averages.kept)]
+    keys += ["gradient_nonzero", *(f"state_zero/{name}" for name in averages.components)]
     return Sums(named(keys, torch.cat((*rows, zeros))))
 
 
 def _as_stored(averages: MovingAverages, name: str) -> Tensor:
     """s as stored after the step. Here and no sooner: what follows finds it in the cache."""
-    leading, *others = averages.kept[name]
+    leading, *others = averages.components[name]
     stored = averages.states[2, averages.names.index(name)].copy_(leading)
     for component in others:
         stored.add_(component)
@@ -70,33 +70,33 @@ def _as_stored(averages: MovingAverages, name: str) -> Tensor:
 def _zeros(step: StepView) -> Tensor:
     """Finite elements with g ≠ 0, and those of them where each kept average is 0, by block."""
     averages = step.averages
-    states = [_as_stored(averages, name) for name in averages.kept]
-    zeros = zero_block_counts(step.gradient, states, step.left_out, step.block)
-    torch.sub(step.held - step.classes["nonfinite"], zeros[0], out=zeros[0])
+    states = [_as_stored(averages, name) for name in averages.components]
+    zeros = zero_block_counts(step.gradient, states, step.excluded, step.block)
+    torch.sub(step.block_elements - step.classes["nonfinite"], zeros[0], out=zeros[0])
     return zeros
 
 
-def state_decrement_block_sums(states: Tensor, left_out: Tensor, block: int) -> Tensor:
+def state_decrement_block_sums(states: Tensor, excluded: Tensor, block: int) -> Tensor:
     """Σ (|s after| − |s before|) observed, and intended, over the elements of each block whose |s| should shrink.
 
     states [3, k, slots] fp64: |s| before, s after the step in exact arithmetic, and s as stored after it, of k
-    states, low components included; used as scratch. `left_out` uint8 [slots]: elements that enter no sum. Returns
+    states, low components included; used as scratch. `excluded` uint8 [slots]: elements that enter no sum. Returns
     fp64 [2, k, blocks] in the states' units, intended first. No synchronisation.
     """
     changes = states[1:].abs_().sub_(states[:1])
-    shrinks = changes[0].lt(0).view(torch.uint8).bitwise_and_(left_out.bitwise_xor(1))
+    shrinks = changes[0].lt(0).view(torch.uint8).bitwise_and_(excluded.bitwise_xor(1))
     # Negated before they are widened: −1 has all bits set in any width.
     changes.view(torch.int64).bitwise_and_(shrinks.view(torch.int8).neg_().to(torch.int64))
     return block_sums(changes, block)
 
 
-def zero_block_counts(gradient: Tensor, states: Sequence[Tensor], left_out: Tensor, block: int) -> Tensor:
+def zero_block_counts(gradient: Tensor, states: Sequence[Tensor], excluded: Tensor, block: int) -> Tensor:
     """By block: elements with g = 0, then for each state those with s = 0 and g ≠ 0: fp64 [1 + k, blocks].
 
-    gradient fp64 [slots], k states fp64 [slots] as stored after the step, low components included. `left_out` uint8
+    gradient fp64 [slots], k states fp64 [slots] as stored after the step, low components included. `excluded` uint8
     [slots]: elements that are not counted. No synchronisation.
     """
-    taken = left_out.bitwise_xor(1)
+    taken = excluded.bitwise_xor(1)
     still = gradient.logical_not().view(torch.uint8).bitwise_and_(taken)
     taken.bitwise_xor_(still)
     counted = [still, *(state.logical_not().view(torch.uint8).bitwise_and_(taken) for state in states)]
@@ -110,13 +110,13 @@ def measure_decay(step: StepView) -> Sums:
         return Sums()
     if not decay_is_lost(rate, dtype):
         return Sums(
-            named(_DECAY_KEYS, decay_block_sums(step.visible_parameter, rate, dtype, step.left_out, step.block))
+            named(_DECAY_KEYS, decay_block_sums(step.visible_parameter, rate, dtype, step.excluded, step.block))
         )
     if step.visible_parameter is step.parameter:
         visible_squares = step.squares["parameter"]
     else:
         finite = step.visible_parameter.clone().unsqueeze(0)
-        leave_out(finite, step.left_out)
+        zero_excluded(finite, step.excluded)
         visible_squares = squared_block_sums(finite, step.block)[0]
     squares = visible_squares * rate**2
     return Sums(named(_DECAY_KEYS, torch.stack((torch.zeros_like(squares), squares))))
@@ -132,18 +132,18 @@ def decay_is_lost(rate: float | Tensor, dtype: torch.dtype) -> bool:
 
 
 def decay_block_sums(
-    visible_parameter: Tensor, rate: float | Tensor, dtype: torch.dtype, left_out: Tensor, block: int
+    visible_parameter: Tensor, rate: float | Tensor, dtype: torch.dtype, excluded: Tensor, block: int
 ) -> Tensor:
     """Σ d·d̂ and Σ d² over each block: fp64 [2, blocks] in weight².
 
     θᵛ = visible_parameter: fp64 [slots], exact in `dtype`; rate = lr·λ, a number or a tensor [()]; d = −rate·θᵛ,
-    d̂ = RN(θᵛ·(1 − rate)) − θᵛ in `dtype`, rounded once. `left_out` uint8 [slots]: elements that enter no sum. No
+    d̂ = RN(θᵛ·(1 − rate)) − θᵛ in `dtype`, rounded once. `excluded` uint8 [slots]: elements that enter no sum. No
     synchronisation.
     """
     intended = visible_parameter * -rate
     kept = round_to(_product_to_odd(visible_parameter, 1 - rate), dtype).to(torch.float64).sub_(visible_parameter)
     products = torch.stack((kept.mul_(intended), intended.mul(intended)))
-    products.view(torch.int64).bitwise_and_(left_out.to(torch.int64).sub_(1))
+    products.view(torch.int64).bitwise_and_(excluded.to(torch.int64).sub_(1))
     return block_sums(products, block)
 
 
@@ -171,29 +171,29 @@ def measure_residuals(step: StepView) -> Sums:
     registered, dtype, block = step.registered, step.registered.dtype, step.block
     bad = block_sums(nonfinite(step.residual).to(torch.float64), block)
     residual = step.residual.clone()
-    residual.view(torch.int64).bitwise_and_(step.left_out.to(torch.int64).sub_(1))
-    sums = named(RESIDUAL_SUMS, residual_block_sums(residual, registered, dtype, step.left_out, block))
+    residual.view(torch.int64).bitwise_and_(step.excluded.to(torch.int64).sub_(1))
+    sums = named(RESIDUAL_SUMS, residual_block_sums(residual, registered, dtype, step.excluded, block))
     fills = ulp_octave_counts(residual, registered, dtype, step.columns, step.tensors, block, gaps=0.5)
     # r = 0 was counted as underflow.
     filled = sums["residual_elements"] - sums["residual_zero"]
     fills[0].index_add_(0, step.columns, filled.sub_(block))
     # Before its first step a tensor has no averages: there a residual of 0 is no loss.
-    stepped = step.averages.states[0].ne(0).any(0).view(torch.uint8).bitwise_and_(step.left_out.bitwise_xor(1))
+    stepped = step.averages.states[0].ne(0).any(0).view(torch.uint8).bitwise_and_(step.excluded.bitwise_xor(1))
     dropped = block_sums(stepped.bitwise_and_(residual.logical_not().view(torch.uint8)).to(torch.float64), block)
     rows = torch.cat((sums.array, torch.stack((bad, dropped))))
     return Sums(named(_RESIDUAL_KEYS, rows), named(_FILLS, fills))
 
 
 def residual_block_sums(
-    residual: Tensor, visible_parameter: Tensor, dtype: torch.dtype, left_out: Tensor, block: int
+    residual: Tensor, visible_parameter: Tensor, dtype: torch.dtype, excluded: Tensor, block: int
 ) -> Tensor:
     """Elements, those with r = 0, and Σ |r| / ½gap(θᵛ), over each block: fp64 [3, blocks].
 
-    r = residual: fp64 [slots], zero where `left_out` uint8 [slots] is 1; θᵛ = visible_parameter [slots], exact in
+    r = residual: fp64 [slots], zero where `excluded` uint8 [slots] is 1; θᵛ = visible_parameter [slots], exact in
     `dtype`, of at most 32 bits. The gap is that to θᵛ's neighbour in r's direction, so that a normalised pair is
     at most 1 full; a division by a power of two, and exact. No synchronisation.
     """
-    taken = left_out.bitwise_xor(1)
+    taken = excluded.bitwise_xor(1)
     zero = residual.logical_not().view(torch.uint8).bitwise_and(taken)
     # Half a gap is 2^(field − 127) · eps / 2; its reciprocal is put together from its exponent.
     whole = _BIAS + _BIAS_32 - exponent_of(torch.finfo(dtype).eps / 2)
