@@ -1,4 +1,11 @@
-"""What a run on a server is judged by: the recent past of its model and layers, read over HTTP."""
+"""What a run on a server is judged by, read over HTTP: the recent past of its model and layers.
+
+    with Client(server_url, token) as client:
+        found = judge(read_evidence(client, run_id))
+
+A process that holds the totals themselves, such as the server, needs no client: it makes the same evidence with
+`collage_monitor.judgement.evidence_of`.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """The words follow from the numbers: no good word without evidence from every side, no bad one without a number."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from collage_monitor import wire
-from collage_monitor.judgement import Evidence, judge, longest_window, percent
+from collage_monitor.judgement import Evidence, evidence_of, judge, longest_window, percent
 
 STATE = "state_decrement_ratio/exp_avg_sq"
 GOOD = {"edq_ratio": 1.0, STATE: 1.0, "lost_update_ratio": 0.0, "update_error_ratio": 0.0, "measured_ratio": 1.0}
@@ -238,3 +239,27 @@ def test_each_reason_for_no_number_has_its_own_sentence():
 )
 def test_a_share_is_told_with_as_many_digits_as_it_needs(share, text):
     assert percent(share) == text
+
+
+def test_totals_give_the_same_evidence_whatever_process_holds_them():
+    """Model and layers, merged over their points by the rules of the catalogue; cut into points differently."""
+    layers = {
+        "measured_steps": np.ones((3, 2)),
+        "elements": np.full((3, 2), 10.0),
+        "intended_squared_sum": np.array([[4.0, 1.0], [4.0, 1.0], [4.0, 1.0]]),
+        "intended_effective_sum": np.array([[4.0, 0.0], [2.0, 0.0], [3.0, np.nan]]),
+    }
+    model = {
+        "measured_steps": np.array([1.0, 2.0]),
+        "elements": np.full(2, 20.0),
+        "intended_squared_sum": np.array([5.0, 10.0]),
+        "intended_effective_sum": np.array([4.0, 5.0]),
+    }
+    watch = wire.WatchInfo(optimizer="AdamW", observed_strategy="plain", dtype="bfloat16")
+    found = evidence_of(model, layers, ["a", "b"], watch=watch, first_step=1, last_step=3)
+    assert found.model["edq_ratio"] == 0.6
+    assert (found.layers["a"]["edq_ratio"], found.layers["b"]["edq_ratio"]) == (0.75, 0.0)
+    assert (found.watch, found.first_step, found.last_step) == (watch, 1, 3)
+    assert "the model as a whole" not in judge(found).text
+    assert "the model as a whole" in judge(evidence_of(model, watch=watch, first_step=1, last_step=3)).text
+    assert judge(evidence_of({}, watch=watch)).text == "No step was measured yet."

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from collage_agent.measurement import Layout, Measurement
 from collage_agent.watching.history import MODEL, Past
-from collage_monitor import wire
+from collage_monitor import judgement, wire
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
     STATE_TOLERANCE,
@@ -71,13 +71,14 @@ def evidence_of(past: Past | None, layout: Layout | None, info: wire.WatchInfo) 
     if past is None or layout is None:
         return Evidence({}, watch=info)
     recent = past.recent()
-    finished = {key: values[0] for key, values in finish_all(recent.totals).items()}
-
-    def column(index: int) -> dict[str, float | None]:
-        return {key: _value(values[index]) for key, values in finished.items()}
-
-    layers = {layer.name: column(MODEL + 1 + index) for index, layer in enumerate(layout.layers)}
-    return Evidence(column(MODEL), layers, info, recent.first_steps[0], recent.last_steps[-1])
+    return judgement.evidence_of(
+        {key: values[:, MODEL] for key, values in recent.totals.items()},
+        {key: values[:, MODEL + 1 :] for key, values in recent.totals.items()},
+        [layer.name for layer in layout.layers],
+        watch=info,
+        first_step=recent.first_steps[0],
+        last_step=recent.last_steps[-1],
+    )
 
 
 def since(past: Past | None, layout: Layout | None) -> str | None:

@@ -1,0 +1,46 @@
+"""What may be said of a run in words, the same in terminal, notebook, dashboard and alert.
+
+A good word needs evidence from every side: the updates arrive, no layer stands still, and a second witness (the
+states' decrements or the oracle) agrees, because EDQ alone cannot see an error that already sits in the optimizer's
+state. One number out of its bounds is enough for a bad word. Where the evidence does not reach, the word is
+"unknown". `docs/metrics.md` states the rules; each is a function of `rules` or of `doubts`.
+
+Whoever holds a run's totals makes `evidence_of` them; who reads them over HTTP asks `collage_monitor.evidence`.
+Both give `judge` the same, and so it says the same.
+"""
+
+from collage_monitor.judgement.case import EDQ_TOLERANCE
+from collage_monitor.judgement.evidence import (
+    RECENT_SHARE,
+    RECENT_STEPS,
+    Evidence,
+    Values,
+    evidence_of,
+    finite,
+    longest_window,
+    recent_points,
+    state_decrements,
+)
+from collage_monitor.judgement.judge import judge
+from collage_monitor.judgement.rules import STATE_TOLERANCE
+from collage_monitor.judgement.words import LIMITS, Finding, Health, Judgement, percent
+
+__all__ = [
+    "EDQ_TOLERANCE",
+    "Evidence",
+    "Finding",
+    "Health",
+    "Judgement",
+    "LIMITS",
+    "RECENT_SHARE",
+    "RECENT_STEPS",
+    "STATE_TOLERANCE",
+    "Values",
+    "evidence_of",
+    "finite",
+    "judge",
+    "longest_window",
+    "percent",
+    "recent_points",
+    "state_decrements",
+]

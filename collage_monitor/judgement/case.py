@@ -1,0 +1,78 @@
+"""The evidence of one run, with what several rules ask of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from collage_monitor.judgement.evidence import Evidence, finite
+from collage_monitor.strategies import STRATEGIES
+
+__all__ = ["EDQ_TOLERANCE", "Case"]
+
+EDQ_TOLERANCE: Final = 0.05
+
+
+class Case:
+    """Evidence, and what follows from it about how the weights are kept and how well EDQ is known.
+
+    active: whether any update was intended. stochastic: whether weights are rounded at random; rounding_known:
+    whether that is known. keeps_more: whether more is kept than the visible weight.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.model = evidence.model
+        self.watch = evidence.watch
+        self.fingerprint = evidence.watch.fingerprint if evidence.watch else None
+        self.active = sum(self.number(name) or 0.0 for name in ("lost", "distorted", "faithful")) > 0
+        self.active = self.active or self.number("edq_ratio") is not None
+        names = {self.watch.strategy, self.watch.observed_strategy} if self.watch else set()
+        seen = self.fingerprint.stochastic_rounding if self.fingerprint else None
+        self.stochastic = bool(seen) or any(name in STRATEGIES and STRATEGIES[name].stochastic for name in names)
+        self.rounding_known = self.watch is None or seen is not None or names != {None, "unknown"}
+        self.keeps_more = bool(self.fingerprint and (self.fingerprint.master or self.fingerprint.residual))
+
+    def number(self, key: str, layer: str | None = None) -> float | None:
+        """The metric of the model or a layer; None where it is undefined."""
+        return finite((self.model if layer is None else self.evidence.layers[layer]).get(key))
+
+    @property
+    def one_step(self) -> bool:
+        """Whether the evidence is that of a single measured step."""
+        return self.evidence.first_step is not None and self.evidence.first_step == self.evidence.last_step
+
+    @property
+    def measured(self) -> float | None:
+        """Share of the elements of stepped layers whose u is known."""
+        sizes = {name: self.number("elements", name) or 0.0 for name in self.evidence.layers}
+        if not any(sizes.values()):
+            return self.number("measured_ratio")
+        known = (size for name, size in sizes.items() if self.number("measured_ratio", name) is not None)
+        return sum(known) / sum(sizes.values())
+
+    @property
+    def idle(self) -> float:
+        """Share of the finite elements with u = 0."""
+        idle, elements, bad = (self.number(name) for name in ("idle", "elements", "nonfinite"))
+        finite_elements = (elements or 0.0) - (bad or 0.0)
+        return idle / finite_elements if idle and finite_elements else 0.0
+
+    @property
+    def without_interval(self) -> bool:
+        """Whether EDQ rests on a sample that could not give an interval, and may be far from 1 in what it missed:
+        |1 − edq_ratio| never exceeds update_error_ratio, by the inequality of Cauchy and Schwarz."""
+        sampled, elements, error = (self.number(name) for name in ("sampled", "elements", "update_error_ratio"))
+        given = self.number("edq_ratio_low") is not None
+        return not (given or sampled is None or elements is None or sampled >= elements) and (
+            error is not None and error > 2 * EDQ_TOLERANCE
+        )
+
+    @property
+    def chance(self) -> float:
+        """How far stochastic rounding may bring edq_ratio off 1 by chance: three standard errors, ‖e − u‖ / ‖u‖
+        over the root of the sampled elements with u ≠ 0."""
+        error, sampled = self.number("update_error_ratio"), self.number("sampled")
+        if not self.stochastic or error is None or not sampled:
+            return 0.0
+        return 3 * error / math.sqrt(max(sampled * (1 - self.idle), 1.0))

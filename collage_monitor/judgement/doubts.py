@@ -1,0 +1,102 @@
+"""What keeps a run from a good word though no number speaks against it, and what speaks for one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from collage_monitor.judgement.case import EDQ_TOLERANCE, Case
+from collage_monitor.judgement.evidence import state_decrements
+from collage_monitor.judgement.rules import LOST_TOLERANCE, ORACLE_TOLERANCE, STATE_TOLERANCE
+from collage_monitor.judgement.words import Finding, percent
+
+__all__ = ["doubts", "nothing_intended", "witnesses"]
+
+MEASURED_TOLERANCE: Final = 0.1
+_NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
+"""Names of tensors that the model does not know."""
+
+
+def doubts(case: Case) -> Iterator[Finding]:
+    """Every reason not to call a run healthy, each a function."""
+    for doubt in (_little_measured, _wide_interval, _no_interval, _unknown_rounding, _no_second_witness):
+        yield from doubt(case)
+
+
+def nothing_intended(case: Case) -> Finding:
+    """Why there is no u: each reason has its own sentence."""
+    elements, layers = case.number("elements"), case.evidence.layers
+    if not case.model:
+        return Finding("unknown", "no step was measured yet", "measured_steps", None)
+    if not elements and layers and all(_NAMED_BY_GROUP.fullmatch(name) for name in layers):
+        text = "none of the optimizer's tensors belongs to the model, and none had a gradient: watch the optimizer "
+        return Finding("unknown", text + "that trains this model", "elements", elements)
+    if not elements:
+        return Finding("unknown", "no watched layer had a gradient in the measured steps", "elements", elements)
+    if case.number("measured_ratio") is None:
+        text = "only what changed is known, not what was intended: what was lost is unknown"
+        return Finding("unknown", text, "measured_ratio", None)
+    text = "every intended update was 0: gradients and decay are 0, or the learning rate is"
+    return Finding("unknown", text, "idle", case.number("idle"))
+
+
+def _little_measured(case: Case) -> Iterator[Finding]:
+    """What was not looked at may be sick."""
+    measured = case.measured
+    if measured is not None and measured < 1 - MEASURED_TOLERANCE:
+        text = f"what was intended is known of {percent(measured)} of the elements only"
+        yield Finding("unknown", text, "measured_ratio", measured, 1 - MEASURED_TOLERANCE)
+
+
+def _wide_interval(case: Case) -> Iterator[Finding]:
+    """EDQ may be off by more than twice what is forgiven, or is, and chance may have done it."""
+    edq, low, high = (case.number(key) for key in ("edq_ratio", "edq_ratio_low", "edq_ratio_high"))
+    if (edq is not None and abs(1 - edq) > EDQ_TOLERANCE) or (
+        low is not None and high is not None and (low < 1 - 2 * EDQ_TOLERANCE or high > 1 + 2 * EDQ_TOLERANCE)
+    ):
+        text = f"EDQ {edq:.3f} is not known well enough" + ("" if low is None else f" ({low:.3f} to {high:.3f})")
+        yield Finding("unknown", text, "edq_ratio", edq, EDQ_TOLERANCE)
+
+
+def _no_interval(case: Case) -> Iterator[Finding]:
+    """A sample with heavy tails does not say how far off it is (`collage_monitor.statistics.intervals`)."""
+    edq = case.number("edq_ratio")
+    if edq is not None and case.without_interval:
+        text = f"EDQ {edq:.3f} rests on a sample that cannot say how exact it is: watch with a larger sample="
+        yield Finding("unknown", text, "edq_ratio", edq)
+
+
+def _unknown_rounding(case: Case) -> Iterator[Finding]:
+    """What stochastic rounding loses in a step, others bring; what rounding to nearest loses, none does."""
+    lost = case.number("lost_update_ratio")
+    if not case.rounding_known and lost is not None and lost > LOST_TOLERANCE:
+        text = (
+            f"{percent(lost)} of the updates are rounded away in a step, and whether by stochastic rounding, whose "
+            "updates arrive in the mean, is not known: declare strategy="
+        )
+        yield Finding("unknown", text, "lost_update_ratio", lost, LOST_TOLERANCE)
+
+
+def _no_second_witness(case: Case) -> Iterator[Finding]:
+    """EDQ cannot see an error that already sits in the optimizer's state."""
+    edq = case.number("edq_ratio")
+    if edq is not None and not list(witnesses(case))[1:]:
+        text = f"EDQ reads {edq:.3f}, but no state decrement and no oracle confirms it: not known"
+        yield Finding("unknown", text, "edq_ratio", edq)
+
+
+def witnesses(case: Case) -> Iterator[Finding]:
+    """What speaks for the run: EDQ, then each second witness."""
+    edq = case.number("edq_ratio")
+    yield Finding("healthy", f"updates arrive (EDQ {edq:.3f})", "edq_ratio", edq, EDQ_TOLERANCE)
+    for name, value in state_decrements(case.model).items():
+        key = f"state_decrement_ratio/{name}"
+        yield Finding("healthy", f"{name} decays as it should ({value:.3f})", key, value, STATE_TOLERANCE)
+    oracle = case.number("edq_oracle_ratio")
+    if oracle is not None:
+        text = f"the oracle agrees ({oracle:.3f})"
+        yield Finding("healthy", text, "edq_oracle_ratio", oracle, ORACLE_TOLERANCE)
+    seen = case.fingerprint
+    if seen is not None and seen.parameters and not seen.states:
+        yield Finding("healthy", "the optimizer keeps no state that could go wrong", "states", None)

@@ -1,0 +1,128 @@
+"""What a judgement rests on, and how it is made of totals, in a training process as on a server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from collage_monitor.definitions import Array
+from collage_monitor.metrics import split_key
+from collage_monitor.statistics import Totals, finish_all, reduce_steps
+from collage_monitor.wire import Number, WatchInfo
+
+__all__ = [
+    "Evidence",
+    "Values",
+    "evidence_of",
+    "finite",
+    "labelled",
+    "longest_window",
+    "recent_points",
+    "state_decrements",
+]
+
+Values = Mapping[str, Number | None]
+"""Metrics by key. None, or what is not finite, is undefined."""
+
+RECENT_STEPS: Final = 32
+"""Measured steps that the recent past has at least."""
+RECENT_SHARE: Final = 0.05
+"""Share of the run's Σ u² that it has at least."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a judgement rests on: metrics of the recent past, merged, and what is known of the watch.
+
+    model: the whole model's metrics by key; layers: those of each layer, empty where they were not looked at.
+    first_step to last_step: the steps that they merge.
+    """
+
+    model: Values
+    layers: Mapping[str, Values] = field(default_factory=dict)
+    watch: WatchInfo | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+
+def evidence_of(
+    model: Totals,
+    layers: Totals | None = None,
+    names: Sequence[str] = (),
+    *,
+    watch: WatchInfo | None,
+    first_step: int | None = None,
+    last_step: int | None = None,
+) -> Evidence:
+    """The evidence in totals of the recent past, as any process holds them: the training's own, and a server's.
+
+        taken = recent_points(totals["measured_steps"], totals["intended_squared_sum"])
+        recent = {key: values[-taken:] for key, values in totals.items()}
+        evidence = evidence_of(recent, layers_of_the_same_steps, names, watch=run.watch, first_step=…, last_step=…)
+
+    model: [points], shards merged; layers: [points', len(names)], or None where they are not at hand. Both merge
+    over all of their points, and may be cut into points differently.
+    """
+    columns = {key: _number(value) for key, value in _finished(model).items()}
+    of_layers: dict[str, Values] = {}
+    if layers:
+        finished = _finished(layers)
+        of_layers = {
+            name: {key: _number(values[index]) for key, values in finished.items()}
+            for index, name in enumerate(names)
+        }
+    return Evidence(columns, of_layers, watch, first_step, last_step)
+
+
+def _finished(totals: Totals) -> dict[str, Array]:
+    return finish_all(reduce_steps(totals, axis=0)) if totals else {}
+
+
+def _number(value: Array) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def recent_points(measured: Sequence[float], squares: Sequence[float]) -> int:
+    """How many points at the end are the recent past: they hold RECENT_STEPS measured steps and RECENT_SHARE of the
+    run's Σ u², or are all there are.
+
+    measured, squares: measured steps and Σ u² of each point of the whole run, oldest first. At the end of a
+    learning rate's schedule the last steps are next to nothing beside the rest, and do not speak for it.
+    """
+    whole = sum(squares)
+    steps = carried = 0.0
+    for taken, (count, square) in enumerate(zip(reversed(measured), reversed(squares), strict=True), start=1):
+        steps, carried = steps + count, carried + square
+        if steps >= RECENT_STEPS and carried >= RECENT_SHARE * whole:
+            return taken
+    return len(measured)
+
+
+def longest_window(metrics: Values, name: str) -> tuple[int, float] | None:
+    """(steps, value) of the longest window in which the metric `name` is defined; None: nowhere."""
+    found = [(int(label), value) for label, value in labelled(metrics, name).items() if label.isdigit()]
+    return max(found, default=None)
+
+
+def state_decrements(metrics: Values) -> dict[str, float]:
+    """The defined state decrements by the name of their state."""
+    return labelled(metrics, "state_decrement_ratio")
+
+
+def labelled(metrics: Values, name: str) -> dict[str, float]:
+    """The defined values of a labelled metric, by label."""
+    found = {}
+    for key, value in metrics.items():
+        own, label = split_key(key)
+        number = finite(value)
+        if own == name and label and number is not None:
+            found[label] = number
+    return found
+
+
+def finite(value: Number | None) -> float | None:
+    """The number; None where it is undefined or not finite."""
+    number = float("nan") if value is None else float(value)
+    return number if abs(number) < float("inf") else None

@@ -1,0 +1,182 @@
+"""What speaks against a run. Each rule is a function of the evidence; one finding is enough for a bad word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from collage_monitor.judgement.case import EDQ_TOLERANCE, Case
+from collage_monitor.judgement.evidence import longest_window, state_decrements
+from collage_monitor.judgement.words import Finding, percent
+
+__all__ = ["LOST_TOLERANCE", "ORACLE_TOLERANCE", "STATE_TOLERANCE", "findings_against"]
+
+LOST_TOLERANCE: Final = 0.05
+ERROR_TOLERANCE: Final = 0.05
+LAYER_LOST: Final = 0.5
+LAYER_TOLERANCE: Final = 1e-5
+STATE_TOLERANCE: Final = 0.1
+DECAY_TOLERANCE: Final = 0.5
+ORACLE_TOLERANCE: Final = 0.05
+FILL_TOLERANCE: Final = 2.0
+DROPPED_TOLERANCE: Final = 0.5
+
+
+def findings_against(case: Case) -> Iterator[Finding]:
+    """Every finding that alone makes a bad word."""
+    yield from _not_finite(case)
+    if case.active:
+        for rule in (
+            _descent,
+            _loss,
+            _layers,
+            _states,
+            _decay,
+            _residual_fill,
+            _residuals_dropped,
+            _residuals_empty,
+            _oracle,
+        ):
+            yield from rule(case)
+
+
+def _not_finite(case: Case) -> Iterator[Finding]:
+    """NaN and infinity never leave a weight or a residual again."""
+    for key, what in (("nonfinite_params", "weights"), ("residual_nonfinite", "residuals")):
+        count = case.number(key)
+        if count:
+            yield Finding("not finite", f"{count:,.0f} {what} are NaN or infinite", key, count, 0.0)
+
+
+def _descent(case: Case) -> Iterator[Finding]:
+    """The paper's measure (Collage, arXiv 2405.03637): how much of the intended descent arrived.
+
+    Over the longest window where one step misleads: more than the visible weight is kept, or rounding is random.
+    """
+    key, over = "edq_ratio", ""
+    window = longest_window(case.model, "edq_window_ratio")
+    edq = case.number(key)
+    if window is not None and (case.keeps_more or case.stochastic or edq is None):
+        key, over, edq = f"edq_window_ratio/{window[0]}", f" over {window[0]} steps", window[1]
+    low, high = case.number(f"{key}_low"), case.number(f"{key}_high")
+    if edq is None or (case.stochastic and case.without_interval and key == "edq_ratio"):
+        return
+    slack = EDQ_TOLERANCE + case.chance
+    if edq < 1 - slack and (high is None or high < 1 - EDQ_TOLERANCE):
+        yield Finding("losing updates", f"EDQ{over} is {edq:.3f}: updates are lost", key, edq, 1 - EDQ_TOLERANCE)
+    elif edq > 1 + slack and (low is None or low > 1 + EDQ_TOLERANCE):
+        yield Finding("steps are off", f"EDQ{over} is {edq:.3f}: updates overshoot", key, edq, 1 + EDQ_TOLERANCE)
+
+
+def _loss(case: Case) -> Iterator[Finding]:
+    """The share lost, where rounding is to nearest: what one step loses then no other brings back."""
+    lost, error = case.number("lost_update_ratio"), case.number("update_error_ratio")
+    if case.stochastic or not case.rounding_known or lost is None or lost <= LOST_TOLERANCE:
+        return
+    if error is None or error > ERROR_TOLERANCE:
+        text = f"{percent(lost)} of the updates are rounded away"
+        yield Finding("losing updates", text, "lost_update_ratio", lost, LOST_TOLERANCE)
+
+
+def _layers(case: Case) -> Iterator[Finding]:
+    """Layers that lose most of their updates, if their share of Σ u² is not next to nothing."""
+    if case.stochastic or not case.rounding_known:
+        return
+    squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in case.evidence.layers}
+    sizes = {name: case.number("elements", name) or 0.0 for name, square in squares.items() if square}
+    losing = [name for name in sizes if _loses_most(case, name)]
+    if not losing:
+        return
+    share = sum(squares[name] for name in losing) / sum(squares.values())
+    if share <= LAYER_TOLERANCE:
+        return
+    losing.sort(key=lambda name: -squares[name])
+    worst = losing[0]
+    lost = case.number("lost_update_ratio", worst)
+    still = all((case.number("lost_update_ratio", name) or 0.0) >= 0.9995 for name in losing)
+    many = "1 layer" if len(losing) == 1 else f"{len(losing)} layers"
+    verb = (
+        ("stands still" if still else "loses most of its updates")
+        if len(losing) == 1
+        else ("stand still" if still else "lose most of their updates")
+    )
+    size = sum(sizes[name] for name in losing) / sum(sizes.values())
+    more = ", …" if len(losing) > 1 else ""
+    text = f"{many} {verb} ({worst}{more}: {percent(size)} of the measured elements, {percent(share)} of Σ u²)"
+    yield Finding("losing updates", text, "lost_update_ratio", lost, LAYER_LOST, worst)
+
+
+def _loses_most(case: Case, layer: str) -> bool:
+    lost, error = case.number("lost_update_ratio", layer), case.number("update_error_ratio", layer)
+    return lost is not None and lost > LAYER_LOST and error is not None and error > LAYER_LOST
+
+
+def _states(case: Case) -> Iterator[Finding]:
+    """A moving average in low precision whose decrements are below half a gap can only grow, and makes steps too
+    small; EDQ, which takes the stored state for granted, cannot see it."""
+    # Rounded at random, decrements are right in the mean only: off by 0.1 in small models.
+    tolerance = STATE_TOLERANCE * (3 if case.stochastic else 1)
+    for name, value in state_decrements(case.model).items():
+        key = f"state_decrement_ratio/{name}"
+        if value < 1 - tolerance:
+            text = f"the state {name} does not decay as it should ({value:.3f})"
+            yield Finding("states are stuck", text, key, value, 1 - tolerance)
+        elif value > 1 + tolerance:
+            text = f"the state {name} decays too fast ({value:.3f})"
+            yield Finding("steps are off", text, key, value, 1 + tolerance)
+
+
+def _decay(case: Case) -> Iterator[Finding]:
+    """Decay that the optimizer makes as a rounded operation of its own on the very weights, as torch's do."""
+    kept, seen = case.number("decay_ratio"), case.fingerprint
+    if kept is None or kept >= DECAY_TOLERANCE or seen is None or case.watch is None:
+        return
+    apart = seen.implementation in ("foreach", "for-loop") and case.watch.intent != "rule"
+    if apart and not case.keeps_more and not case.stochastic:
+        text = f"weight decay moves next to nothing ({percent(kept)} of it is kept)"
+        yield Finding("decay is lost", text, "decay_ratio", kept, DECAY_TOLERANCE)
+
+
+def _residual_fill(case: Case) -> Iterator[Finding]:
+    """What rounding to nearest leaves is at most half a gap, what truncating leaves a whole one."""
+    fill = case.number("residual_fill_ratio")
+    if fill is not None and fill > FILL_TOLERANCE:
+        text = f"the residuals hold {fill:.3g} half gaps each, where what rounding leaves is at most one"
+        yield Finding("residuals are off", text, "residual_fill_ratio", fill, FILL_TOLERANCE)
+
+
+def _residuals_dropped(case: Case) -> Iterator[Finding]:
+    """What a step left of itself is the next one's to bring; 0 again before it, it never arrives."""
+    if (dropped := case.number("residual_dropped_ratio") or 0.0) > DROPPED_TOLERANCE * (1 - case.idle):
+        text = f"{percent(dropped)} of the residuals were 0 again before a step: what they kept was dropped"
+        yield Finding("residuals are off", text, "residual_dropped_ratio", dropped, DROPPED_TOLERANCE)
+
+
+def _residuals_empty(case: Case) -> Iterator[Finding]:
+    """EDQ counts what goes into a residual as arrived. If each step finds them at 0, only what the visible weight
+    shows does."""
+    zero = case.number("residual_zero_ratio")
+    # Elements that are never stepped have a residual of 0.
+    threshold = case.idle + 0.5 * (1 - case.idle)
+    if zero is None or zero <= threshold or case.one_step:
+        return
+    lost = case.number("lost_visible_ratio")
+    if lost is not None and lost > LOST_TOLERANCE:
+        text = (
+            f"{percent(zero)} of the residuals are 0 before a step: what they kept is dropped, and {percent(lost)} "
+            "of the updates do not move the weights"
+        )
+        yield Finding("losing updates", text, "residual_zero_ratio", zero, threshold)
+
+
+def _oracle(case: Case) -> Iterator[Finding]:
+    """An fp64 optimizer with weights and states of its own sees every error that has ever entered the state."""
+    key = "edq_oracle_ratio"
+    value, low, high = (case.number(name) for name in (key, f"{key}_low", f"{key}_high"))
+    if value is None:
+        return
+    slack = ORACLE_TOLERANCE + case.chance
+    if value < 1 - slack and (high is None or high < 1 - ORACLE_TOLERANCE):
+        yield Finding("steps are off", f"the oracle disagrees ({value:.3f})", key, value, 1 - ORACLE_TOLERANCE)
+    elif value > 1 + slack and (low is None or low > 1 + ORACLE_TOLERANCE):
+        yield Finding("steps are off", f"the oracle disagrees ({value:.3f})", key, value, 1 + ORACLE_TOLERANCE)

@@ -1,0 +1,117 @@
+"""The words that may be said of a run, and the sentences around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from collage_monitor.judgement.case import Case
+from collage_monitor.judgement.evidence import labelled
+
+__all__ = ["GRAVITY", "LIMITS", "Finding", "Health", "Judgement", "judgement_of", "percent"]
+
+Health = Literal[
+    "healthy",
+    "not finite",
+    "losing updates",
+    "states are stuck",
+    "decay is lost",
+    "residuals are off",
+    "steps are off",
+    "unknown",
+]
+GRAVITY: Final[tuple[Health, ...]] = (
+    "not finite",
+    "losing updates",
+    "states are stuck",
+    "decay is lost",
+    "residuals are off",
+    "steps are off",
+)
+"""Bad words, the gravest first."""
+COPY_TOLERANCE: Final = 0.5
+LIMITS: Final = (
+    "What is lost before the optimizer (gradients accumulated or reduced in low precision) is invisible here. "
+    "float64 parameters cannot be measured. Sampling can miss a rare row of a large embedding."
+)
+"""Stated wherever the numbers are shown."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One number that speaks for or against a run: `key` in `layer` (None: the model) is `value`, beside the
+    `threshold` that it is held against."""
+
+    health: Health
+    text: str
+    key: str
+    value: float | None
+    threshold: float | None = None
+    layer: str | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A run's health, the sentence that gives the reasons, and the findings behind it, the deciding one first.
+
+    measured: share of the elements of stepped layers whose intended update is known; None: nothing was measured.
+    """
+
+    health: Health
+    text: str
+    findings: tuple[Finding, ...] = ()
+    measured: float | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+    @property
+    def deciding(self) -> Finding | None:
+        """The finding that decided; None where nothing was measured."""
+        return self.findings[0] if self.findings else None
+
+
+def judgement_of(case: Case, findings: Sequence[Finding]) -> Judgement:
+    """The first finding's word, and a sentence made of all of them."""
+    evidence, measured = case.evidence, case.measured
+    text = "; ".join(finding.text for finding in findings).rstrip(".")
+    basis = _basis(case)
+    sentences = " ".join([f"{text[0].upper()}{text[1:]}.", *_about_copies(case), *([basis] if basis else [])])
+    return Judgement(
+        findings[0].health, sentences, tuple(findings), measured, evidence.first_step, evidence.last_step
+    )
+
+
+def _about_copies(case: Case) -> Iterator[str]:
+    """What of a step reached copies in a lower precision: it decides nothing about the training itself."""
+    changed = labelled(case.model, "cast_changed_ratio")
+    for name, share in changed.items():
+        if case.active and share < COPY_TOLERANCE:
+            yield (
+                f"A step changes {percent(share)} of a {name} copy of the weights: no loss to the training, but "
+                "all that a sampler that is sent such copies sees."
+            )
+
+
+def _basis(case: Case) -> str:
+    """Which steps and how much of the model the words rest on."""
+    evidence, parts = case.evidence, []
+    if evidence.first_step is not None and evidence.last_step is not None:
+        one = evidence.first_step == evidence.last_step
+        parts.append(
+            f"step {evidence.last_step}" if one else f"steps {evidence.first_step} to {evidence.last_step}"
+        )
+    if case.measured is not None:
+        parts.append(f"{percent(case.measured)} of the elements")
+    if parts and not evidence.layers:
+        parts.append("the model as a whole, not its layers")
+    return f"Measured: {', '.join(parts)}." if parts else ""
+
+
+def percent(share: float) -> str:
+    """A share in words, with as many digits as it needs to be told from 0 and from 1."""
+    for digits in (0, 1, 2, 3):
+        text = f"{100 * share:.{digits}f}"
+        if share in (0.0, 1.0) or (digits and float(text) not in (0.0, 100.0)):
+            return f"{text} %"
+    return "under 0.001 %" if share < 0.5 else "over 99.999 %"
