@@ -11,6 +11,7 @@ ServerError
 ├── UnsupportedMediaType  415  a content type or encoding that is not spoken here
 ├── Unprocessable         422  well-formed, but a value is not acceptable
 ├── JournalFull           429  too much waits to be sealed: the same reports may be taken later
+├── HeadTooLarge          431  request line and headers beyond their limit
 ├── Busy                  503  too much in flight: the same request may succeed later
 └── StoreUnusable         500  the database cannot be opened; the server does not start
 """
@@ -27,6 +28,7 @@ __all__ = [
     "Conflict",
     "Forbidden",
     "Gone",
+    "HeadTooLarge",
     "JournalFull",
     "NotFound",
     "ServerError",
@@ -108,6 +110,13 @@ class TooLarge(ServerError):
 
     status = 413
     code = "too_large"
+
+
+class HeadTooLarge(ServerError):
+    """Request line and headers beyond their limit."""
+
+    status = 431
+    code = "head_too_large"
 
 
 class UnsupportedMediaType(ServerError):

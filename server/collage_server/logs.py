@@ -23,7 +23,7 @@ __all__ = ["FIELDS", "REQUEST_ID", "configure"]
 
 REQUEST_ID: Final[ContextVar[str | None]] = ContextVar("collage_request_id", default=None)
 """The request that the running code works for; threads of the pool inherit it."""
-FIELDS: Final = ("method", "path", "status", "duration_seconds", "actor")
+FIELDS: Final = ("method", "path", "status", "duration_seconds", "actor", "client")
 """What a record about a request carries beside its message."""
 _SECRETS: Final = re.compile(r"collage_[A-Za-z0-9_-]{43}|(?i:bearer)\s+[^\s\"',]+")
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")

@@ -72,7 +72,10 @@ class Settings:
 
     `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts one that
     may lose what was acknowledged. `token` guards every route but /healthz, /readyz and the API description.
-    `no_auth` does without one, on loopback only. `in_flight_bytes` bounds the report bodies that are read but not
+    `no_auth` does without one, on loopback only.
+
+    `connections` bounds those open at a time, `head_bytes` request line and headers, `idle_seconds` the wait for a
+    whole head. `in_flight_bytes` bounds the report bodies that are read but not
     yet acknowledged: beyond it the answer is 503.
 
     `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
@@ -90,6 +93,9 @@ class Settings:
     port: _Port = SERVER_PORT
     token: _Token | None = field(default=None, repr=False)
     no_auth: _Flag = False
+    connections: _Count = 1000
+    head_bytes: _Count = 64 * 2**10
+    idle_seconds: _Number = 10.0
     body_bytes: _Count = LIMITS["body_bytes"]
     decompressed_bytes: _Count = 64 * 2**20
     in_flight_bytes: _Count = 128 * 2**20

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import uvicorn
+from fastapi import FastAPI
 
 from collage_monitor.local import ensure_token
 from collage_server.app import create_app, make_store
@@ -17,8 +20,12 @@ from collage_server.errors import StoreUnusable
 from collage_server.logs import configure
 from collage_server.settings import Settings, settings_from_environment
 from collage_server.store import Store
+from collage_server.web.protocol import BoundedProtocol, ConnectionLimits
 
-__all__ = ["Server", "serve"]
+__all__ = ["Server", "serve", "uvicorn_config"]
+
+_SPARE_FILES: Final = 256
+"""Open files beside connections: the database, its log, its readers."""
 
 
 @click.command("serve")
@@ -81,25 +88,45 @@ def _read_token(path: Path) -> str:
     return token
 
 
+def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """How uvicorn serves the application, within the settings' limits of connections."""
+    limits = ConnectionLimits(settings.head_bytes, settings.idle_seconds, _connections(settings.connections))
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=partial(BoundedProtocol, limits=limits),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        # Half of the time for requests under way; the other half commits what they left (`app`).
+        timeout_graceful_shutdown=max(round(settings.shutdown_seconds / 2), 1),
+    )
+
+
+def _connections(wanted: int) -> int:
+    """As many connections as there may be open files for, at most `wanted`; the soft limit is raised."""
+    if sys.platform == "win32":
+        return wanted
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _SPARE_FILES
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(min(wanted, most - _SPARE_FILES), 1)
+
+
 class Server(uvicorn.Server):
     """The process that serves: uvicorn that says where it listens once it does."""
 
     def __init__(self, settings: Settings, store: Store, as_json: bool) -> None:
         self.settings = settings
         self._as_json = as_json
-        config = uvicorn.Config(
-            create_app(settings, store=store),
-            host=settings.host,
-            port=settings.port,
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            # Half of the time for requests under way; the other half commits what they left (`app`).
-            timeout_graceful_shutdown=max(round(settings.shutdown_seconds / 2), 1),
-        )
-        super().__init__(config)
+        super().__init__(uvicorn_config(create_app(settings, store=store), settings))
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().startup(sockets)  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""An application behind a real socket of this process, and clients that speak HTTP byte by byte."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+
+import uvicorn
+from collage_server.app import create_app
+from collage_server.command.serve import uvicorn_config
+from collage_server.settings import Settings
+
+from tests.server.conftest import Clock
+from tests.waiting import PATIENCE_SECONDS, until
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+class Listening:
+    """A server's application and its port."""
+
+    def __init__(self, app, port):
+        self.app = app
+        self.port = port
+
+    @property
+    def components(self):
+        return self.app.state.components
+
+    def connect(self):
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_SECONDS)
+
+    def ask(self, request):
+        """All that the server says to these bytes, up to the end of the connection."""
+        with self.connect() as client:
+            client.sendall(request)
+            return everything(client)
+
+
+@contextmanager
+def listening(folder, clock=None, **settings):
+    """`Listening` on a fresh folder; without a token unless one is set."""
+    given = {"no_auth": "token" not in settings, "port": 0, "shutdown_seconds": 2.0} | settings
+    chosen = Settings(folder=folder, **given)
+    app = create_app(chosen, clock=clock or Clock())
+    server = uvicorn.Server(uvicorn_config(app, chosen))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive(), "the server")
+        assert server.started
+        yield Listening(app, server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_SECONDS)
+
+
+def everything(client):
+    """What comes until the other side closes."""
+    parts = []
+    try:
+        while part := client.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def status_of(answer):
+    """The status of the first answer in these bytes."""
+    return int(answer.split(b" ", 2)[1]) if answer else None
