@@ -121,6 +121,7 @@ NORMS = Definition(
             "After unscaling and clipping.",
             needs=("gradient_squared_sum", "measured_steps"),
             finish=root_ratio,
+            exposed=True,
         ),
         Metric(
             "param_norm",

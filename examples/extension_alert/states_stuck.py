@@ -8,7 +8,7 @@ __all__ = ["ALERT"]
 
 ALERT = Alert(
     name="StatesStuck",
-    expression='collage_state_decrement_ratio{state="exp_avg_sq"} < 0.5 and collage_step > $warm_up',
+    expression='collage_state_decrement_ratio{state="exp_avg_sq"} < 0.5 and on(run_id) collage_step > $warm_up',
     window_seconds=0.0,
     for_seconds=1800.0,
     warm_up_steps=1000,

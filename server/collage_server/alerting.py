@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import click
 
-from collage_monitor.alerts import ALERTS, Alert, duration
+from collage_monitor.alerts import ALERTS, RECORDED, Alert, duration
 
 __all__ = ["rules", "runbook"]
 
+_SERVER = "this server"
 _RUN = "run {{ $labels.run }} ({{ $labels.run_id }}) of project {{ $labels.project }}"
 _RUNBOOK = "docs/alerts.md"
 
@@ -26,6 +27,8 @@ def rules(time_scale: float = 1.0) -> str:
         "  - name: collage",
         "    rules:",
     ]
+    for name, sources in RECORDED.items():
+        lines += [f"      - record: {name}", f"        expr: {json.dumps(' or '.join(sources))}"]
     for entry in ALERTS.values():
         lines += _rule(entry, time_scale)
     return "\n".join(lines) + "\n"
@@ -37,7 +40,8 @@ def runbook() -> str:
         "# Alerts",
         "",
         "Generated from the alert catalogue (`python -m collage_server.alerting runbook`): change that.",
-        "The rules for Prometheus are in `server/prometheus/collage.rules.yml`.",
+        "The rules for Prometheus are in `server/prometheus/collage.rules.yml`. Their label `by_default` tells",
+        "which are on unless more is asked for.",
         "",
         "Silence does not prove health: `edq_ratio` cannot see errors that already sit in the optimizer's state.",
         "Read it beside `state_decrement_ratio` or the oracle ([metrics](metrics.md)).",
@@ -48,13 +52,17 @@ def runbook() -> str:
 
 
 def _rule(entry: Alert, time_scale: float) -> Iterator[str]:
-    summary = f"{_RUN}: {entry.summary}"
+    subject = _RUN if entry.scope == "run" else _SERVER
+    summary = f"{subject}: {entry.summary}"
     description = f'{entry.meaning} Now: {{{{ $value | printf "%.3f" }}}}. First: {entry.first_step}'
     yield f"      - alert: {entry.name}"
     yield f"        expr: {json.dumps(entry.condition(time_scale), ensure_ascii=False)}"
     yield f"        for: {duration(entry.for_seconds * time_scale)}"
+    if entry.keep_firing_seconds:
+        yield f"        keep_firing_for: {duration(entry.keep_firing_seconds * time_scale)}"
     yield "        labels:"
     yield f"          severity: {entry.severity}"
+    yield f"          by_default: {json.dumps('yes' if entry.on_by_default else 'no')}"
     yield "        annotations:"
     yield f"          summary: {json.dumps(summary, ensure_ascii=False)}"
     yield f"          description: {json.dumps(description, ensure_ascii=False)}"
@@ -63,10 +71,17 @@ def _rule(entry: Alert, time_scale: float) -> Iterator[str]:
 
 def _section(entry: Alert) -> Iterator[str]:
     yield from ("", f"## {entry.name}", "")
-    yield f"**{entry.summary[0].upper()}{entry.summary[1:]}** (severity {entry.severity})"
+    default = "on by default" if entry.on_by_default else "on by severity"
+    yield f"**{entry.summary[0].upper()}{entry.summary[1:]}** (severity {entry.severity}, {default})"
     yield from ("", entry.meaning, "")
-    yield f"- Condition, for {entry.for_seconds / 60:g} minutes: `{entry.condition()}`"
-    yield f"- A run is not judged in its first {entry.warm_up_steps} steps."
+    held = f"for {entry.for_seconds / 60:g} minutes" if entry.for_seconds else "once"
+    yield f"- Condition, {held}: `{entry.condition()}`"
+    if entry.keep_firing_seconds:
+        yield f"- It ends when the condition has not held for {entry.keep_firing_seconds / 60:g} minutes."
+    if entry.warm_up_steps:
+        yield f"- A run is not judged in its first {entry.warm_up_steps} steps."
+    if entry.settle_steps:
+        yield f"- Nor in the {entry.settle_steps} steps after a resume."
     yield from ("", "What else it may be:", "")
     yield from (f"- {cause}" for cause in entry.other_causes)
     yield from ("", f"What to do first: {entry.first_step}")

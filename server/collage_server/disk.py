@@ -26,6 +26,12 @@ class DiskGuard:
         self._budget_bytes = budget_bytes
         self._reserve_bytes = reserve_bytes
         self._reason: str | None = None
+        self._left_ratio: float | None = None
+
+    @property
+    def left_ratio(self) -> float | None:
+        """Share of the room for data that is left, beside the data or in its budget; None: neither is known."""
+        return self._left_ratio
 
     @property
     def reason(self) -> str | None:
@@ -40,9 +46,18 @@ class DiskGuard:
 
     def _measured(self) -> str | None:
         try:
-            return self._judge(self._store.sizes())
+            sizes = self._store.sizes()
+            self._left_ratio = self._left(sizes)
+            return self._judge(sizes)
         except StoreUnusable as error:
             return error.message
+
+    def _left(self, sizes: Sizes) -> float | None:
+        rooms = [] if self._budget_bytes is None else [(self._budget_bytes - sizes.used_bytes, self._budget_bytes)]
+        if sizes.free_bytes is not None:
+            free = sizes.free_bytes - self._reserve_bytes
+            rooms.append((free, free + sizes.used_bytes))
+        return min((max(left, 0) / room if room > 0 else 0.0 for left, room in rooms), default=None)
 
     def _judge(self, sizes: Sizes) -> str | None:
         strict = 1.0 if self._reason is None else _BACK

@@ -1,8 +1,8 @@
 """/healthz, /readyz and /metrics.
 
-The page of metrics has the running runs in the Prometheus text format, at most fifteen series each, and the server
-about itself. Values are those of the newest measured step, read from the store, so that every process answers the
-same.
+The page of metrics has the running runs in the Prometheus text format, at most fifteen series each while all is
+well, and the server about itself. Values are those of the newest measured step, read from the store, so that every
+process answers the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import __version__, wire
+from collage_monitor.judgement import Evidence, judge, longest_window
+from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
 from collage_server.api.answers import answer, describes
 from collage_server.api.reading import worst_of
@@ -29,24 +31,37 @@ from collage_server.errors import Busy, Gone, NotFound
 from collage_server.queries.runs import WORST_LAYERS, latest_answer
 from collage_server.store import RunQuery, RunRecord
 
-__all__ = ["MODEL_GAUGES", "SCALAR_GAUGES", "exposition", "router"]
+__all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router"]
 
 router = APIRouter(tags=["operation"])
 _LABELS: Final = ("project", "run_id", "run", "strategy")
 _PAGE: Final = 500
 _DECREMENT: Final = "state_decrement_ratio/"
 _PREFERRED_STATE: Final = "exp_avg_sq"
+_NOT_AGAINST: Final = frozenset({"healthy", "unknown"})
 MODEL_GAUGES: Final = {
     "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
     "edq_visible_ratio": "As collage_edq_ratio, for the registered parameter.",
     "edq_oracle_ratio": "This step against an fp64 oracle.",
     "lost_update_ratio": "Share of the intended updates that were rounded away.",
     "update_to_weight_ratio": "Size of an intended step beside the weights.",
+    "grad_norm": "Norm of the gradient as the optimizer sees it, after clipping.",
 }
 SCALAR_GAUGES: Final = {
     "loss": "Newest training loss.",
     "validation_loss": "Newest loss on held-out data.",
     "agent_overhead_ratio": "CPU of the agent over the rest of the training process's CPU.",
+    "grad_norm_unclipped": "Norm of the gradient before clipping, where the loop logs it.",
+    "external_writes": "How often our optimizer found a weight changed by somebody else; absent where never.",
+    "skipped_steps": "Steps that the loss scaler skipped; absent without a scaler.",
+}
+RUN_GAUGES: Final = {
+    "step": "Newest step reported.",
+    "last_report_timestamp_seconds": "When the newest report was stored, in Unix time.",
+    "reports_dropped": "Reports that the agents gave up, over all ranks.",
+    "steps_since_resume": "Steps since the newest resume began; absent before a first one.",
+    "unmeasured_seconds": "Age of a run of which no step was measured; absent for all others.",
+    "replica_mismatches": "Layers and steps of the newest attempt at which replicas differ; absent where none do.",
 }
 
 
@@ -95,9 +110,10 @@ class _RunCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         families = _RunGauges()
+        mismatches = self._components.store.sealing.mismatches_by_run()
         for record in self._running():
             with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.
-                families.add(record, self._components)
+                families.add(record, self._components, mismatches.get(record.run_id, 0))
         return families.all()
 
     def _running(self) -> Iterator[RunRecord]:
@@ -118,18 +134,22 @@ class _RunGauges:
     def __init__(self) -> None:
         self._gauges = {
             name: GaugeMetricFamily(f"collage_{name}", text, labels=_LABELS)
-            for name, text in {
-                **MODEL_GAUGES,
-                **SCALAR_GAUGES,
-                "step": "Newest step reported.",
-                "last_report_timestamp_seconds": "When the newest report was stored, in Unix time.",
-                "reports_dropped": "Reports that the agents gave up, over all ranks.",
-            }.items()
+            for name, text in {**MODEL_GAUGES, **SCALAR_GAUGES, **RUN_GAUGES}.items()
         }
         self._decrement = GaugeMetricFamily(
             "collage_state_decrement_ratio",
             "Decay of the optimizer state as stored over the decay intended: 1 as it should, 0 it can only grow.",
             labels=(*_LABELS, "state"),
+        )
+        self._window = GaugeMetricFamily(
+            "collage_lost_window_ratio",
+            "Share lost over the longest window watched, where one step's share misjudges stochastic rounding.",
+            labels=(*_LABELS, "window"),
+        )
+        self._finding = GaugeMetricFamily(
+            "collage_finding",
+            "A number that the judgement holds against the run and that has no gauge of its own; absent if fine.",
+            labels=(*_LABELS, "key"),
         )
         self._worst = GaugeMetricFamily(
             "collage_worst_layer_edq_ratio",
@@ -137,7 +157,7 @@ class _RunGauges:
             labels=(*_LABELS, "worst"),
         )
 
-    def add(self, record: RunRecord, components: Components) -> None:
+    def add(self, record: RunRecord, components: Components, mismatches: int) -> None:
         """One run's series."""
         labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
         with components.store.points.snapshot() as now:
@@ -149,24 +169,56 @@ class _RunGauges:
         for name in SCALAR_GAUGES:
             if name in latest.scalars:
                 self._set(name, labels, latest.scalars[name].value)
-        self._set("step", labels, record.last_step)
-        self._set("last_report_timestamp_seconds", labels, record.last_report_at)
-        if record.reports_dropped is not None:
-            self._set("reports_dropped", labels, record.reports_dropped)
+        for name, value in _of_run(record, components.clock(), measured=point is not None).items():
+            self._set(name, labels, value)
+        self._set("replica_mismatches", labels, mismatches or None)
         states = [key for key in latest.model if key.startswith(_DECREMENT)]
         if states:
             preferred = _DECREMENT + _PREFERRED_STATE
             state = preferred if preferred in states else states[0]
             _add(self._decrement, [*labels, state.removeprefix(_DECREMENT)], latest.model[state])
+        window = longest_window(latest.model, "lost_window_ratio")
+        if window is not None and record.strategy in STRATEGIES and STRATEGIES[record.strategy].stochastic:
+            _add(self._window, [*labels, str(window[0])], window[1])
+        for key, value in _findings(record, latest).items():
+            _add(self._finding, [*labels, key], value)
         for place, layer in enumerate(latest.worst, start=1):
             _add(self._worst, [*labels, str(place)], layer.value)
 
     def all(self) -> list[Metric]:
         """Every family, in a fixed order."""
-        return [*self._gauges.values(), self._decrement, self._worst]
+        return [*self._gauges.values(), self._decrement, self._window, self._finding, self._worst]
 
     def _set(self, name: str, labels: list[str], value: Number | None) -> None:
         _add(self._gauges[name], labels, value)
+
+
+def _of_run(record: RunRecord, now: float, *, measured: bool) -> dict[str, float | None]:
+    """RUN_GAUGES as far as the run's record tells them."""
+    resumed = record.attempts[-1] if len(record.attempts) > 1 else None
+    last_step = record.last_step
+    return {
+        "step": last_step,
+        "last_report_timestamp_seconds": record.last_report_at,
+        "reports_dropped": record.reports_dropped,
+        "steps_since_resume": (
+            None if resumed is None or last_step is None else float(last_step - resumed.first_step + 1)
+        ),
+        "unmeasured_seconds": None if measured else now - record.created_at,
+    }
+
+
+def _findings(record: RunRecord, latest: wire.Latest) -> dict[str, float]:
+    """What the judgement of the newest measured step holds against the run, by key; without what has a gauge."""
+    found = judge(Evidence(latest.model, watch=record.watch, first_step=latest.step, last_step=latest.step))
+    return {
+        finding.key: finding.value
+        for finding in found.findings
+        if finding.health not in _NOT_AGAINST
+        and finding.value is not None
+        and finding.key not in MODEL_GAUGES
+        and not finding.key.startswith(_DECREMENT)
+    }
 
 
 def _add(family: GaugeMetricFamily, labels: list[str], value: Number | None) -> None:
@@ -181,6 +233,7 @@ class _ServerCollector(Collector):
     def __init__(self, components: Components) -> None:
         self._counters = components.counters
         self._store = components.store
+        self._guard = components.guard
 
     def collect(self) -> Iterable[Metric]:
         for family in self._counters.registry.collect():
@@ -192,6 +245,11 @@ class _ServerCollector(Collector):
             "Layers and steps at which ranks that should hold the same weights did not, over all runs.",
         )
         mismatches.add_metric([], self._store.sealing.replica_mismatches())
+        left = GaugeMetricFamily(
+            "collage_server_disk_left_ratio",
+            "Share of the room for data that is left, of the disk's or of its budget's, whichever is less.",
+        )
+        _add(left, [], self._guard.left_ratio)
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
-        yield from (mismatches, build)
+        yield from (mismatches, left, build)

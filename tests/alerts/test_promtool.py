@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from collage_monitor.alerts import ALERTS
+from tests.alerts.traces import unit_tests
+from tests.server.samples import report
 from tests.system import require
 from tests.waiting import PATIENCE_SECONDS
 
@@ -39,3 +41,23 @@ def test_every_alert_has_its_cases():
     for name in ALERTS:
         assert f'name: "{name} fires' in text
         assert f'alertname="{name}"' in text
+
+
+def test_the_committed_cases_are_those_of_the_traces():
+    assert (FOLDER / "collage.rules.test.yml").read_text().endswith(unit_tests())
+
+
+@pytest.mark.prometheus
+def test_promtool_finds_nothing_to_say_about_the_page(server, clock):
+    server.filled()
+    server.attempt(launch_id="again", first_step=20)
+    server.reports([report(9, 90, scalars={"external_writes": 1.0, "skipped_steps": 1.0, "loss": 2.0})])
+    done = subprocess.run(
+        [require("promtool"), "check", "metrics"],
+        input=server.get("/metrics"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

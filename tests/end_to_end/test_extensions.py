@@ -13,7 +13,8 @@ from collage_server.alerting import rules, runbook
 
 assert list(ALERTS)[-1] == "StatesStuck"
 assert "alert: StatesStuck" in rules()
-assert 'collage_state_decrement_ratio{state=\\\\"exp_avg_sq\\\\"} < 0.5 and collage_step > 1000' in rules()
+stuck = 'collage_state_decrement_ratio{state=\\\\"exp_avg_sq\\\\"} < 0.5'
+assert stuck + " and on(run_id) collage_step > 1000" in rules()
 assert "## StatesStuck" in runbook()
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from collage_server.disk import DiskGuard
 from collage_server.errors import Gone
 from collage_server.health import MODEL_GAUGES
 from collage_server.store.reading.snapshot import Snapshot
@@ -22,7 +23,8 @@ def stable(text):
     return "".join(line for line in text.splitlines(keepends=True) if "commit_seconds_" not in line)
 
 
-def test_the_page_is_exactly_this(server):
+def test_the_page_is_exactly_this(server, monkeypatch):
+    monkeypatch.setattr(DiskGuard, "left_ratio", 0.5)
     server.filled(name='odd "name"\\ with\nbreaks')
     server.reports(
         [report(5, 60, measured=False, scalars={"validation_loss": float("nan"), "reports_dropped": 2.0})]

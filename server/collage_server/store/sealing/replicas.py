@@ -28,7 +28,7 @@ from collage_server.store.records import FloatArray, IntArray, NewEvent, Selecti
 from collage_server.store.rows import int_array, to_json
 from collage_server.store.runs.events import MOST_LAYERS, add_events
 
-__all__ = ["Mismatch", "ReplicaComparison", "count_mismatches", "keep_mismatches"]
+__all__ = ["Mismatch", "ReplicaComparison", "count_mismatches", "keep_mismatches", "mismatches_by_run"]
 
 _KEYS: Final = ("replica_checksum", "replica_checksum_elements")
 _KEY: Final = ("stream_id", "seq", "step")
@@ -259,3 +259,11 @@ def count_mismatches(connection: Connection) -> int:
     """Layers and steps at which replicas differed, over all runs."""
     count: int = connection.execute(select(func.count()).select_from(schema.replica_mismatch)).scalar_one()
     return count
+
+
+def mismatches_by_run(connection: Connection) -> dict[str, int]:
+    """Layers and steps at which replicas of a run's newest attempt differed; without the runs that have none."""
+    table, attempt = schema.replica_mismatch, schema.attempt
+    newest = select(func.max(attempt.c.attempt)).where(attempt.c.run_id == table.c.run_id).scalar_subquery()
+    rows = select(table.c.run_id, func.count()).where(table.c.attempt == newest).group_by(table.c.run_id)
+    return {row.run_id: row[1] for row in connection.execute(rows)}

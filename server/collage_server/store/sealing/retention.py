@@ -27,7 +27,7 @@ from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
 from collage_server.store.runs.runs import read_run
 from collage_server.store.sealing.readable import forget_points
-from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches
+from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
 
 __all__ = ["Retention", "Sealing"]
@@ -112,6 +112,11 @@ class Sealing:
         """At how many layers and steps replicas differed, over all runs."""
         with self._database.reading() as connection:
             return count_mismatches(connection)
+
+    def mismatches_by_run(self) -> dict[str, int]:
+        """At how many layers and steps replicas of a run's newest attempt differed; without runs that have none."""
+        with self._database.reading() as connection:
+            return mismatches_by_run(connection)
 
 
 class Retention:

@@ -1,0 +1,158 @@
+"""What an alert is: a condition on gauges of `/metrics`, when it is judged, and what to do about it.
+
+A `Condition` is written as PromQL for Prometheus, and evaluated by the server itself (`evaluation`): one text, two
+readers that agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import Template
+from typing import Any, Final, Literal
+
+__all__ = [
+    "Alert",
+    "Condition",
+    "Label",
+    "Measure",
+    "RECORDED",
+    "Severity",
+    "about_runs",
+    "about_the_server",
+    "duration",
+]
+
+Severity = Literal["info", "warning", "critical"]
+Measure = Literal["value", "distance", "recent", "share of quantile", "deviations", "growth", "age", "not finite"]
+Label = tuple[str, Literal["=", "=~", "!~"], str]
+
+RECORDED: Final = {"collage:grad_norm": ("collage_grad_norm_unclipped", "collage_grad_norm")}
+"""Series that the rules record: the first of these gauges that a run has."""
+_SETTLE_STEPS: Final = 100
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Holds for each series called `series` whose `measure` compares with `threshold`.
+
+    "value": x, the newest value. "distance": |x − 1|. "recent": the newest within the window, however old.
+    "share of quantile": x over the series' own `quantile` within the window. "deviations": (x − median) over the
+    robust standard deviation IQR / 1.349 of the window, plus a hundredth of |median|, so that a series without
+    noise does not alarm at the first change. "growth": x less what it was a window ago, 0 if it was not there.
+    "age": seconds since the time x. "not finite": x is NaN or infinite; there is no threshold.
+    """
+
+    series: str
+    comparison: Literal["<", ">"] = ">"
+    threshold: float = 0.0
+    measure: Measure = "value"
+    labels: tuple[Label, ...] = ()
+    quantile: float = 0.5
+
+    def promql(self) -> str:
+        """The condition as PromQL, `$window` in place of the window."""
+        chosen = ", ".join(f'{name}{operator}"{value}"' for name, operator, value in self.labels)
+        series = self.series + (f"{{{chosen}}}" if chosen else "")
+        window = f"{series}[$window]"
+        against = f"{self.comparison} {self.threshold:g}"
+        median = f"quantile_over_time(0.5, {window})"
+        spread = f"(quantile_over_time(0.75, {window}) - quantile_over_time(0.25, {window})) / 1.349"
+        deviation = f"({spread} + 0.01 * abs({median}))"
+        begun = f"({series} unless {series} offset $window)"
+        return {
+            "value": f"{series} {against}",
+            "distance": f"abs({series} - 1) {against}",
+            "recent": f"last_over_time({window}) {against}",
+            "share of quantile": f"{series} {against} * quantile_over_time({self.quantile:g}, {window})",
+            "deviations": f"({series} - {median}) / {deviation} {against}",
+            "growth": f"({series} - {series} offset $window {against} or {begun} {against})",
+            "age": f"time() - {series} {against}",
+            "not finite": f"{series} - {series} != 0",
+        }[self.measure]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A condition on a run, and what to do about it.
+
+    `expression` must hold for `for_seconds` without a break; the alert goes on for `keep_firing_seconds` after it
+    last held, so that it does not flap. `other_causes` are harmless or foreign explanations to rule out;
+    `first_step` says what to look at or do first. `conditions`: what `expression` was made of, one of which must
+    hold; the server evaluates these, and an alert without any is left to Prometheus. A run is not judged in its
+    first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: without being asked for by
+    severity. `scope` "server": it is about the server, not a run.
+    """
+
+    name: str
+    expression: str
+    window_seconds: float
+    for_seconds: float
+    warm_up_steps: int
+    severity: Severity
+    summary: str
+    meaning: str
+    other_causes: tuple[str, ...]
+    first_step: str
+    conditions: tuple[Condition, ...] = ()
+    keep_firing_seconds: float = 0.0
+    settle_steps: int = 0
+    on_by_default: bool = False
+    scope: Literal["run", "server"] = "run"
+
+    def condition(self, time_scale: float = 1.0) -> str:
+        """The PromQL expression. `time_scale` shortens its window, for a test or a rehearsal in seconds."""
+        window = duration(self.window_seconds * time_scale)
+        names = {"window": window, "warm_up": self.warm_up_steps, "settle": self.settle_steps}
+        return Template(self.expression).substitute(names)
+
+
+def about_runs(
+    name: str,
+    *conditions: Condition,
+    window_seconds: float = 0.0,
+    warm_up_steps: int = 500,
+    settle_steps: int = _SETTLE_STEPS,
+    keep_firing_seconds: float = 600.0,
+    **texts: Any,
+) -> Alert:
+    """An alert on each run that is beyond its warm-up and has settled after a resume."""
+    guards = " and on(run_id) collage_step > $warm_up" if warm_up_steps else ""
+    guards += " unless on(run_id) collage_steps_since_resume < $settle" if settle_steps else ""
+    return Alert(
+        name=name,
+        expression=_one_of(conditions, guarded=bool(guards)) + guards,
+        window_seconds=window_seconds,
+        warm_up_steps=warm_up_steps,
+        settle_steps=settle_steps,
+        keep_firing_seconds=keep_firing_seconds,
+        conditions=conditions,
+        **texts,
+    )
+
+
+def about_the_server(name: str, condition: Condition, *, window_seconds: float = 0.0, **texts: Any) -> Alert:
+    """An alert on the server itself."""
+    return Alert(
+        name=name,
+        expression=condition.promql(),
+        window_seconds=window_seconds,
+        warm_up_steps=0,
+        keep_firing_seconds=600.0,
+        conditions=(condition,),
+        scope="server",
+        **texts,
+    )
+
+
+def _one_of(conditions: tuple[Condition, ...], *, guarded: bool) -> str:
+    text = " or ".join(condition.promql() for condition in conditions)
+    return f"({text})" if guarded and len(conditions) > 1 else text
+
+
+def duration(seconds: float) -> str:
+    """Seconds as PromQL writes them, in the largest unit that gives a whole number: "1h", "90s", "1500ms"."""
+    milliseconds = round(seconds * 1000)
+    for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if milliseconds % size == 0 and milliseconds:
+            return f"{milliseconds // size}{unit}"
+    return f"{milliseconds}ms"

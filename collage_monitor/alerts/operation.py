@@ -1,0 +1,117 @@
+"""Alerts on what carries the measurements: silent runs, the agent's cost, the server's intake and disk."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from collage_monitor.alerts.definition import Condition, about_runs, about_the_server
+
+__all__ = ["ALERTS"]
+
+ALERTS: Final = (
+    about_runs(
+        "CollageRunStalled",
+        Condition("collage_last_report_timestamp_seconds", ">", 300.0, "age"),
+        for_seconds=0.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        keep_firing_seconds=1800.0,
+        severity="warning",
+        on_by_default=True,
+        summary="a run that says it is running has sent nothing for five minutes",
+        meaning=(
+            "The training hangs, its process was killed without a word, or the network between it and the server "
+            "is gone. After ten minutes the run counts as stale and leaves `/metrics`."
+        ),
+        other_causes=(
+            "a long evaluation or checkpoint, during which no step is taken",
+            "steps so long that the next measured one is more than five minutes away: log the loss at each step",
+        ),
+        first_step=(
+            "Look at the run's streams: which rank came last? Then at that process: is it alive, and is the "
+            "server's address reachable from there? What was not sent waits in its spool."
+        ),
+    ),
+    about_runs(
+        "CollageRunWithoutData",
+        Condition("collage_unmeasured_seconds", ">", 900.0),
+        for_seconds=60.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        severity="info",
+        summary="a run goes on for a quarter of an hour, and no step of it was measured",
+        meaning="The run logs values, but no optimizer is watched, or none of its steps is a measured one.",
+        other_causes=(
+            "a run that only logs, on purpose",
+            "a first step that takes very long, such as compilation",
+        ),
+        first_step=(
+            "Check that watch was called with the optimizer that trains this model, and that its interval is not "
+            "longer than the run; `collage-monitor doctor` tells what can be measured."
+        ),
+    ),
+    about_runs(
+        "CollageAgentOverBudget",
+        Condition("collage_agent_overhead_ratio", ">", 0.03),
+        for_seconds=1800.0,
+        settle_steps=0,
+        severity="info",
+        summary="the agent takes more than three hundredths of the training's CPU",
+        meaning=(
+            "The governor could not bring the agent's cost within its budget: every step is short, or whole "
+            "tensors are measured."
+        ),
+        other_causes=('budget=None or sample="all": nothing is governed, as asked',),
+        first_step=(
+            "Look at agent_overhead_ratio and agent_interval. Raise the interval between measured steps, or lower "
+            "the sample."
+        ),
+    ),
+    about_runs(
+        "CollageReportsDropped",
+        Condition("collage_reports_dropped", ">", 0.0, "growth"),
+        window_seconds=900.0,
+        for_seconds=0.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        severity="info",
+        summary="the agent gave up reports",
+        meaning=(
+            "Reports were dropped because the queue or the spool was full, or the server refused them. The "
+            "training is not harmed; its curves have gaps."
+        ),
+        other_causes=("the server was away for longer than the spool holds",),
+        first_step="Look at reports_dropped and the run's timeline for the reason, and at the server's log.",
+    ),
+    about_the_server(
+        "CollageIngestFailing",
+        Condition("collage_server_reports_total", ">", 0.0, "growth", labels=(("outcome", "=~", "rejected|late"),)),
+        window_seconds=600.0,
+        for_seconds=60.0,
+        severity="warning",
+        summary="the server refuses reports",
+        meaning=(
+            "Reports arrive that cannot be stored: malformed ones (rejected), or ones of steps that retention has "
+            "closed (late). They are lost for the run that sent them."
+        ),
+        other_causes=("an agent of another version that replays an old spool",),
+        first_step="Look at the server's log for the reason, and at the timelines of the runs that send now.",
+    ),
+    about_the_server(
+        "CollageDiskNearlyFull",
+        Condition("collage_server_disk_left_ratio", "<", 0.1),
+        for_seconds=300.0,
+        severity="critical",
+        on_by_default=True,
+        summary="less than a tenth of the room for data is left",
+        meaning=(
+            "The disk or its budget is nearly used up. At the end of it the server only reads, and agents keep "
+            "their reports in spools until these are full, too."
+        ),
+        other_causes=("other programs on the same disk",),
+        first_step=(
+            "Delete runs, shorten the retention (COLLAGE_SERVER_RETENTION_RAW_DAYS), or make room; `/readyz` tells "
+            "whether the server reads only."
+        ),
+    ),
+)

@@ -1,0 +1,140 @@
+"""Alerts on what is kept between steps: states, residuals, decay, and weights that somebody else changes."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from collage_monitor.alerts.definition import Condition, about_runs
+
+__all__ = ["ALERTS"]
+
+
+def _finding(key: str, comparison: Literal["<", ">"], threshold: float) -> Condition:
+    """A number that the judgement holds against a run; `/metrics` shows it only then."""
+    return Condition("collage_finding", comparison, threshold, labels=(("key", "=", key),))
+
+
+ALERTS: Final = (
+    about_runs(
+        "CollageSecondMomentStuck",
+        Condition("collage_state_decrement_ratio", "<", 0.5, labels=(("state", "=", "exp_avg_sq"),)),
+        for_seconds=900.0,
+        severity="warning",
+        on_by_default=True,
+        summary="the second moment decays by less than half of what it should",
+        meaning=(
+            "Its format rounds its decay away: the average can grow, but hardly shrink. As gradients fall, steps "
+            "become too small, and edq_ratio still reads 1."
+        ),
+        other_causes=(
+            "gradients that grow in every step: few elements should have shrunk, and the ratio is noisy",
+        ),
+        first_step=(
+            "Keep the second moment wider (plus, full or fp32-states), round it stochastically (light-stochastic), "
+            "or lower β₂ to what its format can decay."
+        ),
+    ),
+    about_runs(
+        "CollageResidualsOff",
+        _finding("residual_dropped_ratio", ">", 0.5),
+        _finding("residual_fill_ratio", ">", 2.0),
+        _finding("residual_zero_ratio", ">", 0.0),
+        for_seconds=0.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        keep_firing_seconds=1800.0,
+        severity="warning",
+        on_by_default=True,
+        summary="residuals were dropped, or hold more than rounding can leave",
+        meaning=(
+            "A residual carries what rounding took from a weight. If residuals are 0 again, something dropped "
+            "them, and the updates they carried are lost. If they hold more than two half gaps, weight and "
+            "residual no longer belong together."
+        ),
+        other_causes=(
+            "a checkpoint of another optimizer was loaded on purpose, to begin anew",
+            "weights were written from outside: external_writes then counts it",
+        ),
+        first_step=(
+            "Compare residual_dropped_ratio and residual_fill_ratio before and after the last resume. Save and "
+            "load the optimizer's whole state, and resume from the last checkpoint that has the residuals."
+        ),
+    ),
+    about_runs(
+        "CollageDecayLost",
+        _finding("decay_ratio", "<", 0.5),
+        for_seconds=1800.0,
+        severity="warning",
+        summary="more than half of the weight decay is rounded away",
+        meaning=(
+            "The optimizer decays weights as a rounded operation of its own. Each decay is below half a gap, so "
+            "the weights stay as they are: the run trains without the decay that its settings state."
+        ),
+        other_causes=("the end of a learning-rate schedule, where decay is next to nothing by intent",),
+        first_step=(
+            "Look at decay_ratio by layer. Let the decay enter the update (every strategy here but plain does so), "
+            "or keep the weights wider."
+        ),
+    ),
+    about_runs(
+        "CollageNotFinite",
+        _finding("nonfinite_params", ">", 0.0),
+        _finding("residual_nonfinite", ">", 0.0),
+        for_seconds=0.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        severity="critical",
+        on_by_default=True,
+        summary="weights or residuals are NaN or infinite",
+        meaning="What is not finite spreads with the next forward pass and no step brings it back.",
+        other_causes=("parameters that are meant to be infinite, such as masks kept among the weights",),
+        first_step=(
+            "Stop the run. Find the first layer with nonfinite_params or residual_nonfinite, and resume from a "
+            "checkpoint before that step with a lower learning rate or with clipping."
+        ),
+    ),
+    about_runs(
+        "CollageReplicaMismatch",
+        Condition("collage_replica_mismatches", ">", 0.0),
+        for_seconds=0.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        severity="critical",
+        on_by_default=True,
+        summary="ranks that should hold the same weights do not",
+        meaning=(
+            "Checksums of the same sampled elements differ between replicas. Memory or a link flipped bits, or "
+            "code treats ranks differently. Averaged gradients spread the error to all of them."
+        ),
+        other_causes=(
+            "weights that are drawn at random on each rank, without a common seed",
+            "an operation whose order of additions differs between devices",
+        ),
+        first_step=(
+            "The run's timeline names the first layer, step and ranks. Take the machine of the odd rank out, and "
+            "resume all ranks from one checkpoint."
+        ),
+    ),
+    about_runs(
+        "CollageExternalWrites",
+        Condition("collage_external_writes", ">", 0.0, "growth"),
+        window_seconds=1800.0,
+        for_seconds=0.0,
+        warm_up_steps=0,
+        settle_steps=0,
+        severity="warning",
+        summary="somebody else writes the weights that the optimizer keeps",
+        meaning=(
+            "The optimizer found a weight changed between two steps, and dropped the residual or master value "
+            "beside it: what that had gathered is lost at each such write."
+        ),
+        other_causes=(
+            "weights loaded on purpose in the middle of a run",
+            "an average of weights that is swapped in for evaluation and out again",
+        ),
+        first_step=(
+            "Look at the steps at which external_writes grows. Load weights through the optimizer's own loading, "
+            "and write averages to a copy."
+        ),
+    ),
+)

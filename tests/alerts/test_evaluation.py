@@ -1,0 +1,95 @@
+"""The server's evaluation of the catalogue: fires and ends when reckoned, as promtool confirms of the same runs."""
+
+import math
+
+import pytest
+
+from collage_monitor.alerts import ALERTS, Alert, Condition
+from collage_monitor.alerts.evaluation import Evaluation, Sample
+from tests.alerts.traces import CASES, fires, length_of, traces
+
+RUN = (("run_id", "r"),)
+
+
+def spans(name, time_scale=1.0):
+    """(run_id, first minute, first minute after it) of each time the alert fires in the traces of its case."""
+    evaluation, found, begun = Evaluation([ALERTS[name]], time_scale), [], {}
+    held = traces(name)
+    for minute in range(length_of(name)):
+        samples = [
+            Sample(trace.name, tuple(sorted(trace.labels.items())), trace.values[minute])
+            for trace in held
+            if trace.values[minute] is not None
+        ]
+        for change in evaluation.observe(60.0 * minute * time_scale, samples):
+            run_id = dict(change.labels).get("run_id", "sick")
+            if change.firing:
+                begun[run_id] = minute
+            else:
+                found.append((run_id, begun.pop(run_id), minute))
+    assert not begun
+    return found
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_it_fires_when_promtool_does(name):
+    assert spans(name) == [("sick", *fires(name))]
+
+
+def test_every_alert_has_a_case():
+    assert list(CASES) == list(ALERTS)
+
+
+def test_a_time_scale_shortens_it_alike():
+    assert spans("CollageEdqLow", 1 / 60) == [("sick", *fires("CollageEdqLow"))]
+
+
+def evaluated(condition, values, window=600.0):
+    """What the condition measures at the last of the values, one a minute; None where it does not hold."""
+    entry = Alert("A", "", window, 0.0, 0, "info", "", "", (), "", conditions=(condition,), keep_firing_seconds=0.0)
+    evaluation, found = Evaluation([entry]), None
+    for minute, value in enumerate(values):
+        samples = [] if value is None else [Sample("s", RUN, value)]
+        changes = evaluation.observe(60.0 * minute, samples)
+        found = changes[0].value if changes and changes[0].firing else None
+    return found
+
+
+def test_deviations_are_robust_and_a_series_without_noise_does_not_alarm():
+    deviations = Condition("s", ">", 8.0, "deviations")
+    noisy = [1.0, 1.1, 0.9, 1.05, 0.95] * 4
+    assert evaluated(deviations, [*noisy, 1.2]) is None
+    assert evaluated(deviations, [*noisy, 9.0, 1.0]) is None
+    assert evaluated(deviations, [*noisy, 9.0]) > 8.0
+    assert evaluated(deviations, [*[1.0] * 20, 1.01]) is None
+    assert evaluated(deviations, [*[0.0] * 20, 1.0]) == math.inf
+
+
+def test_growth_counts_from_nothing_and_forgets_what_is_old():
+    growth = Condition("s", ">", 0.0, "growth")
+    assert evaluated(growth, [None, None, 3.0]) == 3.0
+    assert evaluated(growth, [3.0] * 20 + [5.0]) == 2.0
+    assert evaluated(growth, [5.0] * 12 + [1.0]) is None
+
+
+def test_the_newest_within_the_window_counts_however_old():
+    recent = Condition("s", ">", 0.5, "recent")
+    entry = Alert("A", "", 600.0, 300.0, 0, "info", "", "", (), "", conditions=(recent,), keep_firing_seconds=0.0)
+    evaluation = Evaluation([entry])
+    firing = []
+    for minute, value in enumerate([0.9, *[None] * 12]):
+        firing += [
+            (minute, change.firing)
+            for change in evaluation.observe(60.0 * minute, [] if value is None else [Sample("s", RUN, value)])
+        ]
+    assert firing == [(5, True), (11, False)]
+
+
+def test_an_alert_that_fired_before_a_restart_is_taken_over():
+    entry = ALERTS["CollageReplicaMismatch"]
+    evaluation = Evaluation([entry])
+    evaluation.resume(entry, RUN, since=0.0, value=2.0)
+    assert evaluation.observe(10.0, [Sample("collage_replica_mismatches", RUN, 2.0)]) == []
+    assert evaluation.observe(20.0, []) == []
+    (ended,) = evaluation.observe(20.0 + entry.keep_firing_seconds, [])
+    assert (ended.firing, ended.since, ended.value) == (False, 0.0, 2.0)
