@@ -87,7 +87,7 @@ def encode_json(answer: Any) -> bytes:
     return _ENCODE_JSON(answer)
 
 
-def decode_message(data: bytes, kind: type[_Message], content_type: str = MSGPACK) -> _Message:
+def decode_message(data: bytes | bytearray, kind: type[_Message], content_type: str = MSGPACK) -> _Message:
     """Decode a message of type `kind` from msgpack or JSON.
 
     Raises:
@@ -108,7 +108,7 @@ def encode_batch(batch: ReportBatch, content_type: str = MSGPACK) -> bytes:
     return _ENCODE_JSON(_JsonBatch(reports=[_to_json(report) for report in batch.reports], gaps=batch.gaps))
 
 
-def decode_batch(data: bytes, content_type: str = MSGPACK) -> ReportBatch:
+def decode_batch(data: bytes | bytearray, content_type: str = MSGPACK) -> ReportBatch:
     """Decode a batch from msgpack or JSON.
 
     Raises:
@@ -123,7 +123,9 @@ def decode_batch(data: bytes, content_type: str = MSGPACK) -> ReportBatch:
         raise _wire_error(error) from error
 
 
-def decode_batch_singly(data: bytes, content_type: str = MSGPACK) -> tuple[ReportBatch, list[RejectedReport]]:
+def decode_batch_singly(
+    data: bytes | bytearray, content_type: str = MSGPACK
+) -> tuple[ReportBatch, list[RejectedReport]]:
     """Decode what can be decoded of a batch that `decode_batch` refuses; say what is wrong with each other report.
 
     `index` is a refused report's place in the batch as it was sent.
@@ -158,7 +160,7 @@ def decode_batch_singly(data: bytes, content_type: str = MSGPACK) -> tuple[Repor
     return ReportBatch(reports=kept, gaps=parts.gaps), refused
 
 
-def _parts(data: bytes, content_type: str) -> _RawBatch | _PlainBatch:
+def _parts(data: bytes | bytearray, content_type: str) -> _RawBatch | _PlainBatch:
     """The reports one by one, in no more memory than decoding them together takes.
 
     Only msgpack gives the length of a list before its elements, and in JSON a `Raw` is larger than most elements.

@@ -36,7 +36,7 @@ _Message = TypeVar("_Message")
 _JSON_GROWTH: Final = 16
 _PATIENCE_SECONDS: Final = 20.0
 _SLOWEST_BYTES_A_SECOND: Final = 100_000
-"""Slower bodies are given up: one whose sender has died would hold its room in the budget for ever."""
+"""Slower bodies are given up, after some patience: one whose sender has died would hold its room for ever."""
 ENCODINGS: Final = ("identity", "gzip", "zstd")
 _WINDOW_BYTES: Final = 8 * 2**20
 _GZIP_BITS: Final = 31
@@ -82,14 +82,25 @@ def _header(request: Request, name: bytes, default: str) -> str:
 def body_lease(request: Request, components: Components) -> BudgetLease:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
+    It grows with the bytes that come: what a header declares takes nothing from others.
+
     Raises:
         TooLarge: the body says that it is larger than `body_bytes`.
-        Busy: there is no room (on entering).
+        Busy: whole bodies that wait leave no room for it.
     """
-    return components.in_flight.hold(declared_size(request, components.settings.body_bytes))
+    limit = components.settings.body_bytes
+    declared = declared_size(request, limit)
+    components.in_flight.admit(0 if _header(request, b"content-length", "") == "" else declared)
+    state = request.scope["state"]
+    holders = [f"token {state['principal'].actor}"]
+    if state.get("project") is not None:
+        holders.append(f"project {state['project']}")
+    return components.in_flight.receive(holders)
 
 
-async def read_body(request: Request, components: Components, held: BudgetLease, content_type: str) -> bytes:
+async def read_body(
+    request: Request, components: Components, held: BudgetLease, content_type: str
+) -> bytes | bytearray:
     """The whole body, decompressed, refused as soon as it grows beyond its limit.
 
     `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.
@@ -103,7 +114,7 @@ async def read_body(request: Request, components: Components, held: BudgetLease,
     settings = components.settings
     is_json = content_type == wire.JSON
     encoding = checked_encoding(_header(request, b"content-encoding", "identity"))
-    body = await _read_sent(request, held.size, settings.body_bytes)
+    body: bytes | bytearray = await _read_sent(request, held, settings.body_bytes)
     if encoding != "identity":
         limit = settings.body_bytes if is_json else settings.decompressed_bytes
         bound = decompressed_bound(body, encoding, limit)
@@ -113,29 +124,27 @@ async def read_body(request: Request, components: Components, held: BudgetLease,
     return body
 
 
-async def _read_sent(request: Request, expected: int, limit: int) -> bytes:
-    """The bytes of a body that holds room for `expected`, as long as they keep arriving."""
-    seconds = _PATIENCE_SECONDS + expected / _SLOWEST_BYTES_A_SECOND
+async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearray:
+    """The bytes of a body as long as they keep arriving; each that came gives the next ones time."""
+    body = bytearray()
+    began = asyncio.get_running_loop().time()
+    seconds = _PATIENCE_SECONDS
     try:
-        async with asyncio.timeout(seconds):
-            return await _joined(request, limit)
+        async with asyncio.timeout_at(began + seconds) as deadline:
+            async for part in request.stream():
+                if len(body) + len(part) > limit:
+                    raise _too_large(limit)
+                held.arrive(len(part))
+                body += part
+                seconds = _PATIENCE_SECONDS + len(body) / _SLOWEST_BYTES_A_SECOND
+                deadline.reschedule(began + seconds)
     except TimeoutError as error:
         raise Busy(
-            f"the body did not arrive within {seconds:.0f} seconds, and others wait for its room; send it again",
+            f"the body did not arrive within {seconds:.0f} seconds ({len(body)} bytes did); send it again, faster "
+            f"than {_SLOWEST_BYTES_A_SECOND} bytes a second",
             retry_after_seconds=1,
         ) from error
-
-
-async def _joined(request: Request, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        if part:  # The last one is empty.
-            parts.append(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return body
 
 
 def _too_large(limit: int) -> TooLarge:
@@ -154,7 +163,7 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
         return _decoded(await read_body(request, components, held, content_type), kind, content_type)
 
 
-def _decoded(data: bytes, kind: type[_Message], content_type: str) -> _Message:
+def _decoded(data: bytes | bytearray, kind: type[_Message], content_type: str) -> _Message:
     limit = wire.LIMITS["config_bytes"]
     if len(data) > limit and kind is wire.RunCreate:
         raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
@@ -186,7 +195,7 @@ def checked_encoding(header: str) -> str:
     return encoding
 
 
-def decompressed_bound(body: bytes, encoding: str, limit: int) -> int:
+def decompressed_bound(body: bytes | bytearray, encoding: str, limit: int) -> int:
     """At most so many bytes are behind this body: what a zstd header states, else the limit.
 
     Raises:
@@ -206,7 +215,7 @@ def decompressed_bound(body: bytes, encoding: str, limit: int) -> int:
     return int(stated)
 
 
-def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
     """The bytes behind an encoded body; takes no more memory than about twice `limit`.
 
     Raises:
@@ -216,7 +225,7 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     return _gunzip(body, limit) if encoding == "gzip" else _unzstd(body, limit)
 
 
-def _gunzip(body: bytes, limit: int) -> bytes:
+def _gunzip(body: bytes | bytearray, limit: int) -> bytes:
     stream = zlib.decompressobj(_GZIP_BITS)
     try:
         data = stream.decompress(body, limit + 1)
@@ -229,7 +238,7 @@ def _gunzip(body: bytes, limit: int) -> bytes:
     return data
 
 
-def _unzstd(body: bytes, limit: int) -> bytes:
+def _unzstd(body: bytes | bytearray, limit: int) -> bytes:
     decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
     try:
         if zstandard.get_frame_parameters(body).content_size != zstandard.CONTENTSIZE_UNKNOWN:
@@ -239,7 +248,7 @@ def _unzstd(body: bytes, limit: int) -> bytes:
         raise _undecodable("zstd", str(error)) from error
 
 
-def _stream(decoder: zstandard.ZstdDecompressor, body: bytes, limit: int) -> bytes:
+def _stream(decoder: zstandard.ZstdDecompressor, body: bytes | bytearray, limit: int) -> bytes:
     """The frame in slices so small that one of them cannot hold much: zstd packs 32 KiB into a byte at best."""
     stream = decoder.decompressobj()
     parts: list[bytes] = []

@@ -48,7 +48,9 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
         return answer(stored)
 
 
-def _decode_singly(body: bytes, content_type: str) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
+def _decode_singly(
+    body: bytes | bytearray, content_type: str
+) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
     try:
         return wire.decode_batch_singly(body, content_type)
     except WireError as error:

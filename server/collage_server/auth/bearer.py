@@ -76,6 +76,16 @@ class AccessPolicy:
             await self._check_projects(principal, ids, query)
         return principal
 
+    async def project_of(self, method: str, path: str) -> str | None:
+        """The project that a request is about, as far as its path tells; None where nothing has such an id."""
+        rule = matched_rule(method, path)
+        ids = {} if rule is None else rule[1]
+        if "run_id" in ids:
+            return await self._owner("run", ids["run_id"], self._store.project_of)
+        if "stream_id" in ids:
+            return await self._owner("stream", ids["stream_id"], self._store.project_of_stream)
+        return ids.get("project")
+
     async def _authenticated(self, headers: Mapping[bytes, bytes]) -> Principal:
         header = headers.get(b"authorization", b"")
         if header[: len(_SCHEME)].lower() != _SCHEME:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from threading import Lock
 from types import TracebackType
 from typing import Final
@@ -25,9 +26,13 @@ _RETRY_AFTER_SECONDS: Final = 2
 class InFlightBudget:
     """A budget of bytes; used on the event loop only, so without a lock.
 
-    At most `limit`, and at any moment `allowed`: less when reports have lately waited longer than `wait_seconds`
-    for their commit, whatever the reason, and more again as they do not. It falls by a share, and grows by a share
-    of what is acknowledged in time.
+    `bytes` are those of whole bodies, not answered yet, `arriving` those that have come of others. Both together
+    stay within `limit`. At any moment whole bodies are admitted up to `allowed`: less when reports have lately
+    waited longer than `wait_seconds` for their commit, whatever the reason, and more again as they do not. It falls
+    by a share, and grows by a share of what is acknowledged in time.
+
+    One holder (a token, a project) may hold as much as it leaves free: half of the budget alone, a third beside
+    another. So there is always room for one more.
     """
 
     def __init__(
@@ -36,6 +41,8 @@ class InFlightBudget:
         self.limit = limit
         self.allowed = limit
         self.bytes = 0
+        self.arriving = 0
+        self.held_by: Counter[str] = Counter()
         self._wait_seconds = wait_seconds
         self._clock = clock
         self._next_cut = -math.inf
@@ -49,8 +56,17 @@ class InFlightBudget:
             self._next_cut = self._clock() + seconds
             self.allowed = min(self.limit, max(_LEAST, int(_CUT * min(self.allowed, self.bytes))))
 
+    def admit(self, size: int) -> None:
+        """Whether a body of `size` bytes may begin: what has not come yet holds nothing.
+
+        Raises:
+            Busy: whole bodies that wait leave no room for it.
+        """
+        if self.bytes and self.bytes + size > self.allowed:
+            raise _busy(self.bytes, self.allowed)
+
     def hold(self, size: int) -> BudgetLease:
-        """Take `size` bytes from the budget while the context that is entered lasts.
+        """Take `size` bytes of a whole body from the budget while the context that is entered lasts.
 
         A single body always passes when nothing else is in flight, however small the budget.
 
@@ -59,40 +75,83 @@ class InFlightBudget:
         """
         return BudgetLease(self, size)
 
+    def receive(self, holders: Sequence[str]) -> BudgetLease:
+        """A lease that holds nothing yet, and grows with what arrives, within the share of each holder."""
+        return BudgetLease(self, 0, holders)
+
 
 class BudgetLease:
     """One request's part of the budget."""
 
-    def __init__(self, budget: InFlightBudget, asked: int) -> None:
+    def __init__(self, budget: InFlightBudget, asked: int, holders: Sequence[str] = ()) -> None:
         self.size = 0
+        self.arrived = 0
         self._budget = budget
         self._asked = asked
+        self._holders = holders
 
     def __enter__(self) -> BudgetLease:
+        if self._asked:
+            self._budget.admit(self._asked)
         self.resize(self._asked)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._budget.bytes -= self.size
+        self._hold(arrived=0, size=0)
+
+    def arrive(self, size: int) -> None:
+        """Hold `size` more bytes of a body that is not whole yet.
+
+        Raises:
+            Busy: they do not fit beside what others hold, or beyond a holder's share.
+        """
+        self._require_room(size)
+        self._hold(arrived=self.arrived + size, size=self.size)
 
     def resize(self, size: int) -> None:
-        """Hold so many bytes from now on.
+        """Hold so many bytes from now on, of a body that is whole.
 
         Raises:
             Busy: they do not fit beside what others hold.
         """
-        others = self._budget.bytes - self.size
-        if size > self.size and others and others + size > self._budget.allowed:
-            raise Busy(
-                f"{others} bytes of other bodies are in flight, at most {self._budget.allowed} in all now; "
-                "send this one again later",
-                limit=self._budget.allowed,
-                retry_after_seconds=1,
-            )
-        self._budget.bytes = others + size
-        self.size = size
+        self._require_room(size - self.size - self.arrived)
+        self._hold(arrived=0, size=size)
+
+    def _require_room(self, more: int) -> None:
+        budget = self._budget
+        held = budget.bytes + budget.arriving
+        if more <= 0 or held == self.size + self.arrived:
+            return
+        if held + more > budget.limit:
+            raise _busy(held - self.size - self.arrived, budget.limit)
+        for holder in self._holders:
+            if budget.held_by[holder] + more > budget.limit - held:
+                raise Busy(
+                    f"{holder} holds {budget.held_by[holder]} bytes of bodies in flight, and the rest of "
+                    f"{budget.limit} is kept for others; send this one again later",
+                    limit=budget.limit,
+                    retry_after_seconds=1,
+                )
+
+    def _hold(self, *, arrived: int, size: int) -> None:
+        budget = self._budget
+        budget.arriving += arrived - self.arrived
+        budget.bytes += size - self.size
+        for holder in self._holders:
+            budget.held_by[holder] += arrived + size - self.arrived - self.size
+            if not budget.held_by[holder]:
+                del budget.held_by[holder]
+        self.arrived, self.size = arrived, size
+
+
+def _busy(others: int, limit: int) -> Busy:
+    return Busy(
+        f"{others} bytes of other bodies are in flight, at most {limit} in all now; send this one again later",
+        limit=limit,
+        retry_after_seconds=1,
+    )
 
 
 class JournalBounds:

@@ -97,7 +97,7 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
 
 
 class AccessControl:
-    """Admits requests by token, role and project, and leaves their principal in the request's state."""
+    """Admits requests by token, role and project; their state holds the principal, and the project of a POST."""
 
     def __init__(self, app: ASGIApp, access: AccessPolicy) -> None:
         self.app = app
@@ -106,9 +106,10 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             state = scope["state"]
-            state["principal"] = await self.access.admit(
-                scope["method"], scope["path"], scope["query_string"], state["headers"]
-            )
+            method, path = scope["method"], scope["path"]
+            state["principal"] = await self.access.admit(method, path, scope["query_string"], state["headers"])
+            if method == "POST":
+                state["project"] = await self.access.project_of(method, path)
         await self.app(scope, receive, send)
 
 
