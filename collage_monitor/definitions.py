@@ -29,8 +29,10 @@ __all__ = [
     "active_elements",
     "as_is",
     "cosine",
+    "noise_ratio",
     "ratio",
     "root_ratio",
+    "rounding_variance",
     "sums",
 ]
 
@@ -51,7 +53,8 @@ class Statistic:
     """One estimated total: what it is and how it merges. `label` says what follows the slash in its key.
 
     `needs`: what must be known of a step, the intended update or the gradient; without it, the total is reported as
-    missing. `raw`: the total describes the sample, and is never multiplied by elements / sampled.
+    missing. `raw`: the total describes the sample, and is never multiplied by elements / sampled. `variance`: it is
+    multiplied by the square of that.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Statistic:
     label: str | None = None
     needs: tuple[Need, ...] = ()
     raw: bool = False
+    variance: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,21 @@ def sums(
 ) -> list[Statistic]:
     """Statistics that add up over shards and over steps, given as name=help."""
     return [Statistic(name, "sum", "sum", unit, text, label, needs, raw) for name, text in help_of.items()]
+
+
+def rounding_variance(name: str, unit: str, product: str, squares: str, *, label: str | None = None) -> Statistic:
+    """The statistic of how far random rounding may bring Σ `product` off Σ `squares`, which it equals in the mean.
+
+    Blocks are rounded independently of each other: the sum over them of (Σ product − Σ squares)² is the variance of
+    the total, whatever the tails of its elements. It adds up over shards and over steps.
+    """
+    text = f"Σ over blocks of (Σ {product} − Σ {squares} of the block)²: the variance that random rounding gives."
+    return Statistic(name, "sum", "sum", unit, text, label, ("intended",), variance=True)
+
+
+def noise_ratio(variance: Array, under: Array) -> Array:
+    """√variance / |under|; NaN where `under` is 0."""
+    return ratio(np.sqrt(variance), np.abs(under))
 
 
 def ratio(over: Array, under: Array) -> Array:

@@ -37,7 +37,10 @@ _OF_MODEL: Final = frozenset(
         "cast_changed_ratio",
         "decay_ratio",
         "distorted",
+        "edq_noise_ratio",
+        "edq_oracle_noise_ratio",
         "edq_oracle_ratio",
+        "edq_window_noise_ratio",
         "edq_window_ratio",
         "faithful",
         "idle",
@@ -45,10 +48,12 @@ _OF_MODEL: Final = frozenset(
         "lost_visible_ratio",
         "nonfinite",
         "nonfinite_params",
+        "residual_dropped_ratio",
         "residual_fill_ratio",
         "residual_nonfinite",
         "residual_zero_ratio",
         "sampled",
+        "state_decrement_noise_ratio",
         "state_decrement_ratio",
     }
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from collage_monitor.judgement.evidence import Evidence, finite
@@ -68,11 +67,7 @@ class Case:
             error is not None and error > 2 * EDQ_TOLERANCE
         )
 
-    @property
-    def chance(self) -> float:
-        """How far stochastic rounding may bring edq_ratio off 1 by chance: three standard errors, ‖e − u‖ / ‖u‖
-        over the root of the sampled elements with u ≠ 0."""
-        error, sampled = self.number("update_error_ratio"), self.number("sampled")
-        if not self.stochastic or error is None or not sampled:
-            return 0.0
-        return 3 * error / math.sqrt(max(sampled * (1 - self.idle), 1.0))
+    def chance(self, key: str) -> float:
+        """How far stochastic rounding may bring a ratio off 1 by chance: three of its standard errors. 0 where
+        rounding is to nearest, whose errors are no chance. `key`: that of the standard error."""
+        return 3 * (self.number(key) or 0.0) if self.stochastic else 0.0

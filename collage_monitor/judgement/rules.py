@@ -61,7 +61,7 @@ def _descent(case: Case) -> Iterator[Finding]:
     low, high = case.number(f"{key}_low"), case.number(f"{key}_high")
     if edq is None or (case.stochastic and case.without_interval and key == "edq_ratio"):
         return
-    slack = EDQ_TOLERANCE + case.chance
+    slack = EDQ_TOLERANCE + case.chance(key.replace("_ratio", "_noise_ratio"))
     if edq < 1 - slack and (high is None or high < 1 - EDQ_TOLERANCE):
         yield Finding("losing updates", f"EDQ{over} is {edq:.3f}: updates are lost", key, edq, 1 - EDQ_TOLERANCE)
     elif edq > 1 + slack and (low is None or low > 1 + EDQ_TOLERANCE):
@@ -114,9 +114,8 @@ def _loses_most(case: Case, layer: str) -> bool:
 def _states(case: Case) -> Iterator[Finding]:
     """A moving average in low precision whose decrements are below half a gap can only grow, and makes steps too
     small; EDQ, which takes the stored state for granted, cannot see it."""
-    # Rounded at random, decrements are right in the mean only: off by 0.1 in small models.
-    tolerance = STATE_TOLERANCE * (3 if case.stochastic else 1)
     for name, value in state_decrements(case.model).items():
+        tolerance = STATE_TOLERANCE + case.chance(f"state_decrement_noise_ratio/{name}")
         key = f"state_decrement_ratio/{name}"
         if value < 1 - tolerance:
             text = f"the state {name} does not decay as it should ({value:.3f})"
@@ -175,7 +174,7 @@ def _oracle(case: Case) -> Iterator[Finding]:
     value, low, high = (case.number(name) for name in (key, f"{key}_low", f"{key}_high"))
     if value is None:
         return
-    slack = ORACLE_TOLERANCE + case.chance
+    slack = ORACLE_TOLERANCE + case.chance("edq_oracle_noise_ratio")
     if value < 1 - slack and (high is None or high < 1 - ORACLE_TOLERANCE):
         yield Finding("steps are off", f"the oracle disagrees ({value:.3f})", key, value, 1 - ORACLE_TOLERANCE)
     elif value > 1 + slack and (low is None or low > 1 + ORACLE_TOLERANCE):

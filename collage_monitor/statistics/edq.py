@@ -14,8 +14,10 @@ from collage_monitor.definitions import (
     Metric,
     Statistic,
     cosine,
+    noise_ratio,
     ratio,
     root_ratio,
+    rounding_variance,
     sums,
 )
 
@@ -26,9 +28,18 @@ def _edq(product: Array, squares: Array, steps: Array) -> Array:
     return ratio(product, np.sqrt(squares * steps))
 
 
-def _error(product: Array, squares: Array, others: Array) -> Array:
+def _with_u(effective: Array, without_u: Array) -> Array:
+    """Σ e² of the tensors whose u is known."""
+    return np.maximum(effective - np.nan_to_num(without_u), 0.0)
+
+
+def _cosine(product: Array, squares: Array, others: Array, without_u: Array) -> Array:
+    return cosine(product, squares, _with_u(others, without_u))
+
+
+def _error(product: Array, squares: Array, others: Array, without_u: Array) -> Array:
     # Σ (e − u)², which rounding may leave a little below 0.
-    return root_ratio(np.maximum(others - 2 * product + squares, 0.0), squares)
+    return root_ratio(np.maximum(_with_u(others, without_u) - 2 * product + squares, 0.0), squares)
 
 
 EDQ = Definition(
@@ -40,7 +51,13 @@ EDQ = Definition(
             intended_effective_sum="Σ u·e",
             intended_visible_sum="Σ u·eᵛ",
         ),
-        *sums("weight²", effective_squared_sum="Σ e²", visible_squared_sum="Σ eᵛ²"),
+        rounding_variance("rounding_variance", "weight⁴", "u·e", "u²"),
+        *sums(
+            "weight²",
+            effective_squared_sum="Σ e²",
+            visible_squared_sum="Σ eᵛ²",
+            effective_squared_sum_without_u="Σ e² of tensors whose u is not known: it enters no ratio to u.",
+        ),
     ),
     metrics=(
         Metric(
@@ -72,8 +89,20 @@ EDQ = Definition(
             "Σ u·e / √(Σ u² · Σ e²)",
             "Direction of the effective update against the intended one.",
             needs=("intended_effective_sum", "intended_squared_sum", "effective_squared_sum"),
-            finish=cosine,
+            helpful=("effective_squared_sum_without_u",),
+            finish=_cosine,
             ideal=1.0,
+        ),
+        Metric(
+            "edq_noise_ratio",
+            "EDQ, noise of rounding",
+            "ratio",
+            "√rounding_variance / Σ u²",
+            "Standard error of edq_ratio where rounding is random: what chance takes or adds in these steps. Says "
+            "nothing of rounding to nearest, whose errors are no chance.",
+            needs=("rounding_variance", "intended_squared_sum"),
+            finish=noise_ratio,
+            ideal=0.0,
         ),
         Metric(
             "update_error_ratio",
@@ -84,6 +113,7 @@ EDQ = Definition(
             "an overshoot does not make up for a loss, as it does in edq_ratio. Stochastic rounding adds noise to "
             "it that evens out.",
             needs=("intended_effective_sum", "intended_squared_sum", "effective_squared_sum"),
+            helpful=("effective_squared_sum_without_u",),
             finish=_error,
             ideal=0.0,
         ),

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collage_monitor.definitions import Definition, Metric, Statistic, as_is, ratio, sums
+from collage_monitor.definitions import (
+    Definition,
+    Metric,
+    Statistic,
+    as_is,
+    noise_ratio,
+    ratio,
+    rounding_variance,
+    sums,
+)
 
 __all__ = ["DECAY", "RESIDUALS", "STATES"]
 
@@ -16,6 +25,9 @@ STATES = Definition(
                 "Σ (|s after| − |s before|) as stored, over elements whose |s| should shrink."
             ),
             state_decrement_intended_sum="The same sum in exact arithmetic.",
+        ),
+        rounding_variance(
+            "state_rounding_variance", "state²", "observed decrements", "intended ones", label="state"
         ),
         *sums(
             "elements",
@@ -37,6 +49,17 @@ STATES = Definition(
             label="state",
             ideal=1.0,
             exposed=True,
+        ),
+        Metric(
+            "state_decrement_noise_ratio",
+            "State decrement, noise of rounding",
+            "ratio",
+            "√state_rounding_variance / |Σ intended decrements|",
+            "Standard error of state_decrement_ratio where states are rounded at random: what chance makes of it.",
+            needs=("state_rounding_variance", "state_decrement_intended_sum"),
+            finish=noise_ratio,
+            label="state",
+            ideal=0.0,
         ),
         Metric(
             "state_zero_ratio",

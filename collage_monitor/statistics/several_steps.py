@@ -7,6 +7,7 @@ optimizer with weights and states of its own, is fed the same gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from collage_monitor.definitions import (
     Array,
@@ -16,8 +17,10 @@ from collage_monitor.definitions import (
     Statistic,
     as_is,
     cosine,
+    noise_ratio,
     ratio,
     root_ratio,
+    rounding_variance,
     sums,
 )
 
@@ -48,6 +51,9 @@ WINDOWS = Definition(
         _window("window_effective_squared_sum", "weight²", "Σ E²"),
         _window("window_intended_visible_sum", "weight²", "Σ U·Eᵛ"),
         _window("window_visible_squared_sum", "weight²", "Σ Eᵛ²"),
+        replace(
+            rounding_variance("window_rounding_variance", "weight⁴", "U·E", "U²", label="steps"), over_steps="last"
+        ),
         _window("window_active", "elements", "Elements with U ≠ 0."),
         _window("window_lost", "elements", "U ≠ 0 and E = 0."),
         _window("window_lost_visible", "elements", "U ≠ 0 and Eᵛ = 0."),
@@ -59,6 +65,15 @@ WINDOWS = Definition(
             "Σ U·E / Σ U², U = Σ u and E = the change of θ over k steps",
             "As edq_ratio, for k steps together. Hardly depends on k: one step forecasts it.",
             ("window_intended_effective_sum", "window_intended_squared_sum"),
+        ),
+        _ratio_over_window(
+            "edq_window_noise_ratio",
+            "EDQ over a window, noise of rounding",
+            "√window_rounding_variance / Σ U²",
+            "Standard error of edq_window_ratio where rounding is random.",
+            ("window_rounding_variance", "window_intended_squared_sum"),
+            finish=noise_ratio,
+            ideal=0.0,
         ),
         _ratio_over_window(
             "edq_window_cosine",
@@ -126,6 +141,7 @@ ORACLE = Definition(
             oracle_effective_sum="Σ o·e, on the oracle's sample.",
             oracle_intended_squared_sum="Σ u², on the oracle's sample.",
         ),
+        rounding_variance("oracle_rounding_variance", "weight⁴", "o·e", "o²"),
         _since_attach("oracle_displacement_squared_sum", "Σ O², since attach."),
         _since_attach("oracle_displacement_effective_sum", "Σ O·E, since attach."),
         _since_attach("oracle_drift_squared_sum", "Σ (E − O)², since attach."),
@@ -147,6 +163,16 @@ ORACLE = Definition(
                 sample=("oracle_sampled", "oracle_elements", "oracle_active_blocks"),
             ),
             exposed=True,
+        ),
+        Metric(
+            "edq_oracle_noise_ratio",
+            "EDQ against the oracle, noise of rounding",
+            "ratio",
+            "√oracle_rounding_variance / Σ o²",
+            "Standard error of edq_oracle_ratio where rounding is random.",
+            needs=("oracle_rounding_variance", "oracle_squared_sum"),
+            finish=noise_ratio,
+            ideal=0.0,
         ),
         Metric(
             "oracle_step_norm_ratio",

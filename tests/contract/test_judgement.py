@@ -1,12 +1,26 @@
 """The words follow from the numbers: no good word without evidence from every side, no bad one without a number."""
 
+import ast
+import inspect
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collage_monitor import wire
-from collage_monitor.judgement import Evidence, evidence_of, judge, longest_window, percent
+from collage_monitor import evidence, wire
+from collage_monitor.judgement import (
+    Evidence,
+    case,
+    doubts,
+    evidence_of,
+    judge,
+    longest_window,
+    percent,
+    rules,
+    words,
+)
+from collage_monitor.metrics import METRICS, split_key
 
 STATE = "state_decrement_ratio/exp_avg_sq"
 GOOD = {"edq_ratio": 1.0, STATE: 1.0, "lost_update_ratio": 0.0, "update_error_ratio": 0.0, "measured_ratio": 1.0}
@@ -96,9 +110,38 @@ def test_stochastic_rounding_is_not_judged_by_what_one_step_loses():
 
 
 def test_chance_is_no_loss_where_rounding_is_stochastic():
-    model = {**GOOD, "edq_ratio": 0.9, "update_error_ratio": 6.0, "elements": 1e4, "idle": 0.0}
-    assert judged({**model, "sampled": 1e4}, strategy="stochastic").health == "unknown"
-    assert judged({**model, "sampled": 1e8}, strategy="stochastic").health == "losing updates"
+    model = {**GOOD, "edq_ratio": 0.9, "update_error_ratio": 6.0, "elements": 1e4, "sampled": 1e4, "idle": 0.0}
+    assert judged({**model, "edq_noise_ratio": 0.06}, strategy="stochastic").health == "unknown"
+    assert judged({**model, "edq_noise_ratio": 6e-4}, strategy="stochastic").health == "losing updates"
+    window = {**GOOD, "edq_window_ratio/8": 1.087}
+    assert judged({**window, "edq_window_noise_ratio/8": 0.05}, strategy="stochastic").health == "healthy"
+    assert judged({**window, "edq_window_noise_ratio/8": 0.005}, strategy="stochastic").health == "steps are off"
+    # What rounding to nearest does is no chance.
+    assert judged({**model, "edq_noise_ratio": 0.06}).health == "losing updates"
+
+
+def test_states_rounded_at_random_are_judged_by_their_own_noise():
+    def state(value, noise):
+        return judged(
+            {**GOOD, STATE: value, "state_decrement_noise_ratio/exp_avg_sq": noise}, strategy="stochastic"
+        )
+
+    assert state(0.8, 0.1).health == "healthy"
+    assert state(0.8, 0.001).health == "states are stuck"
+    assert state(1.2, 0.001).health == "steps are off"
+    # A witness that chance could have brought here from 0 is none.
+    assert state(1.0, 0.5).health == "unknown"
+
+
+def test_every_metric_that_rules_read_is_read_from_a_server_too():
+    """`residual_dropped_ratio` was not: a run had one word in its terminal and another on the server."""
+    read = set(evidence._OF_MODEL)
+    for module in (case, rules, doubts, words):
+        constants = {
+            node.value for node in ast.walk(ast.parse(inspect.getsource(module))) if type(node) is ast.Constant
+        }
+        named = {split_key(text)[0] for text in constants if isinstance(text, str) and text}
+        assert named & set(METRICS) <= read, module.__name__
 
 
 @pytest.mark.parametrize("edq", [1.0, 0.9])

@@ -101,6 +101,12 @@ def test_shares_count_only_what_has_an_intended_update():
     shares = [finite(own["lost_update_ratio"]) or 0.0 for own in measured.values()]
     lost = finite(evidence.model["lost_update_ratio"]) or 0.0
     assert 0.9 < lost <= max(shares)
+    # Σ (e − u)² / Σ u² of the model is the mean of its layers', weighted by Σ u².
+    errors = [finite(own["update_error_ratio"]) or 0.0 for own in measured.values()]
+    assert 0.0 < (finite(evidence.model["update_error_ratio"]) or 0.0) <= max(errors)
+    assert (finite(evidence.model["edq_cosine"]) or 0.0) >= min(
+        finite(own["edq_cosine"]) or 0.0 for own in measured.values()
+    )
     found = handle.judgement()
     assert found.health != "healthy"
     assert found.measured == pytest.approx(1120 / (1120 + 40_000 * 32))

@@ -212,7 +212,8 @@ def run(training: Training) -> tuple[Evidence, Whole]:
         rule,
         {p: name for name, p in model.named_parameters()},
         decays_apart=training.optimizer == "adamw" and not training.fused,
-        random="stochastic" in training.strategy and not training.zeroed,
+        # "stochastic" keeps nothing that could be zeroed; without its residuals light-stochastic rounds to nearest.
+        random=training.strategy == "stochastic" or ("stochastic" in training.strategy and not training.zeroed),
     )
     handle = watch(
         model,

@@ -39,6 +39,8 @@ class LayerStep:
     oracle_product: float
     decay_squares: float
     decay_product: float
+    kept: int = 0
+    dropped: int = 0
     intended_decrements: dict[str, float] = field(default_factory=dict)
     observed_decrements: dict[str, float] = field(default_factory=dict)
 
@@ -80,6 +82,7 @@ class Truth:
         self._oracle: dict[Tensor, tuple[Tensor, dict[str, Tensor]]] = {}
         self._taken: dict[Tensor, int] = defaultdict(int)
         self._before: dict[Tensor, tuple] = {}
+        self._residuals: dict[Tensor, Tensor] = {}
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         self._before = {}
@@ -96,12 +99,17 @@ class Truth:
                 self._oracle[p] = own_weight + o, own_after
                 rate = group["lr"] * group["weight_decay"] if self.kind == "adamw" and self.decays_apart else 0.0
                 kept = (p.detach() * (1 - rate)).double() - weight if rate else torch.zeros_like(weight)
-                self._before[p] = weight, state, after, u, o, -rate * weight, kept
+                left = self._residuals.get(p, torch.zeros_like(weight)) != 0
+                gone = left & (weight == p.detach().double())
+                counts = int(left.sum()), int(gone.sum())
+                self._before[p] = weight, state, after, u, o, -rate * weight, kept, counts
 
     def after(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         found = {}
-        for p, (weight, state, intended, u, o, d, kept) in self._before.items():
-            e = stored_weight(optimizer, p) - weight
+        for p, (weight, state, intended, u, o, d, kept, (left, gone)) in self._before.items():
+            stored = stored_weight(optimizer, p)
+            e = stored - weight
+            self._residuals[p] = stored - p.detach().double()
             active, lost = u != 0, (u != 0) & (e == 0)
             own = found[self.names[p]] = LayerStep(
                 elements=p.numel(),
@@ -115,6 +123,8 @@ class Truth:
                 oracle_product=float((o * e).sum()),
                 decay_squares=float((d * d).sum()),
                 decay_product=float((d * kept).sum()),
+                kept=left,
+                dropped=gone,
             )
             observed = averages(optimizer, p)
             for name, exact in intended.items():
@@ -138,6 +148,7 @@ class Whole:
     def __init__(self, steps: list[dict[str, LayerStep]], *, random: bool) -> None:
         """random: weights are rounded stochastically, so that what one step loses others bring."""
         self.random = random
+        self.steps = steps
         self.layers: dict[str, list[LayerStep]] = defaultdict(list)
         for layers in steps:
             for name, entry in layers.items():
@@ -187,6 +198,11 @@ class Whole:
         losing = [name for name, own in squares.items() if own and self.total("lost_squares", name) >= most * own]
         return sum(squares[name] for name in losing) / (sum(squares.values()) or 1.0)
 
+    def dropped(self) -> list[float]:
+        """Share of the residuals that one step left and the next no longer found, by step."""
+        kept = [(layers.values(), sum(entry.kept for entry in layers.values())) for layers in self.steps]
+        return [sum(entry.dropped for entry in entries) / count if count else 0.0 for entries, count in kept]
+
     def sick(self) -> set[str]:
         """Every bad word that is plainly true."""
         if not self.defined:
@@ -202,6 +218,8 @@ class Whole:
             found.add("decay is lost")
         if edq > 1.07 or abs(1 - (self.oracle or 0.0)) > 0.07 or any(value > 1.2 for value in decrements):
             found.add("steps are off")
+        if sum(self.dropped()) > 0.6 * len(self.steps):
+            found.add("residuals are off")
         return found
 
     def refuted(self) -> set[str]:
@@ -210,7 +228,9 @@ class Whole:
             return set()
         edq, decrements, kept = self.edq() or 0.0, self.decrements().values(), self.decay_kept
         arrives = self.random or (self.lost or 0.0) <= 0.03 or (self.lost_squares or 0.0) <= 2e-4
-        found = {"not finite", "residuals are off"}
+        found = {"not finite"}
+        if max(self.dropped()) < 0.3:
+            found.add("residuals are off")
         if edq > 0.97 and arrives and (self.random or self.losing_layers(0.1) <= 1e-6):
             found.add("losing updates")
         if all(value > 0.93 for value in decrements):

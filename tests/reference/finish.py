@@ -24,6 +24,7 @@ def metrics(totals):
     t = {key: exact(value) for key, value in totals.items()}
     active = t["lost"] + t["distorted"] + t["faithful"]
     uu, ue, ee = (t[f"{name}_sum"] for name in ("intended_squared", "intended_effective", "effective_squared"))
+    ee = max(ee - t["effective_squared_sum_without_u"], Fraction(0))
     steps = t["measured_steps"]
     step_norm = root(uu / steps)
     weight_norm = root(t["parameter_squared_sum"])

@@ -35,6 +35,7 @@ class OracleView:
         self.oracle = oracle
         self.layers = layers
         self.sizes = SampleSizes(oracle.samples, oracle.layout)
+        self.factors = self.sizes.factors(ORACLE_SUMS)
         tensors = [members.index(member) for member in oracle.members]
         positions = torch.from_numpy(layout.positions_of(oracle.layout, tensors))
         blocks = SLOTS_AT_ONCE // layout.block
@@ -75,4 +76,4 @@ class OracleView:
         fourth = fourth_moments(a, b, values, sizes.columns, sizes.factor)
         steps = torch.full_like(sizes.elements, float(self.oracle.steps))
         fixed = torch.stack((steps, sizes.sampled, sizes.elements))
-        return Table(_STATISTICS, self.layers, torch.cat((fixed, active, sums * sizes.scale, variances, fourth)))
+        return Table(_STATISTICS, self.layers, torch.cat((fixed, active, sums * self.factors, variances, fourth)))

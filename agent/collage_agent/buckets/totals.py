@@ -114,13 +114,18 @@ class SampleSizes:
         if len(set(every)) < len(every):
             twice = {key for key in every if every.count(key) > 1}
             raise CatalogueError(f"{', '.join(sorted(twice))}: measured twice; a statistic has one definition")
-        one, unknown = torch.ones_like(self.scale), torch.full_like(self.scale, torch.nan)
-        factors = []
-        for key in every:
+        return _Rows(Axis(every), ratios, self.factors(every, missing))
+
+    def factors(self, keys: Sequence[str], missing: frozenset[str] = frozenset()) -> Tensor:
+        """What turns sums over the sample under these keys into estimated totals, fp64 [rows, tensors]; NaN where
+        the statistic needs something that is `missing`."""
+        found = []
+        for key in keys:
             entry = statistic(key)
-            raw = entry.raw or entry.label == "metric"
-            factors.append(unknown if missing & {*entry.needs} else one if raw else self.scale)
-        return _Rows(Axis(every), ratios, torch.stack(factors))
+            power = 0 if entry.raw or entry.label == "metric" else 2 if entry.variance else 1
+            unknown = bool(missing & {*entry.needs})
+            found.append(torch.full_like(self.scale, torch.nan) if unknown else self.scale**power)
+        return torch.stack(found)
 
 
 def estimated_totals(

@@ -21,15 +21,17 @@ __all__ = [
     "measure_edq",
     "measure_norms",
     "squared_block_sums",
+    "squared_difference",
 ]
 
-EDQ_KEYS: Final = ("intended_effective_sum", "intended_visible_sum")
-NORM_KEYS: Final = tuple(f"{row}_squared_sum" for row in ROWS)
+EDQ_KEYS: Final = ("intended_effective_sum", "intended_visible_sum", "rounding_variance")
+NORM_KEYS: Final = (*(f"{row}_squared_sum" for row in ROWS), "effective_squared_sum_without_u")
 
 
 def measure_edq(step: StepView) -> Sums:
-    """Σ u·e and Σ u·eᵛ."""
-    return Sums(named(EDQ_KEYS, edq_block_sums(step.products, step.block).expand(len(EDQ_KEYS), -1)))
+    """Σ u·e and Σ u·eᵛ, and what Σ u·e is off Σ u² by in each block, squared."""
+    products = edq_block_sums(step.products, step.block).expand(2, -1)
+    return Sums(named(EDQ_KEYS, torch.cat((products, squared_difference(products[:1], step.squares["intended"])))))
 
 
 def edq_products(intended: Tensor, updates: Tensor) -> Tensor:
@@ -43,8 +45,15 @@ def edq_block_sums(products: Tensor, block: int) -> Tensor:
 
 
 def measure_norms(step: StepView) -> Sums:
-    """Σ θ², g², e², eᵛ², u²."""
-    return Sums(named(NORM_KEYS, torch.stack([step.squares[row] for row in ROWS])))
+    """Σ θ², g², e², eᵛ², u²; and Σ e² once more where no u is known."""
+    effective = step.squares["effective"]
+    without_u = torch.zeros_like(effective) if step.intended_known else effective
+    return Sums(named(NORM_KEYS, torch.stack([*(step.squares[row] for row in ROWS), without_u])))
+
+
+def squared_difference(observed: Tensor, exact: Tensor) -> Tensor:
+    """(observed − exact)² of each block: what rounding did to it, a term of the rounding's variance."""
+    return (observed - exact).square_()
 
 
 def squared_block_sums(rows: Tensor, block: int) -> Tensor:

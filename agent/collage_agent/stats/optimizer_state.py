@@ -10,7 +10,7 @@ from torch import Tensor
 
 from collage_agent.numerics.formats import round_to
 from collage_agent.stats.blocks import block_sums, flag_counts, nonfinite, zero_excluded
-from collage_agent.stats.edq import squared_block_sums
+from collage_agent.stats.edq import squared_block_sums, squared_difference
 from collage_agent.stats.octaves import binade_fields, exponent_of, ulp_octave_counts
 from collage_agent.stats.view import MovingAverages, StepView, Sums, named
 from collage_monitor.definitions import HISTOGRAM_LABELS
@@ -27,6 +27,11 @@ __all__ = [
     "zero_block_counts",
 ]
 
+_DECREMENT_KEYS: Final = (
+    "state_decrement_intended_sum",
+    "state_decrement_observed_sum",
+    "state_rounding_variance",
+)
 _DECAY_KEYS: Final = ("decay_kept_sum", "decay_squared_sum")
 RESIDUAL_SUMS = ("residual_elements", "residual_zero", "residual_fill_sum")
 """Rows of `residual_block_sums`."""
@@ -52,8 +57,9 @@ def measure_states(step: StepView) -> Sums:
     new = step.gradient.new_zeros(2, len(step.block_elements))
     for name in averages.decaying:
         known = sums is not None and name in averages.names
-        keys += [f"state_decrement_intended_sum/{name}", f"state_decrement_observed_sum/{name}"]
-        rows.append(sums[:, averages.names.index(name)] if sums is not None and known else new)
+        keys += [f"{kind}/{name}" for kind in _DECREMENT_KEYS]
+        own = sums[:, averages.names.index(name)] if sums is not None and known else new
+        rows += [own, squared_difference(own[1:], own[0])]
     keys += ["gradient_nonzero", *(f"state_zero/{name}" for name in averages.components)]
     return Sums(named(keys, torch.cat((*rows, zeros))))
 

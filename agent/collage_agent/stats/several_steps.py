@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
-from collage_agent.stats.edq import squared_block_sums
+from collage_agent.stats.edq import squared_block_sums, squared_difference
 from collage_agent.stats.view import named
 from collage_monitor.table import Table
 
@@ -23,6 +23,7 @@ WINDOW_SUMS: Final = (
     "window_active",
     "window_lost",
     "window_lost_visible",
+    "window_rounding_variance",
 )
 """Rows of `window_block_sums`."""
 _SQUARES: Final = (
@@ -32,13 +33,14 @@ _SQUARES: Final = (
     "oracle_drift_squared_sum",
 )
 _PRODUCTS: Final = ("oracle_effective_sum", "oracle_displacement_effective_sum")
-ORACLE_SUMS: Final = (*_SQUARES, *_PRODUCTS)
+ORACLE_SUMS: Final = (*_SQUARES, *_PRODUCTS, "oracle_rounding_variance")
 
 
 def window_block_sums(intended: Tensor, effective: Tensor, visible: Tensor, block: int) -> Table[Tensor]:
-    """Σ U², U·E, E², U·Eᵛ, Eᵛ², and elements with U ≠ 0, of those E = 0, Eᵛ = 0, by block: fp64 [8, blocks].
+    """Σ U², U·E, E², U·Eᵛ, Eᵛ², elements with U ≠ 0, of those E = 0, Eᵛ = 0, and (Σ U·E − Σ U²)², by block.
 
-    U = Σ u over the window, E = θ now − θ at its start and Eᵛ: fp64 [slots]. Sums in weight². No synchronisation.
+    U = Σ u over the window, E = θ now − θ at its start and Eᵛ: fp64 [slots]. Returns fp64 [9, blocks]; sums in
+    weight². No synchronisation.
     """
     active = intended.ne(0)
     rows = (
@@ -51,11 +53,13 @@ def window_block_sums(intended: Tensor, effective: Tensor, visible: Tensor, bloc
         (active & effective.eq(0)).to(torch.float64),
         (active & visible.eq(0)).to(torch.float64),
     )
-    return named(WINDOW_SUMS, block_sums(torch.stack(rows), block))
+    sums = block_sums(torch.stack(rows), block)
+    return named(WINDOW_SUMS, torch.cat((sums, squared_difference(sums[1:2], sums[0]))))
 
 
 def oracle_block_sums(rows: Tensor, excluded: Tensor, padding: Tensor, block: int) -> Table[Tensor]:
-    """Σ x² of o, u, O, E − O, and Σ o·e, Σ E·O by block, of rows o, u, O, E − O, e, E: fp64 [6, slots], weight.
+    """Σ x² of o, u, O, E − O, then Σ o·e, Σ E·O and (Σ o·e − Σ o²)² by block, of rows o, u, O, E − O, e, E: fp64
+    [6, slots], weight.
 
     `excluded` uint8 [slots]: elements that enter no sum, nor does what is not finite; `padding` lists those among
     them that hold nothing. Writes to `rows`. No synchronisation.
@@ -63,4 +67,4 @@ def oracle_block_sums(rows: Tensor, excluded: Tensor, padding: Tensor, block: in
     zero_excluded(rows, nonfinite(rows.sum(0)).bitwise_or_(excluded).index_fill_(0, padding, 1))
     products = torch.stack((rows[0] * rows[4], rows[2] * rows[5]))
     squares, products = squared_block_sums(rows[:4], block), block_sums(products, block)
-    return named(ORACLE_SUMS, torch.cat((squares, products)))
+    return named(ORACLE_SUMS, torch.cat((squares, products, squared_difference(products[:1], squares[0]))))

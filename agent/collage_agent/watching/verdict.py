@@ -17,7 +17,6 @@ from collage_agent.watching.history import MODEL, Past
 from collage_monitor import judgement, wire
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
-    STATE_TOLERANCE,
     Evidence,
     Judgement,
     Values,
@@ -123,7 +122,7 @@ def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
     yield f"EDQ {edq}: the share of the intended descent that arrived"
     yield from _lost(model, info)
     yield from _worst_layers(evidence.layers)
-    yield from _states(model)
+    yield from _states(model, found)
     yield from _oracle(model)
     if info.observed_strategy in ("plain", "unknown"):
         yield from _grid(last)
@@ -166,12 +165,13 @@ def _of(values: Values, key: str) -> float:
     return finite(values.get(key)) or 0.0
 
 
-def _states(model: Values) -> Iterator[str]:
+def _states(model: Values, judged: Judgement) -> Iterator[str]:
     found = state_decrements(model)
     for name, value in found.items():
-        if value < 1 - STATE_TOLERANCE:
+        against = {finding.health for finding in judged.findings if finding.key == f"state_decrement_ratio/{name}"}
+        if "states are stuck" in against:
             told = "it hardly decays, grows too large and makes later steps wrong; EDQ cannot see that"
-        elif value > 1 + STATE_TOLERANCE:
+        elif "steps are off" in against:
             told = "it decays too fast"
         else:
             told = "it decays as it should"
