@@ -28,6 +28,7 @@ from collage_server.components import Components
 from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
+from collage_server.ingest.json_process import JsonProcess
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.settings import Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
@@ -94,6 +95,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(components.sealer.stop, left())
         await asyncio.to_thread(components.maintenance.stop, left())
         await components.directory.close(left())
+        await asyncio.to_thread(components.json_process.close)
         await asyncio.to_thread(components.store.close)
 
 
@@ -119,6 +121,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         registry=StreamRegistry(store.streams.record),
         counters=counters,
         in_flight=InFlightBudget(settings.in_flight_bytes),
+        json_process=JsonProcess(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings, store.access),
         answers=AnswerCache(settings.answer_cache_bytes),

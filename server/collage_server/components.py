@@ -14,6 +14,7 @@ from collage_server.background import Maintenance, Sealer
 from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
+from collage_server.ingest.json_process import JsonProcess
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.settings import Settings
 from collage_server.store import Store
@@ -35,6 +36,7 @@ class Components:
     registry: StreamRegistry
     counters: IngestCounters
     in_flight: InFlightBudget
+    json_process: JsonProcess
     directory: TokenDirectory
     quotas: Quotas
     answers: AnswerCache

@@ -14,14 +14,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from collage_monitor import wire
-from collage_monitor.errors import WireError
 from collage_server.components import Components, components_of
-from collage_server.errors import BadRequest, Busy, TooLarge, Unprocessable, UnsupportedMediaType
+from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
 from collage_server.ingest.backpressure import BudgetLease
+from collage_server.ingest.decode import decoded_batch, decoded_message
+from collage_server.ingest.json_process import JsonProcess
 
 __all__ = [
     "ENCODINGS",
     "checked_encoding",
+    "batch_in",
     "content_type_of",
     "declared_size",
     "decompress",
@@ -29,10 +31,11 @@ __all__ = [
     "body_lease",
     "message",
     "read_body",
-    "unreadable",
 ]
 
 _Message = TypeVar("_Message")
+_LARGE_BYTES: Final = 64 * 2**10
+"""Smaller ones are decoded in less time than a thread takes."""
 _JSON_GROWTH: Final = 16
 _PATIENCE_SECONDS: Final = 20.0
 _SLOWEST_BYTES_A_SECOND: Final = 100_000
@@ -159,25 +162,47 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
         Unprocessable: decodable, but a field is of a wrong type or beyond its bound.
     """
     components, content_type = components_of(request), content_type_of(request)
-    with body_lease(request, components) as held:
-        return _decoded(await read_body(request, components, held, content_type), kind, content_type)
-
-
-def _decoded(data: bytes | bytearray, kind: type[_Message], content_type: str) -> _Message:
     limit = wire.LIMITS["config_bytes"]
-    if len(data) > limit and kind is wire.RunCreate:
-        raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
-    try:
-        return wire.decode_message(data, kind, content_type)
-    except WireError as error:
-        raise unreadable(error) from error
+    with body_lease(request, components) as held:
+        data = await read_body(request, components, held, content_type)
+        if kind is wire.RunCreate:
+            # Its config may hold what msgpack cannot, and is small.
+            if len(data) > limit:
+                raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
+            return await run_in_threadpool(decoded_message, data, kind, content_type)
+        if content_type == wire.JSON and len(data) > _LARGE_BYTES:
+            data, _ = await _apart(components.json_process, kind, data)
+            content_type = wire.MSGPACK
+        if len(data) > _LARGE_BYTES:
+            return await run_in_threadpool(decoded_message, data, kind, content_type)
+        return decoded_message(data, kind, content_type)
 
 
-def unreadable(error: WireError) -> BadRequest | Unprocessable:
-    """The answer to a body that the wire refuses: 422 when a field can be named, else 400."""
-    if error.field:
-        return Unprocessable(str(error), field=error.field, limit=error.limit)
-    return BadRequest(str(error), field="body", limit=error.limit)
+async def batch_in(
+    components: Components, data: bytes | bytearray, content_type: str
+) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
+    """The batch in a body, and its reports that cannot be decoded; a large one is not decoded on the event loop.
+
+    Raises:
+        BadRequest, Unprocessable: no report can be decoded.
+        TooLarge: more reports or gaps than one batch may hold.
+        Busy: it cannot be decoded now.
+    """
+    if len(data) <= _LARGE_BYTES:
+        return decoded_batch(data, content_type)
+    if content_type == wire.MSGPACK:
+        return await run_in_threadpool(decoded_batch, data, content_type)
+    packed, refused = await _apart(components.json_process, wire.ReportBatch, data)
+    batch, _ = await run_in_threadpool(decoded_batch, packed, wire.MSGPACK)
+    return batch, refused
+
+
+async def _apart(
+    process: JsonProcess, kind: type, data: bytes | bytearray
+) -> tuple[bytes, list[wire.RejectedReport]]:
+    """One body at a time: those that wait take no thread from others."""
+    async with process.turn:
+        return await run_in_threadpool(process.decode, kind, data)
 
 
 def checked_encoding(header: str) -> str:

@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
-from collage_monitor.errors import WireError
 from collage_server.api.answers import answer, describes
-from collage_server.api.bodies import body_lease, content_type_of, read_body, unreadable
+from collage_server.api.bodies import batch_in, body_lease, content_type_of, read_body
 from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
@@ -34,11 +33,7 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
     content_type = content_type_of(request)
     with body_lease(request, components) as held:
         body = await read_body(request, components, held, content_type)
-        refused: list[wire.RejectedReport] = []
-        try:
-            batch = wire.decode_batch(body, content_type)
-        except WireError:
-            batch, refused = _decode_singly(body, content_type)
+        batch, refused = await batch_in(components, body, content_type)
         began = time.monotonic()
         stored = await _store(components, stream_id, batch, len(body))
         if refused:
@@ -46,15 +41,6 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
             stored = _with_refused(stored, refused, len(batch.reports))
         components.in_flight.waited(time.monotonic() - began, len(body))
         return answer(stored)
-
-
-def _decode_singly(
-    body: bytes | bytearray, content_type: str
-) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
-    try:
-        return wire.decode_batch_singly(body, content_type)
-    except WireError as error:
-        raise unreadable(error) from error
 
 
 def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedReport], kept: int) -> wire.BatchAnswer:

@@ -13,7 +13,7 @@ from typing import Final
 from cachetools import LRUCache
 
 from collage_monitor import wire
-from collage_server.errors import TooLarge, Unprocessable
+from collage_server.errors import Unprocessable
 from collage_server.store.records import StreamRecord
 
 __all__ = ["StreamRegistry", "check_batch"]
@@ -37,14 +37,8 @@ def check_batch(
     """The acceptable reports, and the others with their reasons.
 
     Raises:
-        TooLarge: more reports or gaps than one batch may hold.
         Unprocessable: a gap that ends before it begins.
     """
-    limit = wire.LIMITS["reports_per_batch"]
-    if len(batch.reports) > limit:
-        raise TooLarge(f"{len(batch.reports)} reports in one batch, at most {limit}", field="reports", limit=limit)
-    if len(batch.gaps) > limit:
-        raise TooLarge(f"{len(batch.gaps)} gaps in one batch, at most {limit}", field="gaps", limit=limit)
     for gap in batch.gaps:
         if gap.last_seq < gap.first_seq:
             raise Unprocessable(f"gaps: {gap.first_seq} to {gap.last_seq} ends before it begins", field="gaps")

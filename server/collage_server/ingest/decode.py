@@ -1,0 +1,62 @@
+"""Bodies as messages: what cannot be decoded, or holds more than one message may, is refused by name.
+
+A process that only decodes imports this, so it knows neither web framework nor database.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+from collage_monitor import wire
+from collage_monitor.errors import WireError
+from collage_server.errors import BadRequest, TooLarge, Unprocessable
+
+__all__ = ["Body", "decoded_batch", "decoded_message"]
+
+Body = bytes | bytearray
+_Message = TypeVar("_Message")
+_LIMIT: Final = wire.LIMITS["reports_per_batch"]
+
+
+def decoded_batch(data: Body, content_type: str) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
+    """The batch in a body, and its reports that cannot be decoded.
+
+    Raises:
+        BadRequest, Unprocessable: no report can be decoded.
+        TooLarge: more reports or gaps than one batch may hold.
+    """
+    refused: list[wire.RejectedReport] = []
+    try:
+        batch = wire.decode_batch(data, content_type)
+    except WireError:
+        try:
+            batch, refused = wire.decode_batch_singly(data, content_type)
+        except WireError as error:
+            raise _unreadable(error) from error
+    if len(batch.reports) > _LIMIT:
+        raise TooLarge(
+            f"{len(batch.reports)} reports in one batch, at most {_LIMIT}", field="reports", limit=_LIMIT
+        )
+    if len(batch.gaps) > _LIMIT:
+        raise TooLarge(f"{len(batch.gaps)} gaps in one batch, at most {_LIMIT}", field="gaps", limit=_LIMIT)
+    return batch, refused
+
+
+def decoded_message(data: Body, kind: type[_Message], content_type: str) -> _Message:
+    """The message in a body.
+
+    Raises:
+        BadRequest: not decodable at all.
+        Unprocessable: decodable, but a field is of a wrong type or beyond its bound.
+    """
+    try:
+        return wire.decode_message(data, kind, content_type)
+    except WireError as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: WireError) -> BadRequest | Unprocessable:
+    """The answer to a body that the wire refuses: 422 when a field can be named, else 400."""
+    if error.field:
+        return Unprocessable(str(error), field=error.field, limit=error.limit)
+    return BadRequest(str(error), field="body", limit=error.limit)
