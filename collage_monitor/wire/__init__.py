@@ -51,6 +51,15 @@ from collage_monitor.wire.codec import (
     encode_json,
     encode_message,
 )
+from collage_monitor.wire.incidents import (
+    Incident,
+    IncidentPage,
+    IncidentSource,
+    IncidentState,
+    Silence,
+    SilenceCreate,
+    SilenceList,
+)
 from collage_monitor.wire.messages import (
     LIMITS,
     Attempt,
@@ -140,6 +149,13 @@ __all__ = [
     "from_number",
     "to_number",
     "undefined_to_none",
+    "Incident",
+    "IncidentPage",
+    "IncidentSource",
+    "IncidentState",
+    "Silence",
+    "SilenceCreate",
+    "SilenceList",
 ]
 
 # msgspec learns a type when it first decodes it; two threads that do so at the same time crash the process. At

@@ -16,14 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import __version__
+from collage_monitor.alerts import chosen
 from collage_server import health
+from collage_server.alerts import AlertEvaluator, Messenger, targets_of
 from collage_server.answer_cache import AnswerCache
 from collage_server.api import api_routes
 from collage_server.api.routing import add_description
 from collage_server.auth.bearer import AccessPolicy
 from collage_server.auth.principals import TokenDirectory
 from collage_server.auth.quotas import Quotas
-from collage_server.background import Maintenance, Sealer
+from collage_server.background import BackgroundThread, Maintenance, Sealer
 from collage_server.components import Components
 from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
@@ -65,6 +67,7 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.components = components
+    app.state.alert_threads = _alert_threads(components)
     # As a flat list: an included router is matched twice for each request, and those around it once more.
     app.router.routes += [*api_routes(), *health.router.routes]
     add_description(app)
@@ -82,6 +85,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await asyncio.to_thread(components.store.open)
     components.writer.start(asyncio.get_running_loop())
     components.sealer.start()
+    for thread in app.state.alert_threads:
+        thread.start()
     await asyncio.to_thread(components.maintenance.start)
     try:
         yield
@@ -91,6 +96,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         def left() -> float:
             return max(ends - time.monotonic(), 0.0)
 
+        for thread in app.state.alert_threads:
+            await asyncio.to_thread(thread.stop, left())
         await components.writer.stop(left())
         await asyncio.to_thread(components.sealer.stop, left())
         await asyncio.to_thread(components.maintenance.stop, left())
@@ -126,6 +133,27 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         quotas=Quotas(settings, store.access),
         answers=AnswerCache(settings.answer_cache_bytes),
         clock=clock,
+    )
+
+
+def _alert_threads(components: Components) -> list[BackgroundThread]:
+    """Evaluation and messages, as far as the settings ask for them."""
+    settings, store, clock = components.settings, components.store, components.clock
+    if settings.alerts == "off":
+        return []
+    interval = settings.alert_interval_seconds
+    alerts = chosen(None if settings.alerts == "default" else settings.alerts)
+    evaluator = AlertEvaluator(
+        store,
+        lambda: health.samples(components),
+        alerts,
+        clock=clock,
+        interval_seconds=interval,
+        stale_after_seconds=settings.stale_after_seconds,
+    )
+    targets = targets_of(settings)
+    return (
+        [evaluator, Messenger(store, targets, clock=clock, interval_seconds=interval)] if targets else [evaluator]
     )
 
 

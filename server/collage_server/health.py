@@ -7,7 +7,7 @@ process answers the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import __version__, wire
-from collage_monitor.judgement import Evidence, judge, longest_window
+from collage_monitor.alerts.evaluation import Sample
+from collage_monitor.judgement import longest_window
 from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
 from collage_server.api.answers import answer, describes
@@ -31,14 +32,13 @@ from collage_server.errors import Busy, Gone, NotFound
 from collage_server.queries.runs import WORST_LAYERS, latest_answer
 from collage_server.store import RunQuery, RunRecord
 
-__all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router"]
+__all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router", "samples"]
 
 router = APIRouter(tags=["operation"])
 _LABELS: Final = ("project", "run_id", "run", "strategy")
 _PAGE: Final = 500
 _DECREMENT: Final = "state_decrement_ratio/"
 _PREFERRED_STATE: Final = "exp_avg_sq"
-_NOT_AGAINST: Final = frozenset({"healthy", "unknown"})
 MODEL_GAUGES: Final = {
     "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
     "edq_visible_ratio": "As collage_edq_ratio, for the registered parameter.",
@@ -101,6 +101,14 @@ def exposition(components: Components, projects: Collection[str] | None = None) 
     return generate_latest(registry)
 
 
+def samples(components: Components) -> Iterator[Sample]:
+    """What the page shows, as the alerts' evaluation takes it."""
+    for collector in (_RunCollector(components, None), _ServerCollector(components)):
+        for family in collector.collect():
+            for sample in family.samples:
+                yield Sample(sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
+
+
 class _RunCollector(Collector):
     """Runs that are running and not stale."""
 
@@ -111,9 +119,11 @@ class _RunCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families = _RunGauges()
         mismatches = self._components.store.sealing.mismatches_by_run()
+        findings = self._components.store.incidents.findings()
         for record in self._running():
             with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.
-                families.add(record, self._components, mismatches.get(record.run_id, 0))
+                known = findings.get(record.run_id, {})
+                families.add(record, self._components, mismatches.get(record.run_id, 0), known)
         return families.all()
 
     def _running(self) -> Iterator[RunRecord]:
@@ -157,7 +167,9 @@ class _RunGauges:
             labels=(*_LABELS, "worst"),
         )
 
-    def add(self, record: RunRecord, components: Components, mismatches: int) -> None:
+    def add(
+        self, record: RunRecord, components: Components, mismatches: int, findings: Mapping[str, float]
+    ) -> None:
         """One run's series."""
         labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
         with components.store.points.snapshot() as now:
@@ -180,8 +192,9 @@ class _RunGauges:
         window = longest_window(latest.model, "lost_window_ratio")
         if window is not None and record.strategy in STRATEGIES and STRATEGIES[record.strategy].stochastic:
             _add(self._window, [*labels, str(window[0])], window[1])
-        for key, value in _findings(record, latest).items():
-            _add(self._finding, [*labels, key], value)
+        for key, value in findings.items():
+            if key not in MODEL_GAUGES and not key.startswith(_DECREMENT):
+                _add(self._finding, [*labels, key], value)
         for place, layer in enumerate(latest.worst, start=1):
             _add(self._worst, [*labels, str(place)], layer.value)
 
@@ -205,19 +218,6 @@ def _of_run(record: RunRecord, now: float, *, measured: bool) -> dict[str, float
             None if resumed is None or last_step is None else float(last_step - resumed.first_step + 1)
         ),
         "unmeasured_seconds": None if measured else now - record.created_at,
-    }
-
-
-def _findings(record: RunRecord, latest: wire.Latest) -> dict[str, float]:
-    """What the judgement of the newest measured step holds against the run, by key; without what has a gauge."""
-    found = judge(Evidence(latest.model, watch=record.watch, first_step=latest.step, last_step=latest.step))
-    return {
-        finding.key: finding.value
-        for finding in found.findings
-        if finding.health not in _NOT_AGAINST
-        and finding.value is not None
-        and finding.key not in MODEL_GAUGES
-        and not finding.key.startswith(_DECREMENT)
     }
 
 

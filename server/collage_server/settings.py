@@ -24,7 +24,7 @@ __all__ = ["LOOPBACK_HOSTS", "Settings", "SettingsError", "settings_from_environ
 LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 _PREFIX = "COLLAGE_SERVER_"
 _NOT_OURS = "COLLAGE_SERVER_URL"
-_SECRET = frozenset({"token"})
+_SECRET = frozenset({"token", "alert_webhook", "alert_slack", "alert_smtp"})
 _IN_ADDRESS = re.compile(r"(://[^/@\s:]*:)\S*@")
 _IN_QUERY = re.compile(r"(\b(?:ssl)?password=)[^&\s]*", re.IGNORECASE)
 _YES_OR_NO: Final = {
@@ -58,6 +58,22 @@ _Token = Annotated[
         description="one word of ASCII characters, without white space around it: no request could carry it",
     ),
 ]
+_WebAddress = Annotated[
+    str, Meta(pattern=r"^https?://[^/\s@]+(/\S*)?$", description="an http:// or https:// address")
+]
+_MailServer = Annotated[
+    str, Meta(pattern=r"^smtps?://\S+$", description="smtp://USER:PASSWORD@HOST:PORT, or smtps:// for TLS at once")
+]
+_MailAddresses = Annotated[
+    str,
+    Meta(
+        pattern=r"^[^@\s,]+@[^@\s,]+(,\s*[^@\s,]+@[^@\s,]+)*$", description="e-mail addresses, with commas between"
+    ),
+]
+_Alerts = Annotated[
+    Literal["off", "default", "info", "warning", "critical"],
+    Meta(description="one that it knows; set one of off, default, info, warning, critical"),
+]
 _LogFormat = Annotated[Literal["text", "json"], Meta(description="one that it knows; set one of text, json")]
 _LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
@@ -80,6 +96,10 @@ class Settings:
 
     `journal_run_bytes` and `journal_bytes` bound the reports of one run, and of all, that wait to be sealed into
     chunks: beyond them the answer is 429. A reader takes all that waits of a run into memory.
+
+    `alerts` says which entries of the catalogue this server evaluates, every `alert_interval_seconds`: those on by
+    default, these and all from a severity on, or none. Messages go to `alert_webhook` (JSON), `alert_slack`, and by
+    e-mail through `alert_smtp` to `alert_email`, whose first address is the sender, too.
 
     `retention_raw_days` is how long single measured points are kept, `retention_coarse_days` how long points of 16,
     both for good when None; points of 256 always are. Beyond `disk_budget_bytes` of data, or with less than
@@ -114,6 +134,12 @@ class Settings:
     retention_coarse_days: _Number | None = None
     disk_budget_bytes: _Count | None = None
     disk_reserve_bytes: _Count = 512 * 2**20
+    alerts: _Alerts = "default"
+    alert_interval_seconds: _Number = 15.0
+    alert_webhook: _WebAddress | None = field(default=None, repr=False)
+    alert_slack: _WebAddress | None = field(default=None, repr=False)
+    alert_smtp: _MailServer | None = field(default=None, repr=False)
+    alert_email: _MailAddresses | None = None
     log_format: _LogFormat = "text"
     log_level: _LogLevel = "info"
 
@@ -172,7 +198,7 @@ def _checked(name: str, value: Any) -> Any:
         metas = (meta for part in parts for meta in getattr(part, "__metadata__", ()))
         wanted = next((meta.description for meta in metas), str(error))
         # Either value may hold a secret and stays out of messages.
-        shown = "" if name in {"token", "database"} else f"={value!r}"
+        shown = "" if name in {*_SECRET, "database"} else f"={value!r}"
         raise SettingsError(f"{_variable(name)}{shown} must be {wanted}") from None
 
 

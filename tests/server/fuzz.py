@@ -41,6 +41,7 @@ POSTS = (
     "/streams/{stream_id}/reports",
     "/tokens",
     "/alerts/alertmanager",
+    "/silences",
 )
 ENCODE = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}
 
@@ -208,6 +209,7 @@ def mutated(target, cases, seed):
             wire.AlertmanagerMessage(
                 alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": target.ids["run_id"]})]
             ),
+            wire.SilenceCreate(seconds=60.0, run_id=target.ids["run_id"]),
         )
         place = numbers.randrange(len(POSTS))
         body = bytearray(wire.encode_message(messages[place]))

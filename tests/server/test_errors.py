@@ -17,7 +17,7 @@ from tests.server.samples import STATISTICS, block, layer, report, stream_create
 
 JSON = {"Content-Type": wire.JSON}
 OPEN = {"/healthz", "/readyz", "/docs"}
-ALWAYS_ANSWERED = ("catalogue", "/metrics", "/v1/runs", "/v1/tokens", "/v1/audit")
+ALWAYS_ANSWERED = ("catalogue", "/metrics", "/v1/runs", "/v1/tokens", "/v1/audit", "/v1/events", "/v1/silences")
 
 
 def routes(app):
@@ -26,7 +26,7 @@ def routes(app):
     for path, operations in found.items():
         for method in operations:
             filled = path
-            for name in ("project", "run_id", "stream_id", "token_id"):
+            for name in ("project", "run_id", "stream_id", "token_id", "incident_id"):
                 filled = filled.replace("{" + name + "}", "unknown")
             yield method.upper(), filled
 

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 from collage_server.auth.roles import RULES, matrix
+from collage_server.store import NewIncident
+from collage_server.store.runs.incidents import incident_id_of
 
 from collage_monitor import wire
+from tests.server.conftest import NOW
 from tests.server.guarded import PROJECTS, guarded_server
 from tests.server.samples import report, stream_create
 
@@ -30,6 +33,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "POST /api/v1/runs/{run_id}/streams": SENDERS,
     "POST /api/v1/streams/{stream_id}/reports": SENDERS,
     "POST /api/v1/alerts/alertmanager": SENDERS,
+    "GET /api/v1/runs/{run_id}/alerts": EVERYONE,
     "PATCH /api/v1/runs/{run_id}": SENDERS,
     "DELETE /api/v1/runs/{run_id}": {"operate", "admin"},
     "GET /api/v1/runs": READERS,
@@ -44,6 +48,10 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /api/v1/runs/{run_id}/events": READERS,
     "GET /api/v1/runs/{run_id}/export": READERS,
     "GET /api/v1/compare": READERS,
+    "GET /api/v1/events": READERS,
+    "POST /api/v1/events/{incident_id}/acknowledge": {"operate", "admin"},
+    "GET /api/v1/silences": READERS,
+    "POST /api/v1/silences": {"operate", "admin"},
     "GET /api/v1/correlation": READERS,
     "GET /api/v1/tokens": {"admin"},
     "POST /api/v1/tokens": {"admin"},
@@ -66,14 +74,33 @@ BODIES = {
     "alertmanager": wire.AlertmanagerMessage(
         alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": "mine-1"})]
     ),
+    "acknowledge": None,
+    "silences": wire.SilenceCreate(seconds=60.0, project="mine"),
     "tokens": wire.TokenCreate(name="another", role="read", projects=["mine"]),
 }
+FIRING = NewIncident(
+    alert="CollageEdqLow",
+    severity="warning",
+    source="server",
+    labels={"run_id": "mine-1"},
+    text="EDQ is low",
+    started_at=NOW,
+    run_id="mine-1",
+    project="mine",
+)
+INCIDENT = incident_id_of(FIRING)
 
 
 def request_of(route):
     """(method, path, message) of a question about the project `mine` that succeeds where it is allowed."""
     method, template = route.split(" ")
-    ids = {"project": "mine", "run_id": "mine-1", "stream_id": "mine-1-s", "token_id": "victim"}
+    ids = {
+        "project": "mine",
+        "run_id": "mine-1",
+        "stream_id": "mine-1-s",
+        "token_id": "victim",
+        "incident_id": INCIDENT,
+    }
     path = template.format(**ids)
     last = template.rpartition("/")[2]
     if method == "GET" and last in QUERIES:
@@ -88,6 +115,7 @@ def guarded(tmp_path_factory):
     with guarded_server(tmp_path_factory.mktemp("matrix")) as opened:
         for project in PROJECTS:
             opened.fill(project, f"{project}-1")
+        opened.app.state.components.store.incidents.fire(FIRING, FIRING.started_at)
         yield opened
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from collage_server.api import access, catalogue, curves, export, latest, layers, reports, runs, streams
+from collage_server.api import access, catalogue, curves, export, incidents, latest, layers, reports, runs, streams
 
 __all__ = ["api_routes"]
 
@@ -22,6 +22,7 @@ def api_routes() -> list[BaseRoute]:
         export.router,
         catalogue.router,
         streams.alerts_router,
+        incidents.router,
         access.router,
     )
     return [route for router in routers for route in router.routes]

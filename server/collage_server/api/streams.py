@@ -23,7 +23,7 @@ from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone, NotFound
-from collage_server.queries.runs import alert_event, with_health
+from collage_server.queries.runs import alert_event, new_incident, with_health
 from collage_server.store import NewEvent
 
 __all__ = ["alerts_router", "attempts_router", "router"]
@@ -92,13 +92,22 @@ def _keep(
 ) -> wire.AlertmanagerAnswer:
     by_run: dict[str, list[NewEvent]] = defaultdict(list)
     ignored = stored = known = 0
+    incidents, now = components.store.incidents, components.clock()
     for alert in alerts:
         run_id = alert.labels.get("run_id", "")
         project = components.store.access.project_of(run_id)
         if project is None or not principal.owns(project):
             ignored += 1
+            continue
+        name = alert.labels.get("alertname", "alert")
+        if incidents.is_open(name, alert.labels, "server"):
+            known += 1  # This server noticed it first, and will say when it ends.
+            continue
+        if alert.status == "resolved":
+            incidents.resolve(name, alert.labels, "alertmanager", now)
         else:
-            by_run[run_id].append(alert_event(alert))
+            incidents.fire(new_incident(alert, project, now), now, told=True)
+        by_run[run_id].append(alert_event(alert))
     for run_id, events in by_run.items():
         try:
             fresh = components.store.events.add(run_id, events, components.clock())

@@ -13,13 +13,14 @@ from collage_monitor import wire
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import Number
 from collage_server.queries.finished import numbers
-from collage_server.store.records import LatestPoint, NewEvent, RunRecord
+from collage_server.store.records import LatestPoint, NewEvent, NewIncident, RunRecord
 
 __all__ = [
     "WORST_LAYERS",
     "alert_event",
     "latest_answer",
     "model_metrics",
+    "new_incident",
     "run_answer",
     "state_at",
     "state_of",
@@ -105,4 +106,18 @@ def alert_event(alert: wire.AlertmanagerAlert) -> NewEvent:
         origin=f"alert/{identity}/{alert.starts_at}/{alert.status}",
         kind="alert" if alert.status == "firing" else "alert_resolved",
         text=text[:_MOST_CHARACTERS],
+    )
+
+
+def new_incident(alert: wire.AlertmanagerAlert, project: str, now: float) -> NewIncident:
+    """The incident of an alert that Alertmanager says is firing."""
+    return NewIncident(
+        alert=alert.labels.get("alertname", "alert"),
+        severity=alert.labels.get("severity", "warning")[:16],
+        source="alertmanager",
+        labels=alert.labels,
+        text=(alert.annotations.get("summary") or alert.annotations.get("description") or "")[:_MOST_CHARACTERS],
+        started_at=now,
+        run_id=alert.labels.get("run_id", ""),
+        project=project,
     )

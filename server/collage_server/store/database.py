@@ -9,6 +9,7 @@ from collage_server.store.journal.streams import StreamStore
 from collage_server.store.reading.snapshot import PointStore
 from collage_server.store.records import SealLimits
 from collage_server.store.runs.events import EventStore
+from collage_server.store.runs.incidents import IncidentStore
 from collage_server.store.runs.runs import RunStore
 from collage_server.store.sealing.retention import Retention, Sealing
 
@@ -26,6 +27,7 @@ class Store(Database):
         super().__init__()
         self.access = AccessStore(self.reading, self.writing)
         self.events = EventStore(self)
+        self.incidents = IncidentStore(self)
         self.streams = StreamStore(self)
         self.journal = ReportJournal(self)
         self.points = PointStore(self, stale_after_seconds)

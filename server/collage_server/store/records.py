@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -14,8 +14,10 @@ from collage_monitor import wire
 __all__ = [
     "CONNECTIONS",
     "GroupOutcome",
+    "IncidentQuery",
     "LatestPoint",
     "NewEvent",
+    "NewIncident",
     "Points",
     "READERS",
     "ReportGroup",
@@ -226,6 +228,34 @@ class NewEvent:
     attempt: int | None = None
     step: int | None = None
     layers: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewIncident:
+    """An alert that begins to fire. `labels` tell its series; `run_id` and `project` are "" for the server."""
+
+    alert: str
+    severity: str
+    source: wire.IncidentSource
+    labels: Mapping[str, str]
+    text: str
+    started_at: float
+    run_id: str = ""
+    project: str = ""
+    value: float | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncidentQuery:
+    """Filters of the incidents; None does not filter. `projects` are those that the asker may see."""
+
+    project: str | None = None
+    projects: Collection[str] | None = None
+    run_id: str | None = None
+    state: wire.IncidentState | None = None
+    cursor: str | None = None
+    limit: int = 100
 
 
 @dataclass(frozen=True, kw_only=True)

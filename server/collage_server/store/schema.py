@@ -6,6 +6,7 @@ from typing import Final
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     Index,
@@ -28,9 +29,11 @@ __all__ = [
     "deleted_run",
     "entry",
     "event",
+    "incident",
     "layer",
     "layer_chunk",
     "layer_point",
+    "lease",
     "measured_point",
     "metadata",
     "model_chunk",
@@ -38,10 +41,12 @@ __all__ = [
     "replica_mismatch",
     "report",
     "run",
+    "run_finding",
     "run_latest",
     "run_tag",
     "scalar_chunk",
     "seal_claim",
+    "silence",
     "stream",
     "token",
 ]
@@ -371,5 +376,64 @@ act: Final = Table(
 """The audit log: only ever appended to. `act_id` sorts by time."""
 Index("act_by_time", act.c.time, act.c.act_id)
 
-SERVER_TABLES: Final = (token, act)
-"""Those of access: they belong to the server, not to a run, and no run_id leads them."""
+run_finding: Final = Table(
+    "run_finding",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("step", BigInteger, nullable=False),
+    Column("findings", Text, nullable=False),
+)
+"""What the judgement of the recent past, up to `step`, holds against a run: `findings` {key: value}."""
+
+incident: Final = Table(
+    "incident",
+    metadata,
+    Column("incident_id", _ID, primary_key=True),
+    Column("open_key", _ID, unique=True),
+    Column("run_id", _ID, nullable=False),
+    Column("project", _NAME, nullable=False),
+    Column("alert", _NAME, nullable=False),
+    Column("severity", String(16), nullable=False),
+    Column("source", String(16), nullable=False),
+    Column("labels", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("value", Double),
+    Column("step", BigInteger),
+    Column("started_at", Double, nullable=False),
+    Column("resolved_at", Double),
+    Column("acknowledged_at", Double),
+    Column("acknowledged_by", _ID),
+    Column("sent", Text, nullable=False),
+    Column("settled", Boolean, nullable=False),
+)
+"""One alert from when it fires until it ends. `open_key` tells alert and series while it fires, then null: what
+fires stands here once, whoever noticed. `run_id` and `project` are empty for the server's own. `sent` lists
+TARGET/STATE of delivered messages; `settled`: no message is owed any more."""
+Index("incident_by_time", incident.c.started_at, incident.c.incident_id)
+Index("incident_by_run", incident.c.run_id)
+
+silence: Final = Table(
+    "silence",
+    metadata,
+    Column("silence_id", _ID, primary_key=True),
+    Column("alert", _NAME),
+    Column("project", _NAME),
+    Column("run_id", _ID),
+    Column("comment", Text, nullable=False),
+    Column("made_by", _ID, nullable=False),
+    Column("made_at", Double, nullable=False),
+    Column("ends_at", Double, nullable=False),
+)
+"""Incidents that match what is not null are not sent until `ends_at`."""
+
+lease: Final = Table(
+    "lease",
+    metadata,
+    Column("name", _ID, primary_key=True),
+    Column("holder", _ID, nullable=False),
+    Column("ends_at", Double, nullable=False),
+)
+"""Work that one of several servers does: whose it is, and until when."""
+
+SERVER_TABLES: Final = (token, act, incident, silence, lease)
+"""Those that belong to the server, not to a run: no run_id leads them."""

@@ -20,6 +20,7 @@ from tests.server.reads import latest_point, model_points
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
+from tests.server.store.incidents import IncidentsContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
@@ -77,6 +78,10 @@ class TestPostgresqlRanks(RanksContract):
 
 class TestPostgresqlEvents(EventsContract):
     """What happened to a run, on PostgreSQL."""
+
+
+class TestPostgresqlIncidents(IncidentsContract):
+    """Incidents on PostgreSQL."""
 
 
 class TestPostgresqlReplicas(ReplicasContract):

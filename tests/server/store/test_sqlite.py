@@ -15,6 +15,7 @@ from collage_server.store.engine.files import network_file_system
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
+from tests.server.store.incidents import IncidentsContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.readable import ReadableContract
@@ -67,6 +68,10 @@ class TestSqliteRanks(RanksContract):
 
 class TestSqliteEvents(EventsContract):
     """What happened to a run, on SQLite."""
+
+
+class TestSqliteIncidents(IncidentsContract):
+    """Incidents on SQLite."""
 
 
 class TestSqliteReplicas(ReplicasContract):

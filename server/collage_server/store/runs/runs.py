@@ -33,6 +33,8 @@ _OWNED: Final = (
     schema.entry,
     schema.run_latest,
     schema.event,
+    schema.incident,
+    schema.run_finding,
     schema.replica_mismatch,
     schema.layer,
     schema.attempt,

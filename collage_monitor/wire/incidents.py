@@ -1,0 +1,85 @@
+"""Incidents and silences: what fired on a server, who takes care of it, and of what nothing is sent."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from collage_monitor.wire.answers import AlertLabel, AlertText
+from collage_monitor.wire.numbers import Number
+
+__all__ = [
+    "Incident",
+    "IncidentPage",
+    "IncidentSource",
+    "IncidentState",
+    "Silence",
+    "SilenceCreate",
+    "SilenceList",
+]
+
+IncidentState = Literal["firing", "resolved"]
+IncidentSource = Literal["server", "alertmanager"]
+
+
+class Incident(Struct, kw_only=True, frozen=True):
+    """One alert on one run, or on the server (`run_id` and `project` are null), from when it fired until it ended.
+
+    `alert` is its name in the catalogue; `source` says who noticed first, this server or Alertmanager. `text` gives
+    the reason: what the catalogue says, the judgement of the run's recent past, and since when it changed. `value`
+    is the condition's when it fired, `step` the run's then. `silenced`: no message is sent of it now.
+    """
+
+    incident_id: str
+    alert: str
+    severity: str
+    source: IncidentSource
+    state: IncidentState
+    text: str
+    started_at: float
+    resolved_at: float | None = None
+    acknowledged_at: float | None = None
+    acknowledged_by: str | None = None
+    run_id: str | None = None
+    project: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    value: Number | None = None
+    step: int | None = None
+    silenced: bool = False
+
+
+class IncidentPage(Struct, kw_only=True, frozen=True):
+    """Incidents, newest first; `cursor` gets those before them, null at the end."""
+
+    events: list[Incident]
+    cursor: str | None = None
+
+
+class SilenceCreate(Struct, kw_only=True, frozen=True):
+    """Send nothing of incidents that match everything stated here, for so many seconds."""
+
+    seconds: Annotated[float, Meta(gt=0, le=31_536_000)]
+    alert: AlertLabel | None = None
+    project: AlertLabel | None = None
+    run_id: Annotated[str, Meta(max_length=64)] | None = None
+    comment: AlertText = ""
+
+
+class Silence(Struct, kw_only=True, frozen=True):
+    """A silence that was made, by whom, and until when it holds."""
+
+    silence_id: str
+    alert: str | None
+    project: str | None
+    run_id: str | None
+    comment: str
+    made_by: str
+    made_at: float
+    ends_at: float
+
+
+class SilenceList(Struct, kw_only=True, frozen=True):
+    """The silences that hold now, newest first."""
+
+    silences: list[Silence]

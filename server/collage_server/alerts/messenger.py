@@ -1,0 +1,94 @@
+"""The messenger: tells every target of incidents that fire and end, again and again until it took the message."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from collage_monitor import wire
+from collage_monitor.backoff import Backoff
+from collage_server.alerts.targets import Target
+from collage_server.background import BackgroundThread
+from collage_server.store import Store
+
+__all__ = ["Messenger"]
+
+_LOG: Final = logging.getLogger(__name__)
+_LEASE: Final = "messages"
+_LEASE_SECONDS: Final = 120.0
+_FIRST_PAUSE_SECONDS: Final = 2.0
+_LONGEST_PAUSE_SECONDS: Final = 300.0
+_GIVE_UP_SECONDS: Final = 86_400.0
+
+
+class Messenger(BackgroundThread):
+    """Sends what is owed, by one server of those on a database; what was delivered stands in the database.
+
+    A message that a target took, and whose delivery could not be noted any more, is sent again. A silenced incident
+    is owed nothing while the silence holds; that one has ended is told only to who knows that it fired. After a day
+    without success a message is given up.
+    """
+
+    def __init__(
+        self, store: Store, targets: Sequence[Target], *, clock: Callable[[], float], interval_seconds: float
+    ) -> None:
+        super().__init__("messenger", interval_seconds=interval_seconds)
+        self._store = store
+        self._targets = targets
+        self._clock = clock
+        self._holder = secrets.token_hex(16)
+        self._backoffs = {target.name: Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS) for target in targets}
+        self._not_before = dict.fromkeys(self._backoffs, float("-inf"))
+
+    def do_due_work(self) -> None:
+        """Send what is owed, if no other server does."""
+        now = self._clock()
+        if not self._store.incidents.take_lease(_LEASE, self._holder, now, now + _LEASE_SECONDS):
+            return
+        for incident, sent in self._store.incidents.unsettled(now):
+            if self.stopping.is_set():
+                return
+            if not incident.silenced:
+                self._tell(incident, sent)
+
+    def stop(self, deadline_seconds: float) -> None:
+        """End, and let another server go on at once."""
+        super().stop(deadline_seconds)
+        self.attempt(lambda: self._store.incidents.give_up_lease(_LEASE, self._holder))
+
+    def _tell(self, incident: wire.Incident, sent: list[str]) -> None:
+        """Tell each target that does not know yet; keep who knows now."""
+        settled, before = True, list(sent)
+        for target in self._targets:
+            mark = f"{target.name}/{incident.state}"
+            unheard = incident.state == "resolved" and f"{target.name}/firing" not in sent
+            if mark in sent or unheard:
+                continue
+            if self._send(target, incident):
+                sent.append(mark)
+            elif self._is_young(incident):
+                settled = False
+        if settled or sent != before:
+            self._store.incidents.mark_sent(incident, sent, settled=settled)
+
+    def _is_young(self, incident: wire.Incident) -> bool:
+        changed_at = incident.started_at if incident.resolved_at is None else incident.resolved_at
+        return self._clock() - changed_at < _GIVE_UP_SECONDS
+
+    def _send(self, target: Target, incident: wire.Incident) -> bool:
+        """Try once, if the target's last failure is long enough ago."""
+        now = self._clock()
+        if now < self._not_before[target.name]:
+            return False
+        try:
+            target.send(incident)
+        except Exception as error:
+            pause = self._backoffs[target.name].pause()
+            self._not_before[target.name] = now + pause
+            # The error's text may hold the target's address, and that a secret.
+            _LOG.warning("%s took no message (%s); next try in %.0f s", target.name, type(error).__name__, pause)
+            return False
+        self._backoffs[target.name].reset()
+        return True

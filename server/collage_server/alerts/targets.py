@@ -1,0 +1,166 @@
+"""Where messages about incidents go: a webhook, Slack, e-mail. Addresses come from the settings alone.
+
+A webhook's host is resolved and checked first, and the very address that was checked is connected to. Redirects are
+not followed. So nobody who can send runs, or who answers for a name, makes this server ask its neighbours.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import smtplib
+import socket
+import ssl
+from abc import ABC, abstractmethod
+from email.message import EmailMessage
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from collage_monitor import wire
+from collage_monitor.alerts import ALERTS
+from collage_server.errors import StoreUnusable
+from collage_server.settings import Settings
+
+__all__ = ["EmailTarget", "SlackTarget", "Target", "UnsafeAddress", "WebhookTarget", "targets_of"]
+
+_TIMEOUT_SECONDS: Final = 10.0
+
+
+class UnsafeAddress(StoreUnusable):
+    """A target whose name leads to an address that no message may go to."""
+
+
+class Target(ABC):
+    """One place that messages go to; `name` tells it in what was delivered."""
+
+    name: str
+
+    @abstractmethod
+    def send(self, incident: wire.Incident) -> None:
+        """Deliver a message about the incident as it stands. Blocks for seconds at most; raises if it failed."""
+
+
+class WebhookTarget(Target):
+    """JSON by POST: {"version": 1, "incident": {…}, "meaning", "first_step", "runbook"}."""
+
+    name = "webhook"
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def send(self, incident: wire.Incident) -> None:
+        """Post the message; anything but an answer 2xx is a failure."""
+        _post(self._url, self.body(incident))
+
+    def body(self, incident: wire.Incident) -> dict[str, Any]:
+        """What is sent."""
+        entry = ALERTS.get(incident.alert)
+        return {
+            "version": 1,
+            "incident": incident,
+            "meaning": entry.meaning if entry else None,
+            "first_step": entry.first_step if entry else None,
+            "runbook": f"docs/alerts.md#{incident.alert.lower()}" if entry else None,
+        }
+
+
+class SlackTarget(WebhookTarget):
+    """A Slack incoming webhook, or anything that takes {"text": …} as Slack does."""
+
+    name = "slack"
+
+    def body(self, incident: wire.Incident) -> dict[str, Any]:
+        """What is sent."""
+        # Slack reads <…> and & as its own marks.
+        text = _as_text(incident).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return {"text": text}
+
+
+class EmailTarget(Target):
+    """E-mail through an SMTP server (smtp://USER:PASSWORD@HOST:PORT; smtps:// for TLS from the first byte)."""
+
+    name = "email"
+
+    def __init__(self, server: str, sender: str, recipients: list[str]) -> None:
+        self._server = urlsplit(server)
+        self._sender = sender
+        self._recipients = recipients
+
+    def send(self, incident: wire.Incident) -> None:
+        """Send one message to all recipients; TLS where the server offers it, and always before a password."""
+        message = EmailMessage()
+        message["From"] = self._sender
+        message["To"] = ", ".join(self._recipients)
+        message["Subject"] = " ".join(_title(incident).split())
+        message.set_content(_as_text(incident))
+        secure = self._server.scheme == "smtps"
+        kind = smtplib.SMTP_SSL if secure else smtplib.SMTP
+        host, port = self._server.hostname or "", self._server.port or (465 if secure else 25)
+        with kind(host, port, timeout=_TIMEOUT_SECONDS) as server:
+            server.ehlo()
+            if not secure and (self._server.username or server.has_extn("starttls")):
+                server.starttls(context=ssl.create_default_context())
+            if self._server.username:
+                server.login(unquote(self._server.username), unquote(self._server.password or ""))
+            server.send_message(message)
+
+
+def targets_of(settings: Settings) -> list[Target]:
+    """The targets that the settings name; none by default."""
+    found: list[Target] = []
+    if settings.alert_webhook:
+        found.append(WebhookTarget(settings.alert_webhook))
+    if settings.alert_slack:
+        found.append(SlackTarget(settings.alert_slack))
+    if settings.alert_smtp and settings.alert_email:
+        addresses = [address.strip() for address in settings.alert_email.split(",")]
+        found.append(EmailTarget(settings.alert_smtp, addresses[0], addresses))
+    return found
+
+
+def _title(incident: wire.Incident) -> str:
+    about = f"run {incident.labels.get('run') or incident.run_id}" if incident.run_id else "the server"
+    state = "fires" if incident.state == "firing" else "has ended"
+    return f"{incident.alert} {state} ({incident.severity}): {about}"
+
+
+def _as_text(incident: wire.Incident) -> str:
+    entry = ALERTS.get(incident.alert)
+    lines = [_title(incident), incident.text]
+    if incident.project:
+        lines.append(f"project {incident.project}, run {incident.run_id}, step {incident.step}")
+    if entry and incident.state == "firing":
+        lines += [entry.meaning, f"First: {entry.first_step}"]
+    return "\n\n".join(lines)
+
+
+def _post(url: str, body: dict[str, Any]) -> None:
+    asked = httpx.URL(url)
+    address = _checked_address(asked.host, asked.port or (443 if asked.scheme == "https" else 80))
+    with httpx.Client(follow_redirects=False, trust_env=False, timeout=_TIMEOUT_SECONDS) as client:
+        answer = client.post(
+            asked.copy_with(host=address),
+            content=wire.encode_json(body),
+            headers={"Host": asked.netloc.decode(), "Content-Type": wire.JSON},
+            extensions={"sni_hostname": asked.host},
+        )
+    if not answer.is_success:
+        raise httpx.HTTPStatusError(
+            f"{answer.status_code} of {asked.host}", request=answer.request, response=answer
+        )
+
+
+def _checked_address(host: str, port: int) -> str:
+    """An address of the host that a message may go to.
+
+    Raises:
+        UnsafeAddress: one of its addresses is link-local (a cloud's metadata), multicast or unspecified.
+    """
+    found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for text in found:
+        address = ipaddress.ip_address(text.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        if mapped.is_link_local or mapped.is_multicast or mapped.is_unspecified:
+            raise UnsafeAddress(f"{host} leads to {text}, where no message may go; set another address")
+    return found[0]

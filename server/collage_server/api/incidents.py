@@ -1,0 +1,102 @@
+"""Incidents: what fires and what has ended, who takes care of it, and silences."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+from fastapi import Path, Query
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server.api.answers import answer, describes
+from collage_server.api.bodies import message
+from collage_server.api.parameters import RunId
+from collage_server.api.routing import resource
+from collage_server.auth.bearer import principal_of
+from collage_server.components import components_of
+from collage_server.errors import Forbidden
+from collage_server.store import IncidentQuery
+
+__all__ = ["router"]
+
+router = resource("alerts")
+Filter = Annotated[str | None, Query(max_length=512)]
+_MOST_OF_A_RUN = 1000
+
+
+@router.get("/events", **describes(wire.IncidentPage))
+def list_incidents(
+    request: Request,
+    project: Filter = None,
+    run: Filter = None,
+    state: wire.IncidentState | None = None,
+    cursor: Filter = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> Response:
+    """Incidents, newest first: alerts of this server's own evaluation and of Alertmanager, each once."""
+    components = components_of(request)
+    query = IncidentQuery(
+        project=project,
+        projects=principal_of(request).projects,
+        run_id=run,
+        state=state,
+        cursor=cursor,
+        limit=limit,
+    )
+    found = components.store.incidents.read(query, components.clock())
+    newest = f"{found[-1].started_at.hex()}~{found[-1].incident_id}" if len(found) == limit else None
+    return answer(wire.IncidentPage(events=found, cursor=newest))
+
+
+@router.get("/runs/{run_id}/alerts", **describes(wire.IncidentPage))
+def firing_of_run(request: Request, run_id: RunId) -> Response:
+    """What fires of one run now; a training may ask with the token that it sends with."""
+    components = components_of(request)
+    components.store.runs.get(run_id)
+    query = IncidentQuery(run_id=run_id, state="firing", limit=_MOST_OF_A_RUN)
+    return answer(wire.IncidentPage(events=components.store.incidents.read(query, components.clock())))
+
+
+@router.post("/events/{incident_id}/acknowledge", **describes(wire.Incident))
+def acknowledge(request: Request, incident_id: Annotated[str, Path(max_length=64)]) -> Response:
+    """Note that you take care of an incident; whoever was first stays."""
+    components, principal = components_of(request), principal_of(request)
+    now = components.clock()
+    return answer(components.store.incidents.acknowledge(incident_id, principal.actor, now, principal.projects))
+
+
+@router.get("/silences", **describes(wire.SilenceList))
+def list_silences(request: Request) -> Response:
+    """The silences that hold now, newest first."""
+    components, principal = components_of(request), principal_of(request)
+    found = components.store.incidents.silences(components.clock())
+    seen = [silence for silence in found if principal.projects is None or silence.project in principal.projects]
+    return answer(wire.SilenceList(silences=seen))
+
+
+@router.post("/silences", **describes(wire.Silence, wire.SilenceCreate, status=201))
+async def create_silence(request: Request) -> Response:
+    """Send nothing about incidents that match everything stated, for so many seconds; they are still listed."""
+    components, principal = components_of(request), principal_of(request)
+    create = await message(request, wire.SilenceCreate)
+    if not principal.owns(create.project):
+        raise Forbidden(
+            f"this token is for {', '.join(sorted(principal.projects or ()))}; name one of them as project",
+            field="project",
+        )
+    now = components.clock()
+    made = wire.Silence(
+        silence_id=secrets.token_hex(8),
+        alert=create.alert,
+        project=create.project,
+        run_id=create.run_id,
+        comment=create.comment,
+        made_by=principal.actor,
+        made_at=now,
+        ends_at=now + create.seconds,
+    )
+    await run_in_threadpool(components.store.incidents.silence, made)
+    return answer(made, 201)

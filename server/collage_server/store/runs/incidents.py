@@ -1,0 +1,257 @@
+"""Incidents: alerts from when they fire until they end, each stored once whoever noticed; silences; leases."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, insert, select, tuple_, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from collage_monitor import wire
+from collage_server.errors import NotFound, Unprocessable
+from collage_server.store import schema
+from collage_server.store.engine.database import Database
+from collage_server.store.records import IncidentQuery, NewEvent, NewIncident
+from collage_server.store.rows import from_json, to_json
+from collage_server.store.runs.events import add_events
+
+__all__ = ["IncidentStore", "incident_id_of", "open_key"]
+
+_INCIDENT: Final = schema.incident
+_INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outcome"})
+_MOST_UNSETTLED: Final = 1000
+
+
+def open_key(alert: str, labels: Mapping[str, str]) -> str:
+    """What tells an alert on one series from every other: not names that may change, nor what a scraper adds."""
+    text = repr((alert, sorted((name, value) for name, value in labels.items() if name in _TELLING))).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def incident_id_of(new: NewIncident) -> str:
+    """The id that an incident gets; ids sort by time."""
+    return f"{int(1000 * new.started_at):013d}-{open_key(new.alert, new.labels)[:16]}"
+
+
+class IncidentStore:
+    """Fires, resolves and reads incidents; every method is one transaction, from any thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def is_open(self, alert: str, labels: Mapping[str, str], source: wire.IncidentSource) -> bool:
+        """Whether an incident that this source opened is open for these labels."""
+        mine = and_(_INCIDENT.c.open_key == open_key(alert, labels), _INCIDENT.c.source == source)
+        with self._database.reading() as connection:
+            return connection.execute(select(_INCIDENT.c.incident_id).where(mine)).first() is not None
+
+    def fire(self, new: NewIncident, now: float, *, told: bool = False) -> bool:
+        """Open an incident, with an event in its run's timeline if it was not `told` there; False where the same
+        fires already, or the run is not there any more."""
+        key, incident_id = open_key(new.alert, new.labels), incident_id_of(new)
+        row = {
+            "incident_id": incident_id,
+            "open_key": key,
+            "run_id": new.run_id,
+            "project": new.project,
+            "alert": new.alert,
+            "severity": new.severity,
+            "source": new.source,
+            "labels": to_json(dict(new.labels)),
+            "text": new.text,
+            "value": new.value,
+            "step": new.step,
+            "started_at": new.started_at,
+            "sent": "[]",
+            "settled": False,
+        }
+        with self._database.writing() as connection:
+            if new.run_id and not _is_there(connection, new.run_id):
+                return False
+            statement = _INSERT[connection.dialect.name](_INCIDENT).values(row).on_conflict_do_nothing()
+            if connection.execute(statement.returning(_INCIDENT.c.incident_id)).first() is None:
+                return False
+            text = f"{new.alert} firing ({new.severity}): {new.text}"
+            if not told:
+                self._tell(connection, new.run_id, incident_id, "alert", text, new.step, now)
+        return True
+
+    def resolve(self, alert: str, labels: Mapping[str, str], source: wire.IncidentSource, now: float) -> bool:
+        """End the incident that this source opened for these labels; False where there is none."""
+        with self._database.writing() as connection:
+            mine = and_(_INCIDENT.c.open_key == open_key(alert, labels), _INCIDENT.c.source == source)
+            row = connection.execute(select(_INCIDENT).where(mine).with_for_update()).first()
+            if row is None:
+                return False
+            changed = update(_INCIDENT).where(mine).values(open_key=None, resolved_at=now, settled=False)
+            connection.execute(changed)
+            if row.source == "server":
+                text = f"{alert} resolved ({row.severity})"
+                self._tell(connection, row.run_id, row.incident_id, "alert_resolved", text, None, now)
+        return True
+
+    @staticmethod
+    def _tell(
+        connection: Connection,
+        run_id: str,
+        incident_id: str,
+        kind: wire.EventKind,
+        text: str,
+        step: int | None,
+        now: float,
+    ) -> None:
+        if run_id and _is_there(connection, run_id):
+            event = NewEvent(origin=f"incident/{incident_id}/{kind}", kind=kind, text=text[:1000], step=step)
+            add_events(connection, run_id, [event], now)
+
+    def read(self, query: IncidentQuery, now: float) -> list[wire.Incident]:
+        """Incidents that match, newest first."""
+        statement = select(_INCIDENT).where(*_filters(query))
+        order = (_INCIDENT.c.started_at.desc(), _INCIDENT.c.incident_id.desc())
+        with self._database.reading() as connection:
+            silences = _silences(connection, now)
+            rows = connection.execute(statement.order_by(*order).limit(query.limit)).all()
+        return [_incident(row, silences) for row in rows]
+
+    def acknowledge(
+        self, incident_id: str, by: str, now: float, projects: Collection[str] | None = None
+    ) -> wire.Incident:
+        """Note that somebody takes care of it; the first one stays.
+
+        Raises:
+            NotFound: there is no such incident in these projects (None: in any).
+        """
+        mine = _INCIDENT.c.incident_id == incident_id
+        with self._database.writing() as connection:
+            row = connection.execute(select(_INCIDENT).where(mine).with_for_update()).first()
+            if row is None or (projects is not None and row.project not in projects):
+                raise NotFound(f"no incident {incident_id!r}; GET /api/v1/events lists them", field="incident_id")
+            if row.acknowledged_at is None:
+                connection.execute(update(_INCIDENT).where(mine).values(acknowledged_at=now, acknowledged_by=by))
+                row = connection.execute(select(_INCIDENT).where(mine)).one()
+            return _incident(row, _silences(connection, now))
+
+    def silence(self, silence: wire.Silence) -> None:
+        """Keep matching incidents from being sent until it ends."""
+        with self._database.writing() as connection:
+            connection.execute(insert(schema.silence).values(msgspec.structs.asdict(silence)))
+
+    def silences(self, now: float) -> list[wire.Silence]:
+        """Those that have not ended, newest first."""
+        with self._database.reading() as connection:
+            return _silences(connection, now)
+
+    def unsettled(self, now: float) -> list[tuple[wire.Incident, list[str]]]:
+        """Incidents of which a message may be owed, oldest first, and which TARGET/STATE were delivered."""
+        statement = select(_INCIDENT).where(_INCIDENT.c.settled.is_(False)).order_by(_INCIDENT.c.started_at)
+        with self._database.reading() as connection:
+            silences = _silences(connection, now)
+            rows = connection.execute(statement.limit(_MOST_UNSETTLED)).all()
+        return [(_incident(row, silences), from_json(row.sent)) for row in rows]
+
+    def mark_sent(self, incident: wire.Incident, sent: Sequence[str], *, settled: bool) -> None:
+        """Keep what was delivered; `settled` only if its state is still the one that was told."""
+        table = _INCIDENT
+        ended = table.c.resolved_at.is_(None) if incident.resolved_at is None else table.c.resolved_at.is_not(None)
+        mine = table.c.incident_id == incident.incident_id
+        with self._database.writing() as connection:
+            connection.execute(update(table).where(mine).values(sent=to_json(list(sent))))
+            connection.execute(update(table).where(and_(mine, ended)).values(settled=settled))
+
+    def take_lease(self, name: str, holder: str, now: float, ends_at: float) -> bool:
+        """Whether the work called `name` is this holder's until `ends_at`: nobody has it, or its time is over."""
+        table = schema.lease
+        free = and_(table.c.name == name, (table.c.holder == holder) | (table.c.ends_at < now))
+        with self._database.writing() as connection:
+            row = _INSERT[connection.dialect.name](table).values(name=name, holder=holder, ends_at=ends_at)
+            if connection.execute(row.on_conflict_do_nothing().returning(table.c.name)).first() is not None:
+                return True
+            return connection.execute(update(table).where(free).values(holder=holder, ends_at=ends_at)).rowcount > 0
+
+    def give_up_lease(self, name: str, holder: str) -> None:
+        """Let another server take the work at once."""
+        table = schema.lease
+        with self._database.writing() as connection:
+            connection.execute(delete(table).where(table.c.name == name, table.c.holder == holder))
+
+    def keep_findings(self, run_id: str, step: int, findings: Mapping[str, float]) -> None:
+        """Replace what the judgement holds against a run; nothing of a run that is gone."""
+        table = schema.run_finding
+        with self._database.writing() as connection:
+            connection.execute(delete(table).where(table.c.run_id == run_id))
+            if findings and _is_there(connection, run_id):
+                connection.execute(insert(table).values(run_id=run_id, step=step, findings=to_json(dict(findings))))
+
+    def findings(self) -> dict[str, dict[str, float]]:
+        """What the judgement holds against runs, by run and key; runs without are left out."""
+        with self._database.reading() as connection:
+            rows = connection.execute(select(schema.run_finding)).all()
+        return {row.run_id: from_json(row.findings) for row in rows}
+
+
+def _is_there(connection: Connection, run_id: str) -> bool:
+    """Whether the run is there; it then stays until the transaction ends."""
+    known = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id).with_for_update()
+    return connection.execute(known).first() is not None
+
+
+def _filters(query: IncidentQuery) -> list[ColumnElement[bool]]:
+    columns = ((_INCIDENT.c.project, query.project), (_INCIDENT.c.run_id, query.run_id))
+    filters: list[ColumnElement[bool]] = [column == value for column, value in columns if value is not None]
+    if query.projects is not None:
+        filters.append(_INCIDENT.c.project.in_(sorted(query.projects)))
+    if query.state is not None:
+        ended = _INCIDENT.c.resolved_at.is_not(None)
+        filters.append(ended if query.state == "resolved" else ~ended)
+    if query.cursor is not None:
+        started_at, _, incident_id = query.cursor.partition("~")
+        try:
+            place = (float.fromhex(started_at), incident_id)
+        except (ValueError, OverflowError) as error:
+            raise Unprocessable(
+                f"cursor {query.cursor!r} is not one of this server's; start again without it", field="cursor"
+            ) from error
+        filters.append(tuple_(_INCIDENT.c.started_at, _INCIDENT.c.incident_id) < place)
+    return filters
+
+
+def _silences(connection: Connection, now: float) -> list[wire.Silence]:
+    table = schema.silence
+    rows = connection.execute(select(table).where(table.c.ends_at > now).order_by(table.c.made_at.desc())).all()
+    return [wire.Silence(**{name: getattr(row, name) for name in wire.Silence.__struct_fields__}) for row in rows]
+
+
+def _incident(row: Row[Any], silences: Sequence[wire.Silence]) -> wire.Incident:
+    stored = {name: getattr(row, name) for name in _STORED}
+    return wire.Incident(
+        **stored,
+        run_id=row.run_id or None,
+        project=row.project or None,
+        value=None if row.value is None else wire.to_number(row.value),
+        labels=from_json(row.labels),
+        state="firing" if row.resolved_at is None else "resolved",
+        silenced=any(_covers(silence, row) for silence in silences),
+    )
+
+
+def _covers(silence: wire.Silence, row: Row[Any]) -> bool:
+    asked = ((silence.alert, row.alert), (silence.project, row.project), (silence.run_id, row.run_id))
+    return all(wanted is None or wanted == own for wanted, own in asked)
+
+
+_STORED: Final = (
+    "incident_id",
+    "alert",
+    "severity",
+    "source",
+    "text",
+    "step",
+    "started_at",
+    "resolved_at",
+    "acknowledged_at",
+    "acknowledged_by",
+)

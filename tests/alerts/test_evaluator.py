@@ -1,0 +1,169 @@
+"""The evaluator on a server's own runs: what fires is kept with its reason, ends, and outlives a server."""
+
+from __future__ import annotations
+
+import pytest
+from collage_server.alerts import AlertEvaluator
+from collage_server.health import samples
+
+from collage_monitor import wire
+from collage_monitor.alerts import ALERTS, alert
+from tests.server.guarded import guarded_server
+from tests.server.samples import report
+
+SECONDS = 15.0
+
+
+def evaluator(server, *names, **more):
+    components = server.app.state.components
+    return AlertEvaluator(
+        components.store,
+        lambda: samples(components),
+        [alert(name) for name in names] or ALERTS.values(),
+        clock=server.clock,
+        interval_seconds=SECONDS,
+        stale_after_seconds=600.0,
+        **more,
+    )
+
+
+def incidents(server, **query):
+    asked = "&".join(f"{name}={value}" for name, value in query.items())
+    return server.get(f"/events?{asked}", wire.IncidentPage).events
+
+
+def rounds(server, work, seconds, *, alive=True):
+    """Rounds of the evaluation for so long; a run that is alive logs once a minute."""
+    for place in range(round(seconds / SECONDS)):
+        server.clock.now += SECONDS
+        if alive and place % 4 == 0:
+            seq = 1000 + int(server.clock.now - 1_700_000_000)
+            server.reports([report(seq, 2000, measured=False, scalars={"loss": 3.0})])
+        work.do_due_work()
+
+
+@pytest.fixture
+def low(server):
+    """A run beyond its warm-up whose EDQ reads 0.77."""
+    server.filled(steps=range(1000, 1400, 10))
+    return server
+
+
+def test_it_fires_with_its_reason_and_ends_when_the_run_does(low):
+    work = evaluator(low, "CollageEdqLow")
+    rounds(low, work, 9.75 * 60)
+    assert incidents(low) == []
+    rounds(low, work, 60)
+    (fired,) = incidents(low, run="r1", state="firing")
+    assert (fired.alert, fired.severity, fired.project, fired.step) == ("CollageEdqLow", "warning", "p", 2000)
+    assert fired.value == pytest.approx(0.7667, abs=1e-3)
+    assert "Judged losing updates: EDQ is 0.7" in fired.text
+    assert "steps 1080 to 1390" in fired.text
+    events = low.get("/runs/r1/events", wire.EventPage).events
+    assert [event.kind for event in events] == ["attempt", "alert"]
+    assert events[1].text.startswith("CollageEdqLow firing (warning): Less than nine tenths")
+    low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    rounds(low, work, 9 * 60, alive=False)
+    assert incidents(low, state="resolved") == []
+    rounds(low, work, 2 * 60, alive=False)
+    (ended,) = incidents(low, state="resolved")
+    assert ended.resolved_at - fired.started_at == pytest.approx(600, abs=120)
+
+
+def test_a_run_in_its_warm_up_and_a_finished_one_do_not_fire(server):
+    server.filled(steps=range(10, 60, 10))
+    server.filled("r2", "s2", steps=range(1000, 1400, 10))
+    server.send("PATCH", "/runs/r2", wire.RunUpdate(state="finished"), wire.Run)
+    work = evaluator(server, "CollageEdqLow", "CollageEdqDrop")
+    rounds(server, work, 60)
+    server.send("PATCH", "/runs/r1", wire.RunUpdate(state="failed"), wire.Run)
+    rounds(server, work, 15 * 60, alive=False)
+    assert incidents(server) == []
+
+
+def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
+    work = evaluator(low, "CollageNotFinite")
+    low.app.state.components.store.incidents.keep_findings("r1", 1390, {"nonfinite_params": 3.0})
+    assert 'collage_finding{key="nonfinite_params",' in low.get("/metrics")
+    samples_now = [entry for entry in samples(low.app.state.components) if entry.name == "collage_finding"]
+    assert [entry.value for entry in samples_now] == [3.0]
+    # The run's own points say nothing of the kind: the next judgement takes it back.
+    rounds(low, work, 2 * SECONDS)
+    assert "nonfinite_params" not in low.get("/metrics")
+
+
+def test_another_server_takes_over_what_fires_and_fires_it_no_second_time(low):
+    first = evaluator(low, "CollageEdqLow")
+    rounds(low, first, 11 * 60)
+    second = evaluator(low, "CollageEdqLow")
+    second.do_due_work()
+    assert second._evaluation is None, "the first one has the lease"
+    first.stop(1.0)
+    rounds(low, second, 11 * 60)
+    assert len(incidents(low)) == 1
+    low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    rounds(low, second, 11 * 60, alive=False)
+    assert [entry.state for entry in incidents(low)] == ["resolved"]
+
+
+def test_a_stalled_run_is_told(low):
+    work = evaluator(low, "CollageRunStalled")
+    rounds(low, work, 4.5 * 60, alive=False)
+    assert incidents(low) == []
+    rounds(low, work, 60, alive=False)
+    assert [entry.alert for entry in incidents(low, state="firing")] == ["CollageRunStalled"]
+
+
+def test_what_alertmanager_sends_stands_beside_it_once(low):
+    labels = {"alertname": "CollageEdqLow", "run_id": "r1", "severity": "warning", "job": "collage"}
+
+    def notified(status):
+        sent = wire.AlertmanagerAlert(status=status, labels=labels, annotations={"summary": "low"})
+        message = wire.AlertmanagerMessage(alerts=[sent])
+        return low.post("/alerts/alertmanager", message, wire.AlertmanagerAnswer)
+
+    assert notified("firing").stored == 1
+    work = evaluator(low, "CollageEdqLow")
+    rounds(low, work, 12 * 60)
+    assert [(entry.alert, entry.source, entry.state) for entry in incidents(low)] == [
+        ("CollageEdqLow", "alertmanager", "firing")
+    ]
+    assert notified("resolved").stored == 1
+    assert [entry.state for entry in incidents(low)] == ["resolved"]
+
+
+def test_what_the_server_noticed_first_is_known_when_alertmanager_tells(low):
+    work = evaluator(low, "CollageEdqLow")
+    rounds(low, work, 12 * 60)
+    labels = {"alertname": "CollageEdqLow", "run_id": "r1"}
+    for status in ("firing", "resolved"):
+        message = wire.AlertmanagerMessage(alerts=[wire.AlertmanagerAlert(status=status, labels=labels)])
+        answer = low.post("/alerts/alertmanager", message, wire.AlertmanagerAnswer)
+        assert (answer.stored, answer.known) == (0, 1)
+    assert [(entry.source, entry.state) for entry in incidents(low)] == [("server", "firing")]
+
+
+def test_routes_of_incidents(low):
+    work = evaluator(low, "CollageEdqLow")
+    rounds(low, work, 12 * 60)
+    (fired,) = incidents(low, project="p")
+    taken = low.post(f"/events/{fired.incident_id}/acknowledge", b"", wire.Incident)
+    assert taken.acknowledged_by == "loopback"
+    assert low.get("/runs/r1/alerts", wire.IncidentPage).events == [taken]
+    assert incidents(low, project="other") == []
+    assert low.get("/runs/zz/alerts", status=404).field == "run_id"
+    assert low.get("/events?state=open", status=422).field == "state"
+    silence = low.post("/silences", wire.SilenceCreate(seconds=60.0, run_id="r1"), wire.Silence, status=201)
+    assert low.get("/silences", wire.SilenceList).silences == [silence]
+    assert incidents(low)[0].silenced
+    assert low.post("/silences", wire.SilenceCreate(seconds=0.0), status=422).field == "seconds"
+
+
+def test_a_token_silences_its_own_projects_alone(tmp_path):
+    with guarded_server(tmp_path) as opened:
+        secret, _ = opened.token("operate", ["mine"])
+        for project, status in (("mine", 201), ("theirs", 403), (None, 403)):
+            create = wire.SilenceCreate(seconds=60.0, project=project)
+            assert opened.ask("POST", "/api/v1/silences", secret, create).status_code == status
+        reader, _ = opened.token("read", ["theirs"])
+        assert opened.ask("GET", "/api/v1/silences", reader).json() == {"silences": []}

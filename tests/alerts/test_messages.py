@@ -1,0 +1,187 @@
+"""Messages about incidents: to a webhook, Slack and by e-mail, until they are taken, never where they must not."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+import pytest
+from collage_server.alerts import Messenger, targets_of
+from collage_server.alerts.targets import EmailTarget, SlackTarget, UnsafeAddress, WebhookTarget
+from collage_server.settings import Settings, SettingsError
+
+from collage_monitor import wire
+from tests.alerts.receivers import mail_server, web_server
+from tests.server.conftest import NOW
+from tests.server.store.incidents import LABELS, LOW
+
+INCIDENT = wire.Incident(
+    incident_id="1",
+    alert="CollageEdqLow",
+    severity="warning",
+    source="server",
+    state="firing",
+    text="EDQ is <low> & falls.",
+    started_at=NOW,
+    run_id="r1",
+    project="p",
+    labels={"run": "a run"},
+    step=70,
+)
+
+
+def settings_with(tmp_path, **more):
+    return Settings(folder=tmp_path, no_auth=True, **more)
+
+
+def test_the_settings_say_who_is_told(tmp_path):
+    assert targets_of(settings_with(tmp_path)) == []
+    found = targets_of(
+        settings_with(
+            tmp_path,
+            alert_webhook="https://example.org/hook",
+            alert_slack="https://example.org/slack",
+            alert_smtp="smtp://mail.example.org",
+            alert_email="a@example.org, b@example.org",
+        )
+    )
+    assert [target.name for target in found] == ["webhook", "slack", "email"]
+    for setting, value in (
+        ("alert_webhook", "file:///etc/passwd"),
+        ("alert_webhook", "http://user:word@example.org/"),
+        ("alert_smtp", "mail.example.org"),
+        ("alert_email", "nobody"),
+        ("alerts", "all"),
+    ):
+        with pytest.raises(SettingsError, match=f"COLLAGE_SERVER_{setting.upper()}"):
+            settings_with(tmp_path, **{setting: value})
+    shown = settings_with(tmp_path, alert_slack="https://example.org/secret").masked()
+    assert shown["alert_slack"] == "***"
+
+
+def test_a_webhook_gets_the_incident_and_what_to_do():
+    with web_server() as (address, requests):
+        WebhookTarget(f"{address}/hook?a=1").send(INCIDENT)
+    ((path, host, body),) = requests
+    assert (path, host) == ("/hook?a=1", address.removeprefix("http://"))
+    assert body["version"] == 1
+    assert body["incident"]["alert"] == "CollageEdqLow"
+    assert body["runbook"] == "docs/alerts.md#collageedqlow"
+    assert body["first_step"].startswith("Look at")
+
+
+def test_slack_gets_a_text_without_marks_of_its_own():
+    with web_server() as (address, requests):
+        SlackTarget(address).send(INCIDENT)
+    text = requests[0][2]["text"]
+    assert text.startswith("CollageEdqLow fires (warning): run a run")
+    assert "EDQ is &lt;low&gt; &amp; falls." in text
+
+
+def test_an_e_mail_goes_to_everybody():
+    with mail_server() as (address, mails):
+        EmailTarget(f"smtp://{address}", "a@example.org", ["a@example.org", "b@example.org"]).send(INCIDENT)
+    (mail,) = mails
+    assert "To: a@example.org, b@example.org" in mail
+    assert "Subject: CollageEdqLow fires (warning): run a run" in mail
+    assert "First: Look at" in mail
+
+
+def test_a_redirect_is_a_failure_and_not_followed():
+    with web_server() as (elsewhere, asked), web_server([(302, {"Location": elsewhere})]) as (address, _):
+        with pytest.raises(httpx.HTTPStatusError):
+            WebhookTarget(address).send(INCIDENT)
+        assert asked == []
+
+
+@pytest.mark.parametrize(
+    "host", ["169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]", "0.0.0.0", "224.0.0.1", "2852039166"]
+)
+def test_no_message_goes_to_a_link_local_address(host):
+    with pytest.raises((UnsafeAddress, httpx.InvalidURL)):
+        WebhookTarget(f"http://{host}/latest/meta-data").send(INCIDENT)
+
+
+class Sometimes:
+    """A target that fails so many times."""
+
+    def __init__(self, failures, name="webhook"):
+        self.failures, self.name, self.got = failures, name, []
+
+    def send(self, incident):
+        if self.failures:
+            self.failures -= 1
+            raise httpx.ConnectError("http://secret.example.org does not answer")
+        self.got.append((incident.alert, incident.state))
+
+
+@pytest.fixture
+def store(server):
+    server.filled()
+    return server.app.state.components.store
+
+
+def messenger(store, clock, *targets):
+    return Messenger(store, targets, clock=clock, interval_seconds=1.0)
+
+
+def test_it_tries_again_until_the_message_is_taken(store, clock, caplog):
+    flaky, sound = Sometimes(2), Sometimes(0, "slack")
+    work = messenger(store, clock, flaky, sound)
+    store.incidents.fire(LOW, clock())
+    caplog.set_level(logging.WARNING)
+    for _ in range(4):
+        work.do_due_work()
+    assert (flaky.failures, sound.got) == (1, [("CollageEdqLow", "firing")]), "it waits before it tries again"
+    for _ in range(4):
+        clock.now += 10
+        work.do_due_work()
+    assert flaky.got == sound.got == [("CollageEdqLow", "firing")]
+    assert "secret" not in caplog.text
+    store.incidents.resolve("CollageEdqLow", LABELS, "server", clock())
+    work.do_due_work()
+    work.do_due_work()
+    assert flaky.got == sound.got == [("CollageEdqLow", "firing"), ("CollageEdqLow", "resolved")]
+
+
+def test_another_process_goes_on_where_one_stopped(store, clock):
+    store.incidents.fire(LOW, clock())
+    first, second = Sometimes(0), Sometimes(0)
+    begun = messenger(store, clock, first)
+    begun.do_due_work()
+    messenger(store, clock, second).do_due_work()
+    begun.stop(1.0)
+    messenger(store, clock, second, Sometimes(0, "slack")).do_due_work()
+    assert (first.got, second.got) == ([("CollageEdqLow", "firing")], [])
+
+
+def test_an_end_is_told_only_to_who_knows_that_it_fired(store, clock):
+    target = Sometimes(0)
+    store.incidents.fire(LOW, clock())
+    store.incidents.resolve("CollageEdqLow", LABELS, "server", clock())
+    messenger(store, clock, target).do_due_work()
+    assert target.got == []
+    assert store.incidents.unsettled(clock()) == []
+
+
+def test_a_silenced_incident_is_told_when_the_silence_is_over(store, clock, server):
+    server.post("/silences", wire.SilenceCreate(seconds=60.0, alert="CollageEdqLow"), wire.Silence, status=201)
+    target = Sometimes(0)
+    work = messenger(store, clock, target)
+    store.incidents.fire(LOW, clock())
+    work.do_due_work()
+    assert target.got == []
+    clock.now += 61
+    work.do_due_work()
+    assert target.got == [("CollageEdqLow", "firing")]
+
+
+def test_after_a_day_a_message_is_given_up(store, clock):
+    target = Sometimes(10**6)
+    work = messenger(store, clock, target)
+    store.incidents.fire(LOW, clock())
+    work.do_due_work()
+    assert store.incidents.unsettled(clock()) != []
+    clock.now += 90_000
+    work.do_due_work()
+    assert store.incidents.unsettled(clock()) == []

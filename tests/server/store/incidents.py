@@ -1,0 +1,164 @@
+"""What every backend must do with incidents: each stored once whoever noticed, one holder of a lease, silences."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+from collage_server.errors import NotFound, Unprocessable
+from collage_server.store import IncidentQuery, NewIncident
+from collage_server.store.runs.incidents import incident_id_of
+
+from collage_monitor import wire
+from tests.server.store.contract import NOW, StoreContract
+
+LABELS = {"project": "p", "run": "old name", "run_id": "r1", "strategy": "plain"}
+LOW = NewIncident(
+    alert="CollageEdqLow",
+    severity="warning",
+    source="server",
+    labels=LABELS,
+    text="EDQ is low.",
+    started_at=NOW,
+    run_id="r1",
+    project="p",
+    value=0.8,
+    step=70,
+)
+
+
+def listed(store, now=NOW, **query):
+    return [(entry.alert, entry.state) for entry in store.incidents.read(IncidentQuery(**query), now)]
+
+
+class IncidentsContract:
+    """Subclasses give the fixture `store` (open, empty)."""
+
+    def test_what_fires_stands_here_once_and_again_after_it_has_ended(self, store):
+        StoreContract.fill(store)
+        renamed = dataclasses.replace(
+            LOW, labels={**LABELS, "run": "new name", "instance": "a:1"}, started_at=NOW + 1
+        )
+        assert store.incidents.fire(LOW, NOW)
+        assert not store.incidents.fire(renamed, NOW + 1)
+        other = dataclasses.replace(LOW, labels={**LABELS, "key": "decay_ratio"})
+        assert store.incidents.fire(other, NOW)
+        assert not store.incidents.resolve("CollageEdqLow", LABELS, "alertmanager", NOW + 2)
+        assert store.incidents.is_open("CollageEdqLow", LABELS, "server")
+        assert store.incidents.resolve("CollageEdqLow", LABELS, "server", NOW + 2)
+        assert not store.incidents.resolve("CollageEdqLow", LABELS, "server", NOW + 3)
+        assert store.incidents.fire(dataclasses.replace(LOW, started_at=NOW + 9), NOW + 9)
+        states = [entry.state for entry in store.incidents.read(IncidentQuery(), NOW)]
+        assert sorted(states) == ["firing", "firing", "resolved"]
+        told = [(event.kind, event.step) for event in store.events.read("r1", 0, 100) if "alert" in event.kind]
+        assert told == [("alert", 70), ("alert", 70), ("alert_resolved", None), ("alert", 70)]
+
+    def test_many_who_notice_at_once_store_it_once(self, store):
+        StoreContract.fill(store)
+        outcomes = []
+        threads = [
+            threading.Thread(
+                target=lambda at=at: outcomes.append(
+                    store.incidents.fire(dataclasses.replace(LOW, started_at=NOW + at), NOW)
+                )
+            )
+            for at in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(outcomes) == [False] * 7 + [True]
+
+    def test_filters_and_pages(self, store):
+        StoreContract.fill(store)
+        for at in range(3):
+            key = {**LABELS, "key": str(at)}
+            store.incidents.fire(dataclasses.replace(LOW, labels=key, started_at=NOW + at), NOW)
+        server = dataclasses.replace(LOW, alert="CollageDiskNearlyFull", run_id="", project="", labels={})
+        store.incidents.fire(server, NOW)
+        store.incidents.resolve("CollageEdqLow", {**LABELS, "key": "0"}, "server", NOW + 5)
+        assert len(listed(store)) == 4
+        assert listed(store, state="resolved") == [("CollageEdqLow", "resolved")]
+        assert listed(store, run_id="r1", state="firing") == [("CollageEdqLow", "firing")] * 2
+        assert listed(store, projects=["other"]) == []
+        assert len(listed(store, projects=["p"])) == 3
+        first = store.incidents.read(IncidentQuery(limit=2), NOW)
+        cursor = f"{first[-1].started_at.hex()}~{first[-1].incident_id}"
+        rest = store.incidents.read(IncidentQuery(cursor=cursor), NOW)
+        assert [entry.started_at for entry in (*first, *rest)] == [NOW + 2, NOW + 1, NOW, NOW]
+        assert len({entry.incident_id for entry in (*first, *rest)}) == 4
+        with pytest.raises(Unprocessable, match="cursor 'x'"):
+            listed(store, cursor="x")
+
+    def test_acknowledged_by_whoever_was_first(self, store):
+        StoreContract.fill(store)
+        store.incidents.fire(LOW, NOW)
+        own = incident_id_of(LOW)
+        assert store.incidents.acknowledge(own, "ada", NOW + 1, ["p"]).acknowledged_by == "ada"
+        again = store.incidents.acknowledge(own, "bob", NOW + 2)
+        assert (again.acknowledged_by, again.acknowledged_at) == ("ada", NOW + 1)
+        for incident_id, projects in ((own, ["other"]), ("unknown", None)):
+            with pytest.raises(NotFound, match="GET /api/v1/events"):
+                store.incidents.acknowledge(incident_id, "eve", NOW, projects)
+
+    def test_a_silence_covers_what_matches_until_it_ends(self, store):
+        StoreContract.fill(store)
+        store.incidents.fire(LOW, NOW)
+        made = wire.Silence(
+            silence_id="s",
+            alert="CollageEdqLow",
+            project=None,
+            run_id="r1",
+            comment="known",
+            made_by="ada",
+            made_at=NOW,
+            ends_at=NOW + 60,
+        )
+        store.incidents.silence(made)
+        store.incidents.silence(wire.Silence(**{**_plain(made), "silence_id": "t", "run_id": "r2"}))
+        assert [entry.silenced for entry in store.incidents.read(IncidentQuery(), NOW + 59)] == [True]
+        assert [entry.silenced for entry in store.incidents.read(IncidentQuery(), NOW + 60)] == [False]
+        assert made in store.incidents.silences(NOW)
+        assert store.incidents.silences(NOW + 60) == []
+
+    def test_what_was_delivered_is_kept_and_an_end_is_owed_anew(self, store):
+        StoreContract.fill(store)
+        store.incidents.fire(LOW, NOW)
+        ((incident, sent),) = store.incidents.unsettled(NOW)
+        assert sent == []
+        store.incidents.resolve("CollageEdqLow", LABELS, "server", NOW + 1)
+        store.incidents.mark_sent(incident, ["webhook/firing"], settled=True)
+        ((ended, sent),) = store.incidents.unsettled(NOW)
+        assert (ended.state, sent) == ("resolved", ["webhook/firing"])
+        store.incidents.mark_sent(ended, [*sent, "webhook/resolved"], settled=True)
+        assert store.incidents.unsettled(NOW) == []
+
+    def test_one_holder_of_a_lease(self, store):
+        take = store.incidents.take_lease
+        assert take("alerts", "a", NOW, NOW + 10)
+        assert not take("alerts", "b", NOW + 9, NOW + 19)
+        assert take("alerts", "a", NOW + 9, NOW + 19)
+        assert take("alerts", "b", NOW + 20, NOW + 30)
+        assert not take("alerts", "a", NOW + 21, NOW + 31)
+        store.incidents.give_up_lease("alerts", "a")
+        assert not take("alerts", "a", NOW + 21, NOW + 31)
+        store.incidents.give_up_lease("alerts", "b")
+        assert take("alerts", "a", NOW + 21, NOW + 31)
+
+    def test_a_deleted_run_takes_its_incidents_and_findings_along(self, store):
+        StoreContract.fill(store)
+        store.incidents.fire(LOW, NOW)
+        store.incidents.keep_findings("r1", 70, {"decay_ratio": 0.1})
+        store.incidents.keep_findings("unknown", 70, {"decay_ratio": 0.1})
+        assert store.incidents.findings() == {"r1": {"decay_ratio": 0.1}}
+        store.runs.delete("r1", NOW)
+        assert (listed(store), store.incidents.findings()) == ([], {})
+        assert not store.incidents.fire(LOW, NOW)
+        store.incidents.keep_findings("r1", 70, {"decay_ratio": 0.1})
+        assert store.incidents.findings() == {}
+
+
+def _plain(message):
+    return {name: getattr(message, name) for name in message.__struct_fields__}
