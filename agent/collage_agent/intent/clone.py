@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -16,26 +17,58 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["clone_group", "clone_optimizer", "clone_value", "isolated", "silenced", "undecorated_step"]
+__all__ = [
+    "clone_group",
+    "clone_optimizer",
+    "clone_value",
+    "holds_values",
+    "isolated",
+    "silenced",
+    "undecorated_step",
+]
 
+_OF_OTHERS: Final = frozenset(("torch", *sys.stdlib_module_names))
 _LOSS_SCALING: Final = ("grad_scale", "found_inf")
 _NOT_COPIED: Final = ("state", "param_groups", *_LOSS_SCALING)
 _FUSED_ON_CPU: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-def clone_value(value: Any) -> Any:
-    """A copy that shares no tensor and no container with `value`; other objects are shared."""
+def clone_value(value: Any, *, objects: bool = True) -> Any:
+    """A copy that shares no tensor, no container and, with `objects`, no `holds_values` with `value`."""
+    return _clone(value, {} if objects else None)
+
+
+def _clone(value: Any, copies: dict[int, Any] | None) -> Any:
+    """`copies`: objects that were met, by id, since they may refer to each other; None: objects are shared."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, defaultdict):
-        return defaultdict(value.default_factory, {key: clone_value(entry) for key, entry in value.items()})
+        return defaultdict(value.default_factory, {key: _clone(entry, copies) for key, entry in value.items()})
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, clone_value(entry)) for key, entry in value.items())
+        return type(value)((key, _clone(entry, copies)) for key, entry in value.items())
     if isinstance(value, deque):
-        return deque((clone_value(entry) for entry in value), value.maxlen)
+        return deque((_clone(entry, copies) for entry in value), value.maxlen)
     if type(value) in (list, tuple, set):
-        return type(value)(clone_value(entry) for entry in value)
-    return value
+        return type(value)(_clone(entry, copies) for entry in value)
+    if copies is None or not holds_values(value):
+        return value
+    if id(value) not in copies:
+        copied = copies[id(value)] = object.__new__(type(value))
+        copied.__dict__.update({name: _clone(entry, copies) for name, entry in vars(value).items()})
+    return copies[id(value)]
+
+
+def holds_values(value: Any) -> bool:
+    """Whether this is an object of Python's that keeps run state, such as GaLore's projection: a step writes to it.
+
+    Modules, optimizers, functions, enumerations, and what torch or Python itself makes, are none.
+    """
+    return (
+        hasattr(value, "__dict__")
+        and type(value).__module__.partition(".")[0] not in _OF_OTHERS
+        and not callable(value)
+        and not isinstance(value, torch.nn.Module | Optimizer | Enum)
+    )
 
 
 def clone_group(group: dict[str, Any], kind: type[Optimizer], device: torch.device) -> dict[str, Any]:
@@ -69,7 +102,7 @@ def clone_optimizer(optimizer: Optimizer) -> Optimizer:
     for name, value in vars(optimizer).items():
         if name in _NOT_COPIED or (callable(value) and hasattr(kind, name)):
             continue
-        clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else clone_value(value)
+        clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else clone_value(value, objects=False)
     clone.state = defaultdict(dict)
     clone.param_groups = []
     return clone

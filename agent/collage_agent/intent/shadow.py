@@ -52,14 +52,21 @@ class Shadow:
     def refresh(self, optimizer: Optimizer) -> None:
         """Take over the numbers that the live instance keeps on itself, before it takes its next step."""
         if self._running:
-            self._running = {name: clone_value(vars(optimizer).get(name)) for name in self._running}
+            self._running = {name: clone_value(vars(optimizer).get(name), objects=False) for name in self._running}
         if self._foreign:
             # Some keep a counter for all tensors under a name of its own in the state.
             entries: dict[Any, Any] = optimizer.state
             self._shared = {key: clone_value(value) for key, value in entries.items() if isinstance(key, str)}
 
-    def step(self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
-        """Step `parameter` [n] fp64 in place.
+    def step(
+        self,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        parameter: Tensor,
+        gradient: Tensor,
+        native: torch.dtype | None = None,
+    ) -> None:
+        """Step `parameter` [n] fp64 in place; `native`: the dtype of the live gradient, if that matters.
 
         `group` is a live parameter group and only read. `state` holds what the optimizer keeps for one parameter:
         fp64 tensors [n] and its scalars; empty for a first step. It is advanced in place, new keys included.
@@ -79,9 +86,9 @@ class Shadow:
             self._clone.state[parameter] = self._with_weights(state_before, parameter)
         self.kept.give(parameter, gradient)
         if self._running:
-            vars(self._clone).update(clone_value(self._running))
+            vars(self._clone).update(clone_value(self._running, objects=False))
         try:
-            with uncompiled(type(self._clone)), Widening() if self._widens else nullcontext():
+            with uncompiled(type(self._clone)), Widening(native) if self._widens or native else nullcontext():
                 self._step(self._clone)
             stepped = self._clone.state[parameter]
             state.update({key: value for key, value in stepped.items() if key not in self._weights})

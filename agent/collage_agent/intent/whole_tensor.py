@@ -76,7 +76,7 @@ class WholeTensorStep:
         gradient = self._gradient.double()
         if scale is not None:
             gradient.div_(scale)
-        self._shadow.step(self._group, state, moved, gradient)
+        self._shadow.step(self._group, state, moved, gradient, self._gradient.dtype)
         self._flat = {
             key: _in_layout(value, layout)
             for key, value in stored.elementwise_state(moved, state).items()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from collage_agent.intent.clone import clone_value, holds_values
 from collage_agent.sample.quantised import dequantised, is_quantised
 
 __all__ = ["Widening", "uncompiled", "widened"]
@@ -33,12 +34,21 @@ _OF_DEFAULT_DTYPE: Final[frozenset[Any]] = frozenset(
 """Make what they are told to, scalars of run state apart: a table's or a code's dtype matters."""
 
 
-class Widening(TorchFunctionMode):
-    """While entered, floats stay or become fp64. `narrowed` says whether a cast of fp64 values was met."""
+_DRAWN: Final[frozenset[Any]] = frozenset((torch.randn, torch.rand, torch.randn_like, torch.rand_like))
+"""Other numbers come of the same seed in another dtype."""
 
-    def __init__(self) -> None:
+
+class Widening(TorchFunctionMode):
+    """While entered, floats stay or become fp64. `narrowed` says whether a cast of fp64 values was met.
+
+    native: dtype of the live gradients. What a step draws at random in the dtype of its gradient, such as APOLLO's
+    projection, is drawn in that one: so it is what the live step drew.
+    """
+
+    def __init__(self, native: torch.dtype | None = None) -> None:
         super().__init__()
         self.narrowed = False
+        self._native = native
 
     def __torch_function__(
         self,
@@ -47,6 +57,10 @@ class Widening(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func in _DRAWN and self._native is not None:
+            own = (kwargs or {}).get("dtype", args[0].dtype if isinstance(args[0], Tensor) else None)
+            if own == torch.float64:
+                return func(*args, **{**(kwargs or {}), "dtype": self._native}).double()
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor):
             return result
@@ -78,6 +92,10 @@ def _widened(value: Any) -> Any:
         return type(value)(_widened(entry) for entry in value)
     if type(value) is dict:
         return {key: _widened(entry) for key, entry in value.items()}
+    if holds_values(value):
+        copied = clone_value(value)
+        vars(copied).update(widened(vars(copied)))
+        return copied
     return value
 
 
