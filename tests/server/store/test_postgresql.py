@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import threading
 
@@ -13,7 +14,7 @@ from collage_server.errors import Busy, Gone, StoreUnusable, Unprocessable
 from collage_server.store import PostgresqlStore, ReportGroup, Selection, schema
 from collage_server.store.migrate import head_revision
 from collage_server.store.schema import metadata
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from collage_monitor import wire
 from tests.server.reads import latest_point, model_points
@@ -372,6 +373,19 @@ def test_a_connection_that_nobody_answers_is_given_up_soon_unless_the_address_sa
         assert known["tcp_user_timeout"] == str(1000 * seconds)
         assert int(known["keepalives_idle"]) + 3 * int(known["keepalives_interval"]) <= 60
         store.close()
+
+
+def test_reports_are_taken_in_two_round_trips(store, tmp_path):
+    stream = StoreContract.fill(store)
+    StoreContract.append(store, stream, report(0, 1))
+    with (tmp_path / "trace").open("w+") as trace:
+        event.listen(store.engine, "checkout", lambda driver, *_: driver.pgconn.trace(trace.fileno()))
+        StoreContract.append(store, stream, *(report(seq, seq + 1) for seq in range(1, 11)))
+        with store.engine.connect() as connection:
+            connection.connection.dbapi_connection.pgconn.untrace()
+        trace.seek(0)
+        sides = [line.split("\t")[1] for line in trace if line.count("\t") > 2]
+    assert [side for side, _ in itertools.groupby(sides)] == ["F", "B"] * 2
 
 
 def test_what_was_acknowledged_survives_a_killed_cluster():

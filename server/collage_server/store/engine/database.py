@@ -53,6 +53,10 @@ class Database(ABC):
     def _begin_writing(self) -> AbstractContextManager[Connection]:
         """A write transaction, committed durably on leaving."""
 
+    def _begin_appending(self) -> AbstractContextManager[Connection]:
+        """The same for `driver_cursor`, which may begin and commit it itself."""
+        return self._begin_writing()
+
     @abstractmethod
     def _claim(self, run_id: str) -> AbstractContextManager[bool]:
         """Whether this process may seal the run, as long as the context lasts."""
@@ -116,6 +120,12 @@ class Database(ABC):
     def writing(self) -> Iterator[Connection]:
         """A write transaction, committed durably on leaving."""
         with _translated(), self._begin_writing() as connection:
+            yield connection
+
+    @contextmanager
+    def appending(self) -> Iterator[Connection]:
+        """A write transaction whose first statements go through `driver_cursor`."""
+        with _translated(), self._begin_appending() as connection:
             yield connection
 
     @contextmanager

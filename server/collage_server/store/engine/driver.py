@@ -56,12 +56,15 @@ def _translate_driver_errors(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def driver_cursor(connection: Connection) -> Iterator[Any]:
-    """The driver's own cursor in the connection's transaction.
+    """The driver's own cursor in a transaction of `Database.appending`; "COMMIT" may be its last statement.
 
     On PostgreSQL in pipeline mode: statements are sent as they come, and awaited where rows are fetched and when
     the context ends.
     """
     driver: Any = connection.connection.dbapi_connection
-    pipeline = driver.pipeline() if connection.dialect.name == "postgresql" else nullcontext()
+    pipelined = connection.dialect.name == "postgresql"
+    pipeline = driver.pipeline() if pipelined else nullcontext()
     with _translate_driver_errors(connection), pipeline, closing(driver.cursor()) as cursor:
+        if pipelined:
+            cursor.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
         yield cursor

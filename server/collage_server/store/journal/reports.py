@@ -217,7 +217,7 @@ class ReportJournal:
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Store all groups in one transaction; durable when it returns."""
         self.last_bytes = sum(group.bytes for group in groups)
-        with self._database.writing() as connection:
+        with self._database.appending() as connection:
             return append(connection, groups, now)
 
     def record_gaps(self, stream: StreamRecord, gaps: Sequence[wire.ReportGap], now: float) -> None:
@@ -281,16 +281,12 @@ def append(connection: Connection, groups: Sequence[ReportGroup], now: float) ->
             if entry.moved:
                 cursor.execute(write.text, write.bind(entry.parameters(now)))
         if not any(entry.events for entry in found):
-            _commit(cursor)
+            # In the pipeline: the end of the transaction is sent together with what waits.
+            cursor.execute("COMMIT")
     for entry in found:
         if entry.events:
             add_events(connection, entry.own["own_run"], entry.events, now)
     return outcomes
-
-
-def _commit(cursor: Any) -> None:
-    """In the pipeline: the end of the transaction is sent together with what waits."""
-    cursor.connection.commit()
 
 
 def _insert_new(
