@@ -112,8 +112,8 @@ class Sealer(BackgroundThread):
         self._bounds.end_round()
 
     def _seal_run(self, run_id: str) -> None:
-        pressed = self._bounds.must_seal(run_id)
-        while not self.stopping.is_set() and self._seal(run_id, self._clock(), pressed=pressed):
+        journal_full = self._bounds.must_seal(run_id)
+        while not self.stopping.is_set() and self._seal(run_id, self._clock(), journal_full=journal_full):
             pass
 
 

@@ -172,9 +172,9 @@ class _RunGauges:
     ) -> None:
         """One run's series."""
         labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
-        with components.store.points.snapshot() as now:
-            point = now.latest(record.run_id)
-            worst = worst_of(now, record.run_id, point, "edq_ratio", WORST_LAYERS)
+        with components.store.points.snapshot() as snapshot:
+            point = snapshot.latest(record.run_id)
+            worst = worst_of(snapshot, record.run_id, point, "edq_ratio", WORST_LAYERS)
         latest = latest_answer(record, point, worst)
         for name in MODEL_GAUGES:
             self._set(name, labels, latest.model.get(name))

@@ -8,8 +8,8 @@ __all__ = ["latest_point", "layer_points", "model_points", "scalar_points"]
 
 
 def model_points(store, run_id, keys, selection):
-    with store.points.snapshot() as now:
-        return now.points([run_id], keys, selection)[run_id]
+    with store.points.snapshot() as snapshot:
+        return snapshot.points([run_id], keys, selection)[run_id]
 
 
 def layer_points(store, run_id, keys, selection, layers=None):
@@ -18,10 +18,10 @@ def layer_points(store, run_id, keys, selection, layers=None):
 
 
 def scalar_points(store, run_id, names, selection):
-    with store.points.snapshot() as now:
-        return now.scalars([run_id], names, selection)[run_id]
+    with store.points.snapshot() as snapshot:
+        return snapshot.scalars([run_id], names, selection)[run_id]
 
 
 def latest_point(store, run_id):
-    with store.points.snapshot() as now:
-        return now.latest(run_id)
+    with store.points.snapshot() as snapshot:
+        return snapshot.latest(run_id)

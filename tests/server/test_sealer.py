@@ -34,7 +34,7 @@ class Store:
             self.done.set()
         return list(self.due)
 
-    def seal(self, run_id, now, *, pressed=False):
+    def seal(self, run_id, now, *, journal_full=False):
         if run_id == "deleted":
             self.due[run_id] = 0
             raise Gone("deleted")
@@ -70,10 +70,10 @@ def test_every_journal_is_sealed_as_far_as_it_is_due(error):
 class WithPoison(Store):
     """Run "a" cannot be sealed, whatever is tried."""
 
-    def seal(self, run_id, now, *, pressed=False):
+    def seal(self, run_id, now, *, journal_full=False):
         if run_id == "a":
             raise ValueError("a statistic of a newer server")
-        return super().seal(run_id, now, pressed=pressed)
+        return super().seal(run_id, now, journal_full=journal_full)
 
 
 def test_a_run_that_cannot_be_sealed_holds_up_no_other(caplog):

@@ -106,10 +106,10 @@ def get_series(
     revisions = revisions_of(request, [run_id])
 
     def make() -> wire.Series:
-        with components.store.points.snapshot() as now:
+        with components.store.points.snapshot() as snapshot:
             if cursor is not None:
-                return _answer_since(FollowedCurve(now, run_id, asked), cursor, revisions[run_id][0])
-            return dict(_curves(now, [run_id], asked))[run_id]
+                return _answer_since(FollowedCurve(snapshot, run_id, asked), cursor, revisions[run_id][0])
+            return dict(_curves(snapshot, [run_id], asked))[run_id]
 
     return respond(request, revisions, make)
 
@@ -142,9 +142,9 @@ def compare(
         keys = {run_id: ("compare", run_id, asked, revision) for run_id, revision in revisions.items()}
         answers = {run_id: components.answers.get(key) for run_id, key in keys.items()}
         if missing := [run_id for run_id, known in answers.items() if known is None]:
-            with components.store.points.snapshot() as now:
-                summaries = _summaries(components, now, {run_id: revisions[run_id] for run_id in missing})
-                for run_id, series in _curves(now, missing, asked, run):
+            with components.store.points.snapshot() as snapshot:
+                summaries = _summaries(components, snapshot, {run_id: revisions[run_id] for run_id in missing})
+                for run_id, series in _curves(snapshot, missing, asked, run):
                     compared = compared_run(summaries[run_id], series)
                     answers[run_id] = components.answers.put(keys[run_id], compared)
         return {"metric": asked.metrics[0], "axis": axis, "runs": list(answers.values())}
@@ -152,7 +152,7 @@ def compare(
     return respond(request, revisions, make, keep=False)
 
 
-def _summaries(components: Components, now: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
+def _summaries(components: Components, snapshot: Snapshot, revisions: Revisions) -> dict[str, wire.RunSummary]:
     """What is shown beside the curves, whichever they are: kept until the run changes.
 
     Made anew, it costs 50 runs of 10,000 points twice the CPU of the whole question.
@@ -165,9 +165,9 @@ def _summaries(components: Components, now: Snapshot, revisions: Revisions) -> d
         if raw is not None
     }
     if missing := [run_id for run_id in keys if run_id not in found]:
-        merged = merged_metrics(now.points(missing, None, Selection(points=1)))
-        newest = now.newest_scalars(missing, MEAN_OF_LAST)
-        for run_id, record in now.records(missing).items():
+        merged = merged_metrics(snapshot.points(missing, None, Selection(points=1)))
+        newest = snapshot.newest_scalars(missing, MEAN_OF_LAST)
+        for run_id, record in snapshot.records(missing).items():
             _, state = revisions[run_id]
             found[run_id] = run_summary(record, state, merged[run_id], newest[run_id])
             components.answers.put(keys[run_id], found[run_id])
@@ -175,23 +175,23 @@ def _summaries(components: Components, now: Snapshot, revisions: Revisions) -> d
 
 
 def _curves(
-    now: Snapshot, run_ids: Sequence[str], asked: Question, beside: Sequence[str] = ()
+    snapshot: Snapshot, run_ids: Sequence[str], asked: Question, beside: Sequence[str] = ()
 ) -> Iterator[tuple[str, wire.Series]]:
     """The series of each run; its further metrics stand in `more`. A scalar must be known of one run, or `beside`.
 
     All runs and metrics are read together: what each has costs, the number of statements does not grow. Lists are
     made run by run, so that a caller can free one run's before the next is made.
     """
-    positions = positions_of(now, run_ids, asked.axis)
-    points = _points(now, run_ids, asked) if asked.measured else {}
+    positions = positions_of(snapshot, run_ids, asked.axis)
+    points = _points(snapshot, run_ids, asked) if asked.measured else {}
     count, shown = asked.selection.points or 1, asked.layers.label
 
     def series_of(metric: str) -> Iterator[tuple[str, wire.Series]]:
         if metric in asked.measured:
             return metric_series(metric, _needed_by(metric, points), count, positions, shown)
-        logged = scalars_of(now, run_ids, metric, asked.selection)
+        logged = scalars_of(snapshot, run_ids, metric, asked.selection)
         if not any(len(values.steps) for values in logged.values()):
-            check_scalar_exists(now, metric, [*run_ids, *beside])
+            check_scalar_exists(snapshot, metric, [*run_ids, *beside])
         return (
             (run_id, scalar_series(run_id, metric, values, count, positions[run_id]))
             for run_id, values in logged.items()
@@ -204,10 +204,10 @@ def _curves(
         yield run_id, msgspec.structs.replace(series, more=own) if own else series
 
 
-def _points(now: Snapshot, run_ids: Sequence[str], asked: Question) -> dict[str, Points]:
+def _points(snapshot: Snapshot, run_ids: Sequence[str], asked: Question) -> dict[str, Points]:
     keys = tuple(dict.fromkeys(key for metric in asked.measured for key in statistics_for(metric)))
     selection = replace(asked.selection, extremes_of=asked.measured)
-    return points_of(now, run_ids, keys, selection, asked.layers)
+    return points_of(snapshot, run_ids, keys, selection, asked.layers)
 
 
 def _needed_by(metric: str, points: Mapping[str, Points]) -> dict[str, Points]:
@@ -223,26 +223,26 @@ def _needed_by(metric: str, points: Mapping[str, Points]) -> dict[str, Points]:
 class FollowedCurve:
     """One metric or logged scalar of one run."""
 
-    now: Snapshot
+    snapshot: Snapshot
     run_id: str
     asked: Question
 
     def answer(self, selection: Selection) -> wire.Series:
         """The curve over a selection."""
-        return dict(_curves(self.now, [self.run_id], replace(self.asked, selection=selection)))[self.run_id]
+        return dict(_curves(self.snapshot, [self.run_id], replace(self.asked, selection=selection)))[self.run_id]
 
     def read(self, selection: Selection) -> Points | ScalarPoints:
         """The stored numbers behind it."""
         [key], runs = self.asked.metrics, [self.run_id]
         if is_metric(key):
-            return points_of(self.now, runs, statistics_for(key), selection, self.asked.layers)[self.run_id]
-        return scalars_of(self.now, runs, key, selection)[self.run_id]
+            return points_of(self.snapshot, runs, statistics_for(key), selection, self.asked.layers)[self.run_id]
+        return scalars_of(self.snapshot, runs, key, selection)[self.run_id]
 
     def newest_complete_step(self) -> int | None:
         """The newest step that every rank has reached; None: whatever was read is as complete as it gets."""
         if not self.asked.measured:
             return None
-        point = self.now.latest(self.run_id)
+        point = self.snapshot.latest(self.run_id)
         return -1 if point is None else point.step
 
 
@@ -261,9 +261,9 @@ def _answer_since(curve: FollowedCurve, cursor: str, revision: RunRevision) -> w
     Raises:
         Unprocessable: the cursor is not one of ours.
     """
-    selection, now = curve.asked.selection, _digest([repr(revision).encode()])
+    selection, current = curve.asked.selection, _digest([repr(revision).encode()])
     known = _decoded(cursor) if cursor else None
-    if known is not None and known.revision == now:
+    if known is not None and known.revision == current:
         nothing = replace(selection, first_step=known.step + 1, last_step=known.step)
         return msgspec.structs.replace(curve.answer(nothing), cursor=cursor, continues=True)
     ends = [step for step in (selection.last_step, curve.newest_complete_step()) if step is not None]
@@ -275,7 +275,7 @@ def _answer_since(curve: FollowedCurve, cursor: str, revision: RunRevision) -> w
         first = max(known.step + 1, first or 0)
     series = curve.answer(replace(selection, first_step=first, last_step=last))
     return msgspec.structs.replace(
-        series, cursor=_encoded(_Cursor(last, _digest_up_to(held, last), now)), continues=goes_on
+        series, cursor=_encoded(_Cursor(last, _digest_up_to(held, last), current)), continues=goes_on
     )
 
 

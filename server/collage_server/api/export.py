@@ -61,7 +61,7 @@ def _content(components: Components, plan: ExportPlan, export_format: str) -> It
         return csv_bytes(store, plan)
     if export_format == "parquet":
         return parquet_bytes(store, plan)
-    with store.points.snapshot() as now:
-        point = now.latest(plan.run.run_id)
+    with store.points.snapshot() as snapshot:
+        point = snapshot.latest(plan.run.run_id)
     run = run_answer(plan.run, point, components.clock(), components.settings.stale_after_seconds)
     return jsonl_bytes(store, plan, run)

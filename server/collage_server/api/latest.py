@@ -40,10 +40,10 @@ def get_latest(request: Request, run_id: parameters.RunId) -> Response:
     store = components_of(request).store
 
     def make() -> wire.Latest:
-        with store.points.snapshot() as now:
-            point = now.latest(run_id)
-            worst = worst_of(now, run_id, point, "edq_ratio", WORST_LAYERS)
-            return latest_answer(now.records([run_id])[run_id], point, worst)
+        with store.points.snapshot() as snapshot:
+            point = snapshot.latest(run_id)
+            worst = worst_of(snapshot, run_id, point, "edq_ratio", WORST_LAYERS)
+            return latest_answer(snapshot.records([run_id])[run_id], point, worst)
 
     return respond(request, [run_id], make)
 
@@ -69,24 +69,26 @@ def get_correlation(
     run_ids = list(dict.fromkeys(run))
 
     def make() -> wire.Correlation:
-        with store.points.snapshot() as now:
-            records = now.records(run_ids)
+        with store.points.snapshot() as snapshot:
+            records = snapshot.records(run_ids)
             for key in (x, y):
                 if is_metric(key):
                     parameters.checked_metric(key)
                 else:
-                    check_scalar_exists(now, key, run_ids)
-            found = [_values(now, run_ids, key, window, layers) for key in (x, y)]
+                    check_scalar_exists(snapshot, key, run_ids)
+            found = [_values(snapshot, run_ids, key, window, layers) for key in (x, y)]
         places = [(records[run_id], found[0][run_id], found[1][run_id]) for run_id in run_ids]
         return correlation((x, y), window, places)
 
     return respond(request, run, make)
 
 
-def _values(now: Snapshot, run_ids: list[str], key: str, window: float, layers: LayerChoice) -> dict[str, RunValue]:
+def _values(
+    snapshot: Snapshot, run_ids: list[str], key: str, window: float, layers: LayerChoice
+) -> dict[str, RunValue]:
     if is_metric(key):
         needed = statistics_for(key, intervals=False)
-        points = points_of(now, run_ids, needed, Selection(points=_RESOLUTION), layers)
+        points = points_of(snapshot, run_ids, needed, Selection(points=_RESOLUTION), layers)
         return {run_id: last_metric(key, held, window) for run_id, held in points.items()}
-    logged = scalars_of(now, run_ids, key, Selection())
+    logged = scalars_of(snapshot, run_ids, key, Selection())
     return {run_id: last_scalar(values, window) for run_id, values in logged.items()}

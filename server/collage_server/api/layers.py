@@ -47,9 +47,9 @@ def get_heatmap(
     keys = statistics_for(parameters.checked_metric(metric), intervals=False)
 
     def make() -> wire.Heatmap:
-        with store.points.snapshot() as now:
-            chosen = LayerChoice(None, pattern, module_type).names(now, run_id)
-            most = _MOST_CELLS // max(len(chosen or now.layers(run_id)), 1)
+        with store.points.snapshot() as snapshot:
+            chosen = LayerChoice(None, pattern, module_type).names(snapshot, run_id)
+            most = _MOST_CELLS // max(len(chosen or snapshot.layers(run_id)), 1)
             if points > most:
                 raise Unprocessable(
                     f"points is {points}; a heatmap of this run has at most {most}", field="points", limit=most
@@ -57,8 +57,8 @@ def get_heatmap(
             selection = Selection(
                 first_step=first_step, last_step=last_step, points=points, by_layer=True, layers=chosen
             )
-            measured = now.points([run_id], keys, selection)[run_id]
-            positions = positions_of(now, [run_id], axis)[run_id]
+            measured = snapshot.points([run_id], keys, selection)[run_id]
+            positions = positions_of(snapshot, [run_id], axis)[run_id]
         found = heatmap(run_id, metric, measured, points, order)
         times = measured.times[np.searchsorted(measured.steps, found.steps)]
         places = positions.of(np.array(found.steps), times)
@@ -92,10 +92,10 @@ def get_histogram(
 
     def make() -> wire.Histogram:
         selection = Selection(rank=rank, first_step=first_step, last_step=last_step, points=1)
-        with store.points.snapshot() as now:
+        with store.points.snapshot() as snapshot:
             if step is not None:
-                selection = measured_at(now, run_id, step, rank)
-            measured = points_of(now, [run_id], keys, selection, layers)[run_id]
+                selection = measured_at(snapshot, run_id, step, rank)
+            measured = points_of(snapshot, [run_id], keys, selection, layers)[run_id]
         return histogram(run_id, name, measured, layers.label, merged=step is None)
 
     return respond(request, [run_id], make)
@@ -119,9 +119,9 @@ def get_worst(
     key = parameters.checked_metric(metric)
 
     def make() -> list[wire.WorstLayer]:
-        with store.points.snapshot() as now:
-            chosen = LayerChoice(None, pattern, module_type).names(now, run_id)
-            at = now.latest(run_id) if step is None else measured_at(now, run_id, step)
-            return worst_of(now, run_id, at, key, k, chosen)
+        with store.points.snapshot() as snapshot:
+            chosen = LayerChoice(None, pattern, module_type).names(snapshot, run_id)
+            at = snapshot.latest(run_id) if step is None else measured_at(snapshot, run_id, step)
+            return worst_of(snapshot, run_id, at, key, k, chosen)
 
     return respond(request, [run_id], make)

@@ -42,7 +42,7 @@ class LayerChoice:
         """Its name in an answer; None for the whole model."""
         return next(filter(None, (self.layer, self.pattern, self.module_type)), None)
 
-    def names(self, now: Snapshot, run_id: str) -> tuple[str, ...] | None:
+    def names(self, snapshot: Snapshot, run_id: str) -> tuple[str, ...] | None:
         """The layers of a run; None where neither glob nor module type is asked for.
 
         Raises:
@@ -54,7 +54,7 @@ class LayerChoice:
         if self.layer is not None:
             field = "pattern" if self.pattern is not None else "module_type"
             raise Unprocessable(f"give layer or {field}, not both", field=field)
-        entries = now.layers(run_id)
+        entries = snapshot.layers(run_id)
         if self.module_type is not None:
             entries = _of_type(run_id, entries, self.module_type)
         chosen = tuple(entry.name for entry in entries if fnmatch.fnmatchcase(entry.name, self.pattern or "*"))
@@ -82,9 +82,9 @@ def is_metric(key: str) -> bool:
     return split_key(key)[0] in METRICS
 
 
-def check_scalar_exists(now: Snapshot, key: str, run_ids: Sequence[str]) -> None:
+def check_scalar_exists(snapshot: Snapshot, key: str, run_ids: Sequence[str]) -> None:
     """Refuse a name that is no metric, no reserved scalar, and was logged by none of the runs."""
-    if key not in SCALARS and not any(key in record.scalars for record in now.records(run_ids).values()):
+    if key not in SCALARS and not any(key in record.scalars for record in snapshot.records(run_ids).values()):
         raise Unprocessable(
             f"no metric is called {key!r} and no run here logged a scalar of that name; "
             "GET /api/v1/metrics-catalogue lists the metrics",
@@ -92,31 +92,33 @@ def check_scalar_exists(now: Snapshot, key: str, run_ids: Sequence[str]) -> None
         )
 
 
-def scalars_of(now: Snapshot, run_ids: Sequence[str], name: str, selection: Selection) -> dict[str, ScalarPoints]:
+def scalars_of(
+    snapshot: Snapshot, run_ids: Sequence[str], name: str, selection: Selection
+) -> dict[str, ScalarPoints]:
     """The logged scalar `name` of each run; a clip ratio that nobody logged is computed."""
     names = (name, UNCLIPPED) if name == CLIP_RATIO else (name,)
-    logged = now.scalars(run_ids, names, selection)
+    logged = snapshot.scalars(run_ids, names, selection)
     found = {run_id: held.get(name, _NOTHING) for run_id, held in logged.items()}
     lacking = [run_id for run_id, held in logged.items() if name not in held and UNCLIPPED in held]
     if name == CLIP_RATIO and lacking:
-        measured = now.points(lacking, statistics_for("grad_norm"), _every_step(selection))
+        measured = snapshot.points(lacking, statistics_for("grad_norm"), _every_step(selection))
         found |= {run_id: clip_ratio(measured[run_id], logged[run_id][UNCLIPPED]) for run_id in lacking}
     return found
 
 
-def positions_of(now: Snapshot, run_ids: Sequence[str], axis: Axis) -> dict[str, Positions]:
+def positions_of(snapshot: Snapshot, run_ids: Sequence[str], axis: Axis) -> dict[str, Positions]:
     """Each run's positions of steps on an axis."""
     if axis == "tokens":
-        tokens = now.scalars(run_ids, ("tokens",), Selection())
+        tokens = snapshot.scalars(run_ids, ("tokens",), Selection())
         return {run_id: Positions(axis, tokens=held.get("tokens")) for run_id, held in tokens.items()}
     if axis == "time":
-        records = now.records(run_ids)
+        records = snapshot.records(run_ids)
         return {run_id: Positions(axis, record.first_time or 0.0) for run_id, record in records.items()}
     return {run_id: Positions(axis) for run_id in run_ids}
 
 
 def points_of(
-    now: Snapshot, run_ids: Sequence[str], keys: Sequence[str], selection: Selection, choice: LayerChoice
+    snapshot: Snapshot, run_ids: Sequence[str], keys: Sequence[str], selection: Selection, choice: LayerChoice
 ) -> dict[str, Points]:
     """Points of each run, of the model or of the chosen layers merged as shards: totals are one-dimensional.
 
@@ -124,28 +126,28 @@ def points_of(
         NotFound: a run has no such layer, or none that matches.
     """
     if choice == LayerChoice():
-        return now.points(run_ids, keys, selection)
+        return snapshot.points(run_ids, keys, selection)
     if choice.layer is not None and choice == LayerChoice(choice.layer):
         one = dataclasses.replace(selection, by_layer=True, layers=(choice.layer,))
-        return {run_id: _layers_as_one(held) for run_id, held in now.points(run_ids, keys, one).items()}
-    return {run_id: _merged_layers(now, run_id, keys, selection, choice) for run_id in run_ids}
+        return {run_id: _layers_as_one(held) for run_id, held in snapshot.points(run_ids, keys, one).items()}
+    return {run_id: _merged_layers(snapshot, run_id, keys, selection, choice) for run_id in run_ids}
 
 
 def _merged_layers(
-    now: Snapshot, run_id: str, keys: Sequence[str], selection: Selection, choice: LayerChoice
+    snapshot: Snapshot, run_id: str, keys: Sequence[str], selection: Selection, choice: LayerChoice
 ) -> Points:
     """Layers merged; step by step if extremes are asked for: coarse points have none for a sum of layers."""
-    names = choice.names(now, run_id)
+    names = choice.names(snapshot, run_id)
     by_layer = dataclasses.replace(selection, by_layer=True, layers=names)
     if not selection.extremes_of or (names is not None and len(names) == 1):
-        return _layers_as_one(now.points([run_id], keys, by_layer)[run_id])
-    steps = now.points([run_id], ("measured_steps",), _every_step(selection))[run_id].steps
+        return _layers_as_one(snapshot.points([run_id], keys, by_layer)[run_id])
+    steps = snapshot.points([run_id], ("measured_steps",), _every_step(selection))[run_id].steps
     single = _every_step(by_layer)
     parts = []
     for start in range(0, max(len(steps), 1), _STEPS_AT_ONCE):
         some = steps[start : start + _STEPS_AT_ONCE].tolist()
         at = dataclasses.replace(single, first_step=some[0], last_step=some[-1]) if some else single
-        parts.append(_layers_as_one(now.points([run_id], keys, at)[run_id]))
+        parts.append(_layers_as_one(snapshot.points([run_id], keys, at)[run_id]))
     return concatenated(parts)
 
 
@@ -163,20 +165,20 @@ def _layers_as_one(points: Points) -> Points:
     return dataclasses.replace(points, totals=totals, extremes=extremes, layers=[])
 
 
-def measured_at(now: Snapshot, run_id: str, step: int, rank: int | None = None) -> Selection:
+def measured_at(snapshot: Snapshot, run_id: str, step: int, rank: int | None = None) -> Selection:
     """The newest measured step at or before `step`, alone.
 
     Raises:
         NotFound: there is none.
     """
-    steps = now.points([run_id], ("measured_steps",), Selection(rank=rank, last_step=step))[run_id].steps
+    steps = snapshot.points([run_id], ("measured_steps",), Selection(rank=rank, last_step=step))[run_id].steps
     if not len(steps):
         raise NotFound(f"run {run_id!r} has no measured step at or before {step}; leave step out", field="step")
     return Selection(rank=rank, first_step=int(steps[-1]), last_step=int(steps[-1]))
 
 
 def worst_of(
-    now: Snapshot,
+    snapshot: Snapshot,
     run_id: str,
     at: LatestPoint | Selection | None,
     key: str,
@@ -188,5 +190,5 @@ def worst_of(
         return []
     chosen = at if isinstance(at, Selection) else Selection(first_step=at.step, last_step=at.step)
     keys = statistics_for(key, intervals=False)
-    points = now.points([run_id], keys, dataclasses.replace(chosen, by_layer=True, layers=layers))
+    points = snapshot.points([run_id], keys, dataclasses.replace(chosen, by_layer=True, layers=layers))
     return worst_layers(key, points[run_id], k)

@@ -35,8 +35,8 @@ def _answer(components: Components, record: RunRecord, reader: Principal) -> wir
     if not reader.may("read"):
         record = dataclasses.replace(record, config={}, notes="", tags=[], watch=None, scalars={})
         return run_answer(record, None, components.clock(), components.settings.stale_after_seconds)
-    with components.store.points.snapshot() as now:
-        point = now.latest(record.run_id)
+    with components.store.points.snapshot() as snapshot:
+        point = snapshot.latest(record.run_id)
     return run_answer(record, point, components.clock(), components.settings.stale_after_seconds)
 
 

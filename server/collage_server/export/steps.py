@@ -65,13 +65,13 @@ def plan_export(store: Store, run_id: str, *, layers: bool, ranks: bool = False)
     Raises:
         NotFound, Gone: no such run.
     """
-    with store.points.snapshot() as now:
-        record = now.records([run_id])[run_id]
-        measured = now.points([run_id], ("measured_steps",), Selection())[run_id].steps
-        scalars = now.scalars([run_id], None, Selection())[run_id]
-        known = now.layers(run_id) if layers else []
-        streams = now.streams(run_id)
-        events = now.events(run_id, 0, wire.LIMITS["events_per_run"])
+    with store.points.snapshot() as snapshot:
+        record = snapshot.records([run_id])[run_id]
+        measured = snapshot.points([run_id], ("measured_steps",), Selection())[run_id].steps
+        scalars = snapshot.scalars([run_id], None, Selection())[run_id]
+        known = snapshot.layers(run_id) if layers else []
+        streams = snapshot.streams(run_id)
+        events = snapshot.events(run_id, 0, wire.LIMITS["events_per_run"])
     statistics = list(dict.fromkeys(key for stream in streams for key in stream.statistics))
     numbers = max(len(known) * len(statistics), 1)
     return ExportPlan(
@@ -102,8 +102,8 @@ def read_ranks(store: Store, plan: ExportPlan, batch: StepBatch) -> Iterator[tup
     """Totals of each rank's whole model over the batch's steps, one rank at a time; who has none is left out."""
     run_id = plan.run.run_id
     for rank in plan.ranks:
-        with store.points.snapshot() as now:
-            points = now.points([run_id], None, replace(batch.selection, rank=rank))[run_id]
+        with store.points.snapshot() as snapshot:
+            points = snapshot.points([run_id], None, replace(batch.selection, rank=rank))[run_id]
         if len(points.steps):
             yield rank, points
 
@@ -118,9 +118,9 @@ def _ends(plan: ExportPlan) -> list[int]:
 
 def _read(store: Store, plan: ExportPlan, selection: Selection) -> StepBatch:
     run_id = plan.run.run_id
-    with store.points.snapshot() as now:
-        points = now.points([run_id], None, selection)[run_id]
-        layers = _layers(now, plan, selection, points)
+    with store.points.snapshot() as snapshot:
+        points = snapshot.points([run_id], None, selection)[run_id]
+        layers = _layers(snapshot, plan, selection, points)
     first, last = selection.first_step or 0, selection.last_step or 0
     logged = {name: _between(entry, first, last) for name, entry in plan.scalars.items()}
     logged = {name: entry for name, entry in logged.items() if len(entry.steps)}
@@ -143,7 +143,7 @@ def _between(entry: ScalarPoints, first: int, last: int) -> ScalarPoints:
     return ScalarPoints(entry.steps[chosen], entry.times[chosen], entry.values[chosen])
 
 
-def _layers(now: Snapshot, plan: ExportPlan, selection: Selection, points: Points) -> dict[str, FloatArray]:
+def _layers(snapshot: Snapshot, plan: ExportPlan, selection: Selection, points: Points) -> dict[str, FloatArray]:
     """Totals by layer at the points' steps, read a few statistics at a time to bound what a chunk takes."""
     if not plan.layers or not len(points.steps):
         return {}
@@ -153,7 +153,7 @@ def _layers(now: Snapshot, plan: ExportPlan, selection: Selection, points: Point
     group = max(_NUMBERS // (_POINTS * len(names)), 1)
     found: dict[str, FloatArray] = {}
     for start in range(0, len(keys), group):
-        part = now.points([run_id], keys[start : start + group], by_layer)[run_id]
+        part = snapshot.points([run_id], keys[start : start + group], by_layer)[run_id]
         place = np.searchsorted(points.steps, part.steps)
         for key, values in part.totals.items():
             found[key] = np.full((len(points.steps), len(names)), np.nan)

@@ -56,18 +56,18 @@ class PartsContract(Senders):
         """Each part is sealed by itself."""
         stream = self.fill(store)
         self.append(store, stream, *(report(seq, seq + 1) for seq in range(40)), self.part(40, 41, [0], 3))
-        store.sealing.seal("r1", NOW, pressed=True)
+        store.sealing.seal("r1", NOW, journal_full=True)
         seal_all(store)
         self.append(store, stream, *(report(seq + 50, seq + 42) for seq in range(4)))
         for seq, expected in ((41, 0), (42, 1)):
-            while store.sealing.seal("r1", NOW, pressed=True):
+            while store.sealing.seal("r1", NOW, journal_full=True):
                 pass
             assert rows(store, schema.report) == 0
             self.append(store, stream, self.part(seq, 41, [seq - 40], 3))
             before = seen(store, ranks=(None, 0))
             assert model_points(store, "r1", ["lost"], ALL).ranks.tolist() == [1] * 40 + [expected] + [1] * 4
             assert model_points(store, "r1", ["lost"], Selection(rank=0)).ranks.tolist()[40] == expected
-            while store.sealing.seal("r1", NOW, pressed=True):
+            while store.sealing.seal("r1", NOW, journal_full=True):
                 pass
             unchanged(before, seen(store, ranks=(None, 0)))
         assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 45

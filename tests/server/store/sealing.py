@@ -116,8 +116,8 @@ class SealingContract(Senders):
         before = seen(store)
         assert seal_all(store) == 1
         unchanged(before, seen(store))
-        with store.points.snapshot() as now:
-            newest = now.newest_scalars(["r1"], 20)["r1"]
+        with store.points.snapshot() as snapshot:
+            newest = snapshot.newest_scalars(["r1"], 20)["r1"]
         assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
         assert newest["note"].tolist() == [1.0]
 

@@ -262,31 +262,35 @@ def append(connection: Connection, groups: Sequence[ReportGroup], now: float) ->
     with driver_cursor(connection) as cursor:
         for entry in _lock_latest(cursor, dialect, groups):
             latest[entry.stream_id] = entry
-        judged = [_judged(group, latest[group.stream.stream_id]) for group in groups]
+        destinations = [_destinations(group, latest[group.stream.stream_id]) for group in groups]
         rows = [
             _row(group.stream, report)
-            for group, destinations in zip(groups, judged, strict=True)
-            for report, destination in zip(group.reports, destinations, strict=True)
+            for group, chosen in zip(groups, destinations, strict=True)
+            for report, destination in zip(group.reports, chosen, strict=True)
             if destination == "journal"
         ]
         found = [entry for entry in latest.values() if entry is not None]
         repeated = [entry for entry in found if not entry.ascending]
         flags = iter(_insert_new(cursor, dialect, rows, repeated))
         outcomes = [
-            _count(group, latest[group.stream.stream_id], destinations, flags)
-            for group, destinations in zip(groups, judged, strict=True)
+            _outcome(group, latest[group.stream.stream_id], chosen, flags)
+            for group, chosen in zip(groups, destinations, strict=True)
         ]
         write = _write_latest(dialect)
         for entry in found:
             if entry.moved:
                 cursor.execute(write.text, write.bind(entry.parameters(now)))
         if not any(entry.events for entry in found):
-            # In the pipeline: the end of the transaction is sent together with what waits.
-            cursor.execute("COMMIT")
+            _commit(cursor)
     for entry in found:
         if entry.events:
             add_events(connection, entry.own["own_run"], entry.events, now)
     return outcomes
+
+
+def _commit(cursor: Any) -> None:
+    """In the pipeline: the end of the transaction is sent together with what waits."""
+    cursor.execute("COMMIT")
 
 
 def _insert_new(
@@ -331,11 +335,11 @@ def _lock_latest(cursor: Any, dialect: Dialect, groups: Sequence[ReportGroup]) -
     return map(_LatestRow, cursor.fetchall())
 
 
-def _judged(group: ReportGroup, latest: _LatestRow | None) -> list[_Destination]:
+def _destinations(group: ReportGroup, latest: _LatestRow | None) -> list[_Destination]:
     return ["gone" if latest is None else latest.destination(report) for report in group.reports]
 
 
-def _count(
+def _outcome(
     group: ReportGroup, latest: _LatestRow | None, destinations: Sequence[_Destination], flags: Iterator[bool]
 ) -> GroupOutcome:
     if latest is None:

@@ -41,26 +41,29 @@ class RowOrigins:
         )
 
 
-def visible(places: RowOrigins, bounds: Mapping[int, int]) -> NDArray[np.bool_]:
+def visible(origins: RowOrigins, first_hidden_steps: Mapping[int, int]) -> NDArray[np.bool_]:
     """Which rows are seen.
 
-    An attempt hides older ones at and after its first step (`bounds`: attempt → that step), and wherever both
-    have points. Of two processes on one rank of one attempt only the older one is seen: they are never merged.
+    An attempt hides older ones at and after its first step (`first_hidden_steps`: attempt → that step), and
+    wherever both have points. Of two processes on one rank of one attempt only the older one is seen: they are
+    never merged.
     """
-    if not len(places.steps):
+    if not len(origins.steps):
         return np.zeros(0, dtype=bool)
-    numbers, which = np.unique(places.attempts, return_inverse=True)
-    limits = np.array([bounds.get(int(number), np.iinfo(np.int64).max) for number in numbers], dtype=np.int64)
-    seen: NDArray[np.bool_] = places.steps < limits[which]
-    _, step = np.unique(places.steps, return_inverse=True)
+    numbers, which = np.unique(origins.attempts, return_inverse=True)
+    limits = np.array(
+        [first_hidden_steps.get(int(number), np.iinfo(np.int64).max) for number in numbers], dtype=np.int64
+    )
+    seen: NDArray[np.bool_] = origins.steps < limits[which]
+    _, step = np.unique(origins.steps, return_inverse=True)
     newest = np.full(step.max() + 1, -1, dtype=np.int64)
-    np.maximum.at(newest, step[seen], places.attempts[seen])
-    seen &= places.attempts == newest[step]
-    ranks, rank = np.unique(places.ranks, return_inverse=True)
+    np.maximum.at(newest, step[seen], origins.attempts[seen])
+    seen &= origins.attempts == newest[step]
+    ranks, rank = np.unique(origins.ranks, return_inverse=True)
     cell = step * len(ranks) + rank
     oldest = np.full((step.max() + 1) * len(ranks), np.iinfo(np.int64).max, dtype=np.int64)
-    np.minimum.at(oldest, cell[seen], places.streams[seen])
-    seen &= places.streams == oldest[cell]
+    np.minimum.at(oldest, cell[seen], origins.streams[seen])
+    seen &= origins.streams == oldest[cell]
     return seen
 
 
@@ -80,19 +83,19 @@ class RowsByStep:
         return int(self.slots.max(initial=-1)) + 1
 
 
-def group_steps(places: RowOrigins) -> RowsByStep:
+def group_steps(origins: RowOrigins) -> RowsByStep:
     """Group visible rows by step, oldest step first, in a step by stream; a point's time is the latest of its rows.
 
     Sums then have the same order, whatever the order in which reports came.
     """
-    steps, points = np.unique(places.steps, return_inverse=True)
-    order = np.lexsort((places.streams, points))
+    steps, points = np.unique(origins.steps, return_inverse=True)
+    order = np.lexsort((origins.streams, points))
     starts = np.searchsorted(points[order], np.arange(len(steps)))
     slots = np.empty(len(points), dtype=np.int64)
     slots[order] = np.arange(len(points)) - starts[points[order]]
     times = np.full(len(steps), -np.inf)
-    np.maximum.at(times, points, places.times)
-    reported = np.unique(np.stack([points, places.ranks]), axis=1)[0]
+    np.maximum.at(times, points, origins.times)
+    reported = np.unique(np.stack([points, origins.ranks]), axis=1)[0]
     return RowsByStep(steps, times, np.bincount(reported, minlength=len(steps)).astype(np.int64), points, slots)
 
 

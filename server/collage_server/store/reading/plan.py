@@ -109,14 +109,14 @@ def _inside(
     """Chunks that hold something of what is asked and visible, and those of them that are cut through."""
     first, last = selection.first_step or 0, selection.last_step
     end = UNBOUNDED if last is None else last + 1
-    bounds = {attempt: min(view.hidden_from(attempt), end) for attempt in {info.attempt for info in infos}}
-    if first == 0 and all(bound == UNBOUNDED for bound in bounds.values()):
+    ends = {attempt: min(view.first_hidden_step(attempt), end) for attempt in {info.attempt for info in infos}}
+    if first == 0 and all(bound == UNBOUNDED for bound in ends.values()):
         return infos, set()
-    inside = [info for info in infos if info.last_step >= first and info.first_step < bounds[info.attempt]]
+    inside = [info for info in infos if info.last_step >= first and info.first_step < ends[info.attempt]]
     cut = {
         (info.attempt, info.chunk)
         for info in inside
-        if info.first_step < first or info.last_step >= bounds[info.attempt]
+        if info.first_step < first or info.last_step >= ends[info.attempt]
     }
     return inside, cut
 

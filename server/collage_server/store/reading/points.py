@@ -71,8 +71,8 @@ def points_of_views(
     """As `read_points`, for runs whose views are read already."""
     if selection.by_layer:
         return _layer_points(connection, views, wanted, selection)
-    mixed = [run for run, view in views.items() if view.replicas_beside_shards]
-    plans = _plans(connection, views, selection, mixed)
+    layerwise = [run for run, view in views.items() if view.replicas_beside_shards]
+    plans = _plans(connection, views, selection, layerwise)
     tables: Tables = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
         known = None if level == 1 or selection.rank is not None else cache
@@ -151,7 +151,7 @@ def _joined(
     views: Views, tables: Tables, selection: Selection, layers: Sequence[str] | None = None
 ) -> dict[str, Points]:
     return {
-        run_id: join(tables[run_id], view.hidden_from, selection, view.world_size, layers)
+        run_id: join(tables[run_id], view.first_hidden_step, selection, view.world_size, layers)
         for run_id, view in views.items()
     }
 
@@ -171,14 +171,14 @@ def _plans(
     connection: Connection,
     views: Views,
     selection: Selection,
-    mixed: Collection[str],
+    layerwise: Collection[str],
 ) -> dict[str, ReadPlan]:
-    """What is read of each run; of those in `mixed` the journal's layers, else its model vectors."""
+    """What is read of each run; of those in `layerwise` the journal's layers, else its model vectors."""
     for view in views.values():
         view.check_rank(selection.rank)
     infos = read_chunk_infos(connection, list(views))
-    plain = {run_id: view for run_id, view in views.items() if run_id not in mixed}
-    others = {run_id: view for run_id, view in views.items() if run_id in mixed}
+    plain = {run_id: view for run_id, view in views.items() if run_id not in layerwise}
+    others = {run_id: view for run_id, view in views.items() if run_id in layerwise}
     reports = unsealed.read_unsealed(connection, plain, selection, layers=False)
     reports |= unsealed.read_unsealed(connection, others, selection, layers=True)
     return {run_id: plan_read(view, reports[run_id], selection, infos[run_id]) for run_id, view in views.items()}
@@ -347,7 +347,7 @@ def read_latest(
 ) -> LatestPoint | None:
     """The newest measured step that every live rank has reached and reported whole, with the model's totals."""
     view = RunView(connection, run_id)
-    step = newest_measured_step(connection, run_id, view.bounds, stale_after_seconds)
+    step = newest_measured_step(connection, run_id, view.first_hidden_steps, stale_after_seconds)
     if step is None:
         found = read_points(connection, [run_id], ("measured_steps",), Selection(), cache)[run_id]
         steps = found.steps[found.ranks > 0]

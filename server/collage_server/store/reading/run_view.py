@@ -19,7 +19,7 @@ from collage_server.store.journal.streams import stream_record
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.records import StreamRecord
 from collage_server.store.rows import require_runs
-from collage_server.store.runs.latest import hidden_from, logged_names
+from collage_server.store.runs.latest import first_hidden_steps, logged_names
 
 __all__ = ["UNBOUNDED", "RunView", "chosen_layers", "is_known", "read_views"]
 
@@ -46,7 +46,7 @@ class RunView:
         self.run_id = run_id
         self.streams = {record.stream_id: record for record in rows.streams}
         self.attempts = rows.attempts
-        self.bounds = hidden_from(self.attempts)
+        self.first_hidden_steps = first_hidden_steps(self.attempts)
         newest = max((record.attempt for record in rows.streams), default=0)
         sizes = (record.world_size for record in rows.streams if record.attempt == newest)
         self.world_size = max(sizes, default=1)
@@ -77,9 +77,9 @@ class RunView:
         """Ranks registered in an attempt."""
         return {record.rank for record in self.streams.values() if record.attempt == attempt}
 
-    def hidden_from(self, attempt: int) -> int:
+    def first_hidden_step(self, attempt: int) -> int:
         """The step from which newer attempts hide this one."""
-        return self.bounds.get(attempt, UNBOUNDED)
+        return self.first_hidden_steps.get(attempt, UNBOUNDED)
 
     def statistics(self, wanted: Collection[str] | None) -> list[str]:
         """Statistics that some stream declares, in the order declared; only those wanted (None: all that merge)."""

@@ -177,7 +177,7 @@ def _read_journal(
 def _of_one_stream(view: RunView, values: _LoggedValues, selection: Selection) -> ScalarPoints:
     """Nothing to merge: only what is hidden or not asked for goes."""
     table = values.table()
-    seen = table[0] < view.hidden_from(values.stream.attempt)
+    seen = table[0] < view.first_hidden_step(values.stream.attempt)
     if selection.first_step is not None:
         seen &= table[0] >= selection.first_step
     if selection.last_step is not None:
@@ -191,19 +191,19 @@ def _merge(view: RunView, members: list[_LoggedValues], selection: Selection) ->
     tables = [(entry.stream, entry.table()) for entry in members]
     sizes = [table.shape[1] for _, table in tables]
     joined = np.concatenate([table for _, table in tables], axis=1)
-    places = RowOrigins(
+    origins = RowOrigins(
         streams=np.repeat([stream.number for stream, _ in tables], sizes),
         attempts=np.repeat([stream.attempt for stream, _ in tables], sizes),
         ranks=np.repeat([stream.rank for stream, _ in tables], sizes),
         steps=joined[0].astype(np.int64),
         times=joined[1],
     )
-    seen = visible(places, view.bounds)
+    seen = visible(origins, view.first_hidden_steps)
     if selection.first_step is not None:
-        seen &= places.steps >= selection.first_step
+        seen &= origins.steps >= selection.first_step
     if selection.last_step is not None:
-        seen &= places.steps <= selection.last_step
-    grouped = group_steps(places[seen])
+        seen &= origins.steps <= selection.last_step
+    grouped = group_steps(origins[seen])
     with np.errstate(invalid="ignore"):
         sums = np.bincount(grouped.points, weights=joined[2][seen], minlength=len(grouped.steps))
     counts = np.bincount(grouped.points, minlength=len(grouped.steps))

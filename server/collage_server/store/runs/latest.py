@@ -13,7 +13,7 @@ from collage_monitor.wire import LoggedScalar
 from collage_server.store import schema
 
 __all__ = [
-    "hidden_from",
+    "first_hidden_steps",
     "logged_names",
     "measured_state",
     "newest_measured_step",
@@ -28,22 +28,22 @@ _UNBOUNDED: Final = 2**62
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 
 
-def hidden_from(attempts: Iterable[tuple[int, int]]) -> dict[int, int]:
+def first_hidden_steps(attempts: Iterable[tuple[int, int]]) -> dict[int, int]:
     """Attempt → the step from which newer attempts hide it, from pairs (attempt, first_step)."""
-    bounds = {}
+    first_hidden = {}
     bound = _UNBOUNDED
     for attempt, first_step in sorted(attempts, reverse=True):
-        bounds[attempt] = bound
+        first_hidden[attempt] = bound
         bound = min(bound, first_step)
-    return bounds
+    return first_hidden
 
 
-def newest_scalars(latest: Sequence[Row[Any]], bounds: Mapping[int, int]) -> dict[str, LoggedScalar]:
+def newest_scalars(latest: Sequence[Row[Any]], first_hidden: Mapping[int, int]) -> dict[str, LoggedScalar]:
     """The newest visible value of each logged name: highest step, then newest attempt, then lowest rank."""
     found: dict[str, tuple[tuple[int, int, int], LoggedScalar]] = {}
     for row in latest:
         for name, (step, value) in _DECODE(row.scalars).items():
-            if step >= bounds.get(row.attempt, _UNBOUNDED):
+            if step >= first_hidden.get(row.attempt, _UNBOUNDED):
                 continue
             place = (step, row.attempt, -row.rank)
             if name not in found or place > found[name][0]:
@@ -64,7 +64,7 @@ def sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float 
 
 
 def newest_measured_step(
-    connection: Connection, run_id: str, bounds: Mapping[int, int], stale_after_seconds: float
+    connection: Connection, run_id: str, first_hidden: Mapping[int, int], stale_after_seconds: float
 ) -> int | None:
     """The newest measured step that every one of the `awaited_streams` of the newest measured attempt has reached.
 
@@ -80,7 +80,7 @@ def newest_measured_step(
         return None
     waited = awaited_streams(connection, run_id, attempt, rows, stale_after_seconds)
     step: int = min(row.measured_step for row in waited)
-    return step if step < bounds.get(attempt, _UNBOUNDED) else None
+    return step if step < first_hidden.get(attempt, _UNBOUNDED) else None
 
 
 def awaited_streams(

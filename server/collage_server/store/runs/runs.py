@@ -19,7 +19,7 @@ from collage_server.store.access.tokens import record_acts
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunPageRecord, RunQuery, RunRecord, RunRevision
 from collage_server.store.rows import from_json, missing_run, require_run, require_runs, to_json
-from collage_server.store.runs.latest import hidden_from, newest_scalars, sum_of_newest
+from collage_server.store.runs.latest import first_hidden_steps, newest_scalars, sum_of_newest
 
 __all__ = ["CountedRows", "QuotaCheck", "RunStore", "read_records", "read_run"]
 
@@ -352,7 +352,7 @@ def _by_run(
 def _record(
     row: Row[Any], tags: list[Row[Any]], attempts: list[Row[Any]], latest: list[Row[Any]], watches: list[Row[Any]]
 ) -> RunRecord:
-    bounds = hidden_from([(entry.attempt, entry.first_step) for entry in attempts])
+    first_hidden = first_hidden_steps([(entry.attempt, entry.first_step) for entry in attempts])
     watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
     reported = [entry for entry in latest if entry.last_report_at is not None]
     newest = max((entry.attempt for entry in reported), default=0)
@@ -370,5 +370,5 @@ def _record(
         reports_dropped=sum_of_newest("reports_dropped", latest, newest),
         attempts=[msgspec.convert(entry, wire.Attempt, from_attributes=True) for entry in attempts],
         watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
-        scalars=newest_scalars(latest, bounds),
+        scalars=newest_scalars(latest, first_hidden),
     )

@@ -57,13 +57,13 @@ class JournalContents:
 
     `leftovers` (stream_id, seq) stand in chunks already: a sealing was interrupted before it deleted them.
     `entries` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed, None when
-    the attempt is over. `pressed`: there is no room for more, so nobody is waited for.
+    the attempt is over. `journal_full`: there is no room for more, so nobody is waited for.
     """
 
     leftovers: list[tuple[str, int]]
     entries: dict[int, list[_Entry]]
     ready: dict[int, int | None]
-    pressed: bool
+    journal_full: bool
 
     def without(self, reports: frozenset[tuple[str, int]]) -> JournalContents:
         """What is left when these are sealed."""
@@ -72,12 +72,12 @@ class JournalContents:
             for attempt, members in self.entries.items()
         }
         return JournalContents(
-            [], {attempt: members for attempt, members in left.items() if members}, self.ready, self.pressed
+            [], {attempt: members for attempt, members in left.items() if members}, self.ready, self.journal_full
         )
 
 
 def read_journal(
-    connection: Connection, view: RunView, *, closed: bool, pressed: bool, stale_after_seconds: float
+    connection: Connection, view: RunView, *, closed: bool, journal_full: bool, stale_after_seconds: float
 ) -> JournalContents:
     """Read the run's journal. `closed`: the run is over, its tail is sealed too."""
     leftovers: list[tuple[str, int]] = []
@@ -92,7 +92,7 @@ def read_journal(
         attempt: None if closed or attempt < newest else _ready_step(connection, view, attempt, stale_after_seconds)
         for attempt in entries
     }
-    return JournalContents(leftovers, dict(entries), ready, pressed)
+    return JournalContents(leftovers, dict(entries), ready, journal_full)
 
 
 def _entries(connection: Connection, run_id: str) -> Iterator[_Entry]:
@@ -111,10 +111,10 @@ def plan_seal(
 ) -> SealPlan | None:
     """The next part to make, None when nothing is due."""
     infos = read_chunk_infos(connection, [view.run_id])[view.run_id]
-    for pressed in (False, True) if journal.pressed else (False,):
+    for journal_full in (False, True) if journal.journal_full else (False,):
         for attempt, members in sorted(journal.entries.items()):
             own = [info for info in infos if info.attempt == attempt]
-            ready = None if pressed else journal.ready[attempt]
+            ready = None if journal_full else journal.ready[attempt]
             plan = _late(attempt, members, own, limits, ready is None)
             room = _room(connection, view.run_id, own, limits)
             plan = plan or _next(attempt, members, own, room, limits, ready)

@@ -72,10 +72,10 @@ class Sealing:
         self._stale_after_seconds = stale_after_seconds
         self._replicas = ReplicaComparison()
 
-    def seal(self, run_id: str, now: float, *, pressed: bool = False) -> int:
+    def seal(self, run_id: str, now: float, *, journal_full: bool = False) -> int:
         """Turn some of the run's journal into parts of chunks; how many, 0 when nothing was due.
 
-        `pressed`: there is no room for more, so all of it is due, whoever is waited for.
+        `journal_full`: there is no room for more, so all of it is due, whoever is waited for.
         """
         with self._database.reading() as connection:
             record = read_run(connection, run_id)
@@ -83,7 +83,9 @@ class Sealing:
         with self._database.claimed(run_id) as mine:
             closed = silent or record.state != "running"
             limits = self.limits.scaled_to_commits(self._journal.last_bytes)
-            return self._seal_parts(run_id, limits, now=now, closed=closed, pressed=pressed) if mine else 0
+            return (
+                self._seal_parts(run_id, limits, now=now, closed=closed, journal_full=journal_full) if mine else 0
+            )
 
     def seal_late_reports(self, run_id: str) -> None:
         """Seal every late report, however few they are; the caller has claimed the run."""
@@ -94,7 +96,7 @@ class Sealing:
             pass
 
     def _seal_parts(
-        self, run_id: str, limits: SealLimits, *, now: float, closed: bool, pressed: bool = False
+        self, run_id: str, limits: SealLimits, *, now: float, closed: bool, journal_full: bool = False
     ) -> int:
         return seal(
             run_id,
@@ -104,7 +106,7 @@ class Sealing:
             self._replicas,
             now=now,
             closed=closed,
-            pressed=pressed,
+            journal_full=journal_full,
             stale_after_seconds=self._stale_after_seconds,
         )
 

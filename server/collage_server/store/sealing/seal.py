@@ -95,7 +95,7 @@ def seal(
     *,
     now: float,
     closed: bool,
-    pressed: bool,
+    journal_full: bool,
     stale_after_seconds: float,
 ) -> int:
     """Seal what is due of the run's journal; returns how many parts were made, 0 when nothing is due.
@@ -109,7 +109,7 @@ def seal(
             return 0
         mismatches, compared = replicas.find(view)
         journal = read_journal(
-            connection, view, closed=closed, pressed=pressed, stale_after_seconds=stale_after_seconds
+            connection, view, closed=closed, journal_full=journal_full, stale_after_seconds=stale_after_seconds
         )
         largest = max((entry.bytes for members in journal.entries.values() for entry in members), default=1)
         limits = replace(limits, delete_rows=max(min(limits.delete_rows, limits.delete_bytes // largest), 1))
