@@ -273,7 +273,7 @@ class Watch:
         assert self.step is not None
         self._last = Measurement(self._current_layout(), self.step, time.time(), table.array, scalars)
         self._history.add(self._last)
-        own_bytes = sum(hooks.meter.kept_bytes(hooks.stepping) for hooks in self._hooks)
+        own_bytes = sum(hooks.meter.buffer_bytes(hooks.stepping) for hooks in self._hooks)
         # The watch and its history hold this step now, too.
         scalars["agent_memory_bytes"] = table.array.nbytes + self._history.bytes + own_bytes
         for hooks in self._hooks:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
 from collage_agent.audit import CheckpointError, read_checkpoint
-from collage_agent.audit.kept import kept_parameters
+from collage_agent.audit.parameters import checkpoint_parameters
 from collage_agent.optim import CollageAdamW
 from safetensors.torch import save_file
 from torch import nn
@@ -24,7 +24,7 @@ def adamw(model):
 
 
 def strategies(path):
-    kept, notes = kept_parameters(read_checkpoint(path))
+    kept, notes = checkpoint_parameters(read_checkpoint(path))
     return {entry.name: entry.strategy for entry in kept}, notes
 
 
@@ -125,7 +125,7 @@ def test_a_distributed_checkpoint(tmp_path):
     checkpoint = read_checkpoint(tmp_path / "step-3")
     for name, weight in model.state_dict().items():
         assert torch.equal(checkpoint.weights[name], weight)
-    kept, notes = kept_parameters(checkpoint)
+    kept, notes = checkpoint_parameters(checkpoint)
     assert notes == []
     for entry in kept:
         assert entry.low is not None
@@ -139,7 +139,7 @@ def test_a_distributed_checkpoint_with_a_flattened_optimizer(tmp_path):
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     flat = get_optimizer_state_dict(model, optimizer, options=options)
     distributed_checkpoint.save({"model": model.state_dict(), **flat}, checkpoint_id=tmp_path, no_dist=True)
-    kept, notes = kept_parameters(read_checkpoint(tmp_path))
+    kept, notes = checkpoint_parameters(read_checkpoint(tmp_path))
     assert notes == []
     for entry in kept:
         state = optimizer.state[dict(model.named_parameters())[entry.name]]
@@ -201,7 +201,7 @@ def test_states_find_their_weights_across_groups_with_and_without_decay(tmp_path
         return torch.optim.AdamW(groups, lr=1e-3)
 
     model, optimizer = trained(grouped)
-    kept, notes = kept_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
+    kept, notes = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
     assert notes == []
     parameters = dict(model.named_parameters())
     for entry in kept:
@@ -216,7 +216,7 @@ def test_where_order_does_not_tell_it_says_so(tmp_path):
         groups = [{"params": [*others, vectors[2]]}, {"params": vectors[:2]}]
         return torch.optim.AdamW(groups, lr=1e-3)
 
-    kept, notes = kept_parameters(read_checkpoint(saved(tmp_path / "a.pt", *trained(scattered))))
+    kept, notes = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", *trained(scattered))))
     assert sum(not entry.paired for entry in kept) == 3
     assert "3 of 6 parameters" in notes[0]
 
@@ -227,7 +227,7 @@ def test_named_parameters_need_no_order(tmp_path):
         return torch.optim.AdamW(parameters[::-1], lr=1e-3)
 
     model, optimizer = trained(named)
-    kept, _ = kept_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
+    kept, _ = checkpoint_parameters(read_checkpoint(saved(tmp_path / "a.pt", model, optimizer)))
     assert [entry.name for entry in kept] == [name for name, _ in model.named_parameters()][::-1]
     assert all(entry.weight is not None for entry in kept)
 
@@ -235,5 +235,5 @@ def test_named_parameters_need_no_order(tmp_path):
 def test_a_tied_weight_counts_once(tmp_path):
     model = nn.ModuleDict({"token": nn.Embedding(30, 8), "head": nn.Linear(8, 30, bias=False)})
     model["head"].weight = model["token"].weight
-    kept, _ = kept_parameters(read_checkpoint(saved(tmp_path / "tied.pt", model)))
+    kept, _ = checkpoint_parameters(read_checkpoint(saved(tmp_path / "tied.pt", model)))
     assert [entry.name for entry in kept] == ["token.weight"]

@@ -235,7 +235,7 @@ def test_counters_and_codes_are_no_remainders():
             super().move(parameter, state, update)
 
     (intent,) = choose_intent(Counting([nn.Parameter(torch.ones(4, 4, dtype=BF16))]))
-    assert (intent.kept, intent.unexplained) == (Composition(), None)
+    assert (intent.composition, intent.unexplained) == (Composition(), None)
 
 
 @pytest.mark.parametrize("kind", [replicas.Rounded, replicas.Kahan, replicas.Master])
@@ -243,4 +243,4 @@ def test_a_group_of_more_wide_than_narrow_tensors_is_watched_by_the_narrow(kind)
     """Norms in fp32 outnumber matrices in bf16 in many models; which of them is probed must not be by count."""
     parameters = [nn.Parameter(torch.ones(8, dtype=torch.float32)) for _ in range(3)]
     (intent,) = choose_intent(kind([*parameters, nn.Parameter(torch.ones(4, 4, dtype=BF16))]))
-    assert not intent.kept.is_plain
+    assert not intent.composition.is_plain

@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.kept import SECOND_MOMENTS, KeptParameter, is_narrow, kept_parameters
+from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, checkpoint_parameters, is_narrow
 from collage_agent.audit.reading import Checkpoint, CheckpointError, _StandIn, read_checkpoint
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Moment, StorageStrategy
 from collage_agent.optim.checkpoints import convert
@@ -111,8 +111,8 @@ def convert_checkpoint(path: Path, strategy: str) -> ConvertedCheckpoint:
     checkpoint = read_checkpoint(path)
     if not checkpoint.optimizers:
         raise CheckpointError(f"{path}: no optimizer state was found, and nothing else is kept in a strategy's way")
-    kept, notes = kept_parameters(checkpoint)
-    entries = iter(kept)
+    known, notes = checkpoint_parameters(checkpoint)
+    entries = iter(known)
     tally, weights = _Tally(), dict[_Place, Tensor]()
     optimizers = [
         (optimizer, _converted_optimizer(optimizer, entries, target, weights, tally))
@@ -124,7 +124,7 @@ def convert_checkpoint(path: Path, strategy: str) -> ConvertedCheckpoint:
         path=str(path),
         source=sorted(tally.sources),
         target=target.name,
-        parameters=sum(entry.has_state for entry in kept),
+        parameters=sum(entry.has_state for entry in known),
         elements=tally.elements,
         bytes_before=tally.bytes_before,
         bytes_after=tally.bytes_after,
@@ -164,7 +164,7 @@ def render_conversion(conversion: Conversion) -> str:
 
 def _converted_optimizer(
     optimizer: Mapping[str, Any],
-    entries: Iterator[KeptParameter],
+    entries: Iterator[CheckpointParameter],
     target: StorageStrategy,
     weights: dict[_Place, Tensor],
     tally: _Tally,
@@ -182,7 +182,7 @@ def _converted_optimizer(
 
 
 def _converted(
-    entry: KeptParameter,
+    entry: CheckpointParameter,
     state: Mapping[str, Any],
     target: StorageStrategy,
     weights: dict[_Place, Tensor],
@@ -207,7 +207,7 @@ def _converted(
     return {**{key: value for key, value in state.items() if key not in tensors or key == "step"}, **new}
 
 
-def _in_our_words(entry: KeptParameter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _in_our_words(entry: CheckpointParameter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The states under our keys; other libraries' masters are known, their residuals are not."""
     own = {key: value for key, value in tensors.items() if key != "step" and value is not entry.master}
     if entry.master is not None:
@@ -222,7 +222,7 @@ def _in_our_words(entry: KeptParameter, tensors: Mapping[str, Tensor]) -> dict[s
     return own
 
 
-def _weight_of(entry: KeptParameter, own: Mapping[str, Tensor]) -> Tensor:
+def _weight_of(entry: CheckpointParameter, own: Mapping[str, Tensor]) -> Tensor:
     """The weight to which the states belong; a master weight rounds to it where nothing says which it is."""
     if entry.weight is not None and entry.paired:
         return entry.weight
@@ -240,10 +240,10 @@ def _averages(own: Mapping[str, Tensor]) -> list[str]:
     return [name for name in own if name not in parts and name not in _BESIDE_WEIGHT]
 
 
-def _name_of(entry: KeptParameter, own: Mapping[str, Tensor], moments: Mapping[str, bool]) -> str:
+def _name_of(entry: CheckpointParameter, own: Mapping[str, Tensor], moments: Mapping[str, bool]) -> str:
     """The strategy that the checkpoint names, if these are its components; otherwise the one that is seen."""
-    kept = tuple(Moment(name, second) for name, second in moments.items())
-    if entry.declared is not None and set(component_names(entry.declared, kept)) == own.keys():
+    named = tuple(Moment(name, second) for name, second in moments.items())
+    if entry.declared is not None and set(component_names(entry.declared, named)) == own.keys():
         return entry.declared.name
     return entry.strategy
 

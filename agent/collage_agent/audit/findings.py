@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.kept import SECOND_MOMENTS, KeptParameter, dtype_name, is_narrow
+from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, dtype_name, is_narrow
 from collage_agent.numerics.formats import format_of, ulp
 from collage_agent.optim import MASTER_PARAMETER, PARAMETER_LOW, StateStorage
 
@@ -33,9 +33,9 @@ class Finding(Struct, frozen=True):
     action: str = ""
 
 
-def find(kept: Sequence[KeptParameter]) -> list[Finding]:
+def find(parameters: Sequence[CheckpointParameter]) -> list[Finding]:
     """Every finding about what is kept, the worst first. Reads each tensor once or twice; host only."""
-    questions: tuple[Callable[[Sequence[KeptParameter]], Iterator[Finding]], ...] = (
+    questions: tuple[Callable[[Sequence[CheckpointParameter]], Iterator[Finding]], ...] = (
         _nonfinite,
         _missing_components,
         _zeroed_lows,
@@ -51,15 +51,15 @@ def find(kept: Sequence[KeptParameter]) -> list[Finding]:
         _remainders,
         _no_states,
     )
-    found = [finding for question in questions for finding in question(kept)]
+    found = [finding for question in questions for finding in question(parameters)]
     order = ("problem", "warning", "note")
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
-def _nonfinite(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _nonfinite(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     broken = [
         f"{entry.name} ({label})"
-        for entry in kept
+        for entry in parameters
         for label, tensor in entry.tensors()
         if not bool(torch.isfinite(tensor).all())
     ]
@@ -73,10 +73,10 @@ def _nonfinite(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _missing_components(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _missing_components(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     """A strategy that the optimizer declares needs components that are not there."""
     missing: dict[str, list[str]] = {}
-    for entry in kept:
+    for entry in parameters:
         strategy = entry.declared
         if strategy is None or not entry.has_state or entry.weight is None or not is_narrow(entry.weight.dtype):
             continue
@@ -99,10 +99,10 @@ def _missing_components(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _zeroed_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     zeroed = [
         entry.name
-        for entry in kept
+        for entry in parameters
         if (low := entry.remainder if entry.low is None else entry.low) is not None
         and (entry.step or 0) > 1
         and entry.elements >= 64
@@ -119,11 +119,11 @@ def _zeroed_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _overlapping_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _overlapping_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     """A low component larger than the weight's gap belongs to another weight."""
     foreign = [
         entry.name
-        for entry in kept
+        for entry in parameters
         if entry.low is not None
         and entry.paired
         and entry.weight is not None
@@ -140,10 +140,10 @@ def _overlapping_lows(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _foreign_remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _foreign_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     """Any bits complete any weight but 0; where the weight is here in fp32, its own low half is known too."""
     foreign = []
-    for entry in kept:
+    for entry in parameters:
         weight, remainder = entry.weight, entry.remainder
         if weight is None or remainder is None or remainder.is_floating_point() or not entry.paired:
             continue
@@ -164,9 +164,9 @@ def _foreign_remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _cast_remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _cast_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     cast: dict[str, list[str]] = {}
-    for entry in kept:
+    for entry in parameters:
         if entry.remainder is not None and entry.remainder.is_floating_point():
             cast.setdefault(f"{entry.remainder_key} has become {dtype_name(entry.remainder.dtype)}", []).append(
                 entry.name
@@ -182,9 +182,9 @@ def _cast_remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     told: dict[str, list[str]] = {}
-    for entry in kept:
+    for entry in parameters:
         if entry.remainder is not None and not entry.remainder.is_floating_point():
             key = f"{entry.remainder_key} ({dtype_name(entry.remainder.dtype)}) holds {entry.remainder_words}"
             told.setdefault(key, []).append(entry.name)
@@ -197,9 +197,9 @@ def _remainders(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _stale_masters(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     stale, rounded = [], []
-    for entry in kept:
+    for entry in parameters:
         if entry.master is None or entry.weight is None or not is_narrow(entry.weight.dtype):
             continue
         if entry.paired and _share(_differs_when_rounded, entry.master, entry.weight) > _SHARE_THAT_MATTERS:
@@ -229,10 +229,10 @@ def _stale_masters(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _stuck_second_moments(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     """A decay below half a gap of every number of the format: rounding to nearest gives the old value back."""
     stuck: dict[tuple[str, float], list[str]] = {}
-    for entry in kept:
+    for entry in parameters:
         decay = _second_decay(entry)
         for name, average in entry.averages.items():
             if name not in SECOND_MOMENTS or name in entry.average_lows or not is_narrow(average.dtype):
@@ -255,9 +255,9 @@ def _stuck_second_moments(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _zero_second_moments(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _zero_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     zeroed = []
-    for entry in kept:
+    for entry in parameters:
         first, second = entry.averages.get("exp_avg"), entry.averages.get("exp_avg_sq")
         if first is not None and second is not None:
             share = _share(_zero_where_moving, second, first)
@@ -274,8 +274,8 @@ def _zero_second_moments(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _single_weights(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
-    plain = [entry for entry in kept if entry.strategy in ("plain", "fp32-states") and entry.has_state]
+def _single_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+    plain = [entry for entry in parameters if entry.strategy in ("plain", "fp32-states") and entry.has_state]
     if plain:
         dtypes = sorted({dtype_name(entry.weight.dtype) for entry in plain if entry.weight is not None})
         layers = [entry.name for entry in plain]
@@ -289,10 +289,10 @@ def _single_weights(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _cast_states(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _cast_states(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     cast = [
         entry.name
-        for entry in kept
+        for entry in parameters
         if entry.weight is not None
         and entry.weight.dtype == torch.float32
         and any(is_narrow(average.dtype) for average in entry.averages.values())
@@ -307,9 +307,9 @@ def _cast_states(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _cast_weights(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
+def _cast_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
     """Weights stored as fp32 that hold nothing beyond 16 bits went through a narrower format."""
-    wide = [entry for entry in kept if entry.weight is not None and entry.weight.dtype == torch.float32]
+    wide = [entry for entry in parameters if entry.weight is not None and entry.weight.dtype == torch.float32]
     told = [entry for entry in wide if entry.elements >= 64 and entry.weight is not None and _varies(entry.weight)]
     for dtype in (torch.bfloat16, torch.float16):
         narrow = torch.zeros((), dtype=dtype)
@@ -324,8 +324,8 @@ def _cast_weights(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
             return
 
 
-def _no_states(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
-    if kept and not any(entry.has_state for entry in kept):
+def _no_states(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+    if parameters and not any(entry.has_state for entry in parameters):
         yield Finding(
             "note",
             "weights-only",
@@ -333,8 +333,8 @@ def _no_states(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
             [],
             "pass the folder or file that also holds the optimizer's state_dict",
         )
-    missing = [entry.name for entry in kept if not entry.has_state]
-    if missing and len(missing) < len(kept):
+    missing = [entry.name for entry in parameters if not entry.has_state]
+    if missing and len(missing) < len(parameters):
         yield Finding(
             "note",
             "no-state",
@@ -343,7 +343,7 @@ def _no_states(kept: Sequence[KeptParameter]) -> Iterator[Finding]:
         )
 
 
-def _second_decay(entry: KeptParameter) -> float | None:
+def _second_decay(entry: CheckpointParameter) -> float | None:
     if "betas" in entry.group:
         return 1 - float(entry.group["betas"][1])
     return 1 - float(entry.group["alpha"]) if "alpha" in entry.group else None
@@ -388,7 +388,7 @@ def _varies(tensor: Tensor) -> bool:
     return bool((tensor != tensor.reshape(-1)[0]).any())
 
 
-def _weight(entry: KeptParameter) -> Tensor:
+def _weight(entry: CheckpointParameter) -> Tensor:
     assert entry.weight is not None
     return entry.weight
 

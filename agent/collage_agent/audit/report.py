@@ -15,7 +15,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.findings import Finding, find
-from collage_agent.audit.kept import KeptParameter, dtype_name, kept_parameters
+from collage_agent.audit.parameters import CheckpointParameter, checkpoint_parameters, dtype_name
 from collage_agent.audit.reading import read_checkpoint
 from collage_agent.numerics.formats import format_of, gap_towards
 
@@ -77,7 +77,7 @@ class RateLoss:
         return None
 
 
-def rate_loss(kept: KeptParameter, learning_rate: float) -> RateLoss | None:
+def rate_loss(parameter: CheckpointParameter, learning_rate: float) -> RateLoss | None:
     """What steps of this size lose of one parameter; None where its format is not known or there is no weight.
 
     The grid is that of the fp32 master weight, else of the low component where it is not 0 (an update much
@@ -85,12 +85,12 @@ def rate_loss(kept: KeptParameter, learning_rate: float) -> RateLoss | None:
     in the update's direction, which
     the first moment gives, else away from zero. Weight decay is left out. Synchronises nothing but the host.
     """
-    weight = kept.weight if kept.master is None else kept.master
-    if weight is None or not _is_known(weight) or (kept.low is not None and not _is_known(kept.low)):
+    weight = parameter.weight if parameter.master is None else parameter.master
+    if weight is None or not _is_known(weight) or (parameter.low is not None and not _is_known(parameter.low)):
         return None
     total = RateLoss(0, 0, 0, 0, Counter())
-    for part in _parts(kept, weight):
-        total = add_losses(total, _loss_of(*part, kept, learning_rate))
+    for part in _parts(parameter, weight):
+        total = add_losses(total, _loss_of(*part, parameter, learning_rate))
     return total
 
 
@@ -106,13 +106,13 @@ def add_losses(one: RateLoss, other: RateLoss) -> RateLoss:
 
 
 def _parts(
-    kept: KeptParameter, weight: Tensor
+    parameter: CheckpointParameter, weight: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:
     """Weight, low component, first and second moment, flat and in chunks that bound the memory."""
-    second = kept.averages.get("exp_avg_sq") if kept.paired else None
-    first = kept.averages.get("exp_avg") if second is not None else None
-    low = kept.low if kept.master is None else None
-    second_low = kept.average_lows.get("exp_avg_sq")
+    second = parameter.averages.get("exp_avg_sq") if parameter.paired else None
+    first = parameter.averages.get("exp_avg") if second is not None else None
+    low = parameter.low if parameter.master is None else None
+    second_low = parameter.average_lows.get("exp_avg_sq")
     flat = [None if tensor is None else tensor.reshape(-1) for tensor in (weight, low, first, second, second_low)]
     for start in range(0, weight.numel(), _CHUNK):
         w, r, m, v, v_low = (None if tensor is None else tensor[start : start + _CHUNK] for tensor in flat)
@@ -127,7 +127,7 @@ def _loss_of(
     low: Tensor | None,
     first: Tensor | None,
     second: Tensor | None,
-    kept: KeptParameter,
+    parameter: CheckpointParameter,
     learning_rate: float,
 ) -> RateLoss:
     direction = torch.zeros(()) if first is None else -first
@@ -136,8 +136,8 @@ def _loss_of(
         # A pair with nothing in its low component takes an update of any size there.
         fine = 0.5 * gap_towards(low, direction)
         half_gap = torch.where(low == 0, torch.full_like(fine, math.ldexp(1.0, _BOTTOM)), fine)
-    elif kept.master is None:
-        half_gap = half_gap / kept.units_of_gap
+    elif parameter.master is None:
+        half_gap = half_gap / parameter.units_of_gap
     finite = torch.isfinite(half_gap)
     half_gap = half_gap[finite]
     exponents = (torch.frexp(half_gap).exponent - 1 - _BOTTOM).long()
@@ -145,18 +145,18 @@ def _loss_of(
     half_gaps = Counter({index + _BOTTOM: int(count) for index, count in enumerate(counts.tolist()) if count})
     estimated = estimated_of = 0
     if first is not None and second is not None:
-        sizes = (learning_rate * _unit_steps(first, second, kept))[finite]
+        sizes = (learning_rate * _unit_steps(first, second, parameter))[finite]
         estimated_of = int((sizes > 0).sum())
         estimated = int(((sizes > 0) & (sizes < half_gap)).sum())
     return RateLoss(half_gap.numel(), int((half_gap > learning_rate).sum()), estimated, estimated_of, half_gaps)
 
 
-def _unit_steps(first: Tensor, second: Tensor, kept: KeptParameter) -> Tensor:
+def _unit_steps(first: Tensor, second: Tensor, parameter: CheckpointParameter) -> Tensor:
     """|u| / learning rate of Adam's next step, if the averages stayed as they are, fp64."""
-    beta1, beta2 = (float(beta) for beta in kept.group.get("betas", (0.9, 0.999)))
-    step = kept.step or 10**6
+    beta1, beta2 = (float(beta) for beta in parameter.group.get("betas", (0.9, 0.999)))
+    step = parameter.step or 10**6
     first, second = first / (1 - beta1**step), second / (1 - beta2**step)
-    return first.abs() / (second.clamp(min=0).sqrt() + float(kept.group.get("eps", 1e-8)))
+    return first.abs() / (second.clamp(min=0).sqrt() + float(parameter.group.get("eps", 1e-8)))
 
 
 def _is_known(tensor: Tensor) -> bool:
@@ -213,18 +213,18 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise ValueError(f"learning_rate={learning_rate}: pass a number above 0")
     checkpoint = read_checkpoint(path)
-    kept, notes = kept_parameters(checkpoint)
+    parameters, notes = checkpoint_parameters(checkpoint)
     origin = "given"
     if learning_rate is None:
-        learning_rate, origin = _learning_rate_of(kept)
-    losses, told = _losses(kept, learning_rate)
-    findings = [*find(kept), *_of_rate(losses, learning_rate)]
+        learning_rate, origin = _learning_rate_of(parameters)
+    losses, told = _losses(parameters, learning_rate)
+    findings = [*find(parameters), *_of_rate(losses, learning_rate)]
     findings.sort(key=lambda finding: ("problem", "warning", "note").index(finding.severity))
     return Audit(
         path=str(path),
         files=checkpoint.files,
-        elements=sum(entry.elements for entry in kept),
-        kept=_summaries(kept),
+        elements=sum(entry.elements for entry in parameters),
+        kept=_summaries(parameters),
         findings=findings,
         learning_rate=learning_rate,
         learning_rate_from=origin,
@@ -252,10 +252,10 @@ def render(audit: Audit) -> str:
     return "\n".join(lines)
 
 
-def _learning_rate_of(kept: Sequence[KeptParameter]) -> tuple[float | None, str]:
+def _learning_rate_of(parameters: Sequence[CheckpointParameter]) -> tuple[float | None, str]:
     """The rate with which most weights were stepped; where a schedule has ended at 0, the one it began with."""
     rates: Counter[tuple[float, str]] = Counter()
-    for entry in kept:
+    for entry in parameters:
         for key in ("lr", "initial_lr"):
             if float(entry.group.get(key, 0.0)) > 0:
                 rates[float(entry.group[key]), f"{key} of the checkpoint"] += entry.elements
@@ -263,17 +263,21 @@ def _learning_rate_of(kept: Sequence[KeptParameter]) -> tuple[float | None, str]
     return rates.most_common(1)[0][0] if rates else (None, "")
 
 
-def _losses(kept: Sequence[KeptParameter], learning_rate: float | None) -> tuple[dict[str, RateLoss], list[str]]:
+def _losses(
+    parameters: Sequence[CheckpointParameter], learning_rate: float | None
+) -> tuple[dict[str, RateLoss], list[str]]:
     if learning_rate is None:
         return {}, ["no learning rate: pass --learning-rate to see what it would lose"]
-    with_states = [entry for entry in kept if entry.has_state]
+    with_states = [entry for entry in parameters if entry.has_state]
     if with_states and not any("exp_avg" in entry.averages for entry in with_states):
         return {}, ["the updates of this optimizer are not of the learning rate's size: what it loses is left out"]
-    at_random = [entry for entry in kept if entry.declared is not None and entry.declared.stochastic_parameter]
+    at_random = [
+        entry for entry in parameters if entry.declared is not None and entry.declared.stochastic_parameter
+    ]
     notes = [f"{len(at_random)} parameters are rounded stochastically: no update is lost in the mean"]
     losses = {
         entry.name: loss
-        for entry in kept
+        for entry in parameters
         if entry not in at_random and (loss := rate_loss(entry, learning_rate)) is not None
     }
     return losses, notes if at_random else []
@@ -297,9 +301,9 @@ def _of_rate(losses: dict[str, RateLoss], learning_rate: float | None) -> Iterat
     )
 
 
-def _summaries(kept: Sequence[KeptParameter]) -> list[KeptSummary]:
-    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[KeptParameter]] = {}
-    for entry in kept:
+def _summaries(parameters: Sequence[CheckpointParameter]) -> list[KeptSummary]:
+    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[CheckpointParameter]] = {}
+    for entry in parameters:
         groups.setdefault((entry.strategy, tuple(_dtypes(entry).items())), []).append(entry)
     return [
         KeptSummary(
@@ -313,11 +317,11 @@ def _summaries(kept: Sequence[KeptParameter]) -> list[KeptSummary]:
     ]
 
 
-def _dtypes(entry: KeptParameter) -> dict[str, str]:
+def _dtypes(entry: CheckpointParameter) -> dict[str, str]:
     return {label: dtype_name(tensor.dtype) for label, tensor in entry.tensors()}
 
 
-def _itemsizes(entry: KeptParameter) -> Iterator[int]:
+def _itemsizes(entry: CheckpointParameter) -> Iterator[int]:
     return (tensor.dtype.itemsize for _, tensor in entry.tensors())
 
 

@@ -114,7 +114,7 @@ class Bucket:
             self._gather_state(self._before, key, states)
         self._keys_before = (stored.PARAMETER, *keys)
         if self.knows_gradient:
-            gradients = [self.intent.kept.gradient_of(parameter) for parameter in self.parameters]
+            gradients = [self.intent.composition.gradient_of(parameter) for parameter in self.parameters]
             self._gather(self._before, stored.GRADIENT, gradients, lasting=False)
             self._keys_before += (stored.GRADIENT,)
 
@@ -183,7 +183,7 @@ class Bucket:
             return None
         found = []
         for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
-            keys = stored.stored_parameter((stored.PARAMETER, *state), self.intent.kept)
+            keys = stored.stored_parameter((stored.PARAMETER, *state), self.intent.composition)
             parts = [local(parameter if key == stored.PARAMETER else state[key]) for key in keys]
             known = self._of_tensor[0][index]
             found.append(largest_magnitude(parts) if known else torch.full((), torch.nan, device=parameter.device))
@@ -206,7 +206,7 @@ class Bucket:
         """
         keys = [
             key
-            for key in stored.average_names(self._after, self.intent.kept)
+            for key in stored.average_names(self._after, self.intent.composition)
             if key in states[0] and self._after[key].values.is_floating_point()
         ]
         plain = [key for key in keys if reading(states[0], key) is states[0][key]]
@@ -235,7 +235,7 @@ class Bucket:
     ) -> Copies | None:
         """The copies of a run of slots, made of gathered weights and of `largest_weights` then and now; None: no
         format asked for is narrower than the weights are kept."""
-        keys = stored.stored_parameter(after, self.intent.kept)
+        keys = stored.stored_parameter(after, self.intent.composition)
         dtypes = [after[key].dtype for key in keys]
         columns = self.layout.columns[_blocks(slots, self.layout.block)]
         known = {key: of[columns] for key, of in self._copies.items() if is_wider(dtypes, COPIES[key])}
@@ -243,7 +243,7 @@ class Bucket:
             return None
         ends: list[StoredWeights] = []
         for values, magnitudes in zip((before, after), largest, strict=True):
-            parts = {key: values[key][slots] for key in stored.stored_parameter(values, self.intent.kept)}
+            parts = {key: values[key][slots] for key in stored.stored_parameter(values, self.intent.composition)}
             total = next(iter(parts.values()))
             if len(parts) > 1:
                 total = sum_components(parts, list(parts), torch.empty_like(total, dtype=torch.float64))
@@ -270,7 +270,7 @@ class Bucket:
         return (slice(start, min(start + SLOTS_AT_ONCE, slots)) for start in range(0, slots, SLOTS_AT_ONCE))
 
     def _weights(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((stored.PARAMETER, *stored.stored_parameter(keys, self.intent.kept))))
+        return tuple(dict.fromkeys((stored.PARAMETER, *stored.stored_parameter(keys, self.intent.composition))))
 
     def _step_inputs(self, slots: slice, scale: Tensor | None) -> StepInputs:
         return StepInputs(
@@ -309,7 +309,7 @@ class Bucket:
         )
 
     def _fp8_scales(self) -> Tensor:
-        weights = stored.stored_parameter(self._keys_before, self.intent.kept)
+        weights = stored.stored_parameter(self._keys_before, self.intent.composition)
         values = self._before[weights[0]].values
         return fp8_scales(values, self.layout.columns, len(self.members), self.layout.block)
 
@@ -327,14 +327,14 @@ class Bucket:
         # All tensors of a bucket are stored in the same form: if the first is read as it is, so are the others.
         plain = reading(states[0], key) is states[0][key]
         tensors = [state[key] for state in states] if plain else [reading(state, key) for state in states]
-        kept = self.intent.kept
-        if key != kept.residual or (kept.sign > 0 and not kept.holds_counts(tensors[0].dtype)):
+        composition = self.intent.composition
+        if key != composition.residual or (composition.sign > 0 and not composition.holds_counts(tensors[0].dtype)):
             self._gather(into, key, tensors, lasting=plain)
             return
         # The weight was gathered first: what integers beside it stand for depends on it.
         as_kept = self._gather(into, _AS_KEPT, tensors, lasting=plain)
         residual = into.get(key) or into.setdefault(key, Staging(self.layout, torch.float64))
-        residual.values.copy_(kept.residual_of(into[stored.PARAMETER].values, as_kept.values))
+        residual.values.copy_(composition.residual_of(into[stored.PARAMETER].values, as_kept.values))
 
     def _gather(
         self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True

@@ -47,23 +47,23 @@ class IntendedUpdate:
     """
 
     def __init__(self, step: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> None:
-        kept, before = step.intent.kept, step.before
-        sum_components(before, stored.stored_parameter(before, kept), parameter)
+        composition, before = step.intent.composition, step.before
+        sum_components(before, stored.stored_parameter(before, composition), parameter)
         _fill_gradient(step, gradient)
-        names = stored.average_names(before, kept)
+        names = stored.average_names(before, composition)
         self.averages = [name for name in names if before[name].is_floating_point()]
         self.states = parameter.new_empty(3, len(self.averages), parameter.numel())
         self.known = self._intend(step, parameter, gradient, intended)
 
     def _intend(self, step: StepInputs, parameter: Tensor, gradient: Tensor, intended: Tensor) -> bool:
-        kept = step.intent.kept
+        composition = step.intent.composition
         state: dict[str, Any] = clone_value(step.scalars)
-        for name in stored.average_names(step.before, kept):
+        for name in stored.average_names(step.before, composition):
             if not step.before[name].is_floating_point():
                 state[name] = step.before[name].clone()
         for index, name in enumerate(self.averages):
             state[name] = sum_components(
-                step.before, stored.components(name, step.before, kept), self.states[1, index]
+                step.before, stored.components(name, step.before, composition), self.states[1, index]
             )
         torch.abs(self.states[1], out=self.states[0])
         if not step.intent.displacement(step.group, state, parameter, gradient, intended):
@@ -115,7 +115,7 @@ class ObservedStep(StepInputs):
 def view_of(step: ObservedStep) -> StepView:
     """The step as measures read it. No synchronisation."""
     registered = step.before[stored.PARAMETER]
-    stored_after = stored.stored_parameter(step.after, step.intent.kept)
+    stored_after = stored.stored_parameter(step.after, step.intent.composition)
     # e and eᵛ share a row where the registered parameter is all that is stored.
     names = ROWS if stored_after != [stored.PARAMETER] else tuple(name for name in ROWS if name != "visible")
     rows = torch.empty(len(names), registered.numel(), dtype=torch.float64, device=registered.device)
@@ -167,7 +167,7 @@ def _exclude_nonfinite(
     excluded.bitwise_or_(nonfinite(step.before[stored.PARAMETER]))
     if len(rows) == len(ROWS):
         for values in (step.before, step.after):
-            for key in stored.stored_parameter(values, step.intent.kept):
+            for key in stored.stored_parameter(values, step.intent.composition):
                 excluded.bitwise_or_(nonfinite(values[key]))
     zero_excluded(rows, excluded.index_fill_(0, step.padding, 1))
     return excluded, bad_gradient, bad_parameter
@@ -186,14 +186,14 @@ def _fill_effective(
 
 
 def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
-    kept, after = step.intent.kept, step.after
+    composition, after = step.intent.composition, step.after
     decaying = tuple(
         name
-        for name in stored.average_names(after, kept)
+        for name in stored.average_names(after, composition)
         if stored.decaying(name, after[name].dtype) and (name in update.averages or name not in step.before)
     )
     present = {
-        name: [after[key] for key in stored.components(name, after, kept)]
+        name: [after[key] for key in stored.components(name, after, composition)]
         for name in update.averages
         if name in after
     }

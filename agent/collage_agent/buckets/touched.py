@@ -40,7 +40,7 @@ class _TouchedBucket(Bucket):
     def gather_before(
         self, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]], decay: float | Tensor | None = None
     ) -> None:
-        gradient = self.intent.kept.gradient_of(self.parameters[0])
+        gradient = self.intent.composition.gradient_of(self.parameters[0])
         assert gradient is not None
         self.rows = TouchedRows(gradient, self._count, self.layout.block, self._seed)
         super().gather_before(group, states, decay)

@@ -20,12 +20,12 @@ class BeforeAfter:
     def __init__(
         self,
         reason: str,
-        kept: Composition = PLAIN,
+        composition: Composition = PLAIN,
         stochastic: bool | None = None,
         unexplained: str | None = None,
     ) -> None:
         self.reason = reason
-        self.kept = kept
+        self.composition = composition
         self.stochastic = stochastic
         self.unexplained = unexplained
 

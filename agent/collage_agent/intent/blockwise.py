@@ -81,7 +81,7 @@ class Blockwise:
     """u by the rule that the optimizer names, for states in fp32 or in 8-bit blocks; same calls as `Shadow`."""
 
     kind: Final = "rule"
-    kept: Final = PLAIN
+    composition: Final = PLAIN
     stochastic: Final[bool | None] = False
     unexplained: Final[str | None] = None
 
@@ -126,9 +126,9 @@ def unlike_its_rule(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
 
 
 def _misses(run: ProbeRun, gradient: Tensor) -> bool:
-    parameter, kept = run.parameters[0], run.state(0)
-    elementwise = elementwise_state(parameter, kept)
-    state = {k: reading(kept, k).double() if k in elementwise else clone_value(v) for k, v in kept.items()}
+    parameter, stored = run.parameters[0], run.state(0)
+    elementwise = elementwise_state(parameter, stored)
+    state = {k: reading(stored, k).double() if k in elementwise else clone_value(v) for k, v in stored.items()}
     before = parameter.double()
     expected = torch.empty_like(before)
     Blockwise(run.optimizer).displacement(run.group, state, before, gradient.double(), expected)

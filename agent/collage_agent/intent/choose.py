@@ -35,7 +35,7 @@ class Intent(Protocol):
         """How u is found, as reported with the run."""
 
     @property
-    def kept(self) -> Composition:
+    def composition(self) -> Composition:
         """Which states make up the stored weight."""
 
     @property
@@ -59,7 +59,7 @@ class Rule:
     """u from `exact_displacement` of a CollageOptimizer; same calls as `Shadow`, no clone and no self-test."""
 
     kind: Final = "rule"
-    kept: Final = OURS
+    composition: Final = OURS
     unexplained: Final[str | None] = None
 
     def __init__(self, optimizer: CollageOptimizer) -> None:
@@ -139,12 +139,12 @@ def _intent_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
     found = run_selftest(optimizer, group)
     seen = observe_storage(optimizer, group, found)
     if found.kind == "before-after":
-        return BeforeAfter(found.reason, seen.kept, seen.stochastic, seen.unexplained)
+        return BeforeAfter(found.reason, seen.composition, seen.stochastic, seen.unexplained)
     failure = seen.failure or _failure_on_device(optimizer, group, found)
     if failure is not None:
-        return BeforeAfter(failure, seen.kept, seen.stochastic, seen.unexplained)
+        return BeforeAfter(failure, seen.composition, seen.stochastic, seen.unexplained)
     shadow = Shadow(
-        optimizer, seen.kept, widens=found.widens, stochastic=seen.stochastic, unexplained=seen.unexplained
+        optimizer, seen.composition, widens=found.widens, stochastic=seen.stochastic, unexplained=seen.unexplained
     )
     return shadow if found.kind == "shadow" else WholeTensor(shadow, found.reason)
 
@@ -160,7 +160,7 @@ def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: SelfT
     name = type(optimizer).__name__
     try:
         with isolated(device):
-            shadow, state = Shadow(optimizer, found.kept, widens=found.widens), dict[str, Any]()
+            shadow, state = Shadow(optimizer, found.composition, widens=found.widens), dict[str, Any]()
             # Whole tensors may have to be matrices. The first step makes states, with copies from the host.
             probe, gradient = torch.zeros(2, 4, 4, dtype=torch.float64, device=device)
             shadow.step(group, state, probe, gradient)

@@ -27,7 +27,7 @@ from collage_agent.sample.quantised import is_quantised, reading
 from collage_agent.sample.remainders import codes_of
 from collage_agent.sample.stored import PLAIN, Composition, elementwise_state
 
-__all__ = ["Observed", "observe_storage"]
+__all__ = ["ObservedStorage", "observe_storage"]
 
 _SHAPE: Final = (64, 64)
 _STEPS: Final = 10
@@ -47,14 +47,14 @@ _LONGEST_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedStorage:
     """What the stored weight is made of, and whether weights are rounded at random; None: not known.
 
     failure: why the clone's fp64 steps are not what the live optimizer does after all; None: they are.
     unexplained: what keeps something of the weights in a way that is not understood; None: nothing was seen to.
     """
 
-    kept: Composition = PLAIN
+    composition: Composition = PLAIN
     stochastic: bool | None = None
     failure: str | None = None
     unexplained: str | None = None
@@ -73,7 +73,7 @@ class _Step:
     state_after: dict[str, Any]
 
 
-def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult) -> Observed:
+def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult) -> ObservedStorage:
     """Watch a clone step probe weights in the 16-bit dtype of the group's, if it has any; 10 to 100 ms.
 
     Touches neither the optimizer nor any random state; synchronises no device. What cannot be run is not known.
@@ -91,22 +91,24 @@ def observe_storage(optimizer: Optimizer, group: dict[str, Any], found: SelfTest
             if found.kind != "before-after" and not type(optimizer).__module__.startswith("torch.optim"):
                 failure = _unlike_the_shadow(optimizer, group, found, weights.float())
             if dtype.itemsize != 2:
-                return Observed(found.kept, False, failure)
-            steps = _record(optimizer, group, weights, found.kept)
-            again = _record(optimizer, group, weights, found.kept)
+                return ObservedStorage(found.composition, False, failure)
+            steps = _record(optimizer, group, weights, found.composition)
+            again = _record(optimizer, group, weights, found.composition)
             random = not torch.equal(steps[_SETTLING].after, again[_SETTLING].after)
             if found.kind == "before-after" or failure is not None:
-                kept = _only_master(steps, found.kept)
-                unknown = _told(steps, _changing_integers(steps)) if kept.is_plain else None
-                return Observed(kept, None if random else False, failure, unknown)
-            kept = _composition(steps, found)
-            moves = kept.is_plain and _rounds(steps, found)
+                composition = _only_master(steps, found.composition)
+                unknown = _told(steps, _changing_integers(steps)) if composition.is_plain else None
+                return ObservedStorage(composition, None if random else False, failure, unknown)
+            composition = _composition(steps, found)
+            moves = composition.is_plain and _rounds(steps, found)
             unexplained = None
             if moves and not random:
-                unexplained = _unexplained(_record(optimizer, group, weights, found.kept, _MANY_STEPS), found)
-            return Observed(kept, random and moves, failure, unexplained)
+                unexplained = _unexplained(
+                    _record(optimizer, group, weights, found.composition, _MANY_STEPS), found
+                )
+            return ObservedStorage(composition, random and moves, failure, unexplained)
         except Exception:
-            return Observed(found.kept)
+            return ObservedStorage(found.composition)
 
 
 def _weights(
@@ -118,7 +120,7 @@ def _weights(
 ) -> Tensor:
     """Weights of one binade, in `dtype`, whose gap is eight times the median update."""
     start = torch.randn(_SHAPE, generator=generator, dtype=torch.float64)
-    trial = ProbeRun(optimizer, group, [start], Widening() if found.widens else None, found.kept)
+    trial = ProbeRun(optimizer, group, [start], Widening() if found.widens else None, found.composition)
     moved = start
     for gradient in _gradients(torch.Generator().manual_seed(1), _SETTLING):
         moved = trial.step([gradient.double()])[0]
@@ -138,9 +140,9 @@ def _gradients(generator: torch.Generator, steps: int) -> Iterator[Tensor]:
 
 
 def _record(
-    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, kept: Composition, count: int = _STEPS
+    optimizer: Optimizer, group: dict[str, Any], weights: Tensor, composition: Composition, count: int = _STEPS
 ) -> list[_Step]:
-    run = ProbeRun(optimizer, group, [weights], kept=kept)
+    run = ProbeRun(optimizer, group, [weights], composition=composition)
     steps: list[_Step] = []
     started = time.thread_time()
     for gradient in _gradients(torch.Generator().manual_seed(1), count):
@@ -182,7 +184,7 @@ def _composition(steps: Sequence[_Step], found: SelfTestResult) -> Composition:
         if value.is_floating_point() and not is_quantised(value)
     ]
     gap = _gap(last.after)
-    plain = found.kept
+    plain = found.composition
     candidates = [plain]
     for key in floats:
         if bool((last.state_after[key].double().abs() <= gap).double().mean() > _NEARLY_ALL):
@@ -194,7 +196,7 @@ def _composition(steps: Sequence[_Step], found: SelfTestResult) -> Composition:
             candidates += [replace(plain, residual=key, sign=sign, code=code) for sign in (1, -1)]
     if len(candidates) == 1:
         return plain
-    scores = [_mismatch(steps, found, kept) for kept in candidates]
+    scores = [_mismatch(steps, found, composition) for composition in candidates]
     best = min(range(len(candidates)), key=scores.__getitem__)
     return candidates[best] if scores[best] < _MATCHES else plain
 
@@ -217,14 +219,14 @@ def _unexplained(steps: Sequence[_Step], found: SelfTestResult) -> str | None:
     Weights that keep nothing do not follow small u, step after step, to within their gap. Suspected are states that
     change otherwise than in exact arithmetic, and those that fp64 weights do not have.
     """
-    moves = list(_displacements(steps, found, found.kept))
+    moves = list(_displacements(steps, found, found.composition))
     intended, moved = (torch.stack(parts) for parts in zip(*moves, strict=True))
     small = (intended.abs() < _SURELY_LOST * _gap(steps[0].before)).all(0)
     intended, moved = intended.sum(0)[small], moved.sum(0)[small]
     if not (moved - intended).square().sum() < _WITHIN_A_GAP * intended.square().sum():
         return None
     last = steps[-1]
-    shadow = Shadow(last.optimizer, found.kept, widens=found.widens)
+    shadow = Shadow(last.optimizer, found.composition, widens=found.widens)
     state = widened({key: clone_value(value) for key, value in last.state.items()})
     shadow.step(last.group, state, last.before.double(), last.gradient.double())
     suspects = _changing_integers(steps)
@@ -264,38 +266,38 @@ def _only_master(steps: Sequence[_Step], plain: Composition) -> Composition:
     return plain
 
 
-def _mismatch(steps: Sequence[_Step], found: SelfTestResult, kept: Composition) -> float:
+def _mismatch(steps: Sequence[_Step], found: SelfTestResult, composition: Composition) -> float:
     """Σ(e − u)² over Σ u² of the median step, if the weight were stored so.
 
     The median: at every sixth step a lookahead writes weights without their residual.
     """
     ratios = [
         float((e - u).square().sum() / u.square().sum()) if bool(u.any()) else math.inf
-        for u, e in _displacements(steps, found, kept)
+        for u, e in _displacements(steps, found, composition)
     ]
     return statistics.median(ratios)
 
 
 def _displacements(
-    steps: Sequence[_Step], found: SelfTestResult, kept: Composition
+    steps: Sequence[_Step], found: SelfTestResult, composition: Composition
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """u and e of each step but the first, fp64, for a stored weight of this composition."""
-    shadow = Shadow(steps[0].optimizer, kept, widens=found.widens)
+    shadow = Shadow(steps[0].optimizer, composition, widens=found.widens)
     for step in steps[1:]:
         shadow.refresh(step.optimizer)
-        stored = _stored(step.before, step.state, kept)
+        stored = _stored(step.before, step.state, composition)
         state = widened({key: clone_value(value) for key, value in step.state.items()})
         moved = stored.clone()
         shadow.step(step.group, state, moved, step.gradient.double())
-        yield moved - stored, _stored(step.after, step.state_after, kept) - stored
+        yield moved - stored, _stored(step.after, step.state_after, composition) - stored
 
 
-def _stored(weight: Tensor, state: dict[str, Any], kept: Composition) -> Tensor:
-    if kept.master is not None:
-        master: Tensor = state[kept.master]
+def _stored(weight: Tensor, state: dict[str, Any], composition: Composition) -> Tensor:
+    if composition.master is not None:
+        master: Tensor = state[composition.master]
         return master.double()
-    if kept.residual is not None:
-        return weight.double() + kept.residual_of(weight, state[kept.residual])
+    if composition.residual is not None:
+        return weight.double() + composition.residual_of(weight, state[composition.residual])
     return weight.double()
 
 
@@ -303,7 +305,7 @@ def _rounds(steps: Sequence[_Step], found: SelfTestResult) -> bool:
     """Whether updates that rounding to nearest must lose move weights about as often as they should on average."""
     moved, expected = 0, 0.0
     gap = _gap(steps[0].before)
-    for u, e in _displacements(steps, found, found.kept):
+    for u, e in _displacements(steps, found, found.composition):
         small = u.abs() < _SURELY_LOST * gap
         moved += int((e[small] != 0).sum())
         expected += float((u[small].abs() / gap[small]).sum())
@@ -314,8 +316,8 @@ def _unlike_the_shadow(
     optimizer: Optimizer, group: dict[str, Any], found: SelfTestResult, weights: Tensor
 ) -> str | None:
     """Why fp64 steps are not what the optimizer does to fp32 weights; None where they are."""
-    steps = _record(optimizer, group, weights, found.kept)
-    mismatch = _mismatch(steps, found, found.kept)
+    steps = _record(optimizer, group, weights, found.composition)
+    mismatch = _mismatch(steps, found, found.composition)
     if mismatch < _FOLLOWS:
         return None
     return f"{type(optimizer).__name__} does not step fp32 weights as its clone steps fp64 ones"

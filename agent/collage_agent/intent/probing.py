@@ -35,11 +35,11 @@ class ProbeRun:
         group: dict[str, Any],
         start: Sequence[Tensor],
         widening: Widening | None = None,
-        kept: Composition = PLAIN,
+        composition: Composition = PLAIN,
     ) -> None:
         """kept: says where the optimizer looks for gradients."""
         self.parameters = [tensor.clone() for tensor in start]
-        self._kept = kept
+        self._composition = composition
         self._widening = widening
         self._clone = clone_optimizer(optimizer)
         self._step = undecorated_step(optimizer)
@@ -65,7 +65,7 @@ class ProbeRun:
         """Take a step with these gradients; the displacements."""
         before = [parameter.clone() for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            self._kept.give(parameter, gradient.clone())
+            self._composition.give(parameter, gradient.clone())
         with uncompiled(type(self._clone)), self._widening or nullcontext():
             self._step(self._clone)
         return [parameter - start for parameter, start in zip(self.parameters, before, strict=True)]

@@ -45,7 +45,7 @@ class SelfTestResult:
     kind: Literal["shadow", "whole-tensor", "before-after"]
     widens: bool = False
     reason: str = ""
-    kept: Composition = PLAIN
+    composition: Composition = PLAIN
 
 
 def run_selftest(optimizer: Optimizer, group: dict[str, Any]) -> SelfTestResult:
@@ -64,22 +64,22 @@ def run_selftest(optimizer: Optimizer, group: dict[str, Any]) -> SelfTestResult:
         return found
 
 
-def _tested(optimizer: Optimizer, group: dict[str, Any], kept: Composition) -> SelfTestResult:
+def _tested(optimizer: Optimizer, group: dict[str, Any], composition: Composition) -> SelfTestResult:
     name = type(optimizer).__name__
-    failure, widens = _first_that_runs(_elementwise_failure, optimizer, group, kept)
+    failure, widens = _first_that_runs(_elementwise_failure, optimizer, group, composition)
     if failure is None:
-        return SelfTestResult("shadow", widens, kept=kept)
+        return SelfTestResult("shadow", widens, composition=composition)
     if any(known in failure for known in (_CANNOT_RUN, _STILL, _COARSE)):
-        return SelfTestResult("before-after", reason=f"{name} {failure}", kept=kept)
-    whole, widens = _first_that_runs(_separable_failure, optimizer, group, kept)
+        return SelfTestResult("before-after", reason=f"{name} {failure}", composition=composition)
+    whole, widens = _first_that_runs(_separable_failure, optimizer, group, composition)
     if whole is None:
-        return SelfTestResult("whole-tensor", widens, f"{name} {failure}", kept)
+        return SelfTestResult("whole-tensor", widens, f"{name} {failure}", composition)
     both = failure if whole == failure else f"{failure}; it {whole}"
-    return SelfTestResult("before-after", reason=f"{name} {both}", kept=kept)
+    return SelfTestResult("before-after", reason=f"{name} {both}", composition=composition)
 
 
 def _first_that_runs(
-    test: Any, optimizer: Optimizer, group: dict[str, Any], kept: Composition
+    test: Any, optimizer: Optimizer, group: dict[str, Any], composition: Composition
 ) -> tuple[str | None, bool]:
     """The test's failure, None if it passed, and whether casts had to be kept from rounding.
 
@@ -89,7 +89,7 @@ def _first_that_runs(
     for widening in (Widening(), None):
         for shapes in (_SHAPES, _MATRIX_SHAPES):
             try:
-                failure = test(optimizer, group, shapes, widening, kept)
+                failure = test(optimizer, group, shapes, widening, composition)
             except Exception as error:
                 failure = f"{_CANNOT_RUN}: {type(error).__name__}: {error}"
             if failure is None or not (_CANNOT_RUN in failure or _STILL in failure):
@@ -103,7 +103,7 @@ def _elementwise_failure(
     group: dict[str, Any],
     shapes: Sequence[tuple[int, ...]],
     widening: Widening | None,
-    kept: Composition,
+    composition: Composition,
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -112,7 +112,7 @@ def _elementwise_failure(
     gradients = gradients_of(shapes, generator)
 
     def run(tensors: Sequence[Tensor]) -> ProbeRun:
-        return ProbeRun(optimizer, group, tensors, widening, kept)
+        return ProbeRun(optimizer, group, tensors, widening, composition)
 
     whole, again, synced, free = run(start), run(start), run(sampled_start), run(sampled_start)
     pooled = run([torch.cat(sampled_start)])
@@ -152,14 +152,14 @@ def _separable_failure(
     group: dict[str, Any],
     shapes: Sequence[tuple[int, ...]],
     widening: Widening | None,
-    kept: Composition,
+    composition: Composition,
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     gradients = gradients_of(shapes, generator)
 
     def run(tensors: Sequence[Tensor]) -> ProbeRun:
-        return ProbeRun(optimizer, group, tensors, widening, kept)
+        return ProbeRun(optimizer, group, tensors, widening, composition)
 
     together, again = run(start), run(start)
     synced, free = [run([tensor]) for tensor in start], [run([tensor]) for tensor in start]

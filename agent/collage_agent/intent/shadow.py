@@ -27,20 +27,20 @@ class Shadow:
     def __init__(
         self,
         optimizer: Optimizer,
-        kept: Composition = PLAIN,
+        composition: Composition = PLAIN,
         *,
         widens: bool = False,
         stochastic: bool | None = None,
         unexplained: str | None = None,
     ) -> None:
         """widens: the optimizer's own code casts down, which its clone must not."""
-        self.kept = kept
+        self.composition = composition
         self.stochastic = stochastic
         self.unexplained = unexplained
         self._widens = widens
         self._foreign = not type(optimizer).__module__.startswith("torch.optim")
         self._shared: dict[str, Any] = {}
-        self._weights = frozenset((kept.residual, kept.master)) - {None}
+        self._weights = frozenset((composition.residual, composition.master)) - {None}
         self._clone = clone_optimizer(optimizer)
         self._step = undecorated_step(optimizer)
         self._running = {
@@ -84,7 +84,7 @@ class Shadow:
             vars(self._clone)["state"][key] = clone_value(value)
         if state_before:
             self._clone.state[parameter] = self._with_weights(state_before, parameter)
-        self.kept.give(parameter, gradient)
+        self.composition.give(parameter, gradient)
         if self._running:
             vars(self._clone).update(clone_value(self._running, objects=False))
         try:
@@ -93,17 +93,17 @@ class Shadow:
             stepped = self._clone.state[parameter]
             state.update({key: value for key, value in stepped.items() if key not in self._weights})
         finally:
-            self.kept.give(parameter, None)
+            self.composition.give(parameter, None)
             self._clone.param_groups = []
             self._clone.state = defaultdict(dict)
 
     def _with_weights(self, state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The state with a residual of 0 and a master weight of its own: `parameter` is all that is stored."""
-        if self.kept.residual is not None:
-            kind = torch.int16 if self.kept.code is not None else parameter.dtype
-            state[self.kept.residual] = torch.zeros_like(parameter, dtype=kind)
-        if self.kept.master is not None:
-            state[self.kept.master] = parameter.clone()
+        if self.composition.residual is not None:
+            kind = torch.int16 if self.composition.code is not None else parameter.dtype
+            state[self.composition.residual] = torch.zeros_like(parameter, dtype=kind)
+        if self.composition.master is not None:
+            state[self.composition.master] = parameter.clone()
         return state
 
     def displacement(

@@ -24,7 +24,7 @@ class WholeTensor(BeforeAfter):
     """Before and after alone on a sample; a tensor whose turn it is in the rotation has u from `shadow`."""
 
     def __init__(self, shadow: Shadow, reason: str) -> None:
-        super().__init__(reason, shadow.kept, shadow.stochastic, shadow.unexplained)
+        super().__init__(reason, shadow.composition, shadow.stochastic, shadow.unexplained)
         self.shadow = shadow
 
 
@@ -34,7 +34,7 @@ class WholeTensorStep:
     kind: Final = "whole-tensor"
 
     def __init__(self, whole: WholeTensor, parameter: Tensor) -> None:
-        self.kept = whole.kept
+        self.composition = whole.composition
         self.stochastic = whole.stochastic
         self.unexplained = whole.unexplained
         self._shadow = whole.shadow
@@ -51,8 +51,8 @@ class WholeTensorStep:
 
     def copy_inputs(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Copy weight, gradient, state and the group's numbers before the live step. Synchronises nothing."""
-        parameter, kept = self._parameter, self.kept
-        gradient = kept.gradient_of(parameter)
+        parameter, composition = self._parameter, self.composition
+        gradient = composition.gradient_of(parameter)
         assert gradient is not None
         elementwise = stored.elementwise_state(parameter, state)
         self._group = {key: clone_value(value) for key, value in group.items() if key != "params"}
@@ -62,10 +62,10 @@ class WholeTensorStep:
         }
         self._gradient = gradient.detach().clone()
         self._weight = parameter.detach().to(torch.float64, copy=True)
-        if kept.master in elementwise:
-            self._weight = self._state[str(kept.master)].double()
-        elif kept.residual in elementwise:
-            self._weight.add_(kept.residual_of(parameter.detach(), self._state[str(kept.residual)]))
+        if composition.master in elementwise:
+            self._weight = self._state[str(composition.master)].double()
+        elif composition.residual in elementwise:
+            self._weight.add_(composition.residual_of(parameter.detach(), self._state[str(composition.residual)]))
 
     def step_copies(self, layout: BlockLayout, scale: Tensor | None) -> None:
         """Step the copies in fp64 and lay u and the stepped states out as `layout` does. Runs inside `isolated`.

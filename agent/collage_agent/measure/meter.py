@@ -57,7 +57,7 @@ class Meter:
         self._signature: Signature | None = None
         self._plan: list[BucketPlan] = []
         self._rotation = Rotation(None if sample == "all" else ELEMENTS_A_STEP)
-        self._kept_bytes: tuple[tuple[object, ...] | None, float] = (None, 0.0)
+        self._buffer_bytes: tuple[tuple[object, ...] | None, float] = (None, 0.0)
 
     @property
     def watched(self) -> Sequence[WatchedParameter]:
@@ -69,21 +69,22 @@ class Meter:
         """How often the oracles had to attach anew."""
         return 0 if self._oracles is None else self._oracles.restarts
 
-    def kept_bytes(self, optimizer: Optimizer) -> float:
+    def buffer_bytes(self, optimizer: Optimizer) -> float:
         """Bytes of the buffers kept for this optimizer; counted anew when the buckets were planned anew."""
-        counted_for, found = self._kept_bytes
+        counted_for, found = self._buffer_bytes
         plans = (self._plan, self._rotation.kept, None if self.windows is None else self.windows.plan)
         if counted_for is None or any(then is not now for then, now in zip(counted_for, plans, strict=True)):
             parameters = [watched.parameter for watched in self.watched]
             kept = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
             states = [value for state in kept for value in state.values()]
             gradients = [
-                self._planner.intents[entry.group].kept.gradient_of(entry.parameter) for entry in self.watched
+                self._planner.intents[entry.group].composition.gradient_of(entry.parameter)
+                for entry in self.watched
             ]
             training = [tensor for tensor in (*parameters, *gradients, *states) if isinstance(tensor, Tensor)]
             ours = (self._plan, self._running(), self.windows, self._rotation)
-            found = float(kept_bytes(ours, training))
-            self._kept_bytes = plans, found
+            found = float(buffer_bytes(ours, training))
+            self._buffer_bytes = plans, found
         return found
 
     def shrink_sample(self, sample: int) -> None:
@@ -196,7 +197,7 @@ def _nan_where(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
     return Table(part.statistics, part.layers, torch.where(skip, torch.nan, part.array))
 
 
-def kept_bytes(root: object, foreign: Iterable[Tensor]) -> int:
+def buffer_bytes(root: object, foreign: Iterable[Tensor]) -> int:
     """Bytes of the tensors reachable from `root` through the agent's objects, on whatever device they are.
 
     Memory is counted once, however many views share it. `foreign` are the tensors of the training (weights,

@@ -65,7 +65,7 @@ class Oracles:
             watched = self._planner.watched[oracle.members[0]]
             intent = self._planner.intents[watched.group]
             intent.refresh(optimizer)
-            found = [intent.kept.gradient_of(self._planner.watched[m].parameter) for m in oracle.members]
+            found = [intent.composition.gradient_of(self._planner.watched[m].parameter) for m in oracle.members]
             gradients = [gradient for gradient in found if gradient is not None]
             oracle.step(intent, optimizer.param_groups[watched.group], gradients, scale, skipped)
 
@@ -106,7 +106,7 @@ class Oracles:
         kinds: dict[object, list[int]] = {}
         for index, watched in enumerate(self._planner.watched):
             intent = self._planner.intents[watched.group]
-            if intent.kind == "before-after" or not _can_have_oracle(watched, intent.kept):
+            if intent.kind == "before-after" or not _can_have_oracle(watched, intent.composition):
                 continue
             own = optimizer.state.get(watched.parameter, {})
             key = (
@@ -128,7 +128,7 @@ class Oracles:
 
     def _state_of(self, optimizer: Optimizer, members: Sequence[int], layout: BlockLayout) -> dict[str, Any]:
         """Stored weight, and averages, of the members' samples in fp64, scalars beside them."""
-        kept = self._kept(members[0])
+        composition = self._composition(members[0])
         parameters = [self._planner.watched[member].parameter for member in members]
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]
         keys = tuple(stored.elementwise_state(parameters[0], states[0]))
@@ -146,13 +146,13 @@ class Oracles:
                 return leading
             total = leading.to(torch.float64, copy=True)
             for name, values in zip(names[1:], others, strict=True):
-                total.add_(kept.residual_of(leading, values) if name == kept.residual else values)
+                total.add_(composition.residual_of(leading, values) if name == composition.residual else values)
             return total
 
         state: dict[str, Any] = clone_value(stored.scalar_state(parameters[0], states[0]))
-        for name in stored.average_names(keys, kept):
-            state[name] = gathered(stored.components(name, keys, kept))
-        state[stored.PARAMETER] = gathered(stored.stored_parameter(present, kept))
+        for name in stored.average_names(keys, composition):
+            state[name] = gathered(stored.components(name, keys, composition))
+        state[stored.PARAMETER] = gathered(stored.stored_parameter(present, composition))
         return state
 
     def _in_lock_step(self, oracles: Sequence[Oracle]) -> list[Oracle]:
@@ -161,8 +161,8 @@ class Oracles:
         stepping: list[Oracle] = []
         everyone: list[Oracle] = []
         for oracle in oracles:
-            kept = self._kept(oracle.members[0])
-            present = [m for m in oracle.members if kept.gradient_of(parameters[m]) is not None]
+            composition = self._composition(oracle.members[0])
+            present = [m for m in oracle.members if composition.gradient_of(parameters[m]) is not None]
             if 0 < len(present) < len(oracle.members):
                 absent = [member for member in oracle.members if member not in present]
                 parts = [oracle.split(present, parameters), oracle.split(absent, parameters)]
@@ -173,13 +173,13 @@ class Oracles:
         self.running = everyone
         return stepping
 
-    def _kept(self, member: int) -> stored.Composition:
-        return self._planner.intents[self._planner.watched[member].group].kept
+    def _composition(self, member: int) -> stored.Composition:
+        return self._planner.intents[self._planner.watched[member].group].composition
 
     def _parameters(self) -> dict[int, Tensor]:
         return {index: watched.parameter for index, watched in enumerate(self._planner.watched)}
 
 
-def _can_have_oracle(watched: WatchedParameter, kept: stored.Composition) -> bool:
-    gradient = kept.gradient_of(watched.parameter)
+def _can_have_oracle(watched: WatchedParameter, composition: stored.Composition) -> bool:
+    gradient = composition.gradient_of(watched.parameter)
     return gradient is not None and watched.shard.elements > 0 and placed_alike(watched.parameter, gradient)

@@ -65,7 +65,7 @@ class Planner:
         state_of = optimizer.state.get
         for index, watched in enumerate(self.watched):
             parameter = watched.parameter
-            gradient = self.intents[watched.group].kept.gradient_of(parameter)
+            gradient = self.intents[watched.group].composition.gradient_of(parameter)
             if (gradient is None and not closure) or not watched.shard.elements:
                 continue
             own = state_of(parameter, _NO_STATE)
@@ -86,7 +86,7 @@ class Planner:
         closure, _, entries = signature
         for index, *rest in entries:
             parameter = self.watched[index].parameter
-            gradient = self.intents[self.watched[index].group].kept.gradient_of(parameter)
+            gradient = self.intents[self.watched[index].group].composition.gradient_of(parameter)
             if gradient is not None and not gradient.is_sparse and not placed_alike(parameter, gradient):
                 continue
             shapes = stored.elementwise_dtypes(parameter, optimizer.state.get(parameter, {}))

@@ -53,7 +53,7 @@ class Rotation:
             for index, entry in enumerate(planner.watched)
             if isinstance(intent := planner.intents[entry.group], WholeTensor)
             and is_whole(entry)
-            and _is_dense(intent.kept.gradient_of(entry.parameter))
+            and _is_dense(intent.composition.gradient_of(entry.parameter))
             and not too_large(entry, self._bound)
         }
         self._waiting = eligible.keys() - self._held.keys()

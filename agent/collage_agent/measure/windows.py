@@ -152,7 +152,7 @@ class Windows:
             )
             for window in ending:
                 start = window.start[index]
-                effective, visible = _changes(start, after, bucket.intent.kept)
+                effective, visible = _changes(start, after, bucket.intent.composition)
                 intended = bucket.without_padding(window.intended[index])
                 bad = nonfinite(intended) | nonfinite(effective) | nonfinite(visible)
                 window.invalid = _any_set(window.invalid, bad)
@@ -165,7 +165,7 @@ class Windows:
 
 
 def _changes(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], kept: stored.Composition
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], composition: stored.Composition
 ) -> tuple[Tensor, Tensor]:
     """E and Eᵛ, fp64 [slots]: Σ over components of (after − before); a component that is new began at 0."""
     changes: dict[str, Tensor] = {}
@@ -173,7 +173,7 @@ def _changes(
         change = values.to(torch.float64)
         changes[key] = change.sub_(before[key]) if key in before else change
     visible = changes[stored.PARAMETER]
-    keys = stored.stored_parameter(after, kept)
+    keys = stored.stored_parameter(after, composition)
     effective = changes[keys[0]]
     for key in keys[1:]:
         effective = effective + changes[key]

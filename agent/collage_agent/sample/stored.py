@@ -72,13 +72,13 @@ class Composition:
             )
         setattr(parameter, self.gradient, gradient)
 
-    def residual_of(self, weight: Tensor, kept: Tensor) -> Tensor:
+    def residual_of(self, weight: Tensor, value: Tensor) -> Tensor:
         """r = θ − p, fp64 of the same shape, from p and what the residual's key holds. No synchronisation."""
-        if self.code is None or not self.holds_counts(kept.dtype):
-            return kept.to(torch.float64) * self.sign
+        if self.code is None or not self.holds_counts(value.dtype):
+            return value.to(torch.float64) * self.sign
         # Ours keep one byte under the same key as two.
-        code = SIGNED_BYTE if self.code is SIGNED_BITS and kept.dtype == torch.int8 else self.code
-        return code.residual(weight, kept).mul_(self.sign)
+        code = SIGNED_BYTE if self.code is SIGNED_BITS and value.dtype == torch.int8 else self.code
+        return code.residual(weight, value).mul_(self.sign)
 
     def holds_counts(self, dtype: torch.dtype) -> bool:
         """Whether a residual of this dtype holds integers: also those that loading a checkpoint has cast to floats.
@@ -119,26 +119,26 @@ def elementwise_dtypes(parameter: Tensor, state: Mapping[str, Any]) -> tuple[tup
     return tuple((key, reading_dtype(state, key)) for key in elementwise_state(parameter, state))
 
 
-def components(name: str, keys: Iterable[str], kept: Composition) -> list[str]:
+def components(name: str, keys: Iterable[str], composition: Composition) -> list[str]:
     """Keys whose values add up to what is kept under `name`."""
-    low = name + kept.low_suffix if kept.low_suffix else None
+    low = name + composition.low_suffix if composition.low_suffix else None
     return [name] if low is None or low not in keys else [name, low]
 
 
-def stored_parameter(keys: Iterable[str], kept: Composition) -> list[str]:
+def stored_parameter(keys: Iterable[str], composition: Composition) -> list[str]:
     """Keys whose values add up to the stored weight: p, p + residual, or the master weight."""
     present = set(keys)
-    if kept.master in present:
-        return [str(kept.master)]
-    return [PARAMETER] if kept.residual not in present else [PARAMETER, str(kept.residual)]
+    if composition.master in present:
+        return [str(composition.master)]
+    return [PARAMETER] if composition.residual not in present else [PARAMETER, str(composition.residual)]
 
 
-def average_names(keys: Iterable[str], kept: Composition) -> list[str]:
+def average_names(keys: Iterable[str], composition: Composition) -> list[str]:
     """Names of the kept averages among `keys`: no weights, no low components of their own."""
-    names = [key for key in keys if key not in (PARAMETER, GRADIENT, kept.residual, kept.master)]
-    if kept.low_suffix is None:
+    names = [key for key in keys if key not in (PARAMETER, GRADIENT, composition.residual, composition.master)]
+    if composition.low_suffix is None:
         return names
-    lows = {key + kept.low_suffix for key in names}
+    lows = {key + composition.low_suffix for key in names}
     return [key for key in names if key not in lows]
 
 

@@ -180,17 +180,17 @@ def fingerprint(
     for entry in watched:
         parameter, elements = entry.parameter, entry.shard.elements
         parameters[_name(parameter.dtype)] += elements
-        kept = intents[entry.group].kept
-        if (gradient := kept.gradient_of(parameter)) is not None:
+        composition = intents[entry.group].composition
+        if (gradient := composition.gradient_of(parameter)) is not None:
             gradients[_name(gradient.dtype)] += elements
         state = optimizer.state.get(parameter, {})
         for key in elementwise_state(parameter, state):
-            states.setdefault(key, set()).add(_kept_as(state, key, kept))
+            states.setdefault(key, set()).add(_kept_as(state, key, composition))
     # Before the first step there are no states: what was seen at attach is what will be there.
-    seen = {intents[entry.group].kept: None for entry in watched}
-    made = [kept for kept in seen if states or kept is not OURS]
-    residuals = [kept for kept in made if kept.residual and (kept.residual in states or not states)]
-    masters = [kept.master for kept in made if kept.master and (kept.master in states or not states)]
+    seen = {intents[entry.group].composition: None for entry in watched}
+    made = [one for one in seen if states or one is not OURS]
+    residuals = [one for one in made if one.residual and (one.residual in states or not states)]
+    masters = [one.master for one in made if one.master and (one.master in states or not states)]
     stochastic = {intents[entry.group].stochastic for entry in watched}
     unexplained = dict.fromkeys(_unexplained(optimizer, entry, intents[entry.group]) for entry in watched)
     return wire.Fingerprint(
@@ -227,31 +227,31 @@ def observed_strategy(optimizer: Optimizer, watched: Sequence[WatchedParameter],
 
 def _strategy_of(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) -> str:
     state = optimizer.state.get(entry.parameter, {})
-    kept = intent.kept
-    if kept.master is not None and state.get(kept.master) is not None:
+    composition = intent.composition
+    if composition.master is not None and state.get(composition.master) is not None:
         # Loading a state with torch's load_state_dict casts a master weight to the weight's dtype.
-        wider = state[kept.master].dtype.itemsize > entry.parameter.dtype.itemsize
+        wider = state[composition.master].dtype.itemsize > entry.parameter.dtype.itemsize
         return "master-weights" if wider else "plain"
-    if kept.residual is not None and (not state or state.get(kept.residual) is not None):
-        return "kahan" if kept.code is None else "split-master"
-    if kept.master is not None and not state:
+    if composition.residual is not None and (not state or state.get(composition.residual) is not None):
+        return "kahan" if composition.code is None else "split-master"
+    if composition.master is not None and not state:
         return "master-weights"
     if intent.stochastic:
         return "stochastic"
-    if intent.stochastic is None and kept.is_plain and entry.parameter.dtype.itemsize < 4:
+    if intent.stochastic is None and composition.is_plain and entry.parameter.dtype.itemsize < 4:
         return _UNKNOWN
     if entry.parameter.dtype.itemsize >= 4:
         return "plain"
     kept_by_element = elementwise_state(entry.parameter, state)
     floats = [reading_dtype(state, key) for key, value in kept_by_element.items() if value.is_floating_point()]
     wide = floats and all(dtype.itemsize >= 4 for dtype in floats)
-    quantised = any("quantised" in _kept_as(state, key, kept) for key in kept_by_element)
+    quantised = any("quantised" in _kept_as(state, key, composition) for key in kept_by_element)
     return "fp32-states" if wide and not quantised else "plain"
 
 
 def _unexplained(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) -> str | None:
     """What was seen at attach; where no clone could be watched, integers beside a 16-bit weight are told of."""
-    if intent.unexplained is not None or intent.kind != "before-after" or not intent.kept.is_plain:
+    if intent.unexplained is not None or intent.kind != "before-after" or not intent.composition.is_plain:
         return intent.unexplained
     state = optimizer.state.get(entry.parameter, {})
     found = [
@@ -268,24 +268,26 @@ def _cast_remainders(
     optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent]
 ) -> Iterator[str]:
     for entry in watched:
-        kept = intents[entry.group].kept
-        remainder = optimizer.state.get(entry.parameter, {}).get(str(kept.residual))
-        if kept is not OURS and kept.code is not None and remainder is not None and remainder.is_floating_point():
+        composition = intents[entry.group].composition
+        if composition is OURS or composition.code is None:
+            continue
+        remainder = optimizer.state.get(entry.parameter, {}).get(str(composition.residual))
+        if remainder is not None and remainder.is_floating_point():
             yield (
-                f"the integer remainder {kept.residual} has become {_name(remainder.dtype)}: loading a checkpoint "
-                "with load_state_dict casts it, and most of its bits are lost"
+                f"the integer remainder {composition.residual} has become {_name(remainder.dtype)}: loading a "
+                "checkpoint with load_state_dict casts it, and most of its bits are lost"
             )
 
 
-def _kept_as(state: Mapping[str, Any], key: str, kept: Composition = PLAIN) -> str:
+def _kept_as(state: Mapping[str, Any], key: str, composition: Composition = PLAIN) -> str:
     """In words: a dtype, how integers complete the weight, or how a state is quantised."""
     tensor: Tensor = local(state[key])
     if is_quantised(tensor):
         return f"{type(tensor).__name__}, quantised"
     if tensor.dtype == torch.uint8 and reading_dtype(state, key) != torch.uint8:
         return "8-bit blocks, quantised"
-    if key == kept.residual and kept.code is not None and not tensor.is_floating_point():
-        return f"{_name(tensor.dtype)}: {kept.code.words}"
+    if key == composition.residual and composition.code is not None and not tensor.is_floating_point():
+        return f"{_name(tensor.dtype)}: {composition.code.words}"
     if reading_dtype(state, key) != tensor.dtype:
         return f"{_name(tensor.dtype)} and bits beside it" if tensor.is_floating_point() else "codes, quantised"
     return _name(tensor.dtype)
@@ -322,8 +324,8 @@ def _findings(observed: str, declared: str | None, states: Mapping[str, set[str]
 def _is_cast(key: str, optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> bool:
     """Whether a 16-bit weight has its master weight in its own dtype."""
     narrow = [entry.parameter for entry in watched if entry.parameter.dtype.itemsize < 4]
-    kept = ((parameter, optimizer.state.get(parameter, {}).get(key)) for parameter in narrow)
-    return any(isinstance(master, Tensor) and master.dtype == parameter.dtype for parameter, master in kept)
+    pairs = ((parameter, optimizer.state.get(parameter, {}).get(key)) for parameter in narrow)
+    return any(isinstance(master, Tensor) and master.dtype == parameter.dtype for parameter, master in pairs)
 
 
 def _cast_master(key: str) -> str:

@@ -305,7 +305,10 @@ def _as_spread(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -
     held -= {entry.group for entry in watched if is_whole(entry)}
     return [
         BeforeAfter(
-            f"{intent.reason}; its tensors are {_IN_PARTS}", intent.kept, intent.stochastic, intent.unexplained
+            f"{intent.reason}; its tensors are {_IN_PARTS}",
+            intent.composition,
+            intent.stochastic,
+            intent.unexplained,
         )
         if group in held and isinstance(intent, WholeTensor)
         else intent

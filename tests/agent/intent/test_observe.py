@@ -55,7 +55,7 @@ NONE = {
 def test_a_residual_is_found_with_its_sign(name, dtype):
     make, expected = RESIDUALS[name]
     found = seen(make, dtype)
-    assert (found.kept, found.failure) == (expected, None)
+    assert (found.composition, found.failure) == (expected, None)
     assert found.stochastic is False
 
 
@@ -63,21 +63,21 @@ def test_a_residual_is_found_with_its_sign(name, dtype):
 @pytest.mark.parametrize("name", NONE)
 def test_moving_averages_are_no_residuals(name, dtype):
     found = seen(NONE[name], dtype)
-    assert (found.kept, found.stochastic, found.failure) == (PLAIN, False, None)
+    assert (found.composition, found.stochastic, found.failure) == (PLAIN, False, None)
 
 
 def test_a_master_weight_is_found():
-    assert seen(optimizers.Master).kept == Composition(master="b")
+    assert seen(optimizers.Master).composition == Composition(master="b")
 
 
 def test_stochastic_rounding_is_found():
     found = seen(optimizers.Stochastic)
-    assert (found.kept, found.stochastic) == (PLAIN, True)
+    assert (found.composition, found.stochastic) == (PLAIN, True)
 
 
 def test_what_cannot_be_stepped_is_not_known():
     found = seen(lambda p: torch.optim.LBFGS(p))
-    assert (found.kept, found.stochastic) == (PLAIN, None)
+    assert (found.composition, found.stochastic) == (PLAIN, None)
 
 
 @pytest.mark.parametrize("name", ["Subtracting", "Adding", "Master"])

@@ -19,7 +19,7 @@ from collage_agent.optim import (
     known_strategy,
 )
 
-__all__ = ["SECOND_MOMENTS", "KeptParameter", "dtype_name", "is_narrow", "kept_parameters"]
+__all__ = ["SECOND_MOMENTS", "CheckpointParameter", "dtype_name", "is_narrow", "checkpoint_parameters"]
 
 _WEIGHT_LOWS: Final = (PARAMETER_LOW, "kahan_comp", "compensation", "shift", "weight_accounted")
 """Ours, optimi, torchdistx, pytorch_optimizer, and the first public implementation of Collage."""
@@ -39,7 +39,7 @@ SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "exp_avg_var", "square_avg", "m
 
 
 @dataclass(eq=False)
-class KeptParameter:
+class CheckpointParameter:
     """One parameter: every tensor has its shape. `averages` are the states without low parts and weights.
 
     paired: the weight is the one that the states belong to; else it is another of the same shape, which counts
@@ -136,9 +136,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def kept_parameters(checkpoint: Checkpoint) -> tuple[list[KeptParameter], list[str]]:
+def checkpoint_parameters(checkpoint: Checkpoint) -> tuple[list[CheckpointParameter], list[str]]:
     """Every parameter with its states, and notes on what could not be put together."""
-    kept: list[KeptParameter] = []
+    parameters: list[CheckpointParameter] = []
     notes: list[str] = []
     for number, optimizer in enumerate(checkpoint.optimizers):
         members = list(_members(optimizer))
@@ -153,11 +153,13 @@ def kept_parameters(checkpoint: Checkpoint) -> tuple[list[KeptParameter], list[s
             )
         for (name, paired), (label, group, state) in zip(names, members, strict=True):
             weight = None if name is None else checkpoint.weights[name]
-            kept.append(_kept(name if name and paired else label, weight, group, state, paired=paired))
-    if not any(entry.weight is not None for entry in kept):
+            parameters.append(_parameter(name if name and paired else label, weight, group, state, paired=paired))
+    if not any(entry.weight is not None for entry in parameters):
         # With states at hand, tensors that no optimizer steps are buffers and frozen weights.
-        kept += [KeptParameter(name, weight) for name, weight in _parameters_of(checkpoint.weights).items()]
-    return kept, notes
+        parameters += [
+            CheckpointParameter(name, weight) for name, weight in _parameters_of(checkpoint.weights).items()
+        ]
+    return parameters, notes
 
 
 def _parameters_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -248,11 +250,11 @@ def _shape_of(state: Mapping[str, Any]) -> torch.Size | None:
     return max(shapes, key=lambda shape: shape.numel(), default=None)
 
 
-def _kept(
+def _parameter(
     name: str, weight: Tensor | None, group: Mapping[str, Any], state: Mapping[str, Any], *, paired: bool
-) -> KeptParameter:
+) -> CheckpointParameter:
     shape = weight.shape if weight is not None else _shape_of(state)
-    entry = KeptParameter(name, weight, group, bool(state), _step(state.get("step")), paired=paired)
+    entry = CheckpointParameter(name, weight, group, bool(state), _step(state.get("step")), paired=paired)
     for key, value in state.items():
         if not isinstance(value, Tensor) or key == "step" or value.shape != shape:
             continue
