@@ -17,4 +17,5 @@ USER collage
 VOLUME /data
 EXPOSE 7420 7421
 ENTRYPOINT ["collage-monitor"]
-CMD ["serve", "--host", "0.0.0.0", "--dir", "/data"]
+# Add --allowed-host NAME: the name under which agents and browsers reach the container.
+CMD ["serve", "--host", "0.0.0.0", "--allowed-host", "collage-monitor", "--dir", "/data"]

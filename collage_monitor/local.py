@@ -67,7 +67,7 @@ def read_token(folder: Path) -> str | None:
 
 def ensure_token(folder: Path) -> str:
     """The token in `folder`, made on first use: 256 random bits in a file of mode 0600."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = token_path(folder)
     if not path.exists():
         _make_token(path)

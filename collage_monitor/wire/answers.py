@@ -409,7 +409,10 @@ class TokenList(Struct, kw_only=True, frozen=True):
 
 
 class Act(Struct, kw_only=True, frozen=True):
-    """An entry of the audit log. `actor` is a token_id, "server-token", "loopback" or "host:USER"."""
+    """An entry of the audit log.
+
+    `actor` is a token_id, "server-token", "loopback" or "host:USER", `client` the address that asked.
+    """
 
     act_id: str
     time: float
@@ -418,6 +421,7 @@ class Act(Struct, kw_only=True, frozen=True):
     subject: str
     project: str | None = None
     request_id: str | None = None
+    client: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
 

@@ -45,6 +45,11 @@ def dashboard(
     """
     from waitress.server import create_server
 
+    if host not in LOOPBACK_HOSTS and not allowed_hosts:
+        raise click.UsageError(
+            f"host {host} is reached from other machines, by pages of any name too; state the names under which "
+            "browsers reach the dashboard with --allowed-host"
+        )
     if token_file is not None and not token and _read(token_file) is None:
         raise click.ClickException(f"cannot read a token from {token_file}; `collage-monitor up` writes one")
 
@@ -52,8 +57,7 @@ def dashboard(
         known = token or (_read(token_file) if token_file else find_token(server_url))
         return Client(server_url, known, timeout_seconds=_TIMEOUT_SECONDS)
 
-    names = frozenset(allowed_hosts) | LOOPBACK_HOSTS if host in LOOPBACK_HOSTS or allowed_hosts else None
-    app = create_dashboard(client, allowed_hosts=names)
+    app = create_dashboard(client, allowed_hosts=frozenset(allowed_hosts) | LOOPBACK_HOSTS)
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     try:
         server = create_server(app.server, host=host, port=port, threads=_THREADS, ident="collage-monitor")
@@ -62,6 +66,8 @@ def dashboard(
             f"cannot listen on {host}:{port} ({error.strerror or error}); another --port?"
         ) from error
     address = f"http://{host}:{server.effective_port}"
+    if host not in LOOPBACK_HOSTS:
+        click.echo("plain HTTP beyond this machine: put a proxy with TLS and a sign-in before it", err=True)
     click.echo(json.dumps({"dashboard_url": address}) if as_json else f"dashboard {address}  (server {server_url})")
     server.run()
 

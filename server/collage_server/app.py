@@ -69,6 +69,8 @@ def create_app(
     app.state.components = components
     app.state.alert_threads = _alert_threads(components)
     # As a flat list: an included router is matched twice for each request, and those around it once more.
+    # A redirect would have no shape, and the name in Host for its address.
+    app.router.redirect_slashes = False
     app.router.routes += [*api_routes(), *health.router.routes]
     add_description(app)
     return app

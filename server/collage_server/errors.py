@@ -11,6 +11,7 @@ ServerError
 ├── UnsupportedMediaType  415  a content type or encoding that is not spoken here
 ├── Unprocessable         422  well-formed, but a value is not acceptable
 ├── JournalFull           429  too much waits to be sealed: the same reports may be taken later
+├── TooManyFailures       429  unknown tokens, again and again from one address
 ├── HeadTooLarge          431  request line and headers beyond their limit
 ├── Busy                  503  too much in flight: the same request may succeed later
 └── StoreUnusable         500  the database cannot be opened; the server does not start
@@ -34,6 +35,7 @@ __all__ = [
     "ServerError",
     "StoreUnusable",
     "TooLarge",
+    "TooManyFailures",
     "Unauthorised",
     "Unprocessable",
     "UnsupportedMediaType",
@@ -110,6 +112,13 @@ class TooLarge(ServerError):
 
     status = 413
     code = "too_large"
+
+
+class TooManyFailures(ServerError):
+    """Unknown tokens, again and again from one address."""
+
+    status = 429
+    code = "too_many_failures"
 
 
 class HeadTooLarge(ServerError):

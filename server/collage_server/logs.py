@@ -54,6 +54,8 @@ def configure(form: str, level: str, secrets: Iterable[str] = (), stream: TextIO
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # Warnings of numpy and others, which would write lines of their own.
+    logging.captureWarnings(True)
     # A migration says what it does at INFO, and at every start that there is none.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     for name in ("uvicorn", "uvicorn.error"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 _PREFIX = "COLLAGE_SERVER_"
 _NOT_OURS = "COLLAGE_SERVER_URL"
 _SECRET = frozenset({"token", "alert_webhook", "alert_slack", "alert_smtp"})
+_LEAST_BITS: Final = 72
 _IN_ADDRESS = re.compile(r"(://[^/@\s:]*:)\S*@")
 _IN_QUERY = re.compile(r"(\b(?:ssl)?password=)[^&\s]*", re.IGNORECASE)
 _YES_OR_NO: Final = {
@@ -74,6 +76,7 @@ _Alerts = Annotated[
     Literal["off", "default", "info", "warning", "critical"],
     Meta(description="one that it knows; set one of off, default, info, warning, critical"),
 ]
+_Names = Annotated[tuple[str, ...], Meta(description="names with commas between them, as box.lan,10.0.0.7")]
 _LogFormat = Annotated[Literal["text", "json"], Meta(description="one that it knows; set one of text, json")]
 _LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
@@ -88,7 +91,9 @@ class Settings:
 
     `database` is a postgresql:// URL; without one, SQLite in `folder`. `unsafe_database` accepts one that
     may lose what was acknowledged. `token` guards every route but /healthz, /readyz and the API description.
-    `no_auth` does without one, on loopback only.
+    `no_auth` does without one, on loopback only. `allowed_hosts` are the names, besides loopback's, under which the
+    server answers; beyond loopback they must be stated. `trusted_proxies` are addresses whose X-Forwarded-For tells
+    who asks.
 
     `connections` bounds those open at a time, `head_bytes` request line and headers, `idle_seconds` the wait for a
     whole head. `in_flight_bytes` bounds the report bodies that are read but not
@@ -113,6 +118,8 @@ class Settings:
     port: _Port = SERVER_PORT
     token: _Token | None = field(default=None, repr=False)
     no_auth: _Flag = False
+    allowed_hosts: _Names = ()
+    trusted_proxies: _Names = ()
     connections: _Count = 1000
     head_bytes: _Count = 64 * 2**10
     idle_seconds: _Number = 10.0
@@ -152,6 +159,16 @@ class Settings:
             raise SettingsError(
                 f"--no-auth serves loopback only, not host {self.host!r}; pass --token-file instead"
             )
+        if self.host not in LOOPBACK_HOSTS and not self.allowed_hosts:
+            raise SettingsError(
+                f"host {self.host!r} is reached from other machines, by pages of any name too; state the names "
+                f"under which this server answers with --allowed-host or {_variable('allowed_hosts')}"
+            )
+        if self.token and _most_bits(self.token) < _LEAST_BITS:
+            raise SettingsError(
+                f"{_variable('token')} is too weak: its characters hold {_most_bits(self.token):.0f} bits at most, "
+                f"{_LEAST_BITS} are asked for; make one with: openssl rand -base64 32"
+            )
         raw, coarse = self.retention_raw_days, self.retention_coarse_days
         if coarse is not None and (raw is None or raw > coarse):
             raise SettingsError(
@@ -179,6 +196,11 @@ def _shown(name: str, value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def _most_bits(token: str) -> float:
+    """Bits that a token of these characters can hold."""
+    return len(token) * math.log2(max(len(set(token)), 1))
+
+
 _KINDS: Final[dict[str, Any]] = typing.get_type_hints(Settings, include_extras=True)
 
 
@@ -192,6 +214,8 @@ def _checked(name: str, value: Any) -> Any:
     try:
         if kind is _Flag and isinstance(value, str):
             value = _YES_OR_NO.get(value.lower(), value)
+        if kind is _Names and isinstance(value, str):
+            value = tuple(filter(None, (name.strip() for name in value.split(","))))
         return msgspec.convert(value, kind, strict=kind is _Flag, dec_hook=lambda made, given: made(given))
     except msgspec.ValidationError as error:
         parts = (kind, *typing.get_args(kind))

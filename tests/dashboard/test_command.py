@@ -75,3 +75,12 @@ def test_a_port_in_use_is_a_sentence():
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
     assert "another --port" in result.stderr
+
+
+def test_beyond_loopback_names_must_be_stated(served):
+    refused = CliRunner().invoke(command.dashboard, ["--host", "0.0.0.0", "--token", "t"])
+    assert refused.exit_code == 2
+    assert "--allowed-host" in refused.output
+    assert served == {}
+    CliRunner().invoke(command.dashboard, ["--host", "0.0.0.0", "--token", "t", "--allowed-host", "box.lan"])
+    assert served["allowed_hosts"] == {"127.0.0.1", "localhost", "::1", "box.lan"}

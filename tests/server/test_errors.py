@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
+from tests.server.guarded import OWN
 from tests.server.samples import STATISTICS, block, layer, report, stream_create
 
 JSON = {"Content-Type": wire.JSON}
@@ -59,7 +60,7 @@ def test_every_route_of_the_application_is_described(server):
 
 
 def test_without_a_token_every_route_but_the_open_ones_is_401(tmp_path):
-    app = create_app(Settings(folder=tmp_path, token="t" * 43))
+    app = create_app(Settings(folder=tmp_path, token=OWN))
     with TestClient(app) as client:
         for method, path in routes(app):
             response = client.request(method, path)

@@ -11,8 +11,10 @@ from click.testing import CliRunner
 from collage_server.command.serve import serve
 from collage_server.settings import Settings, SettingsError, settings_from_environment
 
+from tests.server.guarded import OWN
+
 ROOT = Path(__file__).parents[2]
-BASE = {"COLLAGE_SERVER_FOLDER": "/data", "COLLAGE_SERVER_TOKEN": "t" * 43}
+BASE = {"COLLAGE_SERVER_FOLDER": "/data", "COLLAGE_SERVER_TOKEN": OWN}
 
 
 def test_they_are_frozen():
@@ -28,7 +30,9 @@ def test_every_setting_is_documented():
 
 
 def test_what_is_printed_holds_every_setting_and_no_secret():
-    shown = settings_from_environment({**BASE, "COLLAGE_SERVER_HOST": "postgresql://user:hush@host/db"}).masked()
+    shown = settings_from_environment(
+        {**BASE, "COLLAGE_SERVER_HOST": "postgresql://user:hush@host/db", "COLLAGE_SERVER_ALLOWED_HOSTS": "host"}
+    ).masked()
     assert set(shown) == {entry.name for entry in dataclasses.fields(Settings)}
     assert shown["token"] == "***"
     assert shown["host"] == "postgresql://user:***@host/db"
@@ -62,7 +66,7 @@ def test_a_folder_is_stated_or_the_users_data_folder(tmp_path):
         ({"COLLAGE_SERVER_FOLDER": "/data", "COLLAGE_DIR": "/x"}, "/data"),
         ({"COLLAGE_DIR": "/x"}, "/x"),
     ):
-        environment = {"COLLAGE_SERVER_TOKEN": "t" * 43, **stated}
+        environment = {"COLLAGE_SERVER_TOKEN": OWN, **stated}
         assert settings_from_environment(environment).folder == Path(expected)
         assert settings_from_environment(environment, folder=tmp_path).folder == tmp_path
 
@@ -95,13 +99,13 @@ def test_a_flag_wins_over_its_variable_and_that_over_the_default(printed, tmp_pa
 
 def test_which_token_is_asked_for(printed, tmp_path):
     file = tmp_path / "secret"
-    file.write_text("from-a-file\n", encoding="ascii")
+    file.write_text(f"{OWN}\n", encoding="ascii")
     for flags, variables, asks in (
         ((), {}, True),
         ((), {"no_auth": "0"}, True),
         ((), {"no_auth": "1"}, False),
         ((), {"token": ""}, True),
-        (("--no-auth",), {"token": "t" * 43}, False),
+        (("--no-auth",), {"token": OWN}, False),
         (("--token-file", file), {"no_auth": "1"}, True),
     ):
         shown = printed(*flags, **variables)

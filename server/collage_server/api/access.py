@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import Path, Query
@@ -14,7 +15,7 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.routing import resource
 from collage_server.auth import administration
-from collage_server.auth.bearer import principal_of
+from collage_server.auth.bearer import asked_by, principal_of
 from collage_server.components import components_of
 
 __all__ = ["router"]
@@ -27,9 +28,12 @@ async def create_token(request: Request) -> Response:
     """Make a token; `secret` is said in this answer and never again."""
     components = components_of(request)
     create = await message(request, wire.TokenCreate)
-    actor, request_id = principal_of(request).actor, request.state.request_id
     created = await run_in_threadpool(
-        administration.create_token, components.store.access, create, components.clock(), actor, request_id
+        partial(administration.create_token, **asked_by(request)),
+        components.store.access,
+        create,
+        components.clock(),
+        principal_of(request).actor,
     )
     components.directory.forget()
     return answer(created, 201)
@@ -45,9 +49,12 @@ def list_tokens(request: Request) -> Response:
 async def revoke_token(request: Request, token_id: Annotated[str, Path(max_length=64)]) -> Response:
     """Revoke a token: at once in this process, within five seconds in every other of this database."""
     components = components_of(request)
-    actor, request_id = principal_of(request).actor, request.state.request_id
     revoked = await run_in_threadpool(
-        administration.revoke_token, components.store.access, token_id, components.clock(), actor, request_id
+        partial(administration.revoke_token, **asked_by(request)),
+        components.store.access,
+        token_id,
+        components.clock(),
+        principal_of(request).actor,
     )
     components.directory.forget()
     return answer(revoked)

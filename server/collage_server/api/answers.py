@@ -26,14 +26,20 @@ def error_response(status: int, body: wire.ErrorBody, headers: dict[str, str] | 
 
 
 def describes(
-    kind: type | None, body: type | None = None, *, status: int = 200, many: bool = False
+    kind: type | None,
+    body: type | None = None,
+    *,
+    status: int = 200,
+    also: int | None = None,
+    many: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of a route: what it answers and what it takes, for OpenAPI."""
+    """Keyword arguments of a route, for OpenAPI: what it takes and answers, with which status (or `also`)."""
     extra: dict[str, Any] = {"responses": {"default": _content("An error.", _reference(wire.ErrorAnswer))}}
     if kind is not None:
         schema = _reference(kind)
         shown = {"type": "array", "items": schema} if many else schema
-        extra["responses"][str(status)] = _content("As asked.", shown)
+        for answered in filter(None, (status, also)):
+            extra["responses"][str(answered)] = _content("As asked.", shown)
     if body is not None:
         taken = {"schema": _reference(body) if body is not bytes else {}}
         extra["requestBody"] = {"required": True, "content": {wire.JSON: taken, wire.MSGPACK: taken}}

@@ -19,6 +19,12 @@ from collage_server.api.parameters import refuse_unknown_parameters
 __all__ = ["PREFIX", "add_description", "resource"]
 
 PREFIX: Final = "/api/v1"
+_PAGE_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 _PAGE: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Collage Monitor API</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
 td{{padding:.2rem .8rem .2rem 0;vertical-align:top}}code{{white-space:nowrap}}</style></head><body>
@@ -60,11 +66,11 @@ def add_description(app: FastAPI) -> None:
     @app.get("/runs/{run_id}", include_in_schema=False)
     def page() -> HTMLResponse:
         """Where a run's page is looked for at the server: it has none, the dashboard does."""
-        return HTMLResponse(_NO_DASHBOARD)
+        return HTMLResponse(_NO_DASHBOARD, headers=_PAGE_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     def docs(request: Request) -> HTMLResponse:
-        return HTMLResponse(_PAGE.format(rows="".join(_rows(openapi()))))
+        return HTMLResponse(_PAGE.format(rows="".join(_rows(openapi()))), headers=_PAGE_HEADERS)
 
 
 def _rows(described: dict[str, Any]) -> list[str]:

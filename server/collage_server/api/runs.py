@@ -17,7 +17,7 @@ from collage_server.api.bodies import message
 from collage_server.api.parameters import RunId
 from collage_server.api.routing import resource
 from collage_server.auth.administration import new_act
-from collage_server.auth.bearer import principal_of
+from collage_server.auth.bearer import asked_by, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone, NotFound, Unprocessable
@@ -50,7 +50,7 @@ def _check(create: wire.RunCreate) -> None:
         raise Unprocessable(f"config cannot be kept as JSON: {error}; send plain values", field="config") from error
 
 
-@router.post("/projects/{project:path}/runs", **describes(wire.Run, wire.RunCreate))
+@router.post("/projects/{project:path}/runs", **describes(wire.Run, wire.RunCreate, status=201, also=200))
 async def create_run(request: Request, project: Annotated[str, Path(min_length=1, max_length=512)]) -> Response:
     """Create a run (201), or resume the one with this run_id (200)."""
     components = components_of(request)
@@ -131,7 +131,7 @@ def delete_run(request: Request, run_id: RunId) -> Response:
         "run.delete",
         run_id,
         project=project,
-        request_id=request.state.request_id,
+        **asked_by(request),
     )
     components.store.runs.delete(run_id, now, [act])
     components.registry.forget_run(run_id)

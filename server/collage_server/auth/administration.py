@@ -15,20 +15,16 @@ __all__ = ["create_token", "new_act", "revoke_token"]
 _ID_BYTES: Final = 8
 
 
-def new_act(
-    now: float, actor: str, action: str, subject: str, *, request_id: str | None = None, **more: Any
-) -> wire.Act:
-    """An entry of the audit log; `more` may give project and details."""
+def new_act(now: float, actor: str, action: str, subject: str, **more: Any) -> wire.Act:
+    """An entry of the audit log; `more` may give project, details, request_id and client."""
     act_id = f"{int(now * 1000):012x}{secrets.token_hex(_ID_BYTES)}"
-    return wire.Act(
-        act_id=act_id, time=now, actor=actor, action=action, subject=subject, request_id=request_id, **more
-    )
+    return wire.Act(act_id=act_id, time=now, actor=actor, action=action, subject=subject, **more)
 
 
 def create_token(
-    store: AccessStore, create: wire.TokenCreate, now: float, actor: str, request_id: str | None = None
+    store: AccessStore, create: wire.TokenCreate, now: float, actor: str, **asked: Any
 ) -> wire.TokenCreated:
-    """Make a token; its secret is in the answer and nowhere else.
+    """Make a token; its secret is in the answer and nowhere else. `asked` may give request_id and client.
 
     Raises:
         Unprocessable: an administrator's token for some projects only.
@@ -49,18 +45,16 @@ def create_token(
         created_by=actor,
     )
     details = {"name": create.name, "role": create.role, "projects": projects}
-    act = new_act(now, actor, "token.create", token.token_id, request_id=request_id, details=details)
+    act = new_act(now, actor, "token.create", token.token_id, details=details, **asked)
     store.add_token(token, digest_of(secret), [act])
     return wire.TokenCreated(token=token, secret=secret)
 
 
-def revoke_token(
-    store: AccessStore, token_id: str, now: float, actor: str, request_id: str | None = None
-) -> wire.Token:
-    """Revoke a token for good.
+def revoke_token(store: AccessStore, token_id: str, now: float, actor: str, **asked: Any) -> wire.Token:
+    """Revoke a token for good. `asked` may give request_id and client.
 
     Raises:
         NotFound: no token has this id.
     """
-    act = new_act(now, actor, "token.revoke", token_id, request_id=request_id)
+    act = new_act(now, actor, "token.revoke", token_id, **asked)
     return store.revoke_token(token_id, now, [act])

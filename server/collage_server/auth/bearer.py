@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
 
@@ -17,6 +17,7 @@ from collage_server.auth.roles import GRANTS, Capability, matched_rule
 from collage_server.errors import (
     Forbidden,
     NotFound,
+    TooManyFailures,
     Unauthorised,
     Unprocessable,
     unknown_run,
@@ -25,12 +26,14 @@ from collage_server.errors import (
 from collage_server.settings import LOOPBACK_HOSTS, Settings
 from collage_server.store import AccessStore
 
-__all__ = ["AccessPolicy", "principal_of"]
+__all__ = ["AccessPolicy", "asked_by", "principal_of"]
 
 _SCHEME: Final = b"bearer "
 _NOBODY: Final = Principal("nobody", "read", frozenset())
 _MOST_RUNS: Final = 1000
 _KEPT_OWNERS: Final = 20_000
+_MOST_FAILURES: Final = 20
+_FAILURE_SECONDS: Final = 60.0
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
@@ -41,30 +44,48 @@ def principal_of(connection: HTTPConnection) -> Principal:
     return principal
 
 
+def asked_by(connection: HTTPConnection) -> dict[str, Any]:
+    """What an entry of the audit log says of the request."""
+    client = connection.client
+    return {
+        "request_id": connection.scope["state"]["request_id"],
+        "client": None if client is None else client.host,
+    }
+
+
 class AccessPolicy:
     """Decides by method, path, query and headers. A run's project never changes, so it is cached."""
 
     def __init__(self, settings: Settings, directory: TokenDirectory, store: AccessStore) -> None:
         self._no_auth = settings.no_auth
+        named = frozenset(name.lower() for name in settings.allowed_hosts)
+        self._hosts = LOOPBACK_HOSTS | named if named or settings.no_auth else None
+        self._failures: TTLCache[str | None, int] = TTLCache(_KEPT_OWNERS, _FAILURE_SECONDS)
         self._directory = directory
         self._store = store
         self._owners: LRUCache[tuple[str, str], str] = LRUCache(_KEPT_OWNERS)
 
-    async def admit(self, method: str, path: str, query: bytes, headers: Mapping[bytes, bytes]) -> Principal:
+    async def admit(
+        self, method: str, path: str, query: bytes, headers: Mapping[bytes, bytes], client: str | None = None
+    ) -> Principal:
         """Let the request pass, as the returned principal; `headers` by their names in lower case.
+
+        client: the address that asks.
 
         Raises:
             Unauthorised: no valid token, and the route needs one.
-            Forbidden: the role or the project does not allow it; without tokens, a foreign host or origin.
+            TooManyFailures: an unknown token, after too many from this address.
+            Forbidden: the role or the project does not allow it; a foreign host; without tokens, a foreign origin.
             NotFound: a run or stream of another project, a route without a rule.
         """
+        self._check_host(headers)
         if self._no_auth:
-            _check_local(headers)
+            _check_origin(headers)
             return LOOPBACK
         rule = matched_rule(method, path)
         if rule is not None and rule[0] == "open":
             return _NOBODY
-        principal = await self._authenticated(headers)
+        principal = await self._authenticated(headers, client)
         if rule is None:
             if principal.role != "admin":
                 raise NotFound(f"{method} {path}: not found; GET /openapi.json lists the routes")
@@ -86,12 +107,30 @@ class AccessPolicy:
             return await self._owner("stream", ids["stream_id"], self._store.project_of_stream)
         return ids.get("project")
 
-    async def _authenticated(self, headers: Mapping[bytes, bytes]) -> Principal:
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """Against DNS rebinding: a page of another name must not reach the server under that name."""
+        host = headers.get(b"host", b"")
+        if self._hosts is not None and _name(b"//" + host) not in self._hosts:
+            raise Forbidden(
+                f"host {host.decode('latin-1')!r} is not served here; use one of {', '.join(sorted(self._hosts))}, "
+                "or start the server with --allowed-host",
+                field="Host",
+            )
+
+    async def _authenticated(self, headers: Mapping[bytes, bytes], client: str | None) -> Principal:
         header = headers.get(b"authorization", b"")
         if header[: len(_SCHEME)].lower() != _SCHEME:
             raise Unauthorised("no token; send the header Authorization: Bearer TOKEN", field="Authorization")
-        principal = await self._directory.principal(header[len(_SCHEME) :].strip())
+        failures = self._failures.get(client, 0)
+        secret = header[len(_SCHEME) :].strip()
+        principal = await self._directory.principal(secret, look_up=failures < _MOST_FAILURES)
+        if principal is None and failures >= _MOST_FAILURES:
+            raise TooManyFailures(
+                f"{failures} unknown tokens from this address; ask with a known one, or again in a minute",
+                retry_after_seconds=int(_FAILURE_SECONDS),
+            )
         if principal is None:
+            self._failures[client] = failures + 1
             raise Unauthorised(
                 "this token is not known here, or was revoked; the local server's stands in the file `token` of "
                 "its data folder, `collage-monitor token create` makes others",
@@ -135,14 +174,10 @@ def _refusal(principal: Principal, capability: Capability, method: str, path: st
     return f"a token of role {principal.role!r} may not {method} {path}; use one of role {' or '.join(allowed)}"
 
 
-def _check_local(headers: Mapping[bytes, bytes]) -> None:
-    """Against DNS rebinding and foreign pages: the Host, and the Origin where there is one, must be loopback."""
-    host = headers.get(b"host", b"")
-    if _name(b"//" + host) not in LOOPBACK_HOSTS:
-        asked = host.decode("latin-1")
-        raise Forbidden(f"host {asked!r} may not ask a server without tokens; use http://127.0.0.1", field="Host")
+def _check_origin(headers: Mapping[bytes, bytes]) -> None:
+    """Against foreign pages: where there is an Origin, it must be the address that is asked."""
     origin = headers.get(b"origin")
-    if origin is not None and _name(origin) not in LOOPBACK_HOSTS:
+    if origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower():
         page = origin.decode("latin-1")
         raise Forbidden(f"pages of {page!r} may not ask a server without tokens", field="Origin")
 

@@ -91,8 +91,10 @@ class TokenDirectory:
         self._uses: dict[str, float] = {}
         self._noted: dict[str, float] = {}
 
-    async def principal(self, secret: bytes) -> Principal | None:
+    async def principal(self, secret: bytes, *, look_up: bool = True) -> Principal | None:
         """Who bears this secret; None when it is unknown or revoked.
+
+        look_up: read the table again for an unknown one.
 
         Raises:
             Busy: the token table cannot be read, and the copy is too old to be trusted.
@@ -105,7 +107,7 @@ class TokenDirectory:
             if self._age() > _OLDEST_SECONDS:
                 await asyncio.shield(refresh)
         found = self._principals.get(digest)
-        if found is None and self._age() > _UNKNOWN_REFRESH_SECONDS:
+        if found is None and look_up and self._age() > _UNKNOWN_REFRESH_SECONDS:
             # It may have been made a moment ago, by another process.
             await asyncio.shield(self._refresh())
             found = self._principals.get(digest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,13 @@ from collage_monitor.local import ensure_token
 from collage_server.app import create_app, make_store
 from collage_server.errors import StoreUnusable
 from collage_server.logs import configure
-from collage_server.settings import Settings, settings_from_environment
+from collage_server.settings import LOOPBACK_HOSTS, Settings, settings_from_environment
 from collage_server.store import Store
 from collage_server.web.protocol import BoundedProtocol, ConnectionLimits
 
 __all__ = ["Server", "serve", "uvicorn_config"]
 
+_LOG: Final = logging.getLogger(__name__)
 _SPARE_FILES: Final = 256
 """Open files beside connections: the database, its log, its readers."""
 
@@ -32,6 +34,7 @@ _SPARE_FILES: Final = 256
 @click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on. Default: 7420.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder: database and token.")
+@click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which it is reached.")
 @click.option("--database", help="postgresql://USER@HOST/NAME. Default: SQLite in the folder.")
 @click.option(
     "--token-file",
@@ -50,6 +53,10 @@ def serve(print_settings: bool, as_json: bool, **flags: Any) -> None:
         click.echo(json.dumps(settings.masked(), indent=2))
         return
     configure(settings.log_format, settings.log_level, [settings.token or ""])
+    if settings.host not in LOOPBACK_HOSTS:
+        _LOG.warning(
+            "plain HTTP on %s: tokens and reports travel readable; put a proxy with TLS before it", settings.host
+        )
     store = make_store(settings)
     try:
         store.open()
@@ -66,6 +73,7 @@ def _settings(folder: Path | None, token_file: Path | None, no_auth: bool, **fla
         flags |= {"token": _read_token(token_file), "no_auth": False}
     elif no_auth:
         flags["no_auth"] = True
+    flags["allowed_hosts"] = flags.get("allowed_hosts") or None
     return settings_from_environment(own_token=_own_token, folder=folder, **flags)
 
 
@@ -100,6 +108,8 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         access_log=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         server_header=False,
         # Half of the time for requests under way; the other half commits what they left (`app`).
         timeout_graceful_shutdown=max(round(settings.shutdown_seconds / 2), 1),

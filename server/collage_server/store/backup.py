@@ -95,6 +95,8 @@ def _temporary_name(target: Path) -> Iterator[Path]:
     part = target.with_name(target.name + ".part")
     try:
         part.unlink(missing_ok=True)
+        # For its owner alone, like the database.
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         yield part
         _sync(part)
         part.rename(target)

@@ -19,6 +19,7 @@ from collage_server.store.engine.files import (
     checkpoint_log,
     file_identity,
     folder_lock,
+    make_private,
     network_file_system,
     return_pages,
     sqlite_sizes,
@@ -68,8 +69,9 @@ class SqliteStore(Store):
 
     def _connect(self) -> Engine:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._check_disk()
+            make_private(self.path)
             _prepare(self.path, self._busy_timeout_seconds)
             self._identity = file_identity(self.path)
         except (sqlite3.Error, OSError) as error:

@@ -22,7 +22,7 @@ from collage_server.errors import Busy
 from collage_server.logs import REQUEST_ID
 from collage_server.web.failures import answer_to
 
-__all__ = ["AccessControl", "ReadOnlyGate", "RequestIdentity"]
+__all__ = ["AccessControl", "ReadOnlyGate", "RequestIdentity", "client_of"]
 
 _HEADER: Final = b"x-request-id"
 _LONGEST_ID: Final = 64
@@ -76,6 +76,12 @@ class RequestIdentity:
         _log(scope, status, time.perf_counter() - started)
 
 
+def client_of(scope: Scope) -> str | None:
+    """The address that asks: what a trusted proxy says, else the connection's."""
+    client = scope.get("client")
+    return None if client is None else str(client[0])
+
+
 def _is_sane(given: bytes) -> bool:
     return 0 < len(given) <= _LONGEST_ID and given.replace(b"-", b"").isalnum()
 
@@ -92,6 +98,7 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
         "status": status,
         "duration_seconds": round(seconds, 6),
         "actor": None if principal is None else principal.actor,
+        "client": client_of(scope),
     }
     _LOG.log(level, "%(method)s %(path)s %(status)s in %(duration_seconds).6f s", about, extra=about)
 
@@ -107,7 +114,9 @@ class AccessControl:
         if scope["type"] == "http":
             state = scope["state"]
             method, path = scope["method"], scope["path"]
-            state["principal"] = await self.access.admit(method, path, scope["query_string"], state["headers"])
+            state["principal"] = await self.access.admit(
+                method, path, scope["query_string"], state["headers"], client_of(scope)
+            )
             if method == "POST":
                 state["project"] = await self.access.project_of(method, path)
         await self.app(scope, receive, send)

@@ -21,6 +21,7 @@ from collage_server.store.schema import token as TOKEN
 __all__ = ["AccessStore", "record_acts"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
+_CLIENT: Final = "client address"
 _SHOWN: Final = [column for column in TOKEN.columns if column.name != "digest"]
 
 
@@ -123,9 +124,15 @@ def _project_of(connection: Connection, run_id: str) -> str | None:
 
 def record_acts(connection: Connection, acts: Sequence[wire.Act]) -> None:
     """Append acts in the transaction of the change that they record: neither is stored without the other."""
-    rows = [msgspec.structs.asdict(act) | {"details": to_json(act.details)} for act in acts]
-    if rows:
-        connection.execute(insert(ACT), rows)
+    if acts:
+        connection.execute(insert(ACT), [_act_row(act) for act in acts])
+
+
+def _act_row(act: wire.Act) -> dict[str, Any]:
+    """The client stands among the details: the table has no column of its own for it."""
+    values = msgspec.structs.asdict(act)
+    client = values.pop("client")
+    return values | {"details": to_json(act.details if client is None else {**act.details, _CLIENT: client})}
 
 
 def _token(row: Row[Any]) -> wire.Token:
@@ -135,7 +142,8 @@ def _token(row: Row[Any]) -> wire.Token:
 
 def _act(row: Row[Any]) -> wire.Act:
     values = {column.name: getattr(row, column.name) for column in ACT.columns}
-    return wire.Act(**values | {"details": from_json(row.details)})
+    details = from_json(row.details)
+    return wire.Act(**values | {"client": details.pop(_CLIENT, None), "details": details})
 
 
 def _cursor(act: wire.Act) -> str:

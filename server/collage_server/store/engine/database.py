@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,7 @@ from collage_server.store.records import CONNECTIONS, Sizes
 
 __all__ = ["POOL", "Database"]
 
+_LOG: Final = logging.getLogger(__name__)
 POOL: Final = {"pool_size": 10, "max_overflow": CONNECTIONS - 10}
 
 
@@ -25,7 +27,9 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (OperationalError, InternalError) as error:
-        raise Busy(f"the database cannot do this now: {error.orig}", retry_after_seconds=5) from error
+        # Its own words name hosts and addresses: they are for the log.
+        _LOG.warning("the database cannot do this now: %s", error.orig)
+        raise Busy("the database cannot do this now; send this again later", retry_after_seconds=5) from error
     except DataError as error:
         raise Unprocessable(f"the database cannot hold a value: {error.orig}; send plain text") from error
 

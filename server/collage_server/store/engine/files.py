@@ -17,7 +17,15 @@ from typing import Final
 
 from collage_server.store.records import Sizes
 
-__all__ = ["file_identity", "checkpoint_log", "folder_lock", "network_file_system", "return_pages", "sqlite_sizes"]
+__all__ = [
+    "file_identity",
+    "checkpoint_log",
+    "folder_lock",
+    "make_private",
+    "network_file_system",
+    "return_pages",
+    "sqlite_sizes",
+]
 
 _MOUNTS = Path("/proc/self/mounts")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
@@ -34,6 +42,9 @@ _NETWORK_FUSE: Final = frozenset(
         *("mount-s3", "mountpoint-s3", "rclone", "s3fs", "sshfs"),
     }
 )
+_PRIVATE_FILE: Final = 0o600
+_PRIVATE_FOLDER: Final = 0o700
+_OTHERS: Final = 0o077
 _PAGES_A_SLICE: Final = 256
 _PATIENCE_SECONDS: Final = 0.5
 
@@ -58,6 +69,20 @@ def network_file_system(folder: Path) -> str | None:
             best, kind = depth, fields[2]
     family, _, program = kind.partition(".")
     return kind if kind in _NETWORK or (family == "fuse" and program in _NETWORK_FUSE) else None
+
+
+def make_private(path: Path) -> None:
+    """A file that only its owner may read, made if it is not there, and the folder that holds it.
+
+    SQLite gives its log and index the permissions of the database.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=_PRIVATE_FOLDER)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, _PRIVATE_FILE)
+    try:
+        if sys.platform != "win32" and os.fstat(descriptor).st_mode & _OTHERS:
+            os.fchmod(descriptor, _PRIVATE_FILE)
+    finally:
+        os.close(descriptor)
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
