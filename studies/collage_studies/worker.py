@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import click
 import msgspec
@@ -20,6 +21,10 @@ import msgspec
 from collage_studies.recipe import Plan, Recipe
 
 __all__ = ["FinalLine", "Job", "ProgressLine", "WorkerPool", "line_of"]
+
+_LOOK_SECONDS: Final = 0.5
+"""How often the pool looks whether a signal has come. Python notices one that arrives just before the main thread
+goes to wait only when the wait is over, and a wait for a training may take hours."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,13 @@ class WorkerPool:
         Raises:
             click.ClickException: a training failed; standard error shows why.
         """
-        return list(self._pool.map(self._train, jobs))
+        futures = [self._pool.submit(self._train, job) for job in jobs]
+        running = set(futures)
+        while running:
+            done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        return [future.result() for future in futures]
 
     def _train(self, job: Job) -> FinalLine:
         done = None
