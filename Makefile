@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS := 1
+# The tests start Python hundreds of times; each start would compile the sources again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo up test quick check format nightly exhaustive torture gpu bench clean
 

@@ -61,8 +61,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
-    # First what starts processes, so that no worker is left alone with it at the end.
-    items.sort(key=lambda item: not starts_processes(item.path))
+    # First the modules that start processes, then the other slow ones, so that no worker is left alone with one of
+    # them at the end. A module stays in one piece, and with it what its tests share.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (not starts_processes(item.path), item.path not in slow))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
+
+from tests.forking import TORCH, run_forked
 
 __all__ = ["install", "run_with"]
 
@@ -41,12 +42,13 @@ def run_with(examples: list[str], script: str, folder: Path) -> subprocess.Compl
         install(_ROOT / "examples" / name, folder / "packages")
     # The script must not find this machine's settings, such as a server's address.
     settings = {key: value for key, value in os.environ.items() if not key.startswith("COLLAGE_")}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        cwd=_ROOT,
-        env={**settings, "PYTHONPATH": str(folder / "packages"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    packages = str(folder / "packages")
+    return run_forked(
+        TORCH,
+        "-W",
+        "error",
+        "-c",
+        f"import sys; sys.path.insert(1, {packages!r})\n{script}",
+        environment={**settings, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"},
+        folder=_ROOT,
     )

@@ -28,10 +28,20 @@ from pathlib import Path
 
 from tests.waiting import PATIENCE_SECONDS
 
-__all__ = ["SERVER", "TRAINING", "Program", "fork", "run_forked"]
+__all__ = ["SERVER", "TORCH", "TRAINING", "Program", "command", "fork", "run_command", "run_forked"]
 
-TRAINING = ("numpy", "torch", "torch.distributed", "collage_agent", "collage_agent.optim")
-"""What a training imports. One zygote for each such list stands in every process of pytest that asks."""
+TORCH = ("numpy", "torch", "torch.distributed")
+"""For a program that imports the agent itself. One zygote for each such list stands in every process of pytest that
+asks."""
+TRAINING = (
+    *TORCH,
+    "torch.distributed.fsdp",
+    "torch.distributed.device_mesh",
+    "collage_agent",
+    "collage_agent.optim",
+    "collage_monitor.command",
+)
+"""What a training imports, in one process or in several."""
 SERVER = (
     "collage_server.app",
     "collage_server.command.serve",
@@ -65,6 +75,16 @@ def run_forked(imports, *arguments, **options):
     program = fork(imports, *arguments, **options)
     output, errors = program.communicate()
     return subprocess.CompletedProcess(arguments, program.returncode, output, errors)
+
+
+def command(*arguments):
+    """The argument list that runs `collage-monitor` with this interpreter."""
+    return [sys.executable, "-c", "from collage_monitor.command import main; main()", *map(str, arguments)]
+
+
+def run_command(imports, *arguments, **options):
+    """A command of `collage-monitor` from its start to its end."""
+    return run_forked(imports, *command(*arguments)[1:], **options)
 
 
 class Program:

@@ -8,6 +8,7 @@ import sys
 
 import httpx
 
+from tests.forking import SERVER, command, fork
 from tests.waiting import PATIENCE_SECONDS, until
 
 __all__ = ["command", "free_port", "interruptible", "running"]
@@ -20,16 +21,11 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def command(*arguments):
-    """The argument list that runs `collage-monitor` with this interpreter."""
-    return [sys.executable, "-c", "from collage_monitor.command import main; main()", *map(str, arguments)]
-
-
 @contextlib.contextmanager
 def running(arguments, health, log):
     """A process that answers at `health`; it is ended at the end, and its output is in `log`."""
     with log.open("wb") as output:
-        process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        process = _started(arguments, output)
 
         def answers():
             assert process.poll() is None, log.read_text()
@@ -48,6 +44,13 @@ def running(arguments, health, log):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _started(arguments, output):
+    program, *rest = arguments
+    if program == sys.executable:
+        return fork(SERVER, *rest, output=output)
+    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
 
 def interruptible():

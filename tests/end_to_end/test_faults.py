@@ -2,8 +2,8 @@
 
 import contextlib
 import os
+import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -11,7 +11,9 @@ from collage_monitor.client import Client
 from collage_monitor.local import read_token
 from tests.agent_delivery.doubles import ServerDouble
 from tests.end_to_end.trainings import start_training, train
-from tests.ports import command, free_port
+from tests.forking import TRAINING, fork, run_command
+from tests.parallel.launch import told_to_all
+from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS, until
 
 
@@ -51,9 +53,7 @@ def unharmed(outcome, undisturbed):
 
 
 def replay(url, folder):
-    return subprocess.run(
-        command("replay", "--server-url", url, "--dir", folder), capture_output=True, text=True, check=False
-    )
+    return run_command(TRAINING, "replay", "--server-url", url, "--dir", folder)
 
 
 def test_a_server_absent_from_the_start(server, tmp_path, undisturbed):
@@ -171,6 +171,7 @@ def test_nan_and_infinity_everywhere(server):
 
 RANKS = """
 import os, signal, sys, time, torch, torch.distributed as distributed
+from pathlib import Path
 import collage_agent as collage
 from collage_monitor.client import Client
 from collage_monitor.local import read_token
@@ -188,7 +189,7 @@ for step in range(1, 21):
     optimizer.step()
     collage.log({"loss": 1.0})
     if trouble == "dead" and step == 15:
-        with Client(os.environ["COLLAGE_SERVER_URL"], read_token(os.environ["COLLAGE_DIR"])) as client:
+        with Client(os.environ["COLLAGE_SERVER_URL"], read_token(Path(os.environ["COLLAGE_DIR"]))) as client:
             while (rank, 15) not in {(s.rank, s.last_step) for s in client.streams("ranks").streams}:
                 time.sleep(0.05)
         if rank == world_size - 1:
@@ -210,23 +211,25 @@ def test_a_rank_in_trouble_holds_up_no_other(server, double, tmp_path, world_siz
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     double.always = "hang"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     settings = {"COLLAGE_SERVER_URL": server.url, "COLLAGE_DIR": str(server.folder), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*launcher, *place, str(script), trouble, double.url],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_SECONDS,
-        check=False,
-    )
+    shared = {**os.environ, **settings, **told_to_all(world_size)}
+    ranks = [
+        fork(TRAINING, script, trouble, double.url, environment={**shared, "RANK": str(n), "LOCAL_RANK": str(n)})
+        for n in range(world_size)
+    ]
     healthy = range(world_size - 1)
+    if trouble == "dead":
+        ranks[-1].wait()
+        # As torchrun ends the others where one has failed.
+        for rank in healthy:
+            ranks[rank].terminate()
+    told = [rank.communicate() for rank in ranks]
+    assert ranks[-1].returncode == (0 if trouble == "slow" else -signal.SIGKILL), told
     if trouble == "slow":
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.count("finished with 0 waiting and {} given up") == len(healthy)
+        assert [rank.returncode for rank in ranks] == [0] * world_size, told
+        assert all("finished with 0 waiting and {} given up" in told[rank][0] for rank in healthy)
         # The rank in trouble reached the end of its training before its server took anything.
-        assert "trained with 0 taken" in result.stdout
+        assert "trained with 0 taken" in told[-1][0]
         assert double.steps() == []
     replay(server.url, server.folder)
     with Client(server.url, read_token(server.folder)) as client:

@@ -1,7 +1,6 @@
 """What the integrations share: unwrapping, errors that stay out of training, absent libraries, examples."""
 
 import importlib
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,8 @@ from collage_agent import current_run
 from collage_agent.guard import raise_in_tests
 from collage_agent.integrations.attachment import Attachment, innermost
 from torch import nn
+
+from tests.forking import TORCH, run_forked
 
 FRAMEWORKS = ("transformers", "lightning", "accelerate")
 
@@ -53,7 +54,5 @@ def test_no_framework_is_imported_by_the_agent():
     program = (
         "import sys, collage_agent, collage_agent.integrations as i; print([n for n in {0!r} if n in sys.modules])"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", program.format(FRAMEWORKS)], capture_output=True, text=True, check=True
-    )
+    answer = run_forked(TORCH, "-c", program.format(FRAMEWORKS))
     assert answer.stdout.strip() == "[]"

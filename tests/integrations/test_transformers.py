@@ -10,6 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from tests.integrations.identity import assert_same_training, recorded
 from tests.integrations.reported import begun, scalars_of, steps_of
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 
 

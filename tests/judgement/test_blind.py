@@ -10,6 +10,8 @@ from collage_monitor.judgement import judge
 from tests.judgement.trainings import draw, run
 from tests.judgement.truth import Whole
 
+pytestmark = pytest.mark.slow
+
 FEW = (1, 2, 41, 49, 1029)
 """Sick and healthy, of every kind of model, quick to run. In 1029 a window of stochastic rounding, 1.087 by chance,
 was judged by the noise of single steps: "steps are off"."""

@@ -12,6 +12,8 @@ from torch import nn
 from collage_monitor.judgement import finite, judge
 from tests.judgement.trainings import Training, draw, run
 
+pytestmark = pytest.mark.slow
+
 PLAIN = replace(
     draw(4),
     dtype=torch.bfloat16,

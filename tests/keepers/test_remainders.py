@@ -16,6 +16,8 @@ from tests.agent.intent import optimizers
 from tests.agent.training import mlp, mlp_loss, train
 from tests.keepers import replicas
 
+pytestmark = pytest.mark.slow
+
 BF16, FP16 = torch.bfloat16, torch.float16
 FAITHFUL = {
     "16 bits appended, int16": (replicas.Appended, "low", BF16),

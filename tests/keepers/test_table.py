@@ -11,6 +11,8 @@ import torch
 from tests.keepers.table import all_words, cases, judged, rows, verdict_of
 from tests.keepers.ways import BF16, FP16, ways
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "keepers.md"
 WHOLE = ("Rounded", "Fraction", "CollageAdamW, light")
 CASES = list(cases())

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from collage_agent.integrations.launcher import environment_of
 
-from tests.ports import command
+from tests.forking import TRAINING as IMPORTED
+from tests.forking import command, run_forked
 from tests.waiting import PATIENCE_SECONDS
 
 __all__ = ["TRAINING", "bootstrap", "launched", "python", "write"]
@@ -41,14 +42,20 @@ def write(folder, text, name="train.py"):
     return path
 
 
-def launched(folder, *program, options=(), watched=True, **variables):
-    """The finished process of a program, under `collage-monitor run` or without it."""
+def launched(folder, *program, options=(), watched=True, forked=True, **variables):
+    """The finished process of a program, under `collage-monitor run` or without it.
+
+    forked: the command starts forked, from a process that has imported it; the program really starts in its place.
+    """
     start = [*command("run", *options, "--")] if watched else []
     environment = {key: value for key, value in os.environ.items() if not key.startswith("COLLAGE_")}
     environment |= {"COLLAGE_MODE": "offline", "COLLAGE_DIR": str(folder / "data"), "OMP_NUM_THREADS": "1"}
+    environment |= variables
+    if watched and forked:
+        return run_forked(IMPORTED, *start[1:], *program, environment=environment, folder=folder)
     return subprocess.run(
         [*start, *map(str, program)],
-        env={**environment, **variables},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_SECONDS,

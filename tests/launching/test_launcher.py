@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from collage_agent.integrations import launcher
 from collage_agent.transport import MemoryTransport
 from torch import nn
 
+from tests import forking
+from tests.forking import command, fork, run_command
 from tests.launching.programs import TRAINING, bootstrap, launched, python, write
-from tests.ports import command
-from tests.waiting import PATIENCE_SECONDS
 
 
 def digest_of(answer):
@@ -27,7 +26,7 @@ def digest_of(answer):
 def test_a_program_is_watched_and_its_training_is_bit_identical(tmp_path):
     script = write(tmp_path, TRAINING)
     without = launched(tmp_path, *python(script), watched=False)
-    watched = launched(tmp_path, *python(script), options=["--every", 3], PYTHONWARNINGS="error")
+    watched = launched(tmp_path, *python(script), options=["--every", 3], forked=False, PYTHONWARNINGS="error")
     assert digest_of(watched) == digest_of(without)
     assert "collage" not in without.stdout
     assert "AdamW, bfloat16, strategy plain, step 18: " in watched.stdout
@@ -67,14 +66,11 @@ def test_a_signal_reaches_the_program(tmp_path):
         "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('up', flush=True); "
         "time.sleep(600)"
     )
-    process = subprocess.Popen(
-        [*command("run", "--"), *python("-c", program)], stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    assert process.stdout is not None
+    process = fork(forking.TRAINING, *command("run", "--")[1:], *python("-c", program), folder=tmp_path)
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == 5
-    process.stdout.close()
+    process.communicate()
+    assert process.returncode == 5
 
 
 def test_a_program_without_torch_notices_nothing(tmp_path):
@@ -141,7 +137,7 @@ def test_a_compiled_step_still_trains(tmp_path):
     ],
 )
 def test_what_cannot_be_started_is_a_sentence(tmp_path, arguments, told):
-    answer = subprocess.run(command("run", *arguments), capture_output=True, text=True, check=False, cwd=tmp_path)
+    answer = run_command(forking.TRAINING, "run", *arguments, folder=tmp_path)
     assert answer.returncode in (1, 2)
     assert told in answer.stderr
     assert "Traceback" not in answer.stderr

@@ -1,13 +1,12 @@
 """The training's random numbers come out the same while the agent cannot reach its server."""
 
 import random
-import subprocess
-import sys
 
 import collage_agent as collage
 import torch
 
 from tests.agent.training import mlp, train
+from tests.forking import TORCH, run_forked
 from tests.ports import free_port
 
 
@@ -29,4 +28,5 @@ def test_importing_the_agent_draws_nothing():
         "import random; random.seed(7); before = random.getstate(); import collage_agent; "
         "assert random.getstate() == before"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = run_forked(TORCH, "-c", program)
+    assert done.returncode == 0, done.stderr

@@ -18,6 +18,8 @@ from collage_monitor.wire import StreamCreate
 from tests.agent.test_watch import Recorder
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt, train
 
+pytestmark = pytest.mark.slow
+
 
 def totals_by_layer(measurement):
     block = measurement.table().array

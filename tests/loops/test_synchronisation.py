@@ -14,6 +14,8 @@ from collage_agent.watch import watch
 from tests.agent.training import gpt_loss, mlp, mlp_loss, small_gpt
 from tests.loops.readers import AGENT, ReadBack, reading_is_forbidden
 
+pytestmark = pytest.mark.slow
+
 MAKERS = {
     "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),

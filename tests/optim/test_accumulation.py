@@ -12,6 +12,8 @@ from tests.reference.adamw import ReferenceAdamW
 from tests.reference.kept import kept
 from tests.reference.streams import STREAMS, Course, Courses
 
+pytestmark = pytest.mark.slow
+
 ELEMENTS = 2048
 
 

@@ -8,6 +8,8 @@ from collage_agent.optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLi
 
 from tests.optim.models import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 RULES = {
     "AdamW": (CollageAdamW, {"lr": 3e-3}),
     "Adam": (CollageAdam, {"lr": 3e-3, "weight_decay": 1e-3}),

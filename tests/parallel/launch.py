@@ -11,13 +11,12 @@ from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
-IMPORTS = (*TRAINING, "torch.distributed.fsdp", "torch.distributed.device_mesh", "tests.agent.training")
 SECONDS = 4 * PATIENCE_SECONDS
 
 
-def launch(job, processes, folder, **environment):
-    """What each rank returned, by rank. The job is ended with all its processes when it takes too long."""
-    shared = {
+def told_to_all(processes):
+    """The variables that torchrun gives to every rank."""
+    return {
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(processes),
@@ -25,11 +24,16 @@ def launch(job, processes, folder, **environment):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
+
+
+def launch(job, processes, folder, **environment):
+    """What each rank returned, by rank. The job is ended with all its processes when it takes too long."""
+    shared = told_to_all(processes)
     log = folder / f"{job}.log"
     with log.open("ab") as output:
         worker = ("-m", "tests.parallel.worker", job, folder)
         launcher = fork(
-            IMPORTS, *worker, environment={**os.environ, **shared, **environment}, folder=ROOT, output=output
+            TRAINING, *worker, environment={**os.environ, **shared, **environment}, folder=ROOT, output=output
         )
     try:
         code = launcher.wait(SECONDS)

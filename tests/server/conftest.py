@@ -8,6 +8,7 @@ from collage_server.settings import Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
+from tests.server.migrated import put_migrated
 from tests.server.samples import report, stream_create
 
 NOW = 1_700_000_000.0
@@ -81,6 +82,7 @@ def clock():
 
 @pytest.fixture
 def settings(tmp_path):
+    put_migrated(tmp_path)
     return Settings(folder=tmp_path, no_auth=True)
 
 

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from tests.server.conftest import Clock
+from tests.server.migrated import put_migrated
 from tests.server.samples import report, stream_create
 
 OWN = "the-server-s-own-token-0123456789abcdefghij"
@@ -61,6 +62,7 @@ class GuardedServer:
 def guarded_server(folder, **settings):
     """A guarded application on a fresh folder."""
     clock = Clock()
+    put_migrated(folder)
     app = create_app(Settings(folder=folder, token=OWN, **settings), clock=clock)
     with TestClient(app) as client:
         yield GuardedServer(client, clock, app)

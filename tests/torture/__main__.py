@@ -15,9 +15,9 @@ from collage_server.store import PostgresqlStore
 
 from tests.server.store.postgresql import SETTINGS, Cluster, find_programs
 from tests.torture.disk import SmallDisk
+from tests.torture.life import Births
 from tests.torture.lives import PostgresqlLives, SqliteLives
 from tests.torture.migration import end_in_migration
-from tests.torture.zygote import Zygote
 
 __all__ = ["LANES", "torture"]
 
@@ -62,18 +62,18 @@ def _storm(lives, kinds, kills):
         lives.finish()
 
 
-def _lane(lane, folder, zygote, seed, kills, opened):
+def _lane(lane, folder, births, seed, kills, opened):
     """The lives of one lane, with what they count."""
     database, _, special = lane.partition(", ")
     disk = None
     if special == "small disk":
         disk = SmallDisk(folder, 64 if database == "sqlite" else 400)
         opened.callback(disk.close)
-    lives: SqliteLives | PostgresqlLives = SqliteLives(folder / "data", zygote, seed)
+    lives: SqliteLives | PostgresqlLives = SqliteLives(folder / "data", births, seed)
     if database == "postgresql":
         home = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=folder if disk else None)))
         cluster = opened.enter_context(_cluster(home, _SMALL if disk else SETTINGS))
-        lives = PostgresqlLives(folder / "data", zygote, seed, cluster)
+        lives = PostgresqlLives(folder / "data", births, seed, cluster)
     lives.disk = disk
     if disk is not None and not disk.mounted and database == "postgresql":
         return lives  # Only a disk of its own can be filled under it.
@@ -102,26 +102,19 @@ def torture(kills, seed, say, lanes=tuple(LANES)):
     with tempfile.TemporaryDirectory() as home:
         # PostgreSQL runs as another user, who must get to its disk.
         Path(home).chmod(0o755)
-        zygote = Zygote(Path(home) / "servers.log")
-        try:
-            for number, lane in enumerate(lanes):
-                with ExitStack() as opened:
-                    begun, folder = time.monotonic(), Path(home) / f"lane-{number}"
-                    folder.mkdir()
-                    wanted = max(round(kills * LANES[lane] / share), 2)
-                    lives = _lane(lane, folder, zygote, random.Random(f"{seed} {lane}").random(), wanted, opened)
-                how = f" ({lives.disk.how})" if lives.disk else ""
-                for kind, count in sorted(lives.kills.items()):
-                    rows.append(
-                        {"lane": lane + how, "end": kind, "kills": count, "reports": lives.acknowledged[kind]}
-                    )
-                findings += [f"{lane}: {text}" for text in lives.findings]
-                seconds = time.monotonic() - begun
-                say(
-                    f"{lane}: {sum(lives.kills.values())} kills, {seconds:.0f} s, {lives.looks} looks of the reader"
-                )
-        finally:
-            zygote.close()
+        births = Births(Path(home) / "servers.log")
+        for number, lane in enumerate(lanes):
+            with ExitStack() as opened:
+                begun, folder = time.monotonic(), Path(home) / f"lane-{number}"
+                folder.mkdir()
+                wanted = max(round(kills * LANES[lane] / share), 2)
+                lives = _lane(lane, folder, births, random.Random(f"{seed} {lane}").random(), wanted, opened)
+            how = f" ({lives.disk.how})" if lives.disk else ""
+            for kind, count in sorted(lives.kills.items()):
+                rows.append({"lane": lane + how, "end": kind, "kills": count, "reports": lives.acknowledged[kind]})
+            findings += [f"{lane}: {text}" for text in lives.findings]
+            seconds = time.monotonic() - begun
+            say(f"{lane}: {sum(lives.kills.values())} kills, {seconds:.0f} s, {lives.looks} looks of the reader")
     return rows, findings
 
 

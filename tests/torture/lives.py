@@ -22,8 +22,8 @@ from tests.server.store.contract import LIMITS
 from tests.torture.clients import Reader, Sender, ask
 from tests.torture.disk import SmallDisk
 from tests.torture.ledger import RANKS, Ledger
+from tests.torture.life import gone
 from tests.torture.verify import verify
-from tests.torture.zygote import gone
 from tests.waiting import PATIENCE_SECONDS
 
 __all__ = ["Lives", "PostgresqlLives", "SqliteLives"]
@@ -34,9 +34,9 @@ class Lives(ABC):
 
     kinds: tuple[str, ...] = ("anywhere", "starting", "commit", "answer", "seal", "two servers")
 
-    def __init__(self, folder, zygote, seed):
+    def __init__(self, folder, births, seed):
         self.folder = folder
-        self.zygote = zygote
+        self.births = births
         self.random = random.Random(seed)
         self.ports = (free_port(), free_port())
         self.urls = [f"http://127.0.0.1:{self.ports[0]}"]
@@ -47,7 +47,7 @@ class Lives(ABC):
         self.ledger = Ledger()
         self.clients: list[Sender | Reader] = []
         self.run_id = ""
-        self.newest = 0
+        self.newest = None
         self.disk: SmallDisk | None = None
 
     def arguments(self):
@@ -59,8 +59,8 @@ class Lives(ABC):
         """The database opened from outside, as the verification does."""
 
     def start(self, which=0, die=None):
-        """A server's life; its process id."""
-        self.newest = self.zygote.start(
+        """A server's life."""
+        self.newest = self.births.start(
             "serve",
             [*self.arguments(), "--port", self.ports[which]],
             die=die,
@@ -71,11 +71,10 @@ class Lives(ABC):
         )
         return self.newest
 
-    def kill(self, pid, kind):
+    def kill(self, life, kind):
         """SIGKILL, if it has not ended itself."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        assert gone(pid, PATIENCE_SECONDS)
+        life.kill()
+        assert gone(life, PATIENCE_SECONDS)
         self.kills[kind] += 1
 
     def progress(self, count=1):
@@ -87,15 +86,14 @@ class Lives(ABC):
 
     def stacks(self):
         """What the threads of the newest life are doing, at the end of the log."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.newest, signal.SIGUSR1)
+        self.newest.send_signal(signal.SIGUSR1)
         time.sleep(1.0)
-        return self.zygote.log.read_text(errors="replace")[-9000:]
+        return self.births.log.read_text(errors="replace")[-9000:]
 
     def begin(self, run_id):
         """A run of its own, its senders and its reader."""
         self.run_id, self.ledger = run_id, Ledger()
-        pid = self.start()
+        life = self.start()
         with httpx.Client(timeout=10.0, trust_env=False) as client:
             streams = [
                 stream_create(f"{run_id}-{rank}", f"{run_id}-launch", rank=rank, world_size=RANKS)
@@ -114,7 +112,7 @@ class Lives(ABC):
         for thread in self.clients:
             thread.start()
         self.progress()
-        self.kill(pid, "anywhere")
+        self.kill(life, "anywhere")
 
     def end(self, kind):
         """One life that ends like this."""
@@ -123,46 +121,54 @@ class Lives(ABC):
         self.acknowledged[kind] += self.ledger.total - before
 
     def end_anywhere(self, kind):
-        pid = self.start()
+        life = self.start()
         self.progress(self.random.randint(1, 30))
         time.sleep(0.1 * self.random.random())
-        self.kill(pid, kind)
+        self.kill(life, kind)
 
     def end_starting(self, kind):
-        pid = self.start()
+        life = self.start()
         time.sleep(0.3 * self.random.random())
-        self.kill(pid, kind)
+        self.kill(life, kind)
 
     def end_at_a_point(self, kind):
-        pid = self.start(die=(kind, self.random.randint(1, 30)))
-        self.kill(pid, kind if gone(pid, 10) else "anywhere")
+        life = self.start(die=(kind, self.random.randint(1, 30)))
+        self.kill(life, kind if self._ends_itself(life) else "anywhere")
+
+    def _ends_itself(self, life):
+        """Whether it comes by its point before so many more reports are acknowledged that it should have."""
+        enough, deadline = self.ledger.total + 1000, time.monotonic() + PATIENCE_SECONDS
+        while self.ledger.total < enough and time.monotonic() < deadline:
+            if gone(life, 0.05):
+                return True
+        return gone(life, 0)
 
     def end_two_servers(self, kind):
-        pids = [self.start(0), self.start(1)]
+        lives = [self.start(0), self.start(1)]
         self.urls.append(f"http://127.0.0.1:{self.ports[1]}")
         self.progress(self.random.randint(10, 60))
-        self.kill(pids[1], kind)
+        self.kill(lives[1], kind)
         self.urls.pop()
         self.progress(10)
-        self.kill(pids[0], kind)
+        self.kill(lives[0], kind)
 
     def end_disk_full(self, kind):
         """Full while reports come; half of the time killed and started on the full disk, too."""
         assert self.disk is not None
-        pid = self.start()
+        life = self.start()
         self.progress(self.random.randint(1, 30))
-        self.disk.fill(pid)
+        self.disk.fill(life.pid)
         time.sleep(0.2 + 0.5 * self.random.random())
         if self.disk.mounted and self.random.random() < 0.5:
-            self.kill(pid, kind)
-            pid = self.start()
+            self.kill(life, kind)
+            life = self.start()
             time.sleep(0.5 * self.random.random())
-        self.disk.free(pid)
+        self.disk.free(life.pid)
         self.revive()
-        if gone(pid, 0.05):
-            pid = self.start()
+        if gone(life, 0.05):
+            life = self.start()
         self.progress(5)
-        self.kill(pid, kind)
+        self.kill(life, kind)
 
     @abstractmethod
     def revive(self):
@@ -170,7 +176,7 @@ class Lives(ABC):
 
     def finish(self):
         """Let the senders finish their batch, then verify the run in every way."""
-        pid = self.start()
+        life = self.start()
         for client in self.clients:
             client.stopping.set()
         for client in self.clients:
@@ -179,7 +185,7 @@ class Lives(ABC):
         self.looks += self.clients[-1].looks  # type: ignore[union-attr]
         verify(self.ledger, self.urls[0], self.run_id, self.store)
         self.findings += self.ledger.findings
-        self.kill(pid, "anywhere")
+        self.kill(life, "anywhere")
 
 
 class SqliteLives(Lives):
@@ -192,13 +198,13 @@ class SqliteLives(Lives):
 
     def end_second_writer(self, kind):
         """Another program holds the file's lock with changes of its own, and is killed."""
-        pid = self.start()
+        life = self.start()
         self.progress()
-        other = self.zygote.start("hold", [self.folder / "collage.sqlite", 0.2 + 0.3 * self.random.random()])
-        assert gone(other, 20)
+        other = self.births.start("hold", [self.folder / "collage.sqlite", 0.2 + 0.3 * self.random.random()])
+        assert gone(other, PATIENCE_SECONDS)
         self.kills[kind] += 1
         self.progress()
-        self.kill(pid, kind)
+        self.kill(life, kind)
 
     def revive(self):
         """Nothing: SQLite goes on as soon as there is room."""
@@ -209,8 +215,8 @@ class PostgresqlLives(Lives):
 
     kinds = (*Lives.kinds, "cluster killed", "cluster stopped at once", "backend killed")
 
-    def __init__(self, folder, zygote, seed, cluster, database="postgres"):
-        super().__init__(folder, zygote, seed)
+    def __init__(self, folder, births, seed, cluster, database="postgres"):
+        super().__init__(folder, births, seed)
         self.cluster = cluster
         self.url = cluster.url(database)
 
@@ -233,21 +239,21 @@ class PostgresqlLives(Lives):
 
     def end_cluster_killed(self, kind, number=signal.SIGKILL):
         """The server lives on, and must find the database again."""
-        pid = self.start()
+        life = self.start()
         self.progress(self.random.randint(1, 30))
         self.cluster.end(number)
         self.kills[kind] += 1
         time.sleep(0.3 * self.random.random())
         self.restart()
         self.progress()
-        self.kill(pid, kind)
+        self.kill(life, kind)
 
     def end_cluster_stopped_at_once(self, kind):
         self.end_cluster_killed(kind, signal.SIGQUIT)
 
     def end_backend_killed(self, kind):
         """One of PostgreSQL's own processes: the postmaster then restarts them all."""
-        pid = self.start()
+        life = self.start()
         self.progress(self.random.randint(1, 30))
         found = self.cluster.execute("SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'")
         mine = [int(line) for line in found.split()]
@@ -256,7 +262,7 @@ class PostgresqlLives(Lives):
         time.sleep(0.3)
         self.kills[kind] += 1
         self.progress()
-        self.kill(pid, kind)
+        self.kill(life, kind)
 
     def revive(self):
         """A cluster that cannot write its log ends."""

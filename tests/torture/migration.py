@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 
 import httpx
 
 from tests.server.store.release import CHANGED_SINCE, OLDEST, holds, read_release
 from tests.server.store.test_release import as_released
-from tests.torture.zygote import gone
+from tests.torture.life import gone
 from tests.waiting import PATIENCE_SECONDS, until
 
 __all__ = ["end_in_migration"]
@@ -29,22 +26,21 @@ def end_in_migration(lives, released):
     for _ in range(_TRIES):
         die = ("migration", lives.random.randint(1, _STATEMENTS[released]))
         command = lives.arguments()[-2:]
-        pid = lives.zygote.start("migrate", command, die=die) if by_command else lives.start(die=die)
-        if not gone(pid, 5):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            assert gone(pid, PATIENCE_SECONDS)
+        life = lives.births.start("migrate", command, die=die) if by_command else lives.start(die=die)
+        if not gone(life, 5):
+            life.kill()
+            assert gone(life, PATIENCE_SECONDS)
         lives.kills["migration"] += 1
     if by_command:
-        assert gone(lives.zygote.start("migrate", lives.arguments()[-2:]), PATIENCE_SECONDS)
-    pid = lives.start()
+        assert gone(lives.births.start("migrate", lives.arguments()[-2:]), PATIENCE_SECONDS)
+    life = lives.start()
     _compare(lives, released)
-    lives.kill(pid, "migration")
+    lives.kill(life, "migration")
 
 
 def _compare(lives, released):
     with httpx.Client(base_url=lives.urls[0], timeout=PATIENCE_SECONDS, trust_env=False) as client:
-        until(lambda: _ready(client), f"serving ({lives.zygote.log})")
+        until(lambda: _ready(client), f"serving ({lives.births.log})")
         for path, known in read_release(OLDEST)[2].items() if released else ():
             if not path.startswith("/runs/r1/"):
                 continue

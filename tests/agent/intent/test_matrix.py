@@ -16,7 +16,10 @@ STEPS = 10
 IDS = [f"{entry.title} {str(dtype).removeprefix('torch.')}" for entry, dtype in CASES]
 STEPPED = [(entry, dtype) for entry, dtype in CASES if not entry.closure]
 STEPPED_IDS = [name for name, (entry, _) in zip(IDS, CASES, strict=True) if not entry.closure]
-pytestmark = pytest.mark.filterwarnings("ignore:Parameter .foreach. is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Parameter .foreach. is deprecated:DeprecationWarning"),
+]
 
 
 def train(module, optimizer, steps, start=0):

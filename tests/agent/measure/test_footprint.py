@@ -11,6 +11,8 @@ from collage_agent.watch import watch
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, train
 
+pytestmark = pytest.mark.slow
+
 
 def storages():
     """Bytes of every living tensor's memory, by address."""

@@ -14,6 +14,8 @@ from tests.reference import diagnostics
 from tests.reference.adamw import ReferenceAdamW
 from tests.reference.intended import full_precision_update
 
+pytestmark = pytest.mark.slow
+
 CYCLE = 16
 """Windows of 2 and 4 steps, every step measured: they end every 8 and 16 steps, together at the sixteenth."""
 

@@ -17,6 +17,8 @@ from tests.agent.measure.test_meter import totals_of
 from tests.agent.measure.test_windows import CYCLE, reference_update
 from tests.reference import casts, diagnostics
 
+pytestmark = pytest.mark.slow
+
 WAYS = {
     "fp32": (torch.float32, lambda p: torch.optim.AdamW(p, lr=3e-4, weight_decay=0.1)),
     "pairs": (torch.bfloat16, lambda p: CollageAdamW(p, lr=3e-4, weight_decay=0.1, strategy="light")),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from collage_server.store import SqliteStore
 
 from tests.server.store.contract import LIMITS, NOW
 from tests.server.store.life import NEVER, LifeContract, filled
 from tests.server.store.test_sqlite import reopen, store
+
+pytestmark = pytest.mark.slow
 
 __all__ = ["reopen", "store"]
 

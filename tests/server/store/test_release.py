@@ -22,6 +22,8 @@ from tests.server.store.contract import LIMITS
 from tests.server.store.release import CHANGED_SINCE, OLDEST, PREVIOUS, holds, insert_rows, read_release
 from tests.waiting import until
 
+pytestmark = pytest.mark.slow
+
 REVISION, _, _ = read_release(PREVIOUS)
 
 

@@ -12,6 +12,7 @@ from collage_server.errors import StoreUnusable
 from collage_server.store import SqliteStore
 from collage_server.store.engine.files import network_file_system
 
+from tests.server.migrated import put_migrated
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
 from tests.server.store.events import EventsContract
@@ -31,7 +32,7 @@ def opened(path):
 
 @pytest.fixture
 def store(tmp_path):
-    store = opened(tmp_path / "collage.sqlite")
+    store = opened(put_migrated(tmp_path))
     yield store
     store.close()
 

@@ -1,13 +1,11 @@
-"""Forks servers: imports them once, so that a life costs milliseconds; then `serve` or `migrate` in a new process.
+"""A server's life, `serve` or `migrate` in a process of its own, that may be told to kill itself.
 
-Orders come as JSON lines on standard input, process ids go back on standard output. A life may be told to kill
-itself, with SIGKILL, at a point that a clock outside would seldom hit.
+It does so with SIGKILL, at a point that a clock outside would seldom hit.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import os
 import re
@@ -16,10 +14,11 @@ import sqlite3
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
-__all__ = ["POINTS", "Zygote", "gone"]
+from tests.forking import SERVER, fork
+
+__all__ = ["POINTS", "Births", "gone"]
 
 POINTS = {
     "seal": r"^(INSERT INTO|DELETE FROM) (point_chunk|model_chunk|layer_chunk|scalar_chunk|report|entry)",
@@ -28,64 +27,37 @@ POINTS = {
 """Where a life kills itself: before the count-th such statement. Two points are none: "commit" lies behind the
 reports' last statement, before their commit is sent; "answer" between a commit and its answers."""
 
-_IMPORTED = (
-    "collage_server.app",
-    "collage_server.command.serve",
-    "collage_server.command.migrate",
-    "psycopg",
-    "tests.server.store.contract",
-    "uvicorn.protocols.http.httptools_impl",
-    "uvloop",
-)
+_IMPORTED = (*SERVER, "collage_server.command.migrate", "tests.server.store.contract")
 
 
-class Zygote:
-    """The harness's side: `start` returns the process id of a new life."""
+class Births:
+    """Starts lives as processes of their own that write to one log."""
 
     def __init__(self, log):
         self.log = Path(log)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.torture.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
     def start(self, verb, arguments=(), *, die=None, **settings):
-        """`die`: (point, count). `settings` reach the server through its environment."""
-        order = {
-            "verb": verb,
-            "arguments": [str(argument) for argument in arguments],
-            "die": die,
-            "environment": {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()},
-            "log": str(self.log),
-        }
-        given, answered = self._process.stdin, self._process.stdout
-        assert given is not None
-        assert answered is not None
-        given.write(json.dumps(order) + "\n")
-        given.flush()
-        return int(answered.readline())
-
-    def close(self):
-        """Lives go on; end them first."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
+        """A new life. `die`: (point, count). `settings` reach the server through its environment."""
+        order = json.dumps({"verb": verb, "arguments": [str(argument) for argument in arguments], "die": die})
+        environment = {f"COLLAGE_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
+        with self.log.open("ab") as output:
+            return fork(
+                _IMPORTED,
+                "-m",
+                "tests.torture.life",
+                order,
+                environment={**os.environ, **environment},
+                output=output,
+            )
 
 
-def gone(pid, seconds):
-    """Wait until the process has ended; False if it has not in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
+def gone(life, seconds):
+    """Wait until the life has ended; False if it has not in time."""
+    try:
+        life.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _die():
@@ -157,14 +129,10 @@ def _hold(path, seconds):
     _die()
 
 
-def _live(order):
-    with open(order["log"], "ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+def main(order):
+    """Live as the order says."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.environ.update(order["environment"])
     if order["verb"] == "hold":
         _hold(*order["arguments"])
     if order["die"]:
@@ -176,23 +144,5 @@ def _live(order):
     {"serve": serve, "migrate": migrate}[order["verb"]].main(order["arguments"], standalone_mode=False)
 
 
-def main():
-    """Read orders until standard input ends."""
-    for name in _IMPORTED:
-        importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _live(json.loads(line))
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        sys.stdout.write(f"{pid}\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))
