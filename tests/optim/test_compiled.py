@@ -38,7 +38,7 @@ def _fresh_compilations():
 
 @pytest.fixture
 def fp64_roots(monkeypatch):
-    """Roots are taken in fp64: eager fp32 roots, which stand in for compiled ones here, are exact on some CPUs only."""
+    """Roots are taken in fp64: eager fp32 roots, which stand in for compiled ones, are exact on some CPUs only."""
     monkeypatch.setattr(compiled, "_rounds_roots_correctly", lambda device_type: False)
 
 
