@@ -70,7 +70,7 @@ def fork(imports, *arguments, environment=None, folder=None, output=None):
     )
 
 
-def run_forked(imports, *arguments, **options):
+def run_forked(imports, *arguments, **options) -> subprocess.CompletedProcess[str]:
     """A program from its start to its end, as `subprocess.run` tells of it."""
     program = fork(imports, *arguments, **options)
     output, errors = program.communicate()
