@@ -86,6 +86,7 @@ class Lives(ABC):
 
     def stacks(self):
         """What the threads of the newest life are doing, at the end of the log."""
+        assert self.newest is not None
         self.newest.send_signal(signal.SIGUSR1)
         time.sleep(1.0)
         return self.births.log.read_text(errors="replace")[-9000:]
