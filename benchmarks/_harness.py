@@ -1,4 +1,4 @@
-"""What the benchmarks share: the command line, the table of medians and ranges, machine and versions, the gate."""
+"""What the benchmarks share: the command line, a line a figure as it is known, machine and versions, the gate."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Figure", "Options", "main", "parse_options", "print_table", "versions"]
+__all__ = ["Figure", "Measuring", "Options", "main", "parse_options", "print_figures", "versions"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Figure:
         """What the median is held to, as text."""
         bounds = (("≤", self.limit), ("≥", self.floor))
         return " ".join(f"{sign} {value:.4g}" for sign, value in bounds if value is not None)
+
+
+Measuring = Generator[Figure, None, list[str]]
+"""Figures as they are known, and at the end notes about the run."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,14 @@ def parse_options(description: str, arguments: Sequence[str] | None = None) -> O
 def main(
     name: str,
     description: str,
-    measure: Callable[[Options], tuple[list[str], list[Figure]]],
+    measure: Callable[[Options], Measuring],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run a benchmark: measure, print the table, write the file; the exit status, 1 for a gate that is missed."""
+    """Run a benchmark: measure, print each figure, write the file; the exit status, 1 for a gate that is missed."""
     options = parse_options(description, arguments)
-    notes, figures = measure(options)
-    print_table(name, notes, figures)
+    info = machine()
+    print(f"{name} on {info['processor']} ({info['cores']} cores, load {info['load']:.1f}), {info['python']}")
+    notes, figures = print_figures(measure(options))
     if options.json is not None:
         outcome = asdict(Outcome(name, options.seed, notes, figures))
         options.json.write_text(json.dumps({**outcome, "machine": machine(), "versions": versions()}, indent=2))
@@ -94,18 +99,20 @@ def main(
     return 1 if options.gate and missed else 0
 
 
-def print_table(name: str, notes: Sequence[str], figures: Sequence[Figure]) -> None:
-    """Medians and ranges, one line a figure."""
-    info = machine()
-    print(f"{name} on {info['processor']} ({info['cores']} cores, load {info['load']:.1f}), {info['python']}")
-    for note in notes:
-        print(f"  {note}")
-    width = max((len(figure.name) for figure in figures), default=0)
-    print(f"{'':{width}}  {'median':>10}  {'lowest':>10}  {'highest':>10}  {'gate':>9}  unit")
-    for figure in figures:
+def print_figures(measuring: Measuring) -> tuple[list[str], list[Figure]]:
+    """Print medians and ranges, a line a figure as it is known, then the notes; both are returned."""
+    print(f"{'median':>10}  {'lowest':>10}  {'highest':>10}  {'gate':>9}", flush=True)
+    figures: list[Figure] = []
+    while True:
+        try:
+            figure = next(measuring)
+        except StopIteration as end:
+            print(*(f"  {note}" for note in end.value), sep="\n", flush=True)
+            return end.value, figures
+        figures.append(figure)
         numbers = "  ".join(f"{x:10.4g}" for x in (figure.median, min(figure.values), max(figure.values)))
         mark = " MISSED" if figure.missed else ""
-        print(f"{figure.name:{width}}  {numbers}  {figure.bound:>9}  {figure.unit}{mark}")
+        print(f"{numbers}  {figure.bound:>9}  {figure.unit}  {figure.name}{mark}", flush=True)
 
 
 def machine() -> dict[str, Any]:

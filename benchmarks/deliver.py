@@ -21,7 +21,7 @@ from collage_agent.run import Run
 from collage_agent.settings import DeliveryLimits, Settings
 from collage_agent.transport import Envelope, HttpTransport, MemoryTransport
 
-from benchmarks._harness import Figure, Options, main
+from benchmarks._harness import Figure, Measuring, Options, main
 from collage_monitor.metrics import STATISTICS
 from collage_monitor.wire import BatchAnswer, Layer, Report, ReportBatch, WatchInfo, array_to_bytes, encode_json
 
@@ -31,14 +31,13 @@ LAYERS = 25
 STATISTIC_COUNT = 20
 
 
-def measure(options: Options) -> tuple[list[str], list[Figure]]:
+def measure(options: Options) -> Measuring:
     """Rounds of each alternative, in turn."""
     rounds = options.rounds or (3 if options.gate else 5)
-    figures = handing_over(rounds)
+    yield from handing_over(rounds)
     if not options.gate:
-        values = tuple(1e3 * logged() for _ in range(rounds))
-        figures.append(Figure("logged, ten scalars", "ms", values))
-    return [f"{LAYERS} layers × {STATISTIC_COUNT} statistics = 500 numbers, {STEPS} steps a round"], figures
+        yield Figure("logged, ten scalars", "ms", tuple(1e3 * logged() for _ in range(rounds)))
+    return [f"{LAYERS} layers × {STATISTIC_COUNT} statistics = 500 numbers, {STEPS} steps a round"]
 
 
 def handing_over(rounds: int) -> list[Figure]:

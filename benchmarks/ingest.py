@@ -25,7 +25,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from benchmarks._harness import Figure, Options, main
+from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._peers import peer_figures
 from benchmarks._reports import LARGE, SMALL, Shape, register, requests
 from benchmarks._serving import Connection, ServerProcess, run_cluster, run_server
@@ -233,11 +233,10 @@ def plain_figures(case: Case, rounds: Rounds) -> list[Figure]:
     return [*figures, Figure(f"{case.name}: fdatasync of 16 KiB beside it", "ms", syncs)]
 
 
-def measure(options: Options) -> tuple[list[str], list[Figure]]:
+def measure(options: Options) -> Measuring:
     """Every case on its servers, in turns."""
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
     held = [(ONE, ratios_of_one), (TEN, ratios_of_ten), (EIGHT, ratios_of_eight)]
-    figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         servers = {
@@ -250,21 +249,21 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
             servers["postgresql"] = stack.enter_context(entered)
         for case, ratios in held:
             found = measure_case(case, servers, folder, rounds)
-            figures += [*ratios(found), *plain_figures(case, found)]
-        figures += sealing_figures(servers["sqlite"], rounds)
+            yield from (*ratios(found), *plain_figures(case, found))
+        yield from sealing_figures(servers["sqlite"], rounds)
         with run_server("sqlite", folder / "disk") as server:
-            figures += disk_figures(server, folder / "disk")
+            yield from disk_figures(server, folder / "disk")
         for case in () if options.gate else (LARGE_ONE, LARGE_EIGHT):
-            figures += plain_figures(case, measure_case(case, servers, folder, rounds))
+            yield from plain_figures(case, measure_case(case, servers, folder, rounds))
         peers, beside = ([], []) if options.gate else peer_figures(folder, rounds)
-        figures += beside
+        yield from beside
     notes = [
         f"small reports: {SMALL.numbers} numbers ({SMALL.layers} layers × {len(SMALL.statistics)} statistics); "
         f"large: {LARGE.numbers} (200 layers × 60 statistics and 34 histogram bins); msgpack, loopback, keep-alive",
         f"{rounds} rounds, servers in turns; SQLite: WAL, synchronous=FULL; PostgreSQL: durable, its CPU counted",
         *peers,
     ]
-    return notes, figures
+    return notes
 
 
 BACKLOG: Final = 512

@@ -28,7 +28,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from benchmarks._harness import Figure, Options, main
+from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._reports import SMALL, Shape, register
 from benchmarks._serving import cpu_seconds, request_of
 from collage_monitor import wire
@@ -303,14 +303,15 @@ def command(arguments: list[str]) -> int:
     chosen, others = parser.parse_known_args(arguments)
     load = Load(**vars(chosen))
 
-    def measure(options: Options) -> tuple[list[str], list[Figure]]:
+    def measure(options: Options) -> Measuring:
         with tempfile.TemporaryDirectory() as folder:
             outcome = run_load(load, Path(folder), options.seed)
         notes = [
             f"{load.agents} agents, {load.seconds:g} s, {SMALL.numbers} numbers a report, SQLite, default settings",
             f"answers by status: {dict(sorted(outcome.tally.statuses.items()))}",
         ]
-        return notes, figures_of(load, outcome)
+        yield from figures_of(load, outcome)
+        return notes
 
     return main("load", __doc__ or "", measure, others)
 

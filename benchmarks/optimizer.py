@@ -20,7 +20,7 @@ from collage_agent.optim import STRATEGIES, CollageAdamW
 from collage_agent.optim.arithmetic import release_scratch
 from torch import Tensor
 
-from benchmarks._harness import Figure, Options, main
+from benchmarks._harness import Figure, Measuring, Options, main
 
 WIDTH, BLOCKS = 368, 6
 ROUNDS = 15
@@ -197,7 +197,7 @@ def _resident_kib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def measure(options: Options) -> tuple[list[str], list[Figure]]:
+def measure(options: Options) -> Measuring:
     """All contenders alternated, or with --gate the gated ones."""
     torch.set_num_threads(1)
     contenders = gated_contenders(options.seed)
@@ -207,16 +207,17 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
         libraries, notes = library_contenders(options.seed)
         contenders.update({**further_contenders(options.seed), **libraries})
     times = alternate(contenders, options.rounds or ROUNDS, options.seed)
-    figures = [Figure(name, "CPU ms", tuple(values)) for name, values in times.items()]
+    for name, values in times.items():
+        yield Figure(name, "CPU ms", tuple(values))
     for name, base, limit in STATED_RATIOS:
-        figures.append(Figure(f"{name} / {base}", "ratio", ratio(times, name, base), limit))
+        yield Figure(f"{name} / {base}", "ratio", ratio(times, name, base), limit)
     noticing = noticing_share(own_step(options.seed, "plus"), options.rounds or ROUNDS)
-    figures.append(Figure("noticing external writes / plus eager", "ratio", noticing, NOTICING_LIMIT))
+    yield Figure("noticing external writes / plus eager", "ratio", noticing, NOTICING_LIMIT)
     for name, share in memory.items():
-        figures.append(Figure(f"extra memory of {name} / the parameters", "ratio", (share,), EXTRA_MEMORY_LIMIT))
+        yield Figure(f"extra memory of {name} / the parameters", "ratio", (share,), EXTRA_MEMORY_LIMIT)
     elements = sum(parameter.numel() for parameter in parameters(options.seed))
     notes += [f"one AdamW step over {elements:,} bf16 parameters in {len(shapes())} tensors, one thread"]
-    return notes, figures
+    return notes
 
 
 if __name__ == "__main__":

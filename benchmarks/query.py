@@ -31,7 +31,7 @@ import numpy as np
 import psycopg
 from collage_server.store import PostgresqlStore
 
-from benchmarks._harness import Figure, Options, main
+from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._population import LAYERED, MODELS, UnsyncedStore, populate
 from benchmarks._serving import Connection, ServerProcess, cpu_seconds, run_cluster, run_server
 
@@ -205,7 +205,7 @@ def ask(connection: Connection, question: Question, fewer: int = 0) -> tuple[flo
     return 1e3 * (time.perf_counter() - started), [msgspec.json.decode(body) for body in bodies]
 
 
-def measure(options: Options) -> tuple[list[str], list[Figure]]:
+def measure(options: Options) -> Measuring:
     """Populate, then ask every question of both databases, warm and cold."""
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
     asked = [question for question in questions() if question.limits is not None or not options.gate]
@@ -216,15 +216,21 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
         if found is not None:
             sides.append(_postgresql(root, options.seed, *found))
         _warm(sides, asked, rounds)
+        for place, side in enumerate(sides):
+            yield from _ratios(side, place, asked, "CPU of a warm answer")
+            yield from _times(side, asked, "answer", "reference", "CPU", "reference, CPU", "asked again")
         for _ in range(GATE_COLD_ROUNDS if options.gate else COLD_ROUNDS):
             for question in asked:
                 for side in sides:
                     _cold(side, question)
+    for place, side in enumerate(sides):
+        yield from _ratios(side, place, asked, "cold answer's time")
+        yield from _times(side, asked, "cold answer", "cold reference")
     notes = [f"{_numbers() / 1e6:.0f} M numbers on each; {rounds} rounds, databases and questions in turns"]
     notes += [f"{side.kind}: filled in {side.seconds:.0f} s" for side in sides]
     if found is None:
         notes.append("no PostgreSQL programs on this machine: only SQLite was measured")
-    return notes, [figure for place, side in enumerate(sides) for figure in _figures(side, place, asked)]
+    return notes
 
 
 def _sqlite(root: Path, seed: int) -> Side:
@@ -302,19 +308,18 @@ def _forget(data: Path) -> None:
             continue
 
 
-def _figures(side: Side, place: int, asked: Sequence[Question]) -> list[Figure]:
-    figures = []
-    for index, what in enumerate(("CPU of a warm answer", "cold answer's time")):
+def _ratios(side: Side, place: int, asked: Sequence[Question], what: str) -> Iterator[Figure]:
+    """Beside the reference; the first limit of a question is in CPU when warm, the second in time when cold."""
+    for question in asked:
+        limit = None if question.limits is None else question.limits[place][what.startswith("cold")]
+        values = tuple(side.measured[what][question.name])
+        yield Figure(f"{side.kind}: {question.name}, {what} / reference", "×", values, limit)
+
+
+def _times(side: Side, asked: Sequence[Question], *names: str) -> Iterator[Figure]:
+    for what in names:
         for question in asked:
-            limit = None if question.limits is None else question.limits[place][index]
-            values = tuple(side.measured[what][question.name])
-            figures.append(Figure(f"{side.kind}: {question.name}, {what} / reference", "×", values, limit))
-    for what in ("answer", "reference", "CPU", "reference, CPU", "asked again", "cold answer", "cold reference"):
-        for question in asked:
-            figures.append(
-                Figure(f"{side.kind}: {question.name}, {what}", "ms", tuple(side.measured[what][question.name]))
-            )
-    return figures
+            yield Figure(f"{side.kind}: {question.name}, {what}", "ms", tuple(side.measured[what][question.name]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from benchmarks._harness import Figure, Options, main
+from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._reports import LARGE, register
 from benchmarks._serving import Connection, cpu_seconds, request_of, run_cluster
 from benchmarks.load import serving
@@ -191,18 +191,18 @@ def command(arguments: list[str]) -> int:
     chosen, others = parser.parse_known_args(arguments)
     job = Job(**vars(chosen))
 
-    def measure(_: Options) -> tuple[list[str], list[Figure]]:
+    def measure(_: Options) -> Measuring:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            figures = figures_of(job, "SQLite", run_job(job, folder))
+            yield from figures_of(job, "SQLite", run_job(job, folder))
             cluster = stack.enter_context(run_cluster())
             if cluster is not None:
                 url, process_id = cluster
-                figures += figures_of(job, "PostgreSQL", run_job(job, folder, process_id, database=url))
+                yield from figures_of(job, "PostgreSQL", run_job(job, folder, process_id, database=url))
         notes = [f"{job.ranks} ranks × {LARGE.numbers} numbers every {job.interval:g} s, {job.points} times"]
         if cluster is None:
             notes.append("no PostgreSQL programs on this machine: only SQLite was measured")
-        return notes, figures
+        return notes
 
     return main("ranks", __doc__ or "", measure, others)
 

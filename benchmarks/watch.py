@@ -22,7 +22,7 @@ from collage_agent.optim import CollageAdamW
 from collage_agent.watch import Watch, watch
 from torch.optim import Optimizer
 
-from benchmarks._harness import Figure, Options, main
+from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._training import BATCH, CONTEXT, HistogramLoop, ItemLoop, Method, Training, WandbWatch
 from benchmarks.deliver import handing_over
 
@@ -140,7 +140,7 @@ def norm_seconds(training: Training) -> float:
     return statistics.median(taken)
 
 
-def measure(options: Options) -> tuple[list[str], list[Figure]]:
+def measure(options: Options) -> Measuring:
     """Alternated rounds of every alternative; only the gated ones under --gate."""
     torch.set_num_threads(1)
     training = Training(options.seed)
@@ -170,17 +170,16 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
         f"{statistics.median(norms):.2f} ms; {rounds} rounds, taking turns",
         f"statistics switched on: {', '.join(switched_on)}",
     ]
-    figures = []
     for entry in chosen:
         own = found[entry.name]
-        figures.append(Figure(entry.name, "hook CPU / step CPU", tuple(own.ratios), entry.limit))
-        figures.append(Figure("", "foreach norms a step", tuple(own.norms), entry.norms))
-        figures.append(Figure("", "ms a step", tuple(own.milliseconds)))
-    figures += idle_figures(training)
-    figures.append(
-        Figure("buffers kept, every step, 4096 a tensor, oracle", "MB", (buffers_kept(training),), BUFFER_MEGABYTES)
-    )
-    return notes, figures + further_figures(options, training)
+        yield Figure(entry.name, "hook CPU / step CPU", tuple(own.ratios), entry.limit)
+        yield Figure(entry.name, "foreach norms a step", tuple(own.norms), entry.norms)
+        yield Figure(entry.name, "ms a step", tuple(own.milliseconds))
+    yield from idle_figures(training)
+    buffers = (buffers_kept(training),)
+    yield Figure("buffers kept, every step, 4096 a tensor, oracle", "MB", buffers, BUFFER_MEGABYTES)
+    yield from further_figures(options, training)
+    return notes
 
 
 def idle_figures(training: Training) -> list[Figure]:
