@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
 from collage_monitor.definitions import HISTOGRAM_LABELS, Array, Metric
 from collage_monitor.statistics import intervals as estimates
 from collage_monitor.statistics.catalogue import METRICS, STATISTICS, metric, split_key
+from collage_monitor.statistics.merge import Totals
 from collage_monitor.statistics.updates import histogram_counts
 
 __all__ = ["finish", "finish_all", "has_interval", "interval", "metric_keys", "statistics_for"]
-
-Totals = Mapping[str, Array]
 
 
 def finish(key: str, totals: Totals) -> Array:

@@ -18,7 +18,7 @@ __all__ = ["Totals", "merge", "merge_shards", "merge_steps", "reduce_shards", "r
 
 Array = NDArray[np.float64]
 Totals = Mapping[str, Array]
-"""Statistic key → float64 array; all arrays of one Totals share their shape."""
+"""Statistic key → float64 array of one common shape: a `Table`, or a plain mapping."""
 _REDUCED_BY: Final[Mapping[str, tuple[np.ufunc, float]]] = {
     "sum": (np.add, 0.0),
     "root_sum": (np.add, 0.0),

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from collage_monitor.statistics import finish, has_interval, interval
+from collage_monitor.statistics import Totals, finish, has_interval, interval
 from collage_monitor.wire import Number, to_number, undefined_to_none
 
 __all__ = ["finished", "finished_interval", "number", "numbers", "values"]
 
 FloatArray = NDArray[np.float64]
-Totals = Mapping[str, FloatArray]
 
 
 def finished(key: str, totals: Totals, shape: tuple[int, ...]) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Decodes journal rows into arrays: only the wanted statistics and layers, many rows at a time."""
+"""Decodes journal rows into tables: only the wanted statistics and layers, many rows at a time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Row
 
+from collage_monitor.table import Axis, Table
 from collage_server.store.records import FloatArray, IntArray, StreamRecord
 
 __all__ = ["decode_layers", "decode_model", "layer_replicas", "model_replica"]
@@ -16,8 +17,8 @@ __all__ = ["decode_layers", "decode_model", "layer_replicas", "model_replica"]
 Streams = Mapping[str, StreamRecord]
 
 
-def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]) -> FloatArray:
-    """Model totals [keys, rows]; NaN where a row's stream does not declare the key."""
+def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]) -> Table[FloatArray]:
+    """Model totals [rows] by key; NaN where a row's stream does not declare the key."""
     values = np.full((len(keys), len(rows)), np.nan)
     declared: dict[tuple[str, ...], list[IntArray]] = defaultdict(list)
     for (stream_id, count), members in _rows_by_shape(rows, "statistic_count"):
@@ -28,13 +29,13 @@ def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]
         totals = np.frombuffer(data, dtype="<f8").reshape(len(members), len(statistics))
         for target, source in _columns(keys, statistics):
             values[target, members] = totals[:, source]
-    return values
+    return Table(Axis(keys), None, values)
 
 
 def decode_layers(
     streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str], positions: IntArray
-) -> FloatArray:
-    """Layer totals [keys, rows, layers] of the layers at these positions of the run's dictionary."""
+) -> Table[FloatArray]:
+    """Layer totals [rows, layers] by key, of the layers at these positions of the run's dictionary."""
     values = np.full((len(keys), len(rows), len(positions)), np.nan)
     target_of = {position: target for target, position in enumerate(positions.tolist())}
     for (stream_id, statistic_count, layer_count), members in _rows_by_shape(
@@ -48,7 +49,7 @@ def decode_layers(
         sources = np.array([source for _, source in held], dtype=np.int64)
         for target, source in _columns(keys, stream.statistics[:statistic_count]):
             values[target, members[:, None], targets[None, :]] = totals[:, source][:, sources]
-    return values
+    return Table(Axis(keys), None, values)
 
 
 def model_replica(stream: StreamRecord) -> float:

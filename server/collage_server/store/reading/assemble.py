@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from collage_monitor.statistics import reduce_shards
+from collage_monitor.statistics import Totals, reduce_shards
 from collage_server.store.records import FloatArray, IntArray, StreamRecord
 
 __all__ = ["RowOrigins", "RowsByStep", "group_steps", "merge_rows", "visible"]
@@ -99,9 +99,7 @@ def group_steps(origins: RowOrigins) -> RowsByStep:
     return RowsByStep(steps, times, np.bincount(reported, minlength=len(steps)).astype(np.int64), points, slots)
 
 
-def merge_rows(
-    grouped: RowsByStep, totals: Mapping[str, FloatArray], replicas: FloatArray | None
-) -> dict[str, FloatArray]:
+def merge_rows(grouped: RowsByStep, totals: Totals, replicas: FloatArray | None) -> dict[str, FloatArray]:
     """Totals by point from totals by row [rows, …], rows of one step merged as shards.
 
     `replicas` ([rows, …], NaN: this row does not hold the layer) leaves, of replicated tensors, only the lowest
@@ -125,6 +123,6 @@ def _pad(grouped: RowsByStep, values: FloatArray) -> FloatArray:
     return padded
 
 
-def _reported(totals: Mapping[str, FloatArray]) -> NDArray[np.bool_]:
+def _reported(totals: Totals) -> NDArray[np.bool_]:
     any_reported: NDArray[np.bool_] = np.logical_or.reduce([~np.isnan(values) for values in totals.values()])
     return any_reported

@@ -32,7 +32,7 @@ class ReadPlan:
 
     chunks: dict[tuple[int, int], list[int]]
     unsealed: UnsealedReports
-    known: dict[int, Contributors]
+    contributors: dict[int, Contributors]
     infos: dict[tuple[int, int], tuple[ChunkInfo, ...]]
 
 
@@ -50,7 +50,7 @@ def plan_read(
         wanted = 1 if fine and (info.attempt, info.chunk) in fine else level
         chosen[info.attempt, _available_level(info, wanted)].append(info)
     chunks = {place: [info.chunk for info in members] for place, members in chosen.items()}
-    known: dict[int, Contributors] = {
+    contributors: dict[int, Contributors] = {
         attempt: read_contributors(
             view.connection,
             view.run_id,
@@ -61,7 +61,7 @@ def plan_read(
         )
         for attempt in {attempt for attempt, _ in late}
     }
-    return ReadPlan(chunks, unsealed, known, {place: tuple(members) for place, members in chosen.items()})
+    return ReadPlan(chunks, unsealed, contributors, {place: tuple(members) for place, members in chosen.items()})
 
 
 def _available_level(info: ChunkInfo, wanted: int) -> int:

@@ -75,9 +75,9 @@ def points_of_views(
     plans = _plans(connection, views, selection, layerwise)
     tables: Tables = {run_id: [] for run_id in views}
     for level, chunks in _by_level(plans).items():
-        known = None if level == 1 or selection.rank is not None else cache
+        kept_columns = None if level == 1 or selection.rank is not None else cache
         for run_id, found in _cached_model(
-            connection, views, plans, level, chunks, wanted, selection, known
+            connection, views, plans, level, chunks, wanted, selection, kept_columns
         ).items():
             tables[run_id] += found
     for run_id, plan in plans.items():
@@ -106,9 +106,9 @@ def _layer_points(
     for run_id, plan in plans.items():
         view = views[run_id]
         for attempt, rows in sorted(plan.unsealed.items()):
-            known = plan.known.get(attempt, {})
+            contributors = plan.contributors.get(attempt, {})
             keys = view.statistics(wanted)
-            tables[run_id].append(unsealed.layer_table(view, attempt, rows, keys, positions[run_id], known))
+            tables[run_id].append(unsealed.layer_table(view, attempt, rows, keys, positions[run_id], contributors))
     return _joined(views, tables, selection, list(next(iter(chosen.values()))))
 
 
@@ -195,18 +195,18 @@ def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
 def _unsealed_model(view: RunView, plan: ReadPlan, wanted: Collection[str] | None) -> list[AttemptPoints]:
     keys = view.statistics(wanted)
     return [
-        _model_table(view, attempt, rows, keys, plan.known.get(attempt, {}))
+        _model_table(view, attempt, rows, keys, plan.contributors.get(attempt, {}))
         for attempt, rows in plan.unsealed.items()
     ]
 
 
 def _model_table(
-    view: RunView, attempt: int, rows: Sequence[Any], keys: Sequence[str], known: Contributors
+    view: RunView, attempt: int, rows: Sequence[Any], keys: Sequence[str], contributors: Contributors
 ) -> AttemptPoints:
     if not view.replicas_beside_shards:
-        return unsealed.model_table(view, attempt, rows, keys, known)
+        return unsealed.model_table(view, attempt, rows, keys, contributors)
     positions = np.array(list(view.layers.values()), dtype=np.int64)
-    return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, known))
+    return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
 
 
 def _check_one_rank(views: Views, rank: int) -> None:

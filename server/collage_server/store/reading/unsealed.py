@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from sqlalchemy import Connection, Row
 
-from collage_monitor.statistics import reduce_shards
+from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.chunks.contributors import Contributors, StepReports, unknown_stream
 from collage_server.store.chunks.tables import AttemptPoints
@@ -108,19 +108,17 @@ def unsealed_rows(
 
 
 def model_table(
-    view: RunView, attempt: int, rows: Sequence[Row[Any]], keys: Sequence[str], known: Contributors
+    view: RunView, attempt: int, rows: Sequence[Row[Any]], keys: Sequence[str], contributors: Contributors
 ) -> AttemptPoints:
     """Rows of one attempt merged to the model's totals by step."""
-    if _needs_no_merge(rows, known):
-        values = decode_model(view.streams, rows, keys)
-        return _table_of_one(attempt, rows, dict(zip(keys, values, strict=True)))
+    if _needs_no_merge(rows, contributors):
+        return _table_of_one(attempt, rows, decode_model(view.streams, rows, keys))
 
     def replicas(stream_id: str) -> FloatArray:
         return np.array(model_replica(view.streams[stream_id]))
 
-    rows = visible_rows(view, rows, known)
-    totals = dict(zip(keys, decode_model(view.streams, rows, keys), strict=True))
-    return _table(view, attempt, rows, totals, known, replicas)
+    rows = visible_rows(view, rows, contributors)
+    return _table(view, attempt, rows, decode_model(view.streams, rows, keys), contributors, replicas)
 
 
 def layer_table(
@@ -129,12 +127,11 @@ def layer_table(
     rows: Sequence[Row[Any]],
     keys: Sequence[str],
     positions: IntArray,
-    known: Contributors,
+    contributors: Contributors,
 ) -> AttemptPoints:
     """Rows of one attempt merged to totals by step and layer."""
-    if _needs_no_merge(rows, known):
-        totals = decode_layers(view.streams, rows, keys, positions)
-        return _table_of_one(attempt, rows, dict(zip(keys, totals, strict=True)))
+    if _needs_no_merge(rows, contributors):
+        return _table_of_one(attempt, rows, decode_layers(view.streams, rows, keys, positions))
     cache: dict[str, FloatArray] = {}
 
     def replicas(stream_id: str) -> FloatArray:
@@ -142,21 +139,21 @@ def layer_table(
             cache[stream_id] = layer_replicas(view.streams[stream_id], positions)
         return cache[stream_id]
 
-    rows = visible_rows(view, rows, known)
+    rows = visible_rows(view, rows, contributors)
     totals = decode_layers(view.streams, rows, keys, positions)
-    return _table(view, attempt, rows, dict(zip(keys, totals, strict=True)), known, replicas)
+    return _table(view, attempt, rows, totals, contributors, replicas)
 
 
-def _needs_no_merge(rows: Sequence[Row[Any]], known: Contributors) -> bool:
+def _needs_no_merge(rows: Sequence[Row[Any]], contributors: Contributors) -> bool:
     """Whether the rows need no merging: one stream, one report a step, nothing of these steps sealed before.
 
     Merged nevertheless, a heatmap of 600 such reports costs 1.5 times the CPU of the whole question.
     """
     one_stream = len({row.stream_id for row in rows}) == 1
-    return one_stream and not known and all(a.step < b.step for a, b in itertools.pairwise(rows))
+    return one_stream and not contributors and all(a.step < b.step for a, b in itertools.pairwise(rows))
 
 
-def _table_of_one(attempt: int, rows: Sequence[Row[Any]], totals: dict[str, FloatArray]) -> AttemptPoints:
+def _table_of_one(attempt: int, rows: Sequence[Row[Any]], totals: Totals) -> AttemptPoints:
     steps = np.array([row.step for row in rows], dtype=np.int64)
     times = np.array([row.time for row in rows], dtype=np.float64)
     ranks = np.array([row.parts == 1 for row in rows], dtype=np.int64)
@@ -177,22 +174,22 @@ def model_of(table: AttemptPoints) -> AttemptPoints:
     return replace(table, totals=reduce_shards(table.totals, axis=1))
 
 
-def visible_rows(view: RunView, rows: Sequence[Row[Any]], known: Contributors) -> list[Row[Any]]:
+def visible_rows(view: RunView, rows: Sequence[Row[Any]], contributors: Contributors) -> list[Row[Any]]:
     """The rows, at most one process a rank at each step: if one process is sealed already, others are left out.
 
     Several reports of one process about one step are shards of it, and all are kept.
     """
-    rows = [row for row in rows if not (known and _another_is_sealed(view, row, known))]
+    rows = [row for row in rows if not (contributors and _another_is_sealed(view, row, contributors))]
     seen = visible(_origins(view, rows), {})
     return [row for row, kept in zip(rows, seen.tolist(), strict=True) if kept]
 
 
-def _another_is_sealed(view: RunView, row: Row[Any], known: Contributors) -> bool:
+def _another_is_sealed(view: RunView, row: Row[Any], contributors: Contributors) -> bool:
     """Whether another process of the row's rank has already been sealed at its step."""
     if not view.is_contested(row.stream_id):
         return False
     own = view.streams[row.stream_id]
-    others = (number for number in known.get(row.step, ()) if number != own.number)
+    others = (number for number in contributors.get(row.step, ()) if number != own.number)
     return any(
         number == unknown_stream(own.rank) or view.ranks_by_stream.get(number) == own.rank for number in others
     )
@@ -215,45 +212,47 @@ def _table(
     view: RunView,
     attempt: int,
     rows: Sequence[Row[Any]],
-    totals: dict[str, FloatArray],
-    known: Contributors,
+    totals: Totals,
+    contributors: Contributors,
     replicas_of: Callable[[str], FloatArray],
 ) -> AttemptPoints:
     grouped = group_steps(_origins(view, rows))
     replicas = None
     if view.replicated and rows:
         replicas = np.stack([replicas_of(row.stream_id) for row in rows])
-        _leave_out_replicas(view, attempt, rows, totals, known, replicas, replicas_of)
+        _exclude_replicas(view, attempt, rows, totals, contributors, replicas, replicas_of)
     return AttemptPoints(
         attempt=attempt,
         first_steps=grouped.steps,
         steps=grouped.steps,
         times=grouped.times,
-        ranks=grouped.ranks - _uncounted_ranks(view, rows, grouped.steps, known),
+        ranks=grouped.ranks - _uncounted_ranks(view, rows, grouped.steps, contributors),
         counts=np.ones(len(grouped.steps), dtype=np.int64),
         totals=merge_rows(grouped, totals, replicas),
     )
 
 
-def _uncounted_ranks(view: RunView, rows: Sequence[Row[Any]], steps: IntArray, known: Contributors) -> IntArray:
+def _uncounted_ranks(
+    view: RunView, rows: Sequence[Row[Any]], steps: IntArray, contributors: Contributors
+) -> IntArray:
     """At each step, how many ranks are not to be counted: reports are missing, or they were sealed whole before."""
-    if not known and all(row.parts == 1 for row in rows):
+    if not contributors and all(row.parts == 1 for row in rows):
         return np.zeros(len(steps), dtype=np.int64)
     left = []
     for (step, stream), count in count_step_reports(view, rows).items():
-        before = known.get(step, {}).get(stream)
+        before = contributors.get(step, {}).get(stream)
         after = count if before is None else before.plus(count)
         if not after.whole or (before is not None and before.whole):
             left.append(step)
     return np.bincount(np.searchsorted(steps, np.array(left, dtype=np.int64)), minlength=len(steps))
 
 
-def _leave_out_replicas(
+def _exclude_replicas(
     view: RunView,
     attempt: int,
     rows: Sequence[Row[Any]],
-    totals: Mapping[str, FloatArray],
-    known: Contributors,
+    totals: Totals,
+    contributors: Contributors,
     replicas: FloatArray,
     replicas_of: Callable[[str], FloatArray],
 ) -> None:
@@ -261,7 +260,7 @@ def _leave_out_replicas(
     names = {stream.number: stream.stream_id for stream in view.streams.values()}
     names |= {unknown_stream(s.rank): s.stream_id for s in view.streams.values() if s.attempt == attempt}
     for index, row in enumerate(rows):
-        sealed = [names[number] for number in known.get(row.step, ())]
+        sealed = [names[number] for number in contributors.get(row.step, ())]
         if not sealed:
             continue
         lowest = np.fmin.reduce([replicas_of(name) for name in sealed], axis=0)

@@ -135,7 +135,7 @@ def _compare_rows(view: RunView, attempt: int, rows: Sequence[Any]) -> Iterator[
 def _suspicious_steps(view: RunView, rows: Sequence[Row[Any]]) -> Iterable[int]:
     if view.replicas_beside_shards:
         return {row.step for row in rows}
-    checksums = decode_model(view.streams, rows, _KEYS)
+    checksums = decode_model(view.streams, rows, _KEYS).array
     replicas = [int(view.streams[row.stream_id].replicas[:1].sum()) for row in rows]
     sums: dict[int, dict[int, FloatArray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
     for row, replica, values in zip(rows, replicas, checksums.T, strict=True):
@@ -147,7 +147,7 @@ def _suspicious_steps(view: RunView, rows: Sequence[Row[Any]]) -> Iterable[int]:
 def _compare_step(view: RunView, attempt: int, step: int, rows: Sequence[Row[Any]]) -> Iterator[Mismatch]:
     positions = np.arange(len(view.layers), dtype=np.int64)
     numbers = np.stack([layer_replicas(view.streams[row.stream_id], positions) for row in rows])
-    checksums = decode_layers(view.streams, rows, _KEYS, positions)
+    checksums = decode_layers(view.streams, rows, _KEYS, positions).array
     replicas, sums, shards = _by_replica(numbers, checksums)
     complete = (shards == _expected_shards(view, attempt, len(positions), replicas)) & (shards > 0)
     for layer in np.flatnonzero(_unequal(sums, complete)).tolist():

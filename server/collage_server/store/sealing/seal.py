@@ -181,13 +181,13 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     keys = view.statistics(None)
     positions = np.array(list(view.layers.values()), dtype=np.int64)
     held = [] if plan.info is None else [plan.chunk]
-    known = read_contributors(connection, view.run_id, plan.attempt, held, view.streams_of(plan.attempt))
+    contributors = read_contributors(connection, view.run_id, plan.attempt, held, view.streams_of(plan.attempt))
     with_layers = [row for row in rows if row.statistics is not None]
-    layers = unsealed.layer_table(view, plan.attempt, with_layers, keys, positions, known)
-    model = unsealed.model_table(view, plan.attempt, rows, keys, known)
+    layers = unsealed.layer_table(view, plan.attempt, with_layers, keys, positions, contributors)
+    model = unsealed.model_table(view, plan.attempt, rows, keys, contributors)
     if view.replicas_beside_shards:
         model = unsealed.model_of(layers)
-    seen = unsealed.visible_rows(view, rows, known)
+    seen = unsealed.visible_rows(view, rows, contributors)
     counts = unsealed.count_step_reports(view, seen)
     ranks = {}
     contributing = sorted({view.ranks_by_stream[stream] for _, stream in counts})
