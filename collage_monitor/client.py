@@ -247,6 +247,31 @@ class Client:
         """What happened to a run, oldest first; the answer's cursor asks for what came later."""
         return self._get(f"/runs/{quoted(run_id)}/events", wire.EventPage, {"cursor": cursor, "limit": limit})
 
+    def incidents(
+        self,
+        *,
+        project: str | None = None,
+        run_id: str | None = None,
+        state: wire.IncidentState | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> wire.IncidentPage:
+        """A page of alerts, from when they fired until they ended, newest first."""
+        query = {"project": project, "run": run_id, "state": state, "cursor": cursor, "limit": limit}
+        return self._get("/events", wire.IncidentPage, query)
+
+    def firing(self, run_id: str) -> list[wire.Incident]:
+        """What fires of one run now; the token that the run is sent with is enough."""
+        return self._get(f"/runs/{quoted(run_id)}/alerts", wire.IncidentPage).events
+
+    def acknowledge(self, incident_id: str) -> wire.Incident:
+        """Note that you take care of an incident."""
+        return self._send("POST", f"/events/{quoted(incident_id)}/acknowledge", wire.Incident)
+
+    def silence(self, silence: wire.SilenceCreate) -> wire.Silence:
+        """Keep matching incidents from being sent."""
+        return self._post("/silences", silence, wire.Silence)
+
     def catalogue(self) -> wire.Catalogue:
         """Metrics, statistics, scalars and strategies that the server knows."""
         return self._get("/metrics-catalogue", wire.Catalogue)

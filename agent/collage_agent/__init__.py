@@ -12,7 +12,7 @@ collage.finish()
 from collage_agent import _unmoved as _unmoved  # first: see there
 from collage_agent.options import Exclude
 from collage_agent.run import Run
-from collage_agent.session import Watch, current_run, finish, init, log, watch
+from collage_agent.session import Watch, current_run, finish, init, log, on_alert, watch
 from collage_agent.settings import Mode, Resume
 from collage_agent.transport import Transport
 
@@ -27,5 +27,6 @@ __all__ = [
     "finish",
     "init",
     "log",
+    "on_alert",
     "watch",
 ]

@@ -121,6 +121,16 @@ class Run:
         return self.settings.name or self.run_id
 
     @property
+    def is_sent(self) -> bool:
+        """Whether it is sent to a server, not kept or handed to a transport of the caller's."""
+        return self.settings.mode == "online" and self._given_transport is None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was finished or stopped."""
+        return self._finished
+
+    @property
     def address(self) -> str:
         """Where the run can be looked at: the dashboard's page where `collage-monitor up` runs, else the API."""
         found = local_server()

@@ -19,10 +19,11 @@ from collage_agent.options import WatchArguments, shows_options
 from collage_agent.run import Run
 from collage_agent.settings import Mode, Resume, read_settings, watch_defaults
 from collage_agent.transport import Transport
+from collage_agent.transport.alerts import AlertCallback, AlertListener
 from collage_agent.watch import Optimizers, Watch
 from collage_agent.watch import watch as attach_watch
 
-__all__ = ["Watch", "current_run", "finish", "init", "log", "watch"]
+__all__ = ["Watch", "current_run", "finish", "init", "log", "on_alert", "watch"]
 
 
 class _WatchRecord:
@@ -134,6 +135,9 @@ class _Session:
         self.handlers_registered = False
         self.termination = TerminationHandler(self.flush_before_death)
         self.exit_status = ExitStatus()
+        self.alert_callbacks: list[AlertCallback] = []
+        self.alert_seconds = 30.0
+        self.listener: AlertListener | None = None
 
     def flush_before_death(self, seconds: float) -> None:
         """Send or keep what is queued; the run stays open for a resumed attempt."""
@@ -147,6 +151,25 @@ class _Session:
         for record, reporter in self.waiting:
             self.join(run, record, reporter)
         self.waiting.clear()
+        self.listen()
+
+    def listen(self) -> None:
+        """Hear of the current run's alerts, if anybody asked to and the run is sent to a server."""
+        if self.listener is not None:
+            self.listener.stop()
+            self.listener = None
+        run = self.run
+        if run is None or not self.alert_callbacks or not run.is_sent:
+            return
+        self.listener = AlertListener(
+            run.settings.address,
+            lambda: run.settings.token,
+            run.run_id,
+            self.alert_callbacks,
+            every_seconds=self.alert_seconds,
+            over=lambda: run.is_over,
+        )
+        self.listener.start()
 
     def join(self, run: Run, record: _WatchRecord, reporter: _WatchReporter) -> None:
         """Let a watch report to the run, if anybody still holds it."""
@@ -283,11 +306,31 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
         _SESSION.run.log(values, step)
 
 
+def on_alert(callback: AlertCallback, *, every_seconds: float = 30.0) -> None:
+    """Call `callback(incident)` once for each alert that fires on this process's run, the current and later ones.
+
+    The server is asked every `every_seconds` in a thread of the agent's own, and the callback runs there: let it
+    set a flag that the loop reads, to save a checkpoint or to stop. An error of the callback is logged and goes no
+    further. `incident` says `alert`, `severity`, `text`, `step`. Without a server nothing is ever called.
+
+    Raises:
+        TypeError, ValueError: what was passed cannot be called, or the time is not positive.
+    """
+    if not callable(callback):
+        raise TypeError(f"callback={callback!r:.200}: pass a function of one argument, the incident")
+    if not every_seconds > 0:
+        raise ValueError(f"every_seconds={every_seconds!r}: pass a positive number of seconds")
+    _SESSION.alert_callbacks.append(callback)
+    _SESSION.alert_seconds = float(every_seconds)
+    _SESSION.listen()
+
+
 def finish() -> None:
     """End the current run: send what is left within a deadline, print the verdict and the run's address."""
     if _SESSION.run is not None:
         _SESSION.run.finish()
         _SESSION.run = None
+        _SESSION.listen()
         _SESSION.termination.uninstall()
 
 

@@ -1,0 +1,85 @@
+"""How often the alerts cry wolf, and how soon they wake: many healthy trainings, and sick ones.
+
+`python -m tests.alerts.study --healthy 300 --seeds 5 --json FILE` trains, evaluates, and prints the tables of
+docs/false-alarms.md. What FILE holds already is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from itertools import count, islice
+from pathlib import Path
+
+import torch
+
+from tests.alerts.trainings import HEALTHY, SICK, evaluate, train
+
+__all__ = ["healthy_cases", "sick_cases", "tables"]
+
+
+def healthy_cases(number):
+    """(kind, seed) of so many trainings: each kind in turn, every seed its own."""
+    kinds = list(HEALTHY)
+    return list(islice(((kinds[place % len(kinds)], place) for place in count()), number))
+
+
+def sick_cases(seeds):
+    """(kind, seed) of the sick trainings."""
+    return [(kind, 10_000 + seed) for seed in range(seeds) for kind in SICK]
+
+
+def done(kind, seed):
+    """What one training gave, as it is kept."""
+    training = HEALTHY[kind] if kind in HEALTHY else SICK[kind][2]
+    return {"kind": kind, "seed": seed, "fired": evaluate(train(training, seed))}
+
+
+def tables(results):
+    """The two tables as Markdown."""
+    lines = ["| healthy training | runs | above info | info |", "| --- | --: | --: | --- |"]
+    for kind in HEALTHY:
+        own = [one["fired"] for one in results if one["kind"] == kind]
+        loud = sum(any(severity != "info" for _, severity, _ in fired) for fired in own)
+        quiet = Counter(name for fired in own for name, severity, _ in fired if severity == "info")
+        lines.append(f"| {kind} | {len(own)} | {loud} | {_names(quiet)} |")
+    lines += ["", "| what is wrong | runs | alert | woken | steps it took | what else fired |"]
+    lines.append("| --- | --: | --- | --: | --- | --- |")
+    for kind, (name, onset, _) in SICK.items():
+        own = [one["fired"] for one in results if one["kind"] == kind]
+        steps = [step - onset for fired in own for alert, _, step in fired if alert == name]
+        others = Counter(
+            alert for fired in own for alert, severity, _ in fired if alert != name and severity != "info"
+        )
+        took = f"{statistics.median(steps):g} ({min(steps)}–{max(steps)})" if steps else "–"
+        lines.append(f"| {kind} | {len(own)} | {name} | {len(steps)} | {took} | {_names(others)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _names(counts):
+    return ", ".join(f"{name} ({count})" for name, count in sorted(counts.items())) or "–"
+
+
+def main():
+    """Train, evaluate, keep, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--healthy", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, required=True)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    results = [json.loads(line) for line in asked.json.read_text().splitlines()] if asked.json.exists() else []
+    known = {(one["kind"], one["seed"]) for one in results}
+    with asked.json.open("a", encoding="utf-8") as kept:
+        for kind, seed in [*sick_cases(asked.seeds), *healthy_cases(asked.healthy)]:
+            if (kind, seed) not in known:
+                results.append(done(kind, seed))
+                kept.write(json.dumps(results[-1]) + "\n")
+                kept.flush()
+    print(tables(results), end="")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

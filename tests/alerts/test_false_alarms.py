@@ -1,0 +1,38 @@
+"""Healthy trainings wake nobody, sick ones the right alert: a small part here, all of them in the nightly lane."""
+
+import pytest
+import torch
+
+from tests.alerts.study import done, healthy_cases, sick_cases
+from tests.alerts.trainings import SICK
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loud(fired):
+    return [entry for entry in fired if entry[1] != "info"]
+
+
+def check(kind, seed):
+    fired = done(kind, seed)["fired"]
+    if kind in SICK:
+        assert SICK[kind][0] in {name for name, _, _ in fired}, fired
+    else:
+        assert loud(fired) == []
+
+
+@pytest.mark.parametrize("kind", ["plus, resumed", "residual dropped at a resume"])
+def test_a_resume_wakes_only_where_it_dropped_the_residuals(kind):
+    check(kind, seed=1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "seed"), [*sick_cases(5), *healthy_cases(300)])
+def test_all_of_them(kind, seed):
+    check(kind, seed)

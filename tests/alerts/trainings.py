@@ -1,0 +1,202 @@
+"""Small real trainings, healthy and sick, and what the server's evaluation says of them, in virtual time.
+
+A training runs first and keeps its messages; they are then sent to a server whose clock moves with them. Each seed
+draws its own data and weights: no trace is a resampled one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import collage_agent as collage
+import torch
+from collage_agent.optim import CollageAdamW
+from collage_agent.transport import MemoryTransport
+from collage_server.alerts import AlertEvaluator
+from collage_server.app import create_app
+from collage_server.health import samples
+from collage_server.settings import Settings
+from starlette.testclient import TestClient
+
+from collage_monitor import wire
+from collage_monitor.alerts import ALERTS
+from tests.server.conftest import Clock, Server
+
+STEPS = 1000
+EVERY = 10
+SECONDS_A_STEP = 6.0
+ROUND_SECONDS = 150.0
+ONSET = 700
+"""Step at which what goes wrong in the middle of a training begins."""
+WIDTH = 24
+
+
+@dataclass
+class Training:
+    """One training: `optimizer` of the model's parameters, and what happens at a step before it is taken."""
+
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    dtype: torch.dtype = torch.bfloat16
+    rate: Callable[[int], float] = field(default=lambda step: 1.0)
+    scale: Callable[[int], float] = field(default=lambda step: 1.0)
+    clip: float | None = None
+    resume_at: int | None = None
+    on_resume: Callable[[dict[str, Any]], None] = field(default=lambda state: None)
+    before_step: Callable[[int, torch.nn.Module], None] = field(default=lambda step, model: None)
+    first_loss: int = 0
+
+
+def cosine(step):
+    """Warm-up over 50 steps, then a cosine to zero."""
+    return min(step / 50, 0.5 * (1 + math.cos(math.pi * step / STEPS)))
+
+
+def ours(strategy, lr=1e-3, **more):
+    return lambda parameters: CollageAdamW(parameters, lr=lr, betas=(0.9, 0.95), strategy=strategy, **more)
+
+
+def torchs(lr, betas=(0.9, 0.95), decay=0.0):
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay)
+
+
+def drop_residuals(state):
+    """A checkpoint that kept everything but the residuals."""
+    for kept in state["state"].values():
+        for name, value in kept.items():
+            if "residual" in name or "low" in name:
+                value.zero_()
+
+
+def write_weights(step, model):
+    if step >= ONSET and step % 100 == 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+
+
+HEALTHY = {
+    "light, warm-up and cosine to zero": Training(ours("light"), rate=cosine),
+    "plus, clipped": Training(ours("plus"), clip=1.0),
+    "full": Training(ours("full")),
+    "fp32, decay": Training(torchs(1e-3, decay=0.1), dtype=torch.float32),
+    "master weights, cosine to zero": Training(ours("master-weights"), rate=cosine),
+    "light-stochastic": Training(ours("light-stochastic")),
+    "plus, resumed": Training(ours("plus"), resume_at=600),
+    "light, fine-tuned": Training(ours("light", lr=1e-4), first_loss=300),
+}
+SICK = {
+    "rate too low for bf16": ("CollageEdqLow", 0, Training(torchs(1e-5))),
+    "β₂ 0.999 in plain bf16": ("CollageSecondMomentStuck", 0, Training(torchs(1e-2, betas=(0.9, 0.999)))),
+    "residual dropped at a resume": (
+        "CollageResidualsOff",
+        600,
+        # Seen where the first step after the resume is a measured one: the next steps fill residuals again.
+        Training(ours("light"), resume_at=599, on_resume=drop_residuals),
+    ),
+    "exploding gradients": (
+        "CollageGradientExploding",
+        ONSET,
+        Training(ours("plus"), scale=lambda step: min(1.05 ** max(step - ONSET, 0), 1e6)),
+    ),
+    "decay lost": ("CollageDecayLost", 0, Training(torchs(1e-3, decay=0.1))),
+    "external write": ("CollageExternalWrites", ONSET, Training(ours("light"), before_step=write_weights)),
+}
+
+
+def train(training, seed):
+    """The messages of one training, attempt after attempt."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model, messages = model.to(training.dtype), []
+    state, first = None, 1
+    if training.first_loss:
+        _steps(training, model, teacher, training.optimizer(model.parameters()), range(1, training.first_loss))
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        for last in filter(None, (training.resume_at, STEPS)):
+            optimizer = training.optimizer(model.parameters())
+            if state is not None:
+                training.on_resume(state)
+                optimizer.load_state_dict(state)
+            transport = MemoryTransport()
+            with collage.init("p", "r", run_id=f"r{seed}", dir=folder, transport=transport):
+                collage.watch(model, optimizer, every=EVERY, budget=None, sample="all", first_step=first)
+                _steps(training, model, teacher, optimizer, range(first, last + 1), collage.log)
+            messages += [message for message in transport.messages if not isinstance(message, wire.RunUpdate)]
+            state, first = copy.deepcopy(optimizer.state_dict()), last + 1
+    return messages
+
+
+def _steps(training, model, teacher, optimizer, steps, log=lambda values: None):
+    base = [group["lr"] for group in optimizer.param_groups]
+    for step in steps:
+        for group, rate in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = rate * training.rate(step)
+        inputs = torch.randn(64, WIDTH)
+        wanted = teacher(inputs) + 0.1 * torch.randn(64, WIDTH)
+        loss = (model(inputs.to(training.dtype)).float() - wanted).square().mean() * training.scale(step)
+        loss.backward()
+        values = {"loss": loss.detach()}
+        if training.clip is not None:
+            values["grad_norm_unclipped"] = torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        training.before_step(step, model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY == 0:
+            log(values)
+
+
+def evaluate(messages):
+    """What fires of one training's messages: (alert, severity, step at which it fired), in their order."""
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock()
+        app = create_app(Settings(folder=Path(folder), no_auth=True, alerts="off"), clock=clock)
+        with TestClient(app, base_url="http://127.0.0.1") as client:
+            return _replay(Server(client, clock, app), messages)
+
+
+def _replay(server, messages):
+    components = server.app.state.components
+    work = AlertEvaluator(
+        components.store,
+        lambda: samples(components),
+        ALERTS.values(),
+        clock=server.clock,
+        interval_seconds=ROUND_SECONDS,
+        stale_after_seconds=components.settings.stale_after_seconds,
+    )
+    run_id, stream_id, due = "", "", server.clock.now + ROUND_SECONDS
+    held: list[wire.Report] = []
+    for message in messages:
+        if isinstance(message, wire.RunCreate):
+            run_id = message.run_id
+            server.post("/projects/p/runs", message, status=200 if stream_id else 201)
+        elif isinstance(message, wire.AttemptCreate):
+            if held:
+                server.reports(held, stream_id)
+                held = []
+            server.post(f"/runs/{run_id}/attempts", message)
+        elif isinstance(message, wire.StreamCreate):
+            stream_id = message.stream_id
+            server.post(f"/runs/{run_id}/streams", message)
+        else:
+            for report in message.reports:
+                server.clock.now += EVERY * SECONDS_A_STEP * (report.model is not None)
+                held.append(report)
+                while server.clock.now >= due:
+                    server.reports(held, stream_id)
+                    work.do_due_work()
+                    held, due = [], due + ROUND_SECONDS
+    found = server.get("/events?limit=1000", wire.IncidentPage).events
+    return [(entry.alert, entry.severity, entry.step) for entry in reversed(found)]
