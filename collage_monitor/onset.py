@@ -7,7 +7,10 @@ schedule makes, a warm-up, or noise that hangs together from step to step.
    (a boundary kernel of local linear regression, which lines and parabolas pass through unseen: Loader, Annals of
    Statistics 24, 1996). A jump counts by its size over the median absolute jump of the series, a noise level that
    hanging together has already entered.
-2. Around the largest, a parabola with a ramp must fit far better than one with a bend, or it was a bend.
+2. Around the largest, a parabola with a ramp must be far likelier than one with a bend, or it was a bend. Both have one
+   shape to place and one height, so the ratio of their likelihoods is (squares of the bend / squares of the ramp)^(n/2)
+   for n points. 1000 : 1 is asked for: a run has some ten windows that do not share points, and what bends may pass for
+   a step in one of a hundred runs.
 3. The ramp that fits best says where the change began and ended.
 """
 
@@ -31,8 +34,8 @@ LEAST_JUMP: Final = 6.0
 """Jump over the median absolute jump, times 1.4826: the least that counts in one series."""
 LEAST_KNOWN_JUMP: Final = 4.0
 """The same in a layer, at a place where a change is known."""
-LARGEST_MISFIT: Final = 0.57
-"""Sum of squares that a ramp leaves, over what a bend leaves, at most."""
+LIKELIHOOD_RATIO: Final = 1000.0
+"""How many times likelier a ramp must be than a bend, with normal noise."""
 _WINDOW: Final = 12
 _FEWEST_BESIDE: Final = 6
 _LONGEST_RAMP: Final = 5
@@ -204,7 +207,7 @@ def _ramp_at(place: int, values: Array, times: Array) -> _Ramp | None:
         return None
     bends = np.maximum(times[near] - times[near.start + 1 : near.stop - 1, np.newaxis], 0.0)
     bent = float(_left_over(values[near], times[near], bends).min())
-    return best if best.squares <= LARGEST_MISFIT * bent else None
+    return best if best.squares <= LIKELIHOOD_RATIO ** (-2 / (near.stop - near.start)) * bent else None
 
 
 def _ramps(near: slice, values: Array, times: Array) -> list[_Ramp]:
