@@ -7,10 +7,10 @@ schedule makes, a warm-up, or noise that hangs together from step to step.
    (a boundary kernel of local linear regression, which lines and parabolas pass through unseen: Loader, Annals of
    Statistics 24, 1996). A jump counts by its size over the median absolute jump of the series, a noise level that
    hanging together has already entered.
-2. Around the largest, a parabola with a ramp must be far likelier than one with a bend, or it was a bend. Both have one
-   shape to place and one height, so the ratio of their likelihoods is (squares of the bend / squares of the ramp)^(n/2)
-   for n points. 1000 : 1 is asked for: a run has some ten windows that do not share points, and what bends may pass for
-   a step in one of a hundred runs.
+2. Around the largest, a parabola with a ramp must be far likelier than one with a bend, or it was a bend. Both have
+   one shape to place and one height, so the ratio of their likelihoods is (squares of the bend / squares of the
+   ramp)^(n/2) for n points. 1000 : 1 is asked for: a run has some ten windows that do not share points, so in one
+   run of a hundred a bend may pass for a step.
 3. The ramp that fits best says where the change began and ended.
 """
 

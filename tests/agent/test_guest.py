@@ -132,6 +132,17 @@ def test_attaching_prints_nothing_of_the_clones(capfd, caplog, recwarn):
     assert [record.getMessage() for record in caplog.records] == ["heard"]
 
 
+@pytest.mark.filterwarnings("ignore:stepping")
+def test_a_measured_step_is_heard_as_often_as_without_the_agent(capfd, caplog):
+    model = mlp()
+    optimizer = Noisy(model.parameters(), lr=0.1)
+    handle = watch(model, optimizer, every=1, oracle=True, windows=(2,), budget=None)
+    train(model, optimizer, 3)
+    assert handle.summary()["model"]["edq_ratio"] > 0
+    assert capfd.readouterr() == ("stepping" * 3, "stepping" * 3)
+    assert [record.getMessage() for record in caplog.records] == ["stepping"] * 3
+
+
 def resumed_sgd(model):
     first = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, first, 3)

@@ -112,13 +112,22 @@ def _intents_of_foreign(foreign: ForeignOptimizer) -> list[Intent]:
     return [BeforeAfter(reason)] * len(foreign.param_groups)
 
 
-@silenced()
 def choose_intent(optimizer: Optimizer) -> list[Intent]:
     """One Intent per parameter group; groups with the same settings, learning rate and decay aside, share one.
 
     Runs the self-test, 5 to 35 ms a kind of group, on the host: synchronises no device. What the clones print,
-    warn of or log reaches nobody.
+    warn of or log reaches nobody; those that print or log are muted at measured steps too.
     """
+    with silenced() as heard:
+        chosen = _choose(optimizer)
+    for intent in chosen:
+        shadow = intent.shadow if isinstance(intent, WholeTensor) else intent
+        if isinstance(shadow, Shadow):
+            shadow.talks = bool(heard)
+    return chosen
+
+
+def _choose(optimizer: Optimizer) -> list[Intent]:
     if isinstance(optimizer, CollageOptimizer):
         return [Rule(optimizer)] * len(optimizer.param_groups)
     leads_to_weights = with_inner(optimizer)

@@ -23,6 +23,7 @@ __all__ = [
     "clone_value",
     "holds_values",
     "isolated",
+    "muted",
     "silenced",
     "undecorated_step",
 ]
@@ -140,39 +141,52 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 class _Muted:
-    """A stream that takes nothing of one thread's and passes on what others write."""
+    """A stream that keeps one thread's words in `heard` and passes on what others write."""
 
-    def __init__(self, stream: Any, thread: int) -> None:
+    def __init__(self, stream: Any, thread: int, heard: list[str]) -> None:
         self._stream = stream
         self._thread = thread
+        self._heard = heard
 
     def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+        if threading.get_ident() != self._thread:
+            return self._stream.write(text)  # type: ignore[no-any-return]
+        self._heard.append(text)
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
-    """Nothing that this thread prints, warns of or logs inside reaches anybody: a probe is no training.
+def silenced() -> Iterator[list[str]]:
+    """As `muted`, and warnings, which Python does not tell apart by thread, are ignored."""
+    with warnings.catch_warnings(), muted() as heard:
+        warnings.simplefilter("ignore")
+        yield heard
 
-    Other threads print and log as before; warnings, which Python does not tell apart by thread, are ignored.
+
+@contextmanager
+def muted() -> Iterator[list[str]]:
+    """Nothing that this thread prints or logs inside reaches anybody: a clone is no training. Yields what it was.
+
+    Other threads print and log as before. Warnings are left alone: to catch them makes Python forget which it has
+    shown, and those of the training would come again.
     """
-    thread = threading.get_ident()
+    thread, heard = threading.get_ident(), list[str]()
     streams = sys.stdout, sys.stderr
     handle = logging.Logger.handle
 
     def handle_of_others(logger: logging.Logger, record: logging.LogRecord) -> None:
         if threading.get_ident() != thread:
             handle(logger, record)
+        else:
+            heard.append(record.getMessage())
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        sys.stdout, sys.stderr = (stream and _Muted(stream, thread) for stream in streams)
-        logging.Logger.handle = handle_of_others  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            logging.Logger.handle = handle  # type: ignore[method-assign]
-            sys.stdout, sys.stderr = streams
+    sys.stdout, sys.stderr = (stream and _Muted(stream, thread, heard) for stream in streams)
+    logging.Logger.handle = handle_of_others  # type: ignore[method-assign, assignment]
+    try:
+        yield heard
+    finally:
+        logging.Logger.handle = handle  # type: ignore[method-assign]
+        sys.stdout, sys.stderr = streams

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step
+from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, muted, undecorated_step
 from collage_agent.intent.widen import Widening, uncompiled, widened
 from collage_agent.sample.stored import PLAIN, Composition
 
@@ -37,6 +37,8 @@ class Shadow:
         self.composition = composition
         self.stochastic = stochastic
         self.unexplained = unexplained
+        self.talks = False
+        """Whether its step prints or logs, which at measured steps would be once too often."""
         self._widens = widens
         self._foreign = not type(optimizer).__module__.startswith("torch.optim")
         self._shared: dict[str, Any] = {}
@@ -88,7 +90,12 @@ class Shadow:
         if self._running:
             vars(self._clone).update(clone_value(self._running, objects=False))
         try:
-            with uncompiled(type(self._clone)), Widening(native) if self._widens or native else nullcontext():
+            quiet = muted() if self.talks else nullcontext()
+            with (
+                quiet,
+                uncompiled(type(self._clone)),
+                Widening(native) if self._widens or native else nullcontext(),
+            ):
                 self._step(self._clone)
             stepped = self._clone.state[parameter]
             state.update({key: value for key, value in stepped.items() if key not in self._weights})
