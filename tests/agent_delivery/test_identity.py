@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -13,7 +11,7 @@ from collage_agent.launch.identity import agree, make_identity, new_id
 from collage_agent.transport.spool import abandoned_spools
 
 from collage_monitor.wire import AttemptCreate, RunCreate, StreamCreate
-from tests.forking import TRAINING, fork
+from tests.forking import TRAINING, fork, run_forked
 from tests.ports import free_port
 from tests.waiting import PATIENCE_SECONDS
 
@@ -180,20 +178,9 @@ def test_two_processes_under_torchrun_report_to_one_run(tmp_path):
             torch.distributed.destroy_process_group()
         """)
     )
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-    ]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-addr", "127.0.0.1"]
     environment = {**os.environ, "COLLAGE_DIR": str(tmp_path / "data"), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, "--master-port", str(free_port()), str(script)]
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
-    )
+    result = run_forked(TRAINING, *launcher, "--master-port", free_port(), script, environment=environment)
     assert result.returncode == 0, result.stderr
     found = []
     for spool in abandoned_spools(tmp_path / "data", tmp_path):

@@ -1,8 +1,6 @@
 """The public face with a real training: init, watch, log, finish, and what a process does around them."""
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -16,8 +14,7 @@ from torch import nn
 
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import AttemptCreate, RunCreate, RunUpdate, StreamCreate, array_from_bytes, decode_batch
-from tests.forking import TRAINING, run_forked
-from tests.waiting import PATIENCE_SECONDS
+from tests.forking import TORCH, TRAINING, run_forked
 
 
 @pytest.fixture(autouse=True)
@@ -273,8 +270,7 @@ def test_importing_starts_nothing():
         assert threading.active_count() == before, threading.enumerate()
         assert collage_agent.current_run() is None
     """
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    result = run_forked(TORCH, "-W", "error", "-c", textwrap.dedent(code))
     assert result.returncode == 0, result.stderr
 
 

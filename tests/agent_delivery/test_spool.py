@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +10,7 @@ from collage_agent.transport.spool import SpoolFile, abandoned_spools, spool_pat
 
 from collage_monitor.errors import WireError
 from collage_monitor.wire import AttemptCreate, Report, ReportBatch, ReportGap, RunCreate
+from tests.forking import TRAINING, run_forked
 
 
 def reports(*seqs):
@@ -98,13 +97,14 @@ from pathlib import Path
 from collage_agent.transport.envelope import Envelope
 from collage_agent.transport.spool import SpoolFile, spool_path
 from collage_monitor.wire import Report, ReportBatch
+from tests.forking import TRAINING, run_forked
 spool = SpoolFile(spool_path(Path({str(tmp_path)!r}), "run", "stream"))
 for seq in range(5):
     batch = ReportBatch(reports=[Report(seq=seq, step=seq, time=1.0, scalars={{"loss": 0.5}})])
     spool.append(Envelope("project", "run", "stream", batch))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert run_forked(TRAINING, "-c", code).returncode == -9
     (found,) = abandoned_spools(tmp_path, tmp_path)
     assert read_all(found) == [reports(seq) for seq in range(5)]
     found.close()

@@ -1,16 +1,15 @@
 """`up` and `serve` beside what looks for them: trainings and terminals that were told nothing."""
 
 import json
-import subprocess
-import sys
 
 import collage_agent as collage
 import httpx
 import pytest
 
+from tests.forking import TRAINING, run_command, run_forked
 from tests.ports import command, free_port, running
 
-TRAINING = """
+REPORTING = """
 import collage_agent as collage
 with collage.init("found", run_id="by-itself"):
     for step in range(1, 4):
@@ -26,22 +25,18 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-def said_by(*arguments):
-    return subprocess.run(list(arguments), capture_output=True, text=True, check=False)
-
-
 def test_trainings_and_terminals_find_a_server_in_a_folder_of_its_own(elsewhere):
     port, page = free_port(), free_port()
     up = command("up", "--dir", elsewhere / "own", "--port", port, "--dashboard-port", page)
     with running(up, f"http://127.0.0.1:{page}/healthz", elsewhere / "log"):
-        trained = said_by(sys.executable, "-c", TRAINING)
+        trained = run_forked(TRAINING, "-c", REPORTING)
         assert trained.returncode == 0, trained.stderr
         assert f"http://127.0.0.1:{page}/run/by-itself" in trained.stdout
         assert httpx.get(f"http://127.0.0.1:{page}/run/by-itself", trust_env=False).is_success
         assert "Reports are kept" not in trained.stderr
-        listed = said_by(*command("list", "--json"))
+        listed = run_command(TRAINING, "list", "--json")
         assert [run["run_id"] for run in json.loads(listed.stdout)["runs"]] == ["by-itself"], listed.stderr
-        checked = json.loads(said_by(*command("doctor", "--json")).stdout)
+        checked = json.loads(run_command(TRAINING, "doctor", "--json").stdout)
         assert [check["text"] for check in checked["checks"] if check["name"] == "server"] == [
             f"http://127.0.0.1:{port} answers"
         ]
@@ -53,7 +48,7 @@ def test_beside_a_server_alone_no_link_is_printed_and_a_token_is_asked_for_in_wo
     address = f"http://127.0.0.1:{free_port()}"
     serve = command("serve", "--dir", elsewhere / "own", "--port", address.rpartition(":")[2])
     with running(serve, f"{address}/healthz", elsewhere / "log"):
-        refused = said_by(*command("list", "--server-url", address))
+        refused = run_command(TRAINING, "list", "--server-url", address)
         assert refused.returncode == 1
         assert f"{address} asks for a token: set COLLAGE_TOKEN" in refused.stderr
         assert "Bearer" not in refused.stderr
