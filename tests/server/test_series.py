@@ -351,6 +351,7 @@ def test_a_layer_and_a_pattern_from_points_that_are_merged_already(server):
     assert both.values == pytest.approx([edq_ratio(layers=slice(1, 3), steps=[1])] * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [50, 4096])
 @pytest.mark.parametrize("more", [{"pattern": "blocks.*"}, {"module_type": "Linear"}, {"pattern": "*"}])
 @pytest.mark.parametrize("metric", ["edq_ratio", "intended_norm"])

@@ -55,6 +55,7 @@ class TestSqlite(StoreContract):
     """The contract on SQLite."""
 
 
+@pytest.mark.slow
 class TestSqliteSealing(SealingContract):
     """Sealing on SQLite."""
 
