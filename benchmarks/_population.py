@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, Table, event, insert, literal, select
 
 from collage_monitor import wire
 
-__all__ = ["LAYERED", "LAYERS", "MODELS", "STATISTICS", "UnsyncedStore", "populate"]
+__all__ = ["LAYERED", "LAYERS", "MODELS", "STATISTICS", "UnsyncedStore", "copy_run", "populate", "seal_run"]
 
 LAYERS: Final = 200
 STATISTICS: Final = (
@@ -62,10 +62,10 @@ def populate(store: Store, seed: int) -> int:
         first: dict[int, str] = {}
         for run_id, points in runs.items():
             if points in first:
-                _copy(store, first[points], run_id)
+                copy_run(store, first[points], run_id)
             else:
                 first[points] = run_id
-                _seal(store, run_id, points, layers, seed)
+                seal_run(store, run_id, points, layers, seed)
             numbers += points * len(STATISTICS) * (layers + 1)
     if store.engine.dialect.name == "postgresql":
         with store.engine.begin() as connection:
@@ -73,7 +73,8 @@ def populate(store: Store, seed: int) -> int:
     return numbers
 
 
-def _seal(store: Store, run_id: str, points: int, layers: int, seed: int) -> None:
+def seal_run(store: Store, run_id: str, points: int, layers: int, seed: int) -> None:
+    """One run, sent through journal and sealer."""
     generator = np.random.default_rng(seed)
     names = [wire.Layer(name=f"layer.{i}", shape=[64, 64], dtype="bfloat16", elements=4096) for i in range(layers)]
     tables = generator.random((64, len(STATISTICS), max(layers, 1)))
@@ -110,7 +111,8 @@ def _report(seq: int, table: np.ndarray, layers: int) -> wire.Report:
     )
 
 
-def _copy(store: Store, source: str, run_id: str) -> None:
+def copy_run(store: Store, source: str, run_id: str) -> None:
+    """Another run with rows of its own, as many and as large as those of `source`."""
     with store.engine.begin() as connection:
         for table in metadata.sorted_tables:
             if "run_id" in table.c and table.name != "deleted_run":

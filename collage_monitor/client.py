@@ -118,6 +118,29 @@ class Client:
         """One run."""
         return self._get(f"/runs/{quoted(run_id)}", wire.Run)
 
+    def run_table(
+        self,
+        *,
+        run_ids: Sequence[str] | None = None,
+        sort: str = "updated_at",
+        descending: bool = True,
+        offset: int = 0,
+        limit: int = 50,
+        **filters: Any,
+    ) -> wire.RunTable:
+        """Rows of the table of runs; `filters` are project, strategy, group, tag, state, health and q."""
+        order = {"sort": sort, "descending": str(descending).lower(), "offset": offset, "limit": limit}
+        chosen = {} if run_ids is None else {"run_id": list(run_ids)}
+        return self._get("/run-table", wire.RunTable, {**filters, **order, **chosen})
+
+    def run_filters(self) -> wire.RunFilters:
+        """The values by which the table of runs can be filtered."""
+        return self._get("/run-filters", wire.RunFilters)
+
+    def overview(self, run_id: str) -> wire.Overview:
+        """What is said of a run: headline, verdict, the numbers behind them."""
+        return self._get(f"/runs/{quoted(run_id)}/overview", wire.Overview)
+
     def layers(self, run_id: str) -> wire.LayerList:
         """The run's layers."""
         return self._get(f"/runs/{quoted(run_id)}/layers", wire.LayerList)

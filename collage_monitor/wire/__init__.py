@@ -83,6 +83,7 @@ from collage_monitor.wire.numbers import (
     to_number,
     undefined_to_none,
 )
+from collage_monitor.wire.table import LayerLoss, Overview, RunFilters, RunRow, RunTable
 
 __all__ = [
     "Act",
@@ -113,11 +114,13 @@ __all__ = [
     "Latest",
     "Layer",
     "LayerList",
+    "LayerLoss",
     "LoggedScalar",
     "MSGPACK",
     "MissingValue",
     "Number",
     "ROLES",
+    "Overview",
     "RejectedReport",
     "Report",
     "ReportBatch",
@@ -125,8 +128,11 @@ __all__ = [
     "Role",
     "Run",
     "RunCreate",
+    "RunFilters",
     "RunPage",
+    "RunRow",
     "RunSummary",
+    "RunTable",
     "RunUpdate",
     "Series",
     "Stream",

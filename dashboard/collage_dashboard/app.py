@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, Input, Output, State, dcc, html
+from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import problem_page
-from collage_dashboard.guard import install_guard
+from collage_dashboard.guard import install_compression, install_guard
 from collage_dashboard.pages import comparison, run, runs
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, read_address
@@ -58,6 +58,7 @@ def create_dashboard(
     )
     reader = Reader(client_factory)
     install_guard(app.server, allowed_hosts)
+    install_compression(app.server)
     app.layout = _shell()
     _register_routing(app, reader)
     for page in (runs, comparison, run):
@@ -100,7 +101,15 @@ def _shell() -> dmc.MantineProvider:
         className="bar",
     )
     return dmc.MantineProvider(
-        [dcc.Location(id="address", refresh=False), header, html.Main(id="page", className="page")],
+        [
+            dcc.Location(id="address", refresh=False),
+            dcc.Store(id="tick"),
+            dcc.Store(id="retry-tick"),
+            dcc.Store(id="runs-picked", storage_type="session"),
+            header,
+            html.Div(id="waiting", role="status", className="waiting"),
+            html.Main(id="page", className="page"),
+        ],
         defaultColorScheme="auto",
         theme={
             "primaryColor": "blue",
@@ -114,10 +123,19 @@ def _register_routing(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("page", "children"),
         Input("address", "pathname"),
-        Input({"type": "retry", "index": ALL}, "n_intervals"),
+        Input("retry-tick", "data"),
         State("address", "search"),
     )
-    def show(pathname: str | None, retries: list[int | None], search: str | None) -> Any:
-        if isinstance(dash.ctx.triggered_id, dict) and not any(retries):
-            raise dash.exceptions.PreventUpdate
+    def show(pathname: str | None, _tick: int | None, search: str | None) -> Any:
         return render(read_address(pathname, search), reader)
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "retry"),
+        Output("retry-tick", "data"),
+        Input("tick", "data"),
+        State({"type": "retry", "index": ALL}, "id"),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "title"), Output("page", "title"), Input("page", "children")
+    )

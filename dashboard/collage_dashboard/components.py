@@ -14,10 +14,12 @@ from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
 from collage_dashboard.identities import RunStyle, is_stochastic
 from collage_dashboard.reader import Problem
 from collage_dashboard.view import View
-from collage_monitor.judgement import LIMITS, Judgement
+from collage_monitor import wire
+from collage_monitor.judgement import LIMITS
 
 __all__ = [
     "AXIS_CHOICES",
+    "IDLE_MILLISECONDS",
     "LIVE_MILLISECONDS",
     "Entry",
     "axis_control",
@@ -28,17 +30,22 @@ __all__ = [
     "limits_note",
     "notice",
     "number_card",
+    "over_steps",
     "pace",
+    "pace_marker",
+    "page",
     "problem_page",
     "run_label",
+    "scrollable",
     "smoothing_control",
     "state_badge",
     "verdict_line",
+    "verdict_mark",
 ]
 
-RETRY_MILLISECONDS: Final = 3000
 _STATE_COLOURS: Final = {"running": "blue", "finished": "gray", "failed": "red", "stale": "yellow"}
 _VERDICT_MARKS: Final = {"healthy": ("✓", "agrees"), "unknown": ("?", "unknown")}
+_HIDDEN: Final[dict[str, Any]] = {"aria-hidden": "true"}
 _BAD_MARK: Final = ("!", "disagrees")
 _ENTRIES_SHOWN: Final = 6
 
@@ -58,12 +65,14 @@ def number_card(key: str, entries: Sequence[Entry], *, title: str = "", note: st
     big = len(entries) == 1
     rows: list[Any] = [_entry(entry, big=big) for entry in entries[:_ENTRIES_SHOWN]]
     if len(entries) > _ENTRIES_SHOWN:
-        rows.append(dmc.Text(f"and {len(entries) - _ENTRIES_SHOWN} more in the table below", size="xs", c="dimmed"))
+        rows.append(
+            dmc.Text(f"and {len(entries) - _ENTRIES_SHOWN} more in the table below", size="xs", className="quiet")
+        )
     return dmc.Paper(
         [
             help_text(title or description.title, description),
             html.Div(rows, className="numbers"),
-            *([dmc.Text(note, size="xs", c="dimmed", mt=8)] if note else []),
+            *([dmc.Text(note, size="xs", className="quiet", mt=8)] if note else []),
         ],
         className="card number-card",
         withBorder=True,
@@ -86,8 +95,8 @@ def chart_card(
     return dmc.Paper(
         [
             header if header is not None else help_text(title or description.title, description),
-            dcc.Graph(id=graph_id, figure=blank, config=GRAPH_CONFIG),
-            *([dmc.Text(note, size="xs", c="dimmed", px=4)] if note else []),
+            html.Div(dcc.Graph(id=graph_id, figure=blank, config=GRAPH_CONFIG), className="figure-place"),
+            *([dmc.Text(note, size="xs", className="quiet", px=4)] if note else []),
         ],
         className="card chart-card",
         withBorder=True,
@@ -109,7 +118,7 @@ def help_text(title: str, description: Description) -> dmc.Tooltip:
     """A title that explains itself when pointed at."""
     lines = [description.help] + ([f"{description.formula}"] if description.formula else [])
     return dmc.Tooltip(
-        html.H3(title, className="card-title"),
+        html.H2(title, className="card-title"),
         label=html.Div([html.Div(line) for line in lines]),
         multiline=True,
         w=340,
@@ -118,14 +127,50 @@ def help_text(title: str, description: Description) -> dmc.Tooltip:
     )
 
 
-def verdict_line(judgement: Judgement, identity: RunStyle | None = None) -> html.Div:
-    """A judgement in one line; its mark is no traffic light."""
-    mark, kind = _VERDICT_MARKS.get(judgement.health, _BAD_MARK)
+def verdict_mark(health: str) -> tuple[str, str]:
+    """(sign, kind) of a health; it is no traffic light."""
+    return _VERDICT_MARKS.get(health, _BAD_MARK)
+
+
+def verdict_line(overview: wire.Overview | None, identity: RunStyle | None = None) -> html.Div:
+    """What is said of a run, in one sentence; the reasons stand in its tooltip."""
+    mark, kind = verdict_mark(overview.health if overview else "unknown")
     label = [run_label(identity), " "] if identity else []
+    text = overview.headline if overview else "Not evaluated yet."
     return html.Div(
-        [html.Span(mark, className=f"mark mark-{kind}"), *label, judgement.text],
+        [
+            html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN),
+            html.Div([*label, text]),
+        ],
         className="verdict",
+        title=overview.verdict if overview else "",
     )
+
+
+def page(children: list[Any], title: str) -> html.Div:
+    """A page whose browser tab says `title`."""
+    named: dict[str, Any] = {"data-title": title}
+    return html.Div(children, **named)
+
+
+def scrollable(children: list[Any], label: str) -> html.Div:
+    """A wide table that scrolls inside its card, by keyboard, too."""
+    named: dict[str, Any] = {"aria-label": label}
+    return html.Div(children, className="scrollable", tabIndex="0", role="region", **named)
+
+
+def pace_marker(identifier: str, milliseconds: int | None = None) -> html.Div:
+    """Where a page keeps how long it waits between two refreshes; nothing: it does not refresh."""
+    return html.Div(str(milliseconds or ""), id=identifier, className="pace", hidden=True)
+
+
+def over_steps(overview: wire.Overview | None) -> str:
+    """What the numbers of an overview are over: its recent past."""
+    if overview is None or overview.last_step is None:
+        return "nothing measured yet"
+    if overview.first_step == overview.last_step:
+        return f"at step {overview.last_step:,}"
+    return f"over steps {overview.first_step:,} to {overview.last_step:,}"
 
 
 def run_label(identity: RunStyle, href: str | None = None) -> Any:
@@ -149,18 +194,21 @@ def notice(problem: Problem | None) -> Any:
 
 def problem_page(problem: Problem, *, retry: bool = False) -> html.Div:
     """A page that cannot show what was asked, and says what to do. With `retry` it asks again by itself."""
-    lines: list[Any] = [dmc.Title(problem.title, order=2), dmc.Text(problem.text, c="dimmed", maw=620, ta="center")]
+    lines: list[Any] = [
+        dmc.Title(problem.title, order=1, size="h2"),
+        dmc.Text(problem.text, className="quiet", maw=620, ta="center"),
+    ]
     lines += [dmc.Code(line, block=True, className="command") for line in problem.command.splitlines()]
     if retry:
-        lines.append(dmc.Text("This page tries again every three seconds.", size="sm", c="dimmed"))
-        lines.append(dcc.Interval(id={"type": "retry", "index": 0}, interval=RETRY_MILLISECONDS))
+        lines.append(dmc.Text("This page tries again by itself.", size="sm", className="quiet"))
+        lines.append(html.Div(str(LIVE_MILLISECONDS), id={"type": "retry", "index": 0}, className="pace"))
     lines.append(dcc.Link("All runs", href="/"))
     return html.Div(dmc.Stack(lines, align="center", gap="md"), className="problem")
 
 
 def limits_note() -> dmc.Text:
     """What no number here can show."""
-    return dmc.Text(LIMITS, size="xs", c="dimmed", mt="lg", className="limits")
+    return dmc.Text(LIMITS, size="xs", className="quiet limits", mt="lg")
 
 
 def _entry(entry: Entry, *, big: bool) -> html.Div:
@@ -173,6 +221,8 @@ def _entry(entry: Entry, *, big: bool) -> html.Div:
 
 
 LIVE_MILLISECONDS: Final = 3000
+IDLE_MILLISECONDS: Final = 30_000
+"""Between refreshes of what has ended: it may be resumed."""
 AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
 
 
@@ -200,10 +250,11 @@ def smoothing_control(identifier: str, view: View) -> Any:
         w=180,
         my=9,
         updatemode="mouseup",
+        thumbLabel="Smoothing of logged curves",
     )
     return labelled("Smoothing of logged curves", slider)
 
 
 def labelled(text: str, control: Any) -> html.Div:
     """A control under its name."""
-    return html.Div([dmc.Text(text, size="xs", c="dimmed", mb=2), control])
+    return html.Div([dmc.Text(text, size="xs", className="quiet", mb=2), control])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotAuthorised, NotFound, ServerUnreachable, Unavailable
@@ -48,6 +49,15 @@ class Reader:
                 if self._client is client:
                     self._client = None
             raise
+
+    def ask_together(self, *questions: Callable[[Client], Any]) -> list[Any]:
+        """The answers to several questions, asked at the same time.
+
+        Raises:
+            CollageError: the first that went wrong.
+        """
+        with ThreadPoolExecutor(len(questions)) as threads:
+            return [answer.result() for answer in [threads.submit(self.ask, question) for question in questions]]
 
     def _current(self) -> Client:
         with self._lock:

@@ -10,13 +10,33 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from collage_monitor.client import Axis
 
-__all__ = ["MAXIMUM_RUNS", "Order", "Page", "Tab", "View", "read_address", "write_address"]
+__all__ = ["FILTERS", "MAXIMUM_RUNS", "Order", "Page", "Tab", "View", "read_address", "write_address"]
 
 Page = Literal["runs", "compare", "run", "missing"]
 Order = Literal["depth", "worst"]
 Tab = Literal["layers", "curves", "norms", "states", "classes", "oracle", "about"]
 MAXIMUM_RUNS: Final = 20
 """Runs that one comparison shows; more curves than this cannot be told apart."""
+FILTERS: Final = ("project", "strategy", "group", "tag", "state", "health")
+"""What the table of runs can be filtered by."""
+SORTS: Final = frozenset(
+    {
+        "name",
+        "project",
+        "strategy",
+        "state",
+        "health",
+        "last_step",
+        "edq_ratio",
+        "lost_update_ratio",
+        "state_decrement_ratio",
+        "loss",
+        "validation_loss",
+        "bytes_per_parameter",
+        "updated_at",
+    }
+)
+"""What it can be sorted by."""
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -25,6 +45,8 @@ class View:
     """What is looked at. None: `metric` the page's own choice, `layer` the whole model, `step` all steps.
 
     `smoothing` in [0, 0.99] weighs the past in logged scalars only; measured metrics are never smoothed.
+    `first_step` and `last_step` are the zoom. Of the table of runs: `query`, filters, and what it is sorted by,
+    with a "-" before it where the largest comes first.
     """
 
     page: Page = "runs"
@@ -36,7 +58,16 @@ class View:
     smoothing: float = 0.0
     order: Order = "depth"
     tab: Tab = "layers"
+    first_step: int | None = None
+    last_step: int | None = None
     query: str = ""
+    project: str | None = None
+    strategy: str | None = None
+    group: str | None = None
+    tag: str | None = None
+    state: str | None = None
+    health: str | None = None
+    sort: str = "-updated_at"
 
 
 def read_address(pathname: str | None, search: str | None) -> View:
@@ -54,7 +85,11 @@ def read_address(pathname: str | None, search: str | None) -> View:
         smoothing=_share(values.get("smoothing")),
         order=_choice(values.get("order"), get_args(Order), "depth"),
         tab=_choice(values.get("tab"), get_args(Tab), "layers"),
+        first_step=_whole(values.get("from")),
+        last_step=_whole(values.get("to")),
         query=values.get("q", ""),
+        sort=_sort(values.get("sort")),
+        **{name: values.get(name) for name in FILTERS},
     )
 
 
@@ -83,7 +118,11 @@ _QUERY: Final = (
     ("smoothing", "smoothing"),
     ("order", "order"),
     ("tab", "tab"),
+    ("from", "first_step"),
+    ("to", "last_step"),
     ("q", "query"),
+    *((name, name) for name in FILTERS),
+    ("sort", "sort"),
 )
 
 
@@ -100,6 +139,10 @@ def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...]]:
 
 def _choice(value: str | None, choices: tuple[_Choice, ...], default: _Choice) -> _Choice:
     return next((choice for choice in choices if choice == value), default)
+
+
+def _sort(value: str | None) -> str:
+    return value if value and value.removeprefix("-") in SORTS else View().sort
 
 
 def _whole(value: str | None) -> int | None:

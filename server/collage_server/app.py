@@ -32,6 +32,7 @@ from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.json_process import JsonProcess
 from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import READERS, PostgresqlStore, SqliteStore, Store
 from collage_server.web.failures import answer_to
@@ -90,6 +91,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     for thread in app.state.alert_threads:
         thread.start()
     await asyncio.to_thread(components.maintenance.start)
+    components.overviews.start()
     try:
         yield
     finally:
@@ -101,6 +103,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         for thread in app.state.alert_threads:
             await asyncio.to_thread(thread.stop, left())
         await components.writer.stop(left())
+        await asyncio.to_thread(components.overviews.stop, left())
         await asyncio.to_thread(components.sealer.stop, left())
         await asyncio.to_thread(components.maintenance.stop, left())
         await components.directory.close(left())
@@ -126,6 +129,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
             interval_seconds=settings.seal_interval_seconds,
         ),
         maintenance=Maintenance(store, guard, clock=clock, days=settings.retention_days),
+        overviews=OverviewKeeper(store),
         guard=guard,
         registry=StreamRegistry(store.streams.record),
         counters=counters,

@@ -16,6 +16,7 @@ from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
 from collage_server.ingest.json_process import JsonProcess
 from collage_server.ingest.writer import IngestCounters, Writer
+from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
 from collage_server.store import Store
 
@@ -32,6 +33,7 @@ class Components:
     writer: Writer
     sealer: Sealer
     maintenance: Maintenance
+    overviews: OverviewKeeper
     guard: DiskGuard
     registry: StreamRegistry
     counters: IngestCounters

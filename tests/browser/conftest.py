@@ -97,19 +97,43 @@ def browser():
 
 
 @pytest.fixture
-def watched(browser, dashboard_url):
-    """A fresh page; at the end nothing may have been complained about and nobody else asked."""
-    context = browser.new_context(viewport={"width": 1440, "height": 1000}, color_scheme="light")
-    page = context.new_page()
-    page.set_default_timeout(1e3 * PATIENCE_SECONDS)
-    watched = Watched(page, dashboard_url)
+def watched(open_page, dashboard_url):
+    """A fresh page of the dashboard over the runs."""
+    return open_page(dashboard_url)
+
+
+@pytest.fixture(scope="session")
+def dashboard():
+    """A context manager: a dashboard of a server, as its address."""
+    return _dashboard
+
+
+@pytest.fixture
+def open_page(browser):
+    """Open a fresh page; at the end nothing may have been complained about and nobody else asked."""
+    opened = []
+
+    def make(url, *, width=1440, scheme="light"):
+        context = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+        page = context.new_page()
+        page.set_default_timeout(1e3 * PATIENCE_SECONDS)
+        opened.append((context, _observed(context, page, url)))
+        return opened[-1][1]
+
+    yield make
+    for context, _ in opened:
+        context.close()
+    for _, watched in opened:
+        assert watched.complaints == []
+        assert watched.foreign == []
+
+
+def _observed(context, page, url):
+    watched = Watched(page, url)
     page.on("console", lambda message: watched.complaints.extend([message.text] * (message.type == "error")))
     page.on("pageerror", lambda error: watched.complaints.append(str(error)))
     context.on("request", lambda request: watched.foreign.extend([request.url] * _foreign(request.url)))
-    yield watched
-    context.close()
-    assert watched.complaints == []
-    assert watched.foreign == []
+    return watched
 
 
 @contextmanager

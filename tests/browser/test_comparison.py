@@ -4,15 +4,13 @@ import pytest
 
 pytestmark = pytest.mark.browser
 
-LEGEND = "#compare-chart-0 .legendtext"
+LEGEND = "#compare-chart-0 .scatterlayer .trace"
 PICKED = ("plain", "light", "plus", "master-weights", "fp32 reference")
 
 
 def tick(page, name):
-    """Tick the run's row in the table."""
-    row = page.locator(".ag-center-cols-container .ag-row", has=page.get_by_text(name, exact=True))
-    row_id = row.get_attribute("row-id")
-    page.locator(f'.ag-row[row-id="{row_id}"] .ag-checkbox-input').first.check()
+    """Tick the run in the table."""
+    page.get_by_role("checkbox", name=f"Pick {name} to compare", exact=True).check()
 
 
 def compare(page, url, names=PICKED):
@@ -25,9 +23,16 @@ def compare(page, url, names=PICKED):
 
 
 def legend(page, chart):
-    """The names in a chart's legend."""
-    page.wait_for_selector(f"#compare-chart-{chart} .legendtext")
-    return page.locator(f"#compare-chart-{chart} .legendtext").all_text_contents()
+    """The names of a chart's curves; the page has one legend with all of them."""
+    page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace")
+    shared = page.locator("#compare-legend .run-label").all_text_contents()
+    names = page.evaluate(
+        """chart => document.querySelector(`#compare-chart-${chart} .js-plotly-plot`).data
+            .filter(trace => trace.showlegend !== false).map(trace => trace.name)""",
+        chart,
+    )
+    assert sorted(shared) == sorted(names)
+    return names
 
 
 def test_the_runs_table_leads_to_curves_with_the_right_names(watched):
@@ -48,11 +53,13 @@ def test_the_runs_table_leads_to_curves_with_the_right_names(watched):
 def test_numbers_and_table_say_the_same_and_nothing_is_healthy_by_edq_alone(watched):
     page = watched.page
     compare(page, watched.url)
-    assert page.locator(".number-card").count() == 3
+    page.wait_for_selector(".number-card")
+    assert page.locator(".number-card").count() == 4
     row = page.locator("#compare-table tr", has_text="Collage light")
     assert row.get_by_text("0.03000").count() == 1
     light = page.locator(".verdict", has_text="light")
-    assert "does not decay" in light.inner_text()
+    assert "exp_avg_sq stuck" in light.inner_text()
+    assert "does not decay" in light.get_attribute("title")
     assert page.locator(".verdict", has_text="plus").get_by_text("Updates arrive").count() == 1
 
 
@@ -93,6 +100,7 @@ def test_a_cell_of_the_heatmap_leads_to_its_layer(watched):
     page.goto(f"{watched.url}/run/run-plain")
     page.wait_for_selector("#run-panel .hm image")
     page.wait_for_function("document.querySelectorAll('#run-panel .barlayer .point').length > 0")
+    page.locator("#run-panel .hm image").first.scroll_into_view_if_needed()
     box = page.locator("#run-panel .hm image").first.bounding_box()
     page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.99)
     page.wait_for_function("location.search.includes('layer=head.weight')")
@@ -109,7 +117,7 @@ def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
         drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length"
         page.wait_for_function(f"{drawn} === {figures}")
     for _ in range(2):
-        with page.expect_response(lambda answer: "run-figures.data" in (answer.request.post_data or "")):
+        with page.expect_response(lambda answer: "run-revision.data" in (answer.request.post_data or "")):
             pass
     assert page.evaluate(drawn) == 4
 

@@ -7,6 +7,8 @@ import numpy as np
 
 from collage_monitor import wire
 from collage_monitor.client import Client
+from collage_monitor.headline import headline
+from collage_monitor.judgement import Evidence, judge
 from collage_monitor.metrics import HISTOGRAM_LABELS, METRICS, split_key
 from collage_monitor.statistics import finish_all, histogram_counts, merge_steps
 
@@ -37,6 +39,12 @@ class FakeServer:
             asked = query.get("q", "")
             found = [self._run(run) for run in self.runs.values() if asked in run.name]
             return _json(wire.RunPage(runs=found, cursor=None))
+        if parts == ["run-table"]:
+            return _json(self._table(query))
+        if parts == ["run-filters"]:
+            return _json(
+                wire.RunFilters(project={"demo": len(self.runs)}, strategy={}, group={}, tag={}, health={})
+            )
         if parts == ["compare"]:
             return self._compare(query)
         run = self.runs.get(parts[1])
@@ -47,6 +55,8 @@ class FakeServer:
     def _run_route(self, run, route, query):
         if route == "":
             return _json(self._run(run))
+        if route == "overview":
+            return _json(self._overview(run))
         if route == "layers":
             return _json(wire.LayerList(run_id=run.run_id, layers=run.layers))
         if route == "streams":
@@ -58,6 +68,38 @@ class FakeServer:
         if route == "histogram":
             return _json(self._histogram(run, query.get("layer"), query.get("step")))
         return _error(404, "no_such_route")
+
+    def _table(self, query):
+        chosen = query.get_list("run_id") or list(self.runs)
+        found = [run for run_id in chosen if (run := self.runs.get(run_id)) and query.get("q", "") in run.name]
+        live = sum(run.state == "running" for run in found)
+        start = int(query.get("offset", 0))
+        rows = [self._row(run) for run in found[start : start + int(query["limit"])]]
+        return wire.RunTable(rows=rows, total=len(found), live={"healthy": live} if live else {})
+
+    def _row(self, run):
+        whole = self._run(run)
+        stored = {name: getattr(whole, name) for name in wire.RunRow.__struct_fields__ if hasattr(whole, name)}
+        watch = whole.watch
+        declared = {"strategy": watch.strategy, "observed_strategy": watch.observed_strategy, "dtype": watch.dtype}
+        return wire.RunRow(**stored, **declared, overview=self._overview(run))
+
+    def _overview(self, run):
+        if not run.measured:
+            return wire.Overview(run_id=run.run_id)
+        numbers = {key: _number(value) for key, value in self._merged(run).items()}
+        evidence = Evidence(numbers, watch=run.watch(), first_step=run.measured[0], last_step=run.measured[-1])
+        found = judge(evidence)
+        return wire.Overview(
+            run_id=run.run_id,
+            first_step=run.measured[0],
+            last_step=run.measured[-1],
+            measured_steps=len(run.measured),
+            numbers=numbers,
+            health=found.health,
+            headline=headline(found, evidence),
+            verdict=found.text,
+        )
 
     def _totals(self, run, step, layer):
         if layer is None:

@@ -6,12 +6,16 @@ import sys
 
 import pytest
 from collage_dashboard import create_dashboard
+from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS
 from collage_dashboard.guard import LOOPBACK_HOSTS
 
 ROUTED = {
     "output": "page.children",
     "outputs": {"id": "page", "property": "children"},
-    "inputs": [{"id": "address", "property": "pathname", "value": "/run/run-plain"}, []],
+    "inputs": [
+        {"id": "address", "property": "pathname", "value": "/run/run-plain"},
+        {"id": "retry-tick", "property": "data", "value": None},
+    ],
     "changedPropIds": ["address.pathname"],
     "state": [{"id": "address", "property": "search", "value": ""}],
 }
@@ -23,22 +27,48 @@ def http(server):
     return create_dashboard(server.client, allowed_hosts=LOOPBACK_HOSTS).server.test_client()
 
 
-def refresh(search):
-    """The request that a browser makes to refresh the comparison."""
-    names = ("compare-alert", "compare-numbers", "compare-verdicts", "compare-table")
-    outputs = [{"id": name, "property": "children"} for name in names]
-    outputs += [{"id": "compare-figures", "property": "data"}]
-    outputs += [{"id": "compare-tick", "property": name} for name in ("disabled", "interval")]
-    joined = "...".join(f"{entry['id']}.{entry['property']}" for entry in outputs)
+CALM = {"at": "before", "failed": False, "gone": []}
+
+
+def question(outputs, inputs, state=()):
+    """The request that a browser makes: pairs (id, property) and what they are."""
+    named = [{"id": name, "property": prop} for name, prop in outputs]
+    joined = "...".join(f"{name}.{prop}" for name, prop in outputs)
     return {
         "output": f"..{joined}..",
-        "outputs": outputs,
-        "inputs": [
-            {"id": "compare-shown", "property": "data", "value": search},
-            {"id": "compare-tick", "property": "n_intervals", "value": 1},
-        ],
-        "changedPropIds": ["compare-shown.data"],
+        "outputs": named,
+        "inputs": [{"id": name, "property": prop, "value": value} for name, prop, value in inputs],
+        "state": [{"id": name, "property": prop, "value": value} for name, prop, value in state],
+        "changedPropIds": [f"{inputs[0][0]}.{inputs[0][1]}"],
     }
+
+
+def refresh(search, revision=CALM):
+    """What is asked for the numbers of a comparison."""
+    names = ("compare-numbers", "compare-verdicts", "compare-table", "compare-legend")
+    inputs = [("compare-shown", "data", search), ("compare-revision", "data", revision)]
+    return question([(name, "children") for name in names], inputs)
+
+
+def chart(place, search, known=None):
+    """What is asked for one chart of a comparison."""
+    inputs = [("compare-shown", "data", search), ("compare-revision", "data", CALM)]
+    names = (f"compare-answer-{place}", f"compare-digest-{place}")
+    return question([(name, "data") for name in names], inputs, [(names[1], "data", known)])
+
+
+def look(search, known=CALM):
+    """What is asked at each tick."""
+    outputs = [("compare-revision", "data"), ("compare-alert", "children"), ("compare-pace", "children")]
+    state = [("compare-shown", "data", search), ("compare-revision", "data", known)]
+    return question(outputs, [("tick", "data", 1)], state)
+
+
+def answered(http, asked):
+    """The answer's content; None where there is none, since nothing changed."""
+    answer = http.post("/_dash-update-component", json=asked)
+    assert answer.status_code in {200, 204}
+    return answer.get_json()["response"] if answer.status_code == 200 else None
 
 
 def test_importing_starts_nothing_and_loads_no_heavy_room():
@@ -114,23 +144,45 @@ def test_a_callback_from_a_foreign_page_is_refused(http):
     assert own.status_code == 200
 
 
-def test_a_refresh_fills_the_page_and_stops_when_all_runs_are_finished(http):
-    answer = http.post("/_dash-update-component", json=refresh("?run=run-plain&run=run-plus")).get_json()[
-        "response"
-    ]
-    assert answer["compare-alert"]["children"] is None
-    assert answer["compare-tick"]["disabled"] is True
-    assert len(answer["compare-figures"]["data"][0]["data"]) >= 2
-    live = http.post("/_dash-update-component", json=refresh("?run=run-live")).get_json()["response"]
-    assert live["compare-tick"]["disabled"] is False
+def test_a_refresh_fills_the_page_and_rests_when_all_runs_are_finished(http):
+    search = "?run=run-plain&run=run-plus"
+    shown = answered(http, refresh(search))
+    assert "Updates arrive" in str(shown["compare-verdicts"])
+    assert len(answered(http, chart(0, search))["compare-answer-0"]["data"]["data"]) >= 2
+    looked = answered(http, look(search))
+    assert looked["compare-alert"]["children"] is None
+    assert int(looked["compare-pace"]["children"]) == IDLE_MILLISECONDS
+    assert int(answered(http, look("?run=run-live"))["compare-pace"]["children"]) == LIVE_MILLISECONDS
 
 
-def test_a_refresh_without_an_answer_changes_nothing_but_the_notice(http, server):
+def test_what_has_not_changed_does_not_travel_again(http):
+    search = "?run=run-plain"
+    looked = answered(http, look(search))
+    assert answered(http, look(search, looked["compare-revision"]["data"])) is None
+    drawn = answered(http, chart(0, search))
+    assert answered(http, chart(0, search, drawn["compare-digest-0"]["data"])) is None
+
+
+def test_a_look_without_an_answer_changes_nothing_but_the_notice(http, server):
     server.down = True
-    answer = http.post("/_dash-update-component", json=refresh("?run=run-plain")).get_json()["response"]
-    assert set(answer) == {"compare-alert", "compare-tick"}
-    assert answer["compare-tick"]["disabled"] is False
-    assert "does not answer" in str(answer["compare-alert"])
+    looked = answered(http, look("?run=run-plain"))
+    assert "does not answer" in str(looked["compare-alert"])
+    assert int(looked["compare-pace"]["children"]) == LIVE_MILLISECONDS
+    failed = looked["compare-revision"]["data"]
+    assert answered(http, refresh("?run=run-plain", failed)) is None, "what was read stays"
+    server.down = False
+    back = answered(http, look("?run=run-plain", failed))
+    assert back["compare-alert"]["children"] is None
+    assert back["compare-revision"]["data"] != failed
+
+
+def test_a_run_that_is_gone_is_named_and_the_others_are_compared(http):
+    search = "?run=run-gone&run=run-plain"
+    assert "run-gone" in str(answered(http, look(search))["compare-alert"])
+    assert "plain" in str(answered(http, refresh(search))["compare-verdicts"])
+    asked = chart(0, search)
+    asked["inputs"][1]["value"] = answered(http, look(search))["compare-revision"]["data"]
+    assert answered(http, asked)["compare-answer-0"]["data"]["data"]
 
 
 def test_a_metric_that_the_server_refuses_spoils_only_its_own_chart(http, server, monkeypatch):
@@ -143,10 +195,23 @@ def test_a_metric_that_the_server_refuses_spoils_only_its_own_chart(http, server
 
     monkeypatch.setattr(server, "_compare", refuse)
     address = "?run=run-plain&metric=nonsense"
-    answer = http.post("/_dash-update-component", json=refresh(address)).get_json()["response"]
-    assert answer["compare-alert"]["children"] is None
-    assert answer["compare-figures"]["data"][0]["data"]
-    assert "unknown_metric" in answer["compare-figures"]["data"][3]["layout"]["annotations"][0]["text"]
+    assert answered(http, look(address))["compare-alert"]["children"] is None
+    assert answered(http, chart(0, address))["compare-answer-0"]["data"]["data"]
+    refused = answered(http, chart(3, address))["compare-answer-3"]["data"]
+    assert "unknown_metric" in refused["layout"]["annotations"][0]["text"]
+
+
+def test_answers_travel_compressed_and_files_with_a_version_are_kept_for_good(http):
+    html = http.get("/").get_data(as_text=True)
+    [style] = re.findall(r'href="(/assets/style.css[^"]+)"', html)
+    scripts = re.findall(r'src="(/_dash-component-suites/[^"]+)"', html)
+    sizes = []
+    for address in (style, *scripts):
+        with http.get(address, headers={"Accept-Encoding": "br, gzip"}) as answer:
+            assert answer.headers["Content-Encoding"] == "br"
+            assert "max-age=31536000" in answer.headers["Cache-Control"]
+            sizes.append(len(answer.get_data()))
+    assert sum(sizes) < 1_500_000
 
 
 def test_the_address_leads_to_the_page(http):

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 identifiers = st.text("abcXYZ019_.:- /%&?", min_size=1, max_size=12)
 pages = st.one_of(
-    st.builds(View, page=st.just("runs"), query=st.text(max_size=8)),
+    st.builds(
+        View,
+        page=st.just("runs"),
+        query=st.text(max_size=8),
+        project=st.none() | st.sampled_from(["a/b", "c&d"]),
+        health=st.none() | st.just("losing updates"),
+        sort=st.sampled_from(["-updated_at", "edq_ratio", "-name"]),
+    ),
     st.builds(
         View,
         page=st.just("compare"),
@@ -23,6 +30,8 @@ pages = st.one_of(
         ),
         layer=st.none() | st.sampled_from(["blocks.0.weight", "a=b&c"]),
         step=st.none() | st.integers(0, 10**12),
+        first_step=st.none() | st.integers(0, 10**9),
+        last_step=st.none() | st.integers(0, 10**9),
         order=st.sampled_from(["depth", "worst"]),
         tab=st.sampled_from(["layers", "curves", "norms", "states", "classes", "oracle", "about"]),
     ),

@@ -1,10 +1,61 @@
-// Cells that are more than text: the run's name leads to its page without loading the application again.
+// Cells that are more than text. A run's name leads to its page without loading the application again.
 var dagcomponentfuncs = (window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {});
 
-dagcomponentfuncs.RunLink = function (props) {
+dagcomponentfuncs.RunCell = function (props) {
+  const row = props.data;
+  if (!row) return React.createElement("span", { className: "loading-cell" }, "…");
+  const picked = window.collagePicked || {};
+  const pick = (event) => {
+    const next = { ...(window.collagePicked || {}) };
+    if (event.target.checked) next[row.run_id] = row.name;
+    else delete next[row.run_id];
+    window.collagePicked = next;
+    window.dash_clientside.set_props("runs-picked", { data: next });
+  };
   return React.createElement(
-    window.dash_core_components.Link,
-    { href: props.data.address, refresh: false },
-    props.value
+    "span",
+    { className: "run-cell" },
+    React.createElement("input", {
+      type: "checkbox",
+      className: "pick",
+      "aria-label": `Pick ${row.name} to compare`,
+      defaultChecked: row.run_id in picked,
+      key: String(row.run_id in picked),
+      onChange: pick,
+    }),
+    React.createElement("span", { className: "dot", style: { "--run-colour": row.colour } }),
+    React.createElement(
+      window.dash_core_components.Link,
+      { href: row.address, refresh: false, title: row.name },
+      row.name
+    )
+  );
+};
+
+dagcomponentfuncs.VerdictCell = function (props) {
+  const row = props.data;
+  if (!row) return null;
+  return React.createElement(
+    "span",
+    { title: row.headline, className: "verdict-cell" },
+    React.createElement("span", { className: `mark mark-${row.mark[1]}`, "aria-hidden": true }, row.mark[0]),
+    row.headline
+  );
+};
+
+dagcomponentfuncs.TrendCell = function (props) {
+  const values = props.data && props.data.trend;
+  if (!values || values.length < 2) return null;
+  const least = Math.min(0.9, ...values.filter((value) => value !== null));
+  const most = Math.max(1.02, ...values.filter((value) => value !== null));
+  const at = (value, place) => `${((80 * place) / (values.length - 1)).toFixed(1)} ${(22 - (20 * (value - least)) / (most - least)).toFixed(1)}`;
+  let path = "";
+  values.forEach((value, place) => {
+    if (value !== null) path += (place && values[place - 1] !== null ? "L" : "M") + at(value, place);
+  });
+  return React.createElement(
+    "svg",
+    { viewBox: "0 0 80 24", width: 80, height: 24, role: "img", "aria-label": "EDQ over the run" },
+    React.createElement("path", { d: path, fill: "none", stroke: props.data.colour, strokeWidth: 1.6 })
   );
 };

@@ -17,12 +17,7 @@
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     collage: {
-      keepZoom: (figures, ...current) => figures.map((figure, place) => carry(figure, current[place])),
-      keepZoomByName: (drawn, current, ids) =>
-        ids.map((id, place) => {
-          const figure = drawn && drawn[`${id.kind} ${id.metric}`];
-          return figure ? carry(figure, current[place]) : window.dash_clientside.no_update;
-        }),
+      keepZoom: (figure, current) => (figure ? carry(figure, current) : window.dash_clientside.no_update),
     },
   });
 })();

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import plotly.graph_objects as go
 
-from collage_dashboard.descriptions import Description, describe, finite
+from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, finite
 from collage_dashboard.figures.style import (
     DIVERGING,
+    MARKED,
     SEQUENTIAL,
     add_note,
     axis,
@@ -19,13 +21,14 @@ from collage_dashboard.figures.style import (
 )
 from collage_monitor import wire
 
-__all__ = ["heatmap", "short_layer"]
+__all__ = ["REACH", "heatmap", "short_layer", "short_layers"]
 
 ROW_PIXELS: Final = 18
 SMALLEST_HEIGHT: Final = 240
 LARGEST_HEIGHT: Final = 760
 _LABEL_CHARACTERS = 34
-_SMALLEST_SCALE = 0.02
+REACH: Final = 0.5
+"""How far from its ideal a metric has the full colour: fixed, so that a colour means the same in every heatmap."""
 _SMALLEST_NORM = 1e-300
 
 
@@ -43,8 +46,12 @@ def heatmap(answer: wire.Heatmap, *, selected: str | None = None) -> go.Figure:
     logarithmic = _is_logarithmic(description)
     gap = 1 if len(answer.steps) <= 80 and len(answer.layers) <= 60 else 0
     step = "step" if answer.first_steps == answer.steps else "merged up to step"
+    on_steps = answer.axis == "step"
+    places = answer.steps if on_steps else [finite(position) for position in answer.positions]
+    if not on_steps:
+        step = AXIS_TITLES[answer.axis]
     trace = go.Heatmap(
-        x=answer.steps,
+        x=places,
         y=answer.layers,
         z=[[_height_of(value, logarithmic) for value in row] for row in cells],
         customdata=cells if logarithmic else None,
@@ -53,17 +60,39 @@ def heatmap(answer: wire.Heatmap, *, selected: str | None = None) -> go.Figure:
         xgap=gap,
         ygap=gap,
         hoverongaps=False,
-        **_colours(known, description),
+        **_colours(description),
     )
     figure = base_figure(
         [trace],
-        revision=f"{answer.metric} {len(answer.layers)}",
+        revision=f"{answer.metric} {answer.axis} {len(answer.layers)}",
         height=height,
-        xaxis=axis("step", showgrid=False),
+        xaxis=axis(AXIS_TITLES[answer.axis], showgrid=False),
         yaxis=_layer_axis(answer.layers, height, selected),
     )
+    if selected in answer.layers:
+        place = answer.layers.index(selected)
+        ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": place - 0.5, "y1": place + 0.5, "yref": "y"}
+        figure.add_shape(type="rect", line={"color": MARKED, "width": 2}, **ends)
     beyond = sum(value is not None and finite(value) is None for row in answer.values for value in row)
     return add_note(figure, f"{beyond} cells are not finite") if beyond else figure
+
+
+def short_layers(names: Sequence[str]) -> dict[str, str]:
+    """The layers' names without what all of them begin and end with, cut in the middle where still long."""
+    parts = [name.split(".") for name in names]
+    least = min(map(len, parts), default=0) - 1
+    first = 0
+    while len(names) > 1 and first < least and len({own[first] for own in parts}) == 1:
+        first += 1
+    last = 0
+    while len(names) > 1 and last < least - first and len({own[-1 - last] for own in parts}) == 1:
+        last += 1
+    found = {}
+    for name, own in zip(names, parts, strict=True):
+        text = ".".join(own[first : len(own) - last])
+        half = _LABEL_CHARACTERS // 2
+        found[name] = text if len(text) <= _LABEL_CHARACTERS else f"{text[: half - 1]}…{text[-half:]}"
+    return found
 
 
 def short_layer(name: str) -> str:
@@ -82,17 +111,16 @@ def _height_of(value: float | None, logarithmic: bool) -> float | None:
     return float(f"{height:.6g}")
 
 
-def _colours(known: list[float], description: Description) -> dict[str, Any]:
+def _colours(description: Description) -> dict[str, Any]:
+    """A fixed scale for each metric with an ideal; what is beyond its ends has the colour of the end."""
     if description.ideal is None:
         return {"colorscale": "Cividis"}
-    reach = max(max(abs(value - description.ideal) for value in known), _SMALLEST_SCALE)
-    if description.ideal == 0.0 and min(known) >= 0:
-        return {"colorscale": [list(stop) for stop in SEQUENTIAL], "zmin": 0.0, "zmax": reach}
-    reach = min(reach, 1.0)
+    if description.ideal == 0.0:
+        return {"colorscale": [list(stop) for stop in SEQUENTIAL], "zmin": 0.0, "zmax": 1.0}
     return {
         "colorscale": [list(stop) for stop in DIVERGING],
-        "zmin": description.ideal - reach,
-        "zmax": description.ideal + reach,
+        "zmin": description.ideal - REACH,
+        "zmax": description.ideal + REACH,
     }
 
 
@@ -103,8 +131,8 @@ def _colour_bar(description: Description) -> dict[str, Any]:
 
 def _layer_axis(layers: list[str], height: int, selected: str | None) -> dict[str, Any]:
     every = max(1, math.ceil(len(layers) * 13 / max(height - 90, 1)))
-    shown = layers[::every]
-    texts = [literal(short_layer(name)) for name in shown]
+    shown, short = layers[::every], short_layers(layers)
+    texts = [literal(short[name]) for name in shown]
     if selected in layers:
         place = layers.index(selected)
         near = {layers[at] for at in range(max(place - every + 1, 0), min(place + every, len(layers)))}

@@ -32,8 +32,16 @@ class NamedCurve:
     dash: str = "solid"
 
 
-def curves(metric: str, lines: Sequence[NamedCurve], *, smoothing: float = 0.0, height: int = 300) -> go.Figure:
-    """The curves of `metric`; `smoothing` in [0, 1) applies to dense logged scalars, raw values behind.
+def curves(
+    metric: str,
+    lines: Sequence[NamedCurve],
+    *,
+    smoothing: float = 0.0,
+    height: int = 300,
+    legend: bool = True,
+) -> go.Figure:
+    """The curves of `metric`; `smoothing` in [0, 1) applies to dense logged scalars, raw values behind. Without
+    `legend` the page has one for all of its charts.
 
     Earlier lines are drawn wider, so that they stay visible where a later one covers them.
     """
@@ -53,17 +61,21 @@ def curves(metric: str, lines: Sequence[NamedCurve], *, smoothing: float = 0.0, 
     figure = base_figure(
         traces,
         revision=f"{metric} {first.axis} {first.layer}",
-        height=height + _LEGEND_ROW * ((len(lines) - 1) // _LEGEND_COLUMNS),
+        height=height + (_LEGEND_ROW * ((len(lines) - 1) // _LEGEND_COLUMNS) if legend else 0),
         hovermode="x unified" if len(lines) > 1 else "x",
         xaxis=axis(AXIS_TITLES[first.axis]),
         yaxis=axis(description.axis_title, **({"autorangeoptions": {"include": span}} if span else {})),
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
-        showlegend=len(lines) > 1,
+        showlegend=legend and len(lines) > 1,
     )
     if description.ideal is not None:
         figure.add_hline(y=description.ideal, line={"color": INK, "width": 1, "dash": "dot"})
-    beyond = sum(_not_finite(line.series) for line in lines)
-    return add_note(figure, f"{beyond} points are not finite and cannot be drawn") if beyond else figure
+    beyond = [step for line in lines for step in _not_finite(line.series)]
+    if not beyond:
+        return figure
+    return add_note(
+        figure, f"{len(beyond)} points are not finite and cannot be drawn, the first at step {min(beyond)}"
+    )
 
 
 def smooth(values: Values, weight: float) -> Values:
@@ -212,8 +224,10 @@ def _partial(series: wire.Series) -> list[bool]:
     return [ranks < series.world_size for ranks in series.ranks]
 
 
-def _not_finite(series: wire.Series) -> int:
-    return sum(value is not None and finite(value) is None for value in series.values)
+def _not_finite(series: wire.Series) -> list[int]:
+    """The steps at which the series is not finite; where a point merges several, the first of them."""
+    values = zip(series.first_steps, series.values, strict=True)
+    return [step for step, value in values if value is not None and finite(value) is None]
 
 
 def _least_span(lines: Sequence[NamedCurve], description: Description) -> list[float] | None:

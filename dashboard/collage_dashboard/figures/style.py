@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from html import escape
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ __all__ = [
     "FONT",
     "GRAPH_CONFIG",
     "INK",
+    "MARKED",
+    "PALE",
     "REFERENCE",
     "SEQUENTIAL",
     "STRATEGY_COLOURS",
@@ -23,10 +26,12 @@ __all__ = [
     "add_note",
     "axis",
     "base_figure",
+    "digest",
     "empty_figure",
     "literal",
     "strategy_colour",
     "translucent",
+    "with_subtitle",
 ]
 
 STRATEGY_COLOURS: Final = {
@@ -59,9 +64,12 @@ CLASS_COLOURS: Final = {
     "idle": "#B8B8B8",
     "nonfinite": "#CC79A7",
 }
-DIVERGING: Final = ((0.0, "#B2491A"), (0.25, "#E8A27C"), (0.5, "#E9ECEF"), (0.75, "#7FB2D6"), (1.0, "#0B5C94"))
+PALE: Final = "rgba(134,142,150,0.16)"
+"""The colour of nothing to say: quiet on white and on near-black."""
+MARKED: Final = "#9C36B5"
+DIVERGING: Final = ((0.0, "#B2491A"), (0.25, "#E8A27C"), (0.5, PALE), (0.75, "#7FB2D6"), (1.0, "#0B5C94"))
 """Below the ideal, at it, above it. The middle is no colour of praise."""
-SEQUENTIAL: Final = ((0.0, "#E9ECEF"), (0.35, "#E8A27C"), (0.7, "#C65F2B"), (1.0, "#7A2A08"))
+SEQUENTIAL: Final = ((0.0, PALE), (0.35, "#E8A27C"), (0.7, "#C65F2B"), (1.0, "#7A2A08"))
 
 
 def strategy_colour(strategy: str | None, dtype: str | None = None) -> str:
@@ -78,7 +86,7 @@ def translucent(colour: str, opacity: float) -> str:
 
 
 FONT: Final = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
-INK: Final = "#7A828A"
+INK: Final = "#737C85"
 """Readable on white and on near-black."""
 GRID: Final = "rgba(128,136,144,0.18)"
 GRAPH_CONFIG: Final[Any] = {
@@ -138,6 +146,19 @@ def add_note(figure: go.Figure, text: str) -> go.Figure:
     return figure.add_annotation(
         text=text, showarrow=False, x=0, y=1, xref="paper", yref="paper", xanchor="left", yanchor="top"
     )
+
+
+def digest(figure: go.Figure) -> str:
+    """What changes with the figure: one that is shown already need not travel again."""
+    return blake2b(str(figure.to_json()).encode(), digest_size=12).hexdigest()
+
+
+def with_subtitle(figure: go.Figure, text: str) -> go.Figure:
+    """A line above the chart that says what it shows: a layer, steps."""
+    figure.update_layout(
+        title={"text": literal(text), "font": {"size": 12}, "x": 0, "xanchor": "left", "y": 0.99, "yanchor": "top"}
+    )
+    return figure.update_layout(margin={"t": figure.layout.margin.t + 20})
 
 
 def literal(text: str) -> str:

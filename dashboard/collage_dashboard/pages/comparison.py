@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, Final
 
 import dash
@@ -13,6 +14,7 @@ import plotly.graph_objects as go
 from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
+    IDLE_MILLISECONDS,
     LIVE_MILLISECONDS,
     axis_control,
     chart_card,
@@ -20,25 +22,37 @@ from collage_dashboard.components import (
     limits_note,
     notice,
     pace,
+    pace_marker,
+    page,
     problem_page,
     smoothing_control,
 )
 from collage_dashboard.descriptions import describe, metric_choices
 from collage_dashboard.figures import NamedCurve, curves
-from collage_dashboard.figures.style import empty_figure
+from collage_dashboard.figures.style import digest, empty_figure
 from collage_dashboard.identities import identify
-from collage_dashboard.pages.comparison_content import lacks_throughput, numbers, table, verdicts, with_throughput
+from collage_dashboard.pages.comparison_content import (
+    lacks_throughput,
+    legend,
+    numbers,
+    table,
+    verdicts,
+    with_throughput,
+)
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
+from collage_monitor.metrics import METRICS
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
 
 CHARTS: Final = ("edq_ratio", "lost_update_ratio", "validation_loss")
 """The curves that always stand there; a fourth one is the reader's choice."""
 DEFAULT_METRIC: Final = "state_decrement_ratio/exp_avg_sq"
-_PICKABLE: Final = 500
+_PICKABLE: Final = 50
+POINTS: Final = 300
+"""Of a curve: as many as half a screen shows."""
 _NOTHING_PICKED: Final = Problem(
     "Pick runs to compare", "Tick two or more runs in the table of runs, then press Compare."
 )
@@ -52,30 +66,31 @@ def layout(view: View, reader: Reader) -> html.Div:
     """
     if not view.runs:
         return problem_page(_NOTHING_PICKED)
-    page = reader.ask(lambda client: client.runs(limit=_PICKABLE))
-    known = {run.run_id: run for run in page.runs}
-    for missing in [run_id for run_id in view.runs if run_id not in known]:
-        known[missing] = reader.ask(lambda client, run_id=missing: client.run(run_id))  # type: ignore[misc]
+    rows = _rows(reader, view.runs)
     search = write_address(view)[1]
-    return html.Div(
+    return page(
         [
             dcc.Location(id="compare-address", refresh=False),
             dcc.Store(id="compare-shown", data=search),
-            dcc.Store(id="compare-figures"),
-            dcc.Interval(id="compare-tick", interval=LIVE_MILLISECONDS),
+            dcc.Store(id="compare-revision", data=_revision(view, rows)),
+            pace_marker("compare-pace", pace(0.0)),
+            *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
+            *(dcc.Store(id=f"compare-digest-{place}") for place in range(len(CHARTS) + 1)),
             html.Div([dcc.Link("Runs", href="/"), " / Comparison"], className="crumbs"),
-            html.Div(_picker(view, list(known.values())), className="toolbar"),
-            html.Div(id="compare-alert"),
-            html.Div(id="compare-numbers"),
+            html.Div(_picker(view, rows), className="toolbar"),
+            html.Div(_missing(view, rows), id="compare-alert"),
+            html.Div(id="compare-numbers", className="numbers-place"),
             html.Div(id="compare-verdicts"),
             html.Div(
                 [axis_control("compare-axis", view), smoothing_control("compare-smoothing", view)],
                 className="controls",
             ),
-            html.Div(_charts(view, [known[run_id] for run_id in view.runs]), className="charts"),
+            html.Div(id="compare-legend", className="legend"),
+            html.Div(_charts(view, rows), className="charts"),
             html.Div(id="compare-table"),
             limits_note(),
         ],
+        f"Comparison of {len(view.runs)} {'run' if len(view.runs) == 1 else 'runs'}",
     )
 
 
@@ -85,46 +100,110 @@ def figure(comparison: wire.Comparison, smoothing: float) -> go.Figure:
         NamedCurve(identity.label, identity.colour, run.series, identity.dash)
         for identity, run in zip(identify(comparison.runs), comparison.runs, strict=True)
     ]
-    return curves(comparison.metric, lines, smoothing=smoothing)
+    return curves(comparison.metric, lines, smoothing=smoothing, legend=False)
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app)
-    charts = [f"compare-chart-{place}" for place in range(len(CHARTS) + 1)]
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "keepZoom"),
-        *(Output(name, "figure") for name in charts),
-        Input("compare-figures", "data"),
-        *(State(name, "figure") for name in charts),
-        prevent_initial_call=True,
-    )
+    _register_search(app, reader)
+    for place in range(len(CHARTS) + 1):
+        _register_chart(app, reader, place)
 
     @app.callback(
+        Output("compare-revision", "data"),
         Output("compare-alert", "children"),
+        Output("compare-pace", "children"),
+        Input("tick", "data"),
+        State("compare-shown", "data"),
+        State("compare-revision", "data"),
+        prevent_initial_call=True,
+    )
+    def look(_tick: int | None, search: str | None, known: dict[str, Any]) -> tuple[Any, ...]:
+        """Whether anything changed: one light question, however many charts there are."""
+        view, start = read_address("/compare", search), time.monotonic()
+        try:
+            rows = _rows(reader, view.runs)
+        except CollageError as error:
+            return {**known, "failed": True}, notice(explain(error)), str(LIVE_MILLISECONDS)
+        found = _revision(view, rows)
+        if found == known:
+            raise dash.exceptions.PreventUpdate
+        live = any(row.state == "running" for row in rows)
+        wait = pace(time.monotonic() - start) if live else IDLE_MILLISECONDS
+        return found, _missing(view, rows), str(wait)
+
+    @app.callback(
         Output("compare-numbers", "children"),
         Output("compare-verdicts", "children"),
         Output("compare-table", "children"),
-        Output("compare-figures", "data"),
-        Output("compare-tick", "disabled"),
-        Output("compare-tick", "interval"),
+        Output("compare-legend", "children"),
         Input("compare-shown", "data"),
-        Input("compare-tick", "n_intervals"),
+        Input("compare-revision", "data"),
     )
-    def refresh(search: str | None, _ticks: int | None) -> tuple[Any, ...]:
-        view, start = read_address("/compare", search), time.monotonic()
+    def refresh(search: str | None, revision: dict[str, Any]) -> tuple[Any, ...]:
+        view = read_address("/compare", search)
+        if revision["failed"]:
+            raise dash.exceptions.PreventUpdate
         try:
-            answers = _ask(reader, view)
-            runs = _measured(reader, view, answers)
+            runs, overviews = _measured(reader, view)
         except CollageError as error:
-            return (notice(explain(error)), *[no_update] * 4, False, LIVE_MILLISECONDS)
-        figures = [
-            figure(answer, view.smoothing) if isinstance(answer, wire.Comparison) else empty_figure(str(answer))
-            for answer in answers.values()
-        ]
-        live = any(run.state == "running" for run in runs)
-        wait = pace(time.monotonic() - start)
-        return (None, numbers(runs), verdicts(runs), table(runs), figures, not live, wait)
+            return notice(explain(error)), *[no_update] * 3
+        if not runs:
+            return None, None, None, None
+        return numbers(runs, overviews), verdicts(runs, overviews), table(runs, overviews), legend(runs)
+
+
+def _register_chart(app: dash.Dash, reader: Reader, place: int) -> None:
+    """A chart asks for itself: a slow metric holds up no other one, and what has not changed does not travel."""
+
+    @app.callback(
+        Output(f"compare-answer-{place}", "data"),
+        Output(f"compare-digest-{place}", "data"),
+        Input("compare-shown", "data"),
+        Input("compare-revision", "data"),
+        State(f"compare-digest-{place}", "data"),
+    )
+    def draw(search: str | None, revision: dict[str, Any], known: str | None) -> tuple[Any, ...]:
+        view = read_address("/compare", search)
+        if revision["failed"]:
+            raise dash.exceptions.PreventUpdate
+        metric = (*CHARTS, view.metric or DEFAULT_METRIC)[place]
+        try:
+            drawn = _drawn(reader, view, metric, revision["gone"])
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
+        found = digest(drawn)
+        if found == known:
+            raise dash.exceptions.PreventUpdate
+        return drawn, found
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("collage", "keepZoom"),
+        Output(f"compare-chart-{place}", "figure"),
+        Input(f"compare-answer-{place}", "data"),
+        State(f"compare-chart-{place}", "figure"),
+        prevent_initial_call=True,
+    )
+
+
+def _register_search(app: dash.Dash, reader: Reader) -> None:
+    @app.callback(
+        Output("compare-runs", "data"),
+        Input("compare-runs", "searchValue"),
+        State("compare-runs", "data"),
+        State("compare-runs", "value"),
+        prevent_initial_call=True,
+    )
+    def search_for(word: str | None, known: list[dict[str, str]], chosen: list[str] | None) -> Any:
+        """What to pick from is searched by the server, among all runs."""
+        try:
+            found = reader.ask(lambda client: client.run_table(q=word or None, limit=_PICKABLE)).rows
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None
+        kept = [entry for entry in known if entry["value"] in (chosen or [])]
+        there = {entry["value"] for entry in kept}
+        return kept + [entry for entry in _choices(found) if entry["value"] not in there]
 
 
 def _register_navigation(app: dash.Dash) -> None:
@@ -174,43 +253,78 @@ def _register_navigation(app: dash.Dash) -> None:
         return wanted, wanted, list(view.runs), view.axis, view.smoothing, view.metric or DEFAULT_METRIC
 
 
-def _ask(reader: Reader, view: View) -> Mapping[str, wire.Comparison | ServerRefusal]:
-    """An answer for each chart, the first one always; a refused metric spoils no other chart."""
-    answers: dict[str, wire.Comparison | ServerRefusal] = {}
-    for place, metric in enumerate((*CHARTS, view.metric or DEFAULT_METRIC)):
-        try:
-            answers[f"{place} {metric}"] = reader.ask(
-                lambda client, metric=metric: client.compare(view.runs, metric, axis=view.axis)  # type: ignore[misc]
-            )
-        except ServerRefusal as error:
-            if place == 0 or isinstance(error, NotAuthorised):
-                raise
-            answers[f"{place} {metric}"] = error
-    return answers
+def _rows(reader: Reader, run_ids: Sequence[str]) -> list[wire.RunRow]:
+    """The rows of those of the runs that are there, in the order given."""
+    found = {
+        row.run_id: row for row in reader.ask(lambda client: client.run_table(run_ids=run_ids, limit=500)).rows
+    }
+    return [found[run_id] for run_id in run_ids if run_id in found]
 
 
-def _measured(
-    reader: Reader, view: View, answers: Mapping[str, wire.Comparison | ServerRefusal]
-) -> Sequence[wire.ComparedRun]:
-    """The compared runs, with a throughput for those that log only their tokens."""
-    runs = next(answer for answer in answers.values() if isinstance(answer, wire.Comparison)).runs
-    if not lacks_throughput(runs):
-        return runs
-    return with_throughput(runs, reader.ask(lambda client: client.compare(view.runs, "tokens", axis="time")))
+def _revision(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Any]:
+    """What changes whenever something that is shown of these runs may have changed; which of them are gone."""
+    there = {row.run_id for row in rows}
+    seen = [f"{row.run_id} {row.updated_at} {row.state} {row.overview and row.overview.last_step}" for row in rows]
+    return {
+        "at": sha256("\n".join(seen).encode()).hexdigest()[:16],
+        "failed": False,
+        "gone": [run_id for run_id in view.runs if run_id not in there],
+    }
 
 
-def _picker(view: View, runs: Sequence[wire.Run]) -> list[Any]:
-    choices = [
-        {"value": run.run_id, "label": identity.label}
-        for run, identity in zip(runs, identify([_RunNames(run) for run in runs]), strict=True)
-    ]
+def _missing(view: View, rows: Sequence[wire.RunRow]) -> Any:
+    """A line about the runs of the address that are not there; the others are compared."""
+    gone = [run_id for run_id in view.runs if run_id not in {row.run_id for row in rows}]
+    if not gone:
+        return None
+    text = f"{', '.join(gone)}: nothing is stored under this id; it may have been deleted. The others are compared."
+    return dmc.Alert(
+        text, title="A run is missing" if len(gone) == 1 else "Runs are missing", color="orange", mb="md"
+    )
+
+
+def _drawn(reader: Reader, view: View, metric: str, gone: Sequence[str]) -> go.Figure:
+    there = [run_id for run_id in view.runs if run_id not in gone]
+    if not there:
+        return empty_figure("none of these runs is there")
+    try:
+        answer = reader.ask(lambda client: client.compare(there, metric, axis=view.axis, points=POINTS))
+    except NotAuthorised:
+        raise
+    except ServerRefusal as error:
+        return empty_figure(str(error))
+    return figure(answer, view.smoothing)
+
+
+def _measured(reader: Reader, view: View) -> tuple[Sequence[wire.ComparedRun], dict[str, wire.Overview]]:
+    """The compared runs, with a throughput for those that log only their tokens, and what is said of each."""
+    rows = _rows(reader, view.runs)
+    there = [row.run_id for row in rows]
+    if not there:
+        return [], {}
+    runs: Sequence[wire.ComparedRun] = reader.ask(
+        lambda client: client.compare(there, CHARTS[0], axis=view.axis, points=POINTS)
+    ).runs
+    overviews = {
+        row.run_id: row.overview or reader.ask(lambda client, run_id=row.run_id: client.overview(run_id))  # type: ignore[misc]
+        for row in rows
+    }
+    if lacks_throughput(runs):
+        runs = with_throughput(
+            runs, reader.ask(lambda client: client.compare(there, "tokens", axis="time", points=2))
+        )
+    return runs, overviews
+
+
+def _picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
     return [
-        dmc.Title("Comparison", order=2),
+        dmc.Title("Comparison", order=1, size="h2"),
         dmc.MultiSelect(
             id="compare-runs",
-            data=choices,
-            value=list(view.runs),
+            data=_choices(rows),
+            value=[row.run_id for row in rows],
             searchable=True,
+            clearSearchOnChange=True,
             maxValues=MAXIMUM_RUNS,
             limit=100,
             placeholder="add a run",
@@ -220,14 +334,22 @@ def _picker(view: View, runs: Sequence[wire.Run]) -> list[Any]:
     ]
 
 
-def _charts(view: View, runs: Sequence[wire.Run]) -> list[Any]:
-    strategies = [run.watch.strategy if run.watch else None for run in runs]
+def _choices(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
+    return [
+        {"value": row.run_id, "label": identity.label}
+        for row, identity in zip(rows, identify([_RunNames(row) for row in rows]), strict=True)
+    ]
+
+
+def _charts(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
+    strategies = [row.strategy or row.observed_strategy for row in rows]
     cards = [
         chart_card(key, f"compare-chart-{place}", note=chart_note(key, strategies))
         for place, key in enumerate(CHARTS)
     ]
-    metrics = {key for run in runs for key in run.latest} | {DEFAULT_METRIC}
-    scalars = {key for run in runs for key in run.scalars}
+    measured = {key for row in rows if row.overview for key in row.overview.numbers}
+    metrics = measured | {name for name, entry in METRICS.items() if not entry.label} | {DEFAULT_METRIC}
+    scalars = {key for row in rows for key in row.scalars} | {"learning_rate", "loss"}
     chosen = view.metric or DEFAULT_METRIC
     if describe(chosen).scalar:
         scalars |= {chosen}
@@ -247,7 +369,6 @@ def _charts(view: View, runs: Sequence[wire.Run]) -> list[Any]:
 class _RunNames:
     """A run under the four fields that name it."""
 
-    def __init__(self, run: wire.Run) -> None:
-        self.run_id, self.name = run.run_id, run.name
-        self.strategy = (run.watch.strategy or run.watch.observed_strategy) if run.watch else None
-        self.dtype = run.watch.dtype if run.watch else None
+    def __init__(self, row: wire.RunRow) -> None:
+        self.run_id, self.name, self.dtype = row.run_id, row.name, row.dtype
+        self.strategy = row.strategy or row.observed_strategy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,25 +10,28 @@ import dash_mantine_components as dmc
 import msgspec
 from dash import html
 
-from collage_dashboard.components import Entry, number_card, run_label, verdict_line
+from collage_dashboard.components import Entry, number_card, over_steps, run_label, scrollable, verdict_line
 from collage_dashboard.descriptions import count, describe, finite, interval, number, state_key
 from collage_dashboard.identities import RunStyle, identify, is_stochastic, strategy_title
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
-from collage_monitor.judgement import Evidence, judge
 
 __all__ = [
     "COLUMNS",
     "Column",
     "lacks_throughput",
+    "legend",
     "numbers",
     "rate",
     "table",
     "verdicts",
+    "with_recent",
     "with_throughput",
 ]
 
 _NAME = "tokens_per_second"
+Overviews = Mapping[str, wire.Overview]
+RECENT: Final = "Over each run's recent past: its last 32 measured steps or more, which the verdict rests on."
 
 
 def lacks_throughput(runs: Sequence[wire.ComparedRun]) -> bool:
@@ -72,57 +75,74 @@ class Column:
     cell: Callable[[wire.ComparedRun], Cell]
 
 
-def numbers(runs: Sequence[wire.ComparedRun]) -> html.Div:
-    """The first screen: EDQ, the second moment's decrement, and the loss on held-out data, for each run."""
-    identities = identify(runs)
+def numbers(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> html.Div:
+    """The first screen: EDQ, updates lost, the second moment's decrement, and the loss, for each run."""
+    identities, runs = identify(runs), with_recent(runs, overviews)
     state = state_key(key for run in runs for key in run.merged)
     validated = any("validation_loss" in run.scalars for run in runs)
     loss = "validation_loss" if validated else "loss"
     return html.Div(
         [
-            number_card("edq_ratio", _entries(runs, identities, _merged("edq_ratio"))),
-            number_card(state, _entries(runs, identities, _merged(state))),
+            number_card("edq_ratio", _entries(runs, identities, _merged("edq_ratio")), note=RECENT),
+            number_card("lost_update_ratio", _entries(runs, identities, _merged("lost_update_ratio")), note=RECENT),
+            number_card(state, _entries(runs, identities, _merged(state)), note=RECENT),
             number_card(loss, _entries(runs, identities, _scalar(loss))),
         ],
-        className="three",
+        className="four",
     )
 
 
-def verdicts(runs: Sequence[wire.ComparedRun]) -> html.Div:
-    """A sentence about each run: its model as a whole, over all measured steps."""
+def verdicts(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> html.Div:
+    """A sentence about each run: its recent past, what is wrong, where and since when."""
     lines = [
-        verdict_line(judge(_evidence(run)), identity) for run, identity in zip(runs, identify(runs), strict=True)
+        verdict_line(overviews.get(run.run_id), identity)
+        for run, identity in zip(runs, identify(runs), strict=True)
     ]
     return html.Div(lines, style={"marginTop": "16px"})
 
 
-def _evidence(run: wire.RunSummary) -> Evidence:
-    watch = wire.WatchInfo(optimizer="unknown", strategy=run.strategy, dtype=run.dtype or "unknown")
-    return Evidence(run.merged, watch=watch, last_step=run.last_step)
+def legend(runs: Sequence[wire.ComparedRun]) -> list[Any]:
+    """One legend for all charts."""
+    return [run_label(identity) for identity in identify(runs)]
 
 
-def table(runs: Sequence[wire.ComparedRun]) -> dmc.Paper:
-    """Everything that the runs are compared by, merged over all their measured steps."""
-    head = [dmc.TableTh("Run"), dmc.TableTh("Strategy", className="text")]
+def with_recent(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> list[wire.ComparedRun]:
+    """The runs with the numbers of their recent past, those that their verdicts quote."""
+    return [
+        msgspec.structs.replace(run, merged=found.numbers) if (found := overviews.get(run.run_id)) else run
+        for run in runs
+    ]
+
+
+def table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> dmc.Paper:
+    """Everything that the runs are compared by; measured numbers are over each run's recent past."""
+    runs = with_recent(runs, overviews)
+    head = [dmc.TableTh("Run"), dmc.TableTh("Strategy", className="text"), dmc.TableTh("Over", className="text")]
     head += [dmc.TableTh(html.Span(column.title, title=column.help)) for column in COLUMNS]
     body = [
         dmc.TableTr(
             [
                 dmc.TableTd(run_label(identity, write_address(View(page="run", runs=(run.run_id,)))[0])),
                 dmc.TableTd(strategy_title(run.strategy, run.dtype), className="text"),
+                dmc.TableTd(over_steps(overviews.get(run.run_id)).removeprefix("over "), className="text"),
                 *(dmc.TableTd(_cell(column.cell(run))) for column in COLUMNS),
             ]
         )
         for run, identity in zip(runs, identify(runs), strict=True)
     ]
     content: list[Any] = [
-        dmc.Table(
-            [dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(body)],
-            highlightOnHover=True,
-            verticalSpacing="xs",
-            horizontalSpacing=8,
+        scrollable(
+            [
+                dmc.Table(
+                    [dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(body)],
+                    highlightOnHover=True,
+                    verticalSpacing="xs",
+                    horizontalSpacing=8,
+                )
+            ],
+            "Compared numbers",
         ),
-        dmc.Text(_notes(runs), size="xs", c="dimmed", px=10, pt=8),
+        dmc.Text(_notes(runs), size="xs", className="quiet", px=10, pt=8),
     ]
     return dmc.Paper(content, className="card comparison-table", withBorder=True, mt=14)
 
@@ -171,7 +191,7 @@ def _cell(cell: Cell) -> list[Any]:
 
 
 def _notes(runs: Sequence[wire.ComparedRun]) -> str:
-    notes = ["Ratios are merged over all measured steps; small print is the 95 % interval."]
+    notes = [f"{RECENT} Small print is the 95 % interval."]
     if any(is_stochastic(run.strategy) for run in runs):
         notes.append("One step's lost share misjudges stochastic rounding, whose updates arrive in the mean.")
     if len({run.merged.get("oracle_steps") for run in runs if run.merged.get("oracle_steps") is not None}) > 1:

@@ -8,30 +8,42 @@ from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
+    IDLE_MILLISECONDS,
     LIVE_MILLISECONDS,
     axis_control,
     labelled,
     limits_note,
     notice,
     pace,
+    pace_marker,
+    page,
     smoothing_control,
 )
-from collage_dashboard.descriptions import metric_choices
+from collage_dashboard.descriptions import finite, metric_choices
 from collage_dashboard.figures.heatmap import short_layer
-from collage_dashboard.pages.run_content import DEFAULT_METRIC, TABS, draw, head, layer_metrics, panel, summary
-from collage_dashboard.reader import Reader, explain
+from collage_dashboard.figures.style import digest
+from collage_dashboard.pages.run_content import (
+    DEFAULT_METRIC,
+    POINTS,
+    TABS,
+    draw,
+    head,
+    layer_metrics,
+    panel,
+    summary,
+)
+from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, read_address, write_address
 from collage_monitor import wire
+from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
-from collage_monitor.evidence import read_evidence
 
 __all__ = ["layout", "register"]
 
 WHOLE_MODEL: Final = "whole model"
-_FIGURES: Final = {"type": "run-figure", "kind": ALL, "metric": ALL}
 _CONTROL_GROUPS: Final = ("run-map-controls", "run-curve-controls", "run-smoothing-controls")
 _CONTROLS: Final = ("run-tab", "run-metric", "run-order", "run-layer", "run-axis", "run-smoothing")
 
@@ -43,80 +55,140 @@ def layout(view: View, reader: Reader) -> html.Div:
         CollageError: the server does not answer, or there is no such run.
     """
     run_id = view.runs[0]
-    run = reader.ask(lambda client: client.run(run_id))
-    layers = reader.ask(lambda client: client.layers(run_id)).layers
+    run, layers, row = reader.ask_together(
+        lambda client: client.run(run_id),
+        lambda client: client.layers(run_id).layers,
+        lambda client: _row(client, run_id),
+    )
     pathname, search = write_address(view)
     tabs = dmc.Tabs(
-        dmc.TabsList([dmc.TabsTab(title, value=name) for name, title in TABS.items()]),
+        [
+            dmc.TabsList([dmc.TabsTab(title, value=name) for name, title in TABS.items()]),
+            # What a tab shows stands below, after the controls; each tab names a panel all the same.
+            *(dmc.TabsPanel("", value=name) for name in TABS),
+        ],
         id="run-tab",
         value=view.tab,
         mt="lg",
     )
-    return html.Div(
+    return page(
         [
             dcc.Location(id="run-address", refresh=False),
             dcc.Store(id="run-shown", data={"pathname": pathname, "search": search}),
-            dcc.Store(id="run-figures"),
-            dcc.Interval(id="run-tick", interval=LIVE_MILLISECONDS),
+            dcc.Store(id="run-revision", data=_revision(row)),
+            dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
+            pace_marker("run-pace", pace(0.0)),
             html.Div([dcc.Link("Runs", href="/"), " / ", run.project], className="crumbs"),
             html.Div(head(run), id="run-head"),
             html.Div(id="run-alert"),
-            html.Div(id="run-summary"),
+            html.Div(
+                summary(run, row.overview) if row and row.overview else None,
+                id="run-summary",
+                className="numbers-place",
+            ),
             tabs,
             _controls(view, run, list(dict.fromkeys(layer.name for layer in layers))),
             html.Div(panel(view, run), id="run-panel"),
             limits_note(),
-        ]
+        ],
+        run.name,
     )
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app, reader)
+    _register_figures(app, reader)
+
+    @app.callback(
+        Output("run-revision", "data"),
+        Output("run-alert", "children"),
+        Output("run-pace", "children"),
+        Input("tick", "data"),
+        State("run-shown", "data"),
+        State("run-revision", "data"),
+        prevent_initial_call=True,
+    )
+    def look(_tick: int | None, shown: dict[str, str], known: dict[str, Any]) -> tuple[Any, ...]:
+        """Whether anything changed: one light question, however many charts there are."""
+        run_id, start = read_address(shown["pathname"], "").runs[0], time.monotonic()
+        try:
+            row = reader.ask(lambda client: _row(client, run_id))
+        except CollageError as error:
+            return {**known, "failed": True}, notice(explain(error)), str(LIVE_MILLISECONDS)
+        found = _revision(row)
+        if found == known:
+            raise dash.exceptions.PreventUpdate
+        if row is None:
+            return found, notice(Problem("This run is gone", f"There is no run {run_id!r} any more.")), no_update
+        return found, None, str(pace(time.monotonic() - start) if row.state == "running" else IDLE_MILLISECONDS)
+
+    @app.callback(
+        Output("run-head", "children"),
+        Output("run-summary", "children"),
+        Output("run-record", "data"),
+        Input("run-shown", "data"),
+        Input("run-revision", "data"),
+    )
+    def refresh(shown: dict[str, str], revision: dict[str, Any]) -> tuple[Any, ...]:
+        run_id = read_address(shown["pathname"], "").runs[0]
+        if revision["failed"]:
+            raise dash.exceptions.PreventUpdate
+        try:
+            run, overview = reader.ask_together(
+                lambda client: client.run(run_id), lambda client: client.overview(run_id)
+            )
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
+        return head(run), summary(run, overview), wire.encode_json(run).decode()
+
+
+def _register_figures(app: dash.Dash, reader: Reader) -> None:
+    """A chart asks for itself: a slow one holds up no other, and what has not changed does not travel."""
+    each = {"kind": MATCH, "metric": MATCH}
+
+    @app.callback(
+        Output({"type": "run-answer", **each}, "data"),
+        Output({"type": "run-digest", **each}, "data"),
+        Input("run-shown", "data"),
+        Input("run-revision", "data"),
+        State({"type": "run-digest", **each}, "data"),
+        State({"type": "run-digest", **each}, "id"),
+    )
+    def redraw(
+        shown: dict[str, str], revision: dict[str, Any], known: str | None, chart: dict[str, str]
+    ) -> tuple[Any, ...]:
+        if revision["failed"]:
+            raise dash.exceptions.PreventUpdate
+        view = read_address(shown["pathname"], shown["search"])
+        try:
+            drawn = draw(chart["kind"], chart["metric"], view, reader)
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None
+        found = digest(drawn)
+        if found == known:
+            raise dash.exceptions.PreventUpdate
+        return drawn, found
+
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "keepZoomByName"),
-        Output(_FIGURES, "figure"),
-        Input("run-figures", "data"),
-        State(_FIGURES, "figure"),
-        State(_FIGURES, "id"),
+        ClientsideFunction("collage", "keepZoom"),
+        Output({"type": "run-figure", **each}, "figure"),
+        Input({"type": "run-answer", **each}, "data"),
+        State({"type": "run-figure", **each}, "figure"),
         prevent_initial_call=True,
     )
 
-    @app.callback(
-        Output("run-alert", "children"),
-        Output("run-head", "children"),
-        Output("run-summary", "children"),
-        Output("run-tick", "disabled"),
-        Input("run-shown", "data"),
-        Input("run-tick", "n_intervals"),
-    )
-    def refresh(shown: dict[str, str], _ticks: int | None) -> tuple[Any, ...]:
-        run_id = read_address(shown["pathname"], "").runs[0]
-        try:
-            run = reader.ask(lambda client: client.run(run_id))
-            compared = reader.ask(lambda client: client.compare([run_id], "edq_ratio", points=2)).runs[0]
-            evidence = reader.ask(lambda client: read_evidence(client, run_id))
-        except CollageError as error:
-            return notice(explain(error)), no_update, no_update, False
-        return None, head(run), summary(run, compared, evidence), run.state != "running"
 
-    @app.callback(
-        Output("run-figures", "data"),
-        Output("run-tick", "interval"),
-        Input("run-shown", "data"),
-        Input("run-tick", "n_intervals"),
-        State(_FIGURES, "id"),
-    )
-    def redraw(shown: dict[str, str], _ticks: int | None, wanted: list[dict[str, str]]) -> tuple[Any, ...]:
-        view, start = read_address(shown["pathname"], shown["search"]), time.monotonic()
-        try:
-            figures = {
-                f"{entry['kind']} {entry['metric']}": draw(entry["kind"], entry["metric"], view, reader)
-                for entry in wanted
-            }
-        except CollageError:
-            return no_update, LIVE_MILLISECONDS
-        return figures, pace(time.monotonic() - start)
+def _row(client: Client, run_id: str) -> wire.RunRow | None:
+    return next(iter(client.run_table(run_ids=[run_id]).rows), None)
+
+
+def _revision(row: wire.RunRow | None) -> dict[str, Any]:
+    """What changes whenever something that is shown of the run may have changed."""
+    if row is None:
+        return {"at": "", "failed": False}
+    judged = row.overview.last_step if row.overview else None
+    return {"at": f"{row.updated_at} {row.state} {judged}", "failed": False}
 
 
 def _register_navigation(app: dash.Dash, reader: Reader) -> None:
@@ -129,12 +201,14 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         Input("run-address", "search"),
         *(Input(name, "value") for name in _CONTROLS),
         Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "clickData"),
+        Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "relayoutData"),
         State("run-address", "pathname"),
         State("run-shown", "data"),
+        State("run-record", "data"),
         prevent_initial_call=True,
     )
     def navigate(search: str | None, *rest: Any) -> tuple[Any, ...]:
-        *controls, clicks, pathname, shown = rest
+        *controls, clicks, zooms, pathname, shown, record = rest
         before = read_address(shown["pathname"], shown["search"])
         if pathname != shown["pathname"]:
             raise dash.exceptions.PreventUpdate
@@ -143,12 +217,14 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             view = read_address(pathname, search)
         elif isinstance(trigger, str):
             view = _chosen(before, *controls)
+        elif dash.ctx.triggered and dash.ctx.triggered[0]["prop_id"].endswith(".relayoutData"):
+            view = _zoomed(before, zooms)
         else:
-            view = _clicked(before, clicks)
+            view = _clicked(before, clicks, reader)
         wanted = write_address(view)[1]
         if view == before:
             raise dash.exceptions.PreventUpdate
-        children = no_update if (view.tab, view.metric) == (before.tab, before.metric) else _panel(view, reader)
+        children = no_update if (view.tab, view.metric) == (before.tab, before.metric) else _panel(view, record)
         return (
             wanted,
             {"pathname": pathname, "search": wanted},
@@ -179,19 +255,46 @@ def _chosen(before: View, tab: str, metric: str, order: str, layer: str, axis: s
     )
 
 
-def _clicked(before: View, clicks: list[dict[str, Any] | None]) -> View:
+def _clicked(before: View, clicks: list[dict[str, Any] | None], reader: Reader) -> View:
     """The view of the layer and step behind a clicked cell."""
     point = next((click["points"][0] for click in clicks if click and click.get("points")), None)
     if point is None:
         return before
-    return replace(before, layer=str(point["y"]), step=int(point["x"]))
+    step = point["x"] if before.axis == "step" else _step_at(float(point["x"]), before, reader)
+    return replace(before, layer=str(point["y"]), step=None if step is None else int(step))
 
 
-def _panel(view: View, reader: Reader) -> Any:
+def _step_at(place: float, view: View, reader: Reader) -> int | None:
+    """The measured step nearest to a place on the tokens' or time's axis."""
     try:
-        return panel(view, reader.ask(lambda client: client.run(view.runs[0])))
-    except CollageError as error:
-        return notice(explain(error))
+        answer = reader.ask(lambda client: client.series(view.runs[0], "edq_ratio", axis=view.axis, points=POINTS))
+    except CollageError:
+        return None
+    known = [
+        (abs(at - place), step)
+        for at, step in zip(map(finite, answer.positions), answer.steps, strict=True)
+        if at is not None
+    ]
+    return min(known)[1] if known else None
+
+
+def _zoomed(before: View, zooms: list[dict[str, Any] | None]) -> View:
+    """The view of the steps that the reader zoomed to; the whole run after a double click."""
+    zoom = next((zoom for zoom in zooms if zoom), {})
+    if before.axis != "step":
+        return before  # The server narrows by steps.
+    if zoom.get("xaxis.autorange") or zoom.get("autosize"):
+        return replace(before, first_step=None, last_step=None) if zoom.get("xaxis.autorange") else before
+    ends = zoom.get("xaxis.range") or [zoom.get("xaxis.range[0]"), zoom.get("xaxis.range[1]")]
+    if None in ends:
+        return before
+    first, last = sorted(max(round(float(end)), 0) for end in ends)
+    return replace(before, first_step=first, last_step=last)
+
+
+def _panel(view: View, record: str) -> Any:
+    """A tab's frame needs no question: it can be looked for while the server is away."""
+    return panel(view, wire.decode_message(record.encode(), wire.Run, wire.JSON))
 
 
 def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
@@ -205,6 +308,7 @@ def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
         limit=200,
         size="xs",
         w=300,
+        **{"aria-label": "Curves of"},
     )
     metric = dmc.Select(
         id="run-metric",
@@ -214,6 +318,7 @@ def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
         allowDeselect=False,
         size="xs",
         w=260,
+        **{"aria-label": "Heatmap of"},
     )
     order = dmc.SegmentedControl(
         id="run-order",

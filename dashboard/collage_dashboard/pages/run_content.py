@@ -8,24 +8,33 @@ from typing import Any, Final
 
 import dash_mantine_components as dmc
 import plotly.graph_objects as go
-from dash import html
+from dash import dcc, html
 
-from collage_dashboard.components import Entry, chart_card, chart_note, number_card, state_badge, verdict_line
+from collage_dashboard.components import (
+    Entry,
+    chart_card,
+    chart_note,
+    number_card,
+    over_steps,
+    scrollable,
+    state_badge,
+    verdict_line,
+)
 from collage_dashboard.descriptions import STATE, byte_count, count, describe, interval, number, state_key, when
 from collage_dashboard.figures import NamedCurve, class_shares, curves, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.style import ACCENT, empty_figure
+from collage_dashboard.figures.style import ACCENT, empty_figure, strategy_colour, with_subtitle
 from collage_dashboard.identities import strategy_title
 from collage_dashboard.reader import Reader
-from collage_dashboard.view import Tab, View
+from collage_dashboard.view import Tab, View, write_address
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
-from collage_monitor.judgement import Evidence, judge
 from collage_monitor.metrics import METRICS, split_key
 
 __all__ = [
     "DEFAULT_METRIC",
+    "POINTS",
     "SERIES",
     "TABS",
     "about",
@@ -54,24 +63,32 @@ def head(run: wire.Run) -> html.Div:
         badges.append(_badge(watch.optimizer))
         if watch.strategy and watch.observed_strategy not in {"unknown", watch.strategy}:
             text = f"observed: {strategy_title(watch.observed_strategy)}"
-            badges.append(dmc.Badge(text, color="orange", variant="filled", radius="sm", tt="none"))
+            badges.append(dmc.Badge(text, color="orange", variant="light", radius="sm", tt="none"))
     step = dmc.Text(
-        "no step yet" if run.last_step is None else f"step {count(run.last_step)}", c="dimmed", size="sm"
+        "no step yet" if run.last_step is None else f"step {count(run.last_step)}", className="quiet", size="sm"
     )
-    updated = dmc.Text(f"updated {when(run.updated_at)}", c="dimmed", size="sm")
+    updated = dmc.Text(f"updated {when(run.updated_at)}", className="quiet", size="sm")
     return html.Div(
-        [dmc.Title(run.name, order=2), *badges, html.Div(className="spring"), step, updated], className="toolbar"
+        [
+            html.Span(dmc.Title(run.name, order=1, size="h2"), title=run.name, className="name"),
+            *badges,
+            html.Div(className="spring"),
+            step,
+            updated,
+        ],
+        className="toolbar",
     )
 
 
-def summary(run: wire.Run, compared: wire.ComparedRun, evidence: Evidence) -> html.Div:
-    """Three numbers, merged over all measured steps, with the newest step's beside them; and the verdict on the
-    recent past."""
+def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
+    """What is wrong, where and since when; the numbers that it quotes; and the layers that lose the most."""
     validated = "validation_loss" in run.scalars
     loss = run.scalars.get("validation_loss" if validated else "loss")
-    keys = ("edq_ratio", state_key(compared.merged))
+    over = over_steps(overview)
+    keys = ("edq_ratio", "lost_update_ratio", state_key(overview.numbers))
     cards = [
-        number_card(key, [Entry(number(compared.merged.get(key)), _beside(key, run, compared))]) for key in keys
+        number_card(key, [Entry(number(overview.numbers.get(key)), _beside(key, run, overview))], note=over)
+        for key in keys
     ]
     cards.append(
         number_card(
@@ -81,10 +98,43 @@ def summary(run: wire.Run, compared: wire.ComparedRun, evidence: Evidence) -> ht
     )
     return html.Div(
         [
-            html.Div(cards, className="three"),
-            html.Div(verdict_line(judge(evidence)), style={"marginTop": "14px"}),
+            html.Div(verdict_line(overview), className="answer"),
+            html.P(overview.verdict, className="reasons"),
+            html.Div(cards, className="four"),
+            _worst(run, overview),
         ]
     )
+
+
+def _worst(run: wire.Run, overview: wire.Overview) -> Any:
+    """The layers that lose the most energy, each a way to its curves."""
+    if not overview.worst:
+        return None
+    rows = [
+        dmc.TableTr(
+            [
+                dmc.TableTd(dcc.Link(entry.layer, href="".join(_to_layer(run, entry.layer))), className="text"),
+                dmc.TableTd(f"{100 * entry.share:.3g} %"),
+                dmc.TableTd(number(entry.edq_ratio)),
+                dmc.TableTd(number(entry.lost_update_ratio)),
+            ]
+        )
+        for entry in overview.worst
+    ]
+    heads = ("Layers that lose the most", "of the lost energy Σu² − Σue", "EDQ", "Updates lost")
+    head = [dmc.TableTh(text, className="text" if not place else "") for place, text in enumerate(heads)]
+    table = dmc.Table([dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(rows)], verticalSpacing=4)
+    note = dmc.Text(over_steps(overview).capitalize(), size="xs", className="quiet", px=10, pt=6)
+    return dmc.Paper(
+        [scrollable([table], "Layers that lose the most"), note],
+        className="card comparison-table",
+        withBorder=True,
+        mt=14,
+    )
+
+
+def _to_layer(run: wire.Run, layer: str) -> tuple[str, str]:
+    return write_address(View(page="run", runs=(run.run_id,), layer=layer))
 
 
 def about(run: wire.Run) -> dmc.Paper:
@@ -106,10 +156,10 @@ def about(run: wire.Run) -> dmc.Paper:
     return dmc.Paper(_table(facts), className="card facts", withBorder=True, mt=24)
 
 
-def _beside(key: str, run: wire.Run, compared: wire.ComparedRun) -> str:
-    bounds = interval(compared.merged.get(f"{key}_low"), compared.merged.get(f"{key}_high"))
-    newest = f"newest step {number(run.latest.get(key))}"
-    return f"95 %: {bounds} · {newest}" if bounds else newest
+def _beside(key: str, run: wire.Run, overview: wire.Overview) -> str:
+    bounds = interval(overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))
+    newest = number(run.latest.get(key))
+    return f"{bounds}{', ' if bounds else ''}newest step {newest}"
 
 
 def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
@@ -179,6 +229,8 @@ SERIES: Final[dict[Tab, tuple[str, ...]]] = {
     ),
 }
 """The curves of each tab that has a fixed list of them."""
+POINTS: Final = 300
+"""Of a curve: as many as half a screen shows."""
 _NOT_MAPPED: Final = frozenset({"elements", "sampled", "oracle_steps", "edq"})
 
 
@@ -223,8 +275,15 @@ def _card(
     kind: str, metric: str, *, strategy: str | None = None, title: str = "", note: str = "", wide: bool = False
 ) -> html.Div:
     notes = " ".join(filter(None, (note, chart_note(metric, [strategy]) if kind != "heatmap" else "")))
-    identifier = {"type": "run-figure", "kind": kind, "metric": metric}
-    return html.Div(chart_card(metric, identifier, title=title, note=notes), className="wide" if wide else "")
+    chart = {"kind": kind, "metric": metric}
+    return html.Div(
+        [
+            chart_card(metric, {"type": "run-figure", **chart}, title=title, note=notes),
+            dcc.Store(id={"type": "run-answer", **chart}),
+            dcc.Store(id={"type": "run-digest", **chart}),
+        ],
+        className="wide" if wide else "",
+    )
 
 
 def _strategy(run: wire.Run) -> str | None:
@@ -249,28 +308,59 @@ def draw(kind: str, metric: str, view: View, reader: Reader) -> go.Figure:
 
 def _series(metric: str, view: View, reader: Reader) -> go.Figure:
     answer = _read_series(metric, view, reader)
-    name = view.layer or "whole model"
-    return curves(metric, [NamedCurve(name, ACCENT, answer)], smoothing=view.smoothing)
+    name = "whole model" if describe(metric).scalar or not view.layer else view.layer
+    drawn = curves(metric, [NamedCurve(name, _colour(view, reader), answer)], smoothing=view.smoothing)
+    return drawn if describe(metric).scalar else with_subtitle(drawn, name)
+
+
+def _colour(view: View, reader: Reader) -> str:
+    """The run's strategy has the same colour here as on every other page."""
+    row = next(iter(reader.ask(lambda client: client.run_table(run_ids=view.runs, limit=1)).rows), None)
+    return strategy_colour(row.strategy or row.observed_strategy, row.dtype) if row else ACCENT
 
 
 def _heatmap(metric: str, view: View, reader: Reader) -> go.Figure:
-    answer = reader.ask(lambda client: client.heatmap(view.runs[0], metric, order=view.order))
+    answer = reader.ask(
+        lambda client: client.heatmap(
+            view.runs[0],
+            metric,
+            order=view.order,
+            first_step=view.first_step,
+            last_step=view.last_step,
+            axis=view.axis,
+        )
+    )
     return heatmap(answer, selected=view.layer)
 
 
 def _histogram(_metric: str, view: View, reader: Reader) -> go.Figure:
-    return update_histogram(
-        reader.ask(lambda client: client.histogram(view.runs[0], layer=view.layer, step=view.step))
+    answer = reader.ask(lambda client: client.histogram(view.runs[0], layer=view.layer, step=view.step))
+    over = (
+        f"step {answer.step}" if answer.first_step == answer.step else f"steps {answer.first_step} to {answer.step}"
     )
+    drawn = update_histogram(answer)
+    return with_subtitle(drawn, f"{view.layer or 'whole model'}, {over}") if answer.step is not None else drawn
 
 
 def _classes(_metric: str, view: View, reader: Reader) -> go.Figure:
-    return class_shares({name: _read_series(name, view, reader) for name in CLASSES})
+    return with_subtitle(
+        class_shares({name: _read_series(name, view, reader) for name in CLASSES}), view.layer or "whole model"
+    )
 
 
 def _read_series(metric: str, view: View, reader: Reader) -> wire.Series:
     layer = None if describe(metric).scalar else view.layer
-    return reader.ask(lambda client: client.series(view.runs[0], metric, layer=layer, axis=view.axis, points=500))
+    return reader.ask(
+        lambda client: client.series(
+            view.runs[0],
+            metric,
+            layer=layer,
+            axis=view.axis,
+            points=POINTS,
+            first_step=view.first_step,
+            last_step=view.last_step,
+        )
+    )
 
 
 _DRAWERS = {"series": _series, "heatmap": _heatmap, "histogram": _histogram, "classes": _classes}

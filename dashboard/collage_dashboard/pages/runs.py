@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import dash
 import dash_ag_grid as dag
 import dash_mantine_components as dmc
-from dash import Input, Output, State, dcc, html, no_update
+from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
-from collage_dashboard.components import limits_note, notice, problem_page
-from collage_dashboard.descriptions import describe, share_of_runs, state_key
+from collage_dashboard.components import (
+    IDLE_MILLISECONDS,
+    limits_note,
+    notice,
+    pace,
+    pace_marker,
+    page,
+    problem_page,
+    verdict_mark,
+)
+from collage_dashboard.descriptions import describe, state_key
+from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.identities import strategy_title
 from collage_dashboard.reader import Problem, Reader, explain
-from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
+from collage_dashboard.view import FILTERS, MAXIMUM_RUNS, View, read_address, write_address
 from collage_monitor import wire
+from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
-__all__ = ["columns", "compare_link", "grid_style", "layout", "register", "rows"]
+__all__ = ["columns", "compare_link", "headline_of", "layout", "register", "rows"]
 
-LIMIT: Final = 1000
-"""Newest runs that the table holds; older ones are found by searching."""
-LIVE_MILLISECONDS: Final = 4000
-IDLE_MILLISECONDS: Final = 30_000
-_WIDTHS: Final = {"step": 80, "state_decrement": 118, "lost_update_ratio": 100, "validation_loss": 108}
+BLOCK: Final = 50
+"""Rows that one question reads."""
 ROW_PIXELS: Final = 42
 HEADER_PIXELS: Final = 48
 _FOUR_DIGITS: Final = {"function": "fourDigits(params.value)"}
+_DISPUTED: Final = {"disputed": "params.data && params.data.disputed"}
+_STATES: Final = ("running", "finished", "failed", "stale")
+_LABELS: Final = {"health": "Verdict"}
 _NO_RUNS: Final = Problem(
     "No runs yet",
     "Train the demo's five runs, or attach the agent to a training of your own: "
@@ -37,167 +49,307 @@ _NO_RUNS: Final = Problem(
 
 
 def layout(view: View, reader: Reader) -> html.Div:
-    """The page's frame; its rows come with the first refresh.
+    """The page's frame; its rows come with the grid's own questions.
 
     Raises:
         CollageError: the server does not answer or refuses.
     """
-    reader.ask(lambda client: client.runs(limit=1))
-    return html.Div(
+    filters, table = reader.ask_together(lambda client: client.run_filters(), lambda client: _head(client, view))
+    return page(
         [
             dcc.Location(id="runs-address", refresh=False, search=write_address(view)[1]),
-            dcc.Interval(id="runs-tick", interval=LIVE_MILLISECONDS),
+            dcc.Store(id="runs-revision", data=_revision(table)),
+            pace_marker("runs-pace", pace(0.0)),
             html.Div(
                 [
-                    dmc.Title("Runs", order=2),
-                    dmc.Text("", id="runs-count", c="dimmed", size="sm"),
+                    dmc.Title("Runs", order=1, size="h2"),
                     html.Div(className="spring"),
                     dmc.TextInput(
                         id="runs-query",
                         value=view.query,
-                        placeholder="Search names and ids",
+                        placeholder="Search names, projects, tags, ids",
                         debounce=400,
                         w=260,
-                        **{"aria-label": "Search names and ids"},
+                        **{"aria-label": "Search names, projects, tags and ids"},
                     ),
-                    html.Div(compare_link([]), id="runs-compare"),
+                    html.Div(compare_link({}), id="runs-compare"),
                 ],
                 className="toolbar",
             ),
+            html.Div([_filter(name, view, filters) for name in FILTERS], className="filters"),
+            html.Div(headline_of(table), id="runs-count", className="headline", role="status"),
             html.Div(id="runs-alert"),
-            html.Div(_grid(), id="runs-table"),
-            html.Div(problem_page(_NO_RUNS), id="runs-empty", style={"display": "none"}),
+            html.Div(_grid(view), id="runs-table", style=_shown(not _is_empty(table, view))),
+            html.Div(problem_page(_NO_RUNS), id="runs-empty", style=_shown(_is_empty(table, view))),
             limits_note(),
-        ]
+        ],
+        "Runs",
     )
 
 
-def columns() -> list[dict[str, Any]]:
+def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
     """The table's columns; what they mean stands in their header's tooltip."""
-    text: dict[str, Any] = {"filter": "agTextColumnFilter"}
-    return [
-        {"field": "name", "headerName": "Run", "cellRenderer": "RunLink", "minWidth": 140, "flex": 2, **text},
-        {"field": "project", "headerName": "Project", "width": 90, **text},
+    found = [
         {
-            "field": "strategy",
-            "headerName": "Strategy",
-            "width": 170,
-            "tooltipField": "strategy_help",
-            "cellClassRules": {"disputed": "params.data.disputed"},
-            **text,
+            "field": "name",
+            "headerName": "Run",
+            "cellRenderer": "RunCell",
+            "minWidth": 220,
+            "flex": 2,
+            "pinned": "left",
         },
-        {"field": "dtype", "headerName": "Dtype", "width": 92},
-        {"field": "state", "headerName": "State", "width": 88, "cellClass": "state-cell"},
-        _number("step", "Step", "Newest step that was reported."),
-        _number("edq_ratio", "EDQ"),
-        _number("state_decrement", "State decrement", describe("state_decrement_ratio/exp_avg_sq").help),
+        _text("project", "Project", 100),
+        {
+            **_text("strategy", "Strategy", 160),
+            "cellClassRules": {"disputed": "params.data && params.data.disputed"},
+        },
+        _text("state", "State", 92),
+        {
+            "field": "health",
+            "headerName": "Verdict",
+            "cellRenderer": "VerdictCell",
+            "minWidth": 260,
+            "flex": 3,
+            "headerTooltip": "What is wrong, where and since when; over the run's recent past.",
+        },
         _number("lost_update_ratio", "Lost"),
+        _number("edq_ratio", "EDQ"),
+        {
+            "field": "trend",
+            "headerName": "EDQ over the run",
+            "cellRenderer": "TrendCell",
+            "width": 110,
+            "sortable": False,
+        },
+        _number("state_decrement_ratio", "State decrement", describe("state_decrement_ratio/exp_avg_sq").help),
         _number("loss", "Loss"),
         _number("validation_loss", "Validation loss"),
+        _number("bytes_per_parameter", "Bytes a parameter"),
+        _number("last_step", "Step", "Newest step that was reported."),
         {
             "field": "updated_at",
-            "headerName": "Updated (UTC)",
-            "width": 162,
-            "sort": "desc",
+            "headerName": "Last data (UTC)",
+            "width": 150,
             "valueFormatter": {"function": "minuteUtc(params.value)"},
         },
     ]
+    for column in found:
+        if column["field"] == sort.removeprefix("-"):
+            column["sort"] = "desc" if sort.startswith("-") else "asc"
+    return found
 
 
-def rows(runs: Sequence[wire.Run]) -> list[dict[str, Any]]:
+def rows(table: Sequence[wire.RunRow]) -> list[dict[str, Any]]:
     """A row a run; numbers stay numbers so that they sort, undefined is None."""
-    return [_row(run) for run in runs]
+    return [_row(run) for run in table]
 
 
-def grid_style(count: int) -> dict[str, str]:
-    """As high as its rows, up to the window; beyond, rows scroll and only the visible ones exist."""
-    wanted = HEADER_PIXELS + ROW_PIXELS * max(count, 3) + 4
-    return {"height": f"min({wanted}px, calc(100vh - 210px))", "minHeight": "180px"}
+def headline_of(table: wire.RunTable) -> str:
+    """'3 of 12 live runs are losing updates', and how many runs there are."""
+    live = sum(table.live.values())
+    told = [(table.live.get(health, 0), words) for health, words in _TOLD if table.live.get(health)]
+    noun = "run" if table.total == 1 else "runs"
+    if not live:
+        return f"{table.total:,} {noun}, none of them live."
+    if not told:
+        verb = "is" if live == 1 else "are"
+        return f"{live:,} of {table.total:,} {noun} {verb} live; none is known to lose updates."
+    parts = [
+        f"{count} of {live} live {'run' if live == 1 else 'runs'} {words[count != 1]}" for count, words in told
+    ]
+    return f"{'; '.join(parts)}. {table.total:,} {noun} in all."
 
 
-def compare_link(run_ids: Sequence[str]) -> Any:
-    """The way to the comparison of the picked runs."""
-    count = len(run_ids)
+_TOLD: Final = (
+    ("not finite", ("is not finite", "are not finite")),
+    ("losing updates", ("is losing updates", "are losing updates")),
+    ("states are stuck", ("has a stuck optimizer state", "have a stuck optimizer state")),
+    ("decay is lost", ("loses its weight decay", "lose their weight decay")),
+    ("residuals are off", ("has residuals that are off", "have residuals that are off")),
+    ("steps are off", ("takes steps that are off", "take steps that are off")),
+)
+
+
+def compare_link(picked: Mapping[str, str]) -> Any:
+    """The way to the comparison of the picked runs, by id and name, and a way to let them go."""
+    count = len(picked)
     if count < 1:
         return dmc.Button("Pick runs to compare", disabled=True, variant="light", id="compare-button")
     text = "Compare 1 run" if count == 1 else f"Compare {min(count, MAXIMUM_RUNS)} runs"
-    pathname, search = write_address(View(page="compare", runs=tuple(run_ids[:MAXIMUM_RUNS])))
-    return dcc.Link(dmc.Button(text, id="compare-button"), href=pathname + search)
+    pathname, search = write_address(View(page="compare", runs=tuple(picked)[:MAXIMUM_RUNS]))
+    names = ", ".join(picked.values())
+    link = dcc.Link(text, href=pathname + search, className="button", title=names)
+    clear = dmc.Button("Clear", id={"type": "clear-picked", "index": 0}, variant="subtle", size="compact-sm")
+    return html.Div([link, clear], className="tray")
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind search, refresh and selection to the application."""
+    _register_rows(app, reader)
+    _register_choices(app)
 
     @app.callback(
-        Output("runs-grid", "rowData"),
-        Output("runs-grid", "style"),
+        Output("runs-revision", "data"),
         Output("runs-count", "children"),
         Output("runs-alert", "children"),
         Output("runs-table", "style"),
         Output("runs-empty", "style"),
-        Output("runs-tick", "interval"),
+        Output("runs-pace", "children"),
+        Input("tick", "data"),
         Input("runs-address", "search"),
-        Input("runs-tick", "n_intervals"),
+        State("runs-revision", "data"),
+        prevent_initial_call=True,
     )
-    def refresh(search: str | None, _ticks: int | None) -> tuple[Any, ...]:
-        query = read_address("/", search).query
+    def refresh(_tick: int | None, search: str | None, known: dict[str, Any]) -> tuple[Any, ...]:
+        view = read_address("/", search)
         try:
-            page = reader.ask(lambda client: client.runs(q=query or None, limit=LIMIT))
+            table = reader.ask(lambda client: _head(client, view))
         except CollageError as error:
-            return (*[no_update] * 3, notice(explain(error)), no_update, no_update, LIVE_MILLISECONDS)
-        empty = not page.runs and not query
-        live = any(run.state == "running" for run in page.runs) or empty
-        count = share_of_runs(len(page.runs), len(page.runs)) + (
-            ", more are found by searching" if page.cursor else ""
-        )
-        shown, hidden = {"display": "block"}, {"display": "none"}
-        return (
-            rows(page.runs),
-            grid_style(len(page.runs)),
-            count,
-            None,
-            hidden if empty else shown,
-            shown if empty else hidden,
-            LIVE_MILLISECONDS if live else IDLE_MILLISECONDS,
-        )
+            failed = {**(known or {}), "failed": True}
+            return failed, no_update, notice(explain(error)), no_update, no_update, str(pace(0.0))
+        found = _revision(table)
+        if found == known:
+            raise dash.exceptions.PreventUpdate
+        empty = _is_empty(table, view)
+        wait = pace(0.0) if table.live or empty else IDLE_MILLISECONDS
+        return found, headline_of(table), None, _shown(not empty), _shown(empty), str(wait)
 
+
+def _register_rows(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
-        Output("runs-address", "search"),
-        Input("runs-query", "value"),
+        Output("runs-grid", "getRowsResponse"),
+        Output("runs-alert", "children", allow_duplicate=True),
+        Input("runs-grid", "getRowsRequest"),
         State("runs-address", "search"),
         prevent_initial_call=True,
     )
-    def search_for(query: str | None, search: str | None) -> Any:
-        wanted = write_address(View(query=(query or "").strip()))[1]
+    def read_rows(request: dict[str, Any] | None, search: str | None) -> tuple[Any, ...]:
+        if request is None:
+            raise dash.exceptions.PreventUpdate
+        view, start = read_address("/", search), int(request["startRow"])
+        sort = next(iter(request.get("sortModel") or ()), {"colId": "updated_at", "sort": "desc"})
+        try:
+            table = reader.ask(
+                lambda client: client.run_table(
+                    **_filters(view),
+                    sort=sort["colId"],
+                    descending=sort["sort"] == "desc",
+                    offset=start,
+                    limit=min(int(request["endRow"]) - start, 500),
+                )
+            )
+        except CollageError as error:
+            return {"rowData": [], "rowCount": start}, notice(explain(error))
+        return {"rowData": rows(table.rows), "rowCount": table.total}, no_update
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "reload"),
+        Output("runs-grid", "id"),
+        Input("runs-revision", "data"),
+        Input("runs-address", "search"),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "keepSort"),
+        Output("runs-address", "search", allow_duplicate=True),
+        Input("runs-grid", "getRowsRequest"),
+        State("runs-address", "search"),
+        prevent_initial_call=True,
+    )
+
+
+def _register_choices(app: dash.Dash) -> None:
+    @app.callback(
+        Output("runs-address", "search"),
+        Input("runs-query", "value"),
+        *(Input(f"runs-{name}", "value") for name in FILTERS),
+        State("runs-address", "search"),
+        prevent_initial_call=True,
+    )
+    def choose(query: str | None, *rest: str | None) -> Any:
+        *values, search = rest
+        chosen = {name: value or None for name, value in zip(FILTERS, values, strict=True)}
+        view = replace(read_address("/", search), query=(query or "").strip(), **chosen)  # type: ignore[arg-type]
+        wanted = write_address(view)[1]
         return no_update if wanted == (search or "") else wanted
 
-    @app.callback(Output("runs-compare", "children"), Input("runs-grid", "selectedRows"), prevent_initial_call=True)
-    def select(selected: list[dict[str, Any]] | None) -> Any:
-        return compare_link([row["run_id"] for row in selected or []])
+    @app.callback(Output("runs-compare", "children"), Input("runs-picked", "data"))
+    def show_picked(picked: dict[str, str] | None) -> Any:
+        return compare_link(picked or {})
+
+    @app.callback(
+        Output("runs-picked", "data"),
+        Input({"type": "clear-picked", "index": dash.ALL}, "n_clicks"),
+        prevent_initial_call=True,
+    )
+    def clear(clicks: list[int | None]) -> Any:
+        if not any(clicks):
+            raise dash.exceptions.PreventUpdate
+        return {}
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "picked"), Output("runs-compare", "id"), Input("runs-picked", "data")
+    )
 
 
-def _row(run: wire.Run) -> dict[str, Any]:
-    watch = run.watch
-    declared, observed = (watch.strategy, watch.observed_strategy) if watch else (None, "unknown")
-    disputed = bool(declared) and observed not in {"unknown", declared}
-    title = strategy_title(declared or observed)
+def _filters(view: View) -> dict[str, Any]:
+    return {"q": view.query or None, **{name: getattr(view, name) for name in FILTERS}}
+
+
+def _head(client: Client, view: View) -> wire.RunTable:
+    """How many runs there are, and the one that changed last."""
+    return client.run_table(**_filters(view), limit=1)
+
+
+def _revision(table: wire.RunTable) -> dict[str, Any]:
+    """What changes whenever a row may have changed."""
+    newest = table.rows[0] if table.rows else None
+    at = f"{newest.run_id} {newest.updated_at} {newest.state}" if newest else ""
+    judged = newest.overview.last_step if newest and newest.overview else None
+    return {"at": f"{at} {judged} {table.total} {sorted(table.live.items())}", "failed": False}
+
+
+def _is_empty(table: wire.RunTable, view: View) -> bool:
+    return not table.total and not any(_filters(view).values())
+
+
+def _shown(shown: bool) -> dict[str, str]:
+    return {"display": "block" if shown else "none"}
+
+
+def _row(run: wire.RunRow) -> dict[str, Any]:
+    observed = run.observed_strategy or "unknown"
+    disputed = bool(run.strategy) and observed not in {"unknown", run.strategy}
+    title = strategy_title(run.strategy or observed, run.dtype)
+    numbers = run.overview.numbers if run.overview else {}
     return {
         "run_id": run.run_id,
         "address": write_address(View(page="run", runs=(run.run_id,)))[0],
         "name": run.name,
         "project": run.project,
         "strategy": f"{title} (observed: {strategy_title(observed)})" if disputed else title,
-        "strategy_help": f"declared: {declared or 'nothing'}, observed: {observed}",
         "disputed": disputed,
-        "dtype": watch.dtype if watch else None,
+        "colour": strategy_colour(run.strategy or observed, run.dtype),
         "state": run.state,
-        "step": run.last_step,
-        "edq_ratio": run.latest.get("edq_ratio"),
-        "state_decrement": run.latest.get(state_key(run.latest)),
-        "lost_update_ratio": run.latest.get("lost_update_ratio"),
-        **{name: entry.value for name in ("loss", "validation_loss") if (entry := run.scalars.get(name))},
+        "health": run.overview.health if run.overview else None,
+        "mark": verdict_mark(run.overview.health if run.overview else "unknown"),
+        "headline": run.overview.headline if run.overview else "Not evaluated yet.",
+        "trend": run.overview.trend if run.overview else [],
+        "last_step": run.last_step,
+        "edq_ratio": numbers.get("edq_ratio"),
+        "state_decrement_ratio": numbers.get(state_key(numbers)),
+        "lost_update_ratio": numbers.get("lost_update_ratio"),
+        **{
+            name: entry.value
+            for name in ("loss", "validation_loss", "bytes_per_parameter")
+            if (entry := run.scalars.get(name))
+        },
         "updated_at": run.updated_at,
     }
+
+
+def _text(field: str, header: str, width: int) -> dict[str, Any]:
+    return {"field": field, "headerName": header, "width": width, "tooltipField": field}
 
 
 def _number(field: str, header: str, help_line: str = "") -> dict[str, Any]:
@@ -206,17 +358,41 @@ def _number(field: str, header: str, help_line: str = "") -> dict[str, Any]:
         "headerName": header,
         "headerTooltip": help_line or describe(field).help,
         "type": "rightAligned",
-        "width": _WIDTHS.get(field, 92),
+        "width": 100,
         "wrapHeaderText": True,
-        "valueFormatter": {"function": "wholeNumber(params.value)"} if field == "step" else _FOUR_DIGITS,
+        "valueFormatter": {"function": "wholeNumber(params.value)"} if field == "last_step" else _FOUR_DIGITS,
     }
 
 
-def _grid() -> dag.AgGrid:
+def _filter(name: str, view: View, filters: wire.RunFilters) -> Any:
+    known: dict[str, int] = dict.fromkeys(_STATES, 0) if name == "state" else getattr(filters, name)
+    chosen = getattr(view, name)
+    label = _LABELS.get(name, name.capitalize())
+    titles = {value: strategy_title(value) if name == "strategy" else value for value in known}
+    data = [
+        {"value": value, "label": titles[value] + (f" ({count})" if count else "")}
+        for value, count in known.items()
+    ]
+    if chosen and chosen not in known:
+        data.append({"value": chosen, "label": chosen})
+    return dmc.Select(
+        id=f"runs-{name}",
+        data=data,
+        value=chosen,
+        placeholder=label,
+        searchable=True,
+        clearable=True,
+        size="xs",
+        className="filter",
+        **{"aria-label": label},
+    )
+
+
+def _grid(view: View) -> dag.AgGrid:
     return dag.AgGrid(
         id="runs-grid",
-        columnDefs=columns(),
-        rowData=[],
+        columnDefs=columns(view.sort),
+        rowModelType="infinite",
         getRowId="params.data.run_id",
         defaultColDef={
             "sortable": True,
@@ -225,13 +401,16 @@ def _grid() -> dag.AgGrid:
             "suppressHeaderFilterButton": True,
         },
         dashGridOptions={
-            "rowSelection": {"mode": "multiRow", "checkboxes": True, "headerCheckbox": True},
             "rowHeight": ROW_PIXELS,
             "headerHeight": HEADER_PIXELS,
             "tooltipShowDelay": 300,
             "animateRows": False,
             "suppressCellFocus": True,
+            "cacheBlockSize": BLOCK,
+            "maxBlocksInCache": 4,
+            "maxConcurrentDatasourceRequests": 1,
+            "infiniteInitialRowCount": 1,
         },
         className="runs-grid",
-        style=grid_style(3),
+        style={"height": "calc(100vh - 290px)", "minHeight": "260px"},
     )

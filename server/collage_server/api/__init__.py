@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from collage_server.api import access, catalogue, curves, export, incidents, latest, layers, reports, runs, streams
+from collage_server.api import (
+    access,
+    catalogue,
+    curves,
+    export,
+    incidents,
+    latest,
+    layers,
+    reports,
+    runs,
+    streams,
+    table,
+)
 
 __all__ = ["api_routes"]
 
@@ -14,6 +26,7 @@ def api_routes() -> list[BaseRoute]:
     routers = (
         reports.router,
         runs.router,
+        table.router,
         streams.attempts_router,
         streams.router,
         curves.router,

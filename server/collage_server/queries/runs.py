@@ -22,12 +22,14 @@ __all__ = [
     "model_metrics",
     "new_incident",
     "run_answer",
+    "run_row",
     "state_at",
     "state_of",
     "with_health",
 ]
 
 WORST_LAYERS: Final = 3
+_ROW_SCALARS: Final = ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
 State = Literal["running", "finished", "failed", "stale"]
 
 
@@ -73,6 +75,20 @@ def run_answer(record: RunRecord, point: LatestPoint | None, now: float, stale_a
     }
     stored = (name for name in wire.Run.__struct_fields__ if name not in computed)
     return wire.Run(**computed, **{name: getattr(record, name) for name in stored})
+
+
+def run_row(
+    record: RunRecord, overview: wire.Overview | None, now: float, stale_after_seconds: float
+) -> wire.RunRow:
+    """The run as a row of the table of runs."""
+    computed: dict[str, Any] = {
+        "state": state_of(record, now, stale_after_seconds),
+        "observed_strategy": record.watch.observed_strategy if record.watch else None,
+        "scalars": {name: record.scalars[name] for name in _ROW_SCALARS if name in record.scalars},
+        "overview": overview,
+    }
+    stored = (name for name in wire.RunRow.__struct_fields__ if name not in computed)
+    return wire.RunRow(**computed, **{name: getattr(record, name) for name in stored})
 
 
 def with_health(streams: Sequence[wire.Stream]) -> list[wire.Stream]:

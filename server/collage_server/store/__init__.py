@@ -21,13 +21,16 @@ from collage_server.store.records import (
     Selection,
     Sizes,
     StreamRecord,
+    TableQuery,
 )
+from collage_server.store.runs.overviews import DueRun
 from collage_server.store.runs.runs import CountedRows
 from collage_server.store.sqlite import SqliteStore
 
 __all__ = [
     "AccessStore",
     "CountedRows",
+    "DueRun",
     "GroupOutcome",
     "IncidentQuery",
     "LatestPoint",
@@ -48,5 +51,6 @@ __all__ = [
     "SqliteStore",
     "Store",
     "StreamRecord",
+    "TableQuery",
     "report_bytes",
 ]

@@ -10,6 +10,7 @@ from collage_server.store.reading.snapshot import PointStore
 from collage_server.store.records import SealLimits
 from collage_server.store.runs.events import EventStore
 from collage_server.store.runs.incidents import IncidentStore
+from collage_server.store.runs.overviews import OverviewStore
 from collage_server.store.runs.runs import RunStore
 from collage_server.store.sealing.retention import Retention, Sealing
 
@@ -34,3 +35,4 @@ class Store(Database):
         self.sealing = Sealing(self, self.journal, limits, stale_after_seconds)
         self.retention = Retention(self, self.sealing.seal_late_reports)
         self.runs = RunStore(self, self.retention.begin_purge)
+        self.overviews = OverviewStore(self)

@@ -30,6 +30,7 @@ __all__ = [
     "Selection",
     "Sizes",
     "StreamRecord",
+    "TableQuery",
 ]
 
 CONNECTIONS: Final = 40
@@ -99,6 +100,25 @@ class RunQuery:
     q: str | None = None
     cursor: str | None = None
     limit: int = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableQuery:
+    """Filters of the table of runs, its order, and the part of it that is asked for; None does not filter."""
+
+    project: str | None = None
+    projects: Collection[str] | None = None
+    strategy: str | None = None
+    group: str | None = None
+    tag: str | None = None
+    state: str | None = None
+    health: str | None = None
+    q: str | None = None
+    run_ids: Collection[str] | None = None
+    sort: str = "updated_at"
+    descending: bool = True
+    offset: int = 0
+    limit: int = 50
 
 
 @dataclass(frozen=True, kw_only=True)

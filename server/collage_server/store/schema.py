@@ -21,6 +21,7 @@ from sqlalchemy import (
 
 __all__ = [
     "LAYER_METRICS",
+    "OVERVIEW_NUMBERS",
     "POINT_METRICS",
     "POINT_SCALARS",
     "SERVER_TABLES",
@@ -43,6 +44,7 @@ __all__ = [
     "run",
     "run_finding",
     "run_latest",
+    "run_overview",
     "run_tag",
     "scalar_chunk",
     "seal_claim",
@@ -75,6 +77,16 @@ LAYER_METRICS: Final = (
     "update_to_weight_ratio",
 )
 
+OVERVIEW_NUMBERS: Final = (
+    "edq_ratio",
+    "lost_update_ratio",
+    "state_decrement_ratio",
+    "loss",
+    "validation_loss",
+    "bytes_per_parameter",
+)
+"""Columns of `run_overview`: metrics over the recent past, and the newest logged values."""
+
 _ID = String(64)
 _NAME = String(512)
 
@@ -96,6 +108,20 @@ run: Final = Table(
 )
 Index("run_by_age", run.c.created_at, run.c.run_id)
 Index("run_by_project", run.c.project)
+
+run_overview: Final = Table(
+    "run_overview",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("updated_at", Double, nullable=False),
+    Column("reports", BigInteger, nullable=False),
+    Column("last_step", BigInteger),
+    *(Column(name, Double) for name in OVERVIEW_NUMBERS),
+    Column("health", String(32)),
+    Column("overview", Text, nullable=False),
+)
+"""What is said of a run, made in the background: `overview` is a `wire.Overview`, the rest sorts and filters.
+`updated_at` and `reports` are the run's when it was made: by them one that is out of date is found."""
 
 run_tag: Final = Table(
     "run_tag",

@@ -3,7 +3,7 @@
 import math
 
 from collage_dashboard.figures import heatmap
-from collage_dashboard.figures.heatmap import LARGEST_HEIGHT, SMALLEST_HEIGHT, short_layer
+from collage_dashboard.figures.heatmap import LARGEST_HEIGHT, REACH, SMALLEST_HEIGHT, short_layer, short_layers
 
 from tests.dashboard.figures.answers import heatmap_answer
 
@@ -18,20 +18,38 @@ def test_cells_rows_and_hover():
     assert trace.hoverongaps is False
 
 
-def test_the_middle_of_the_colours_is_the_ideal():
-    trace = heatmap(heatmap_answer([[1.0, 0.7]])).data[0]
-    assert math.isclose((trace.zmin + trace.zmax) / 2, 1.0)
-    assert math.isclose(trace.zmin, 0.7)
+def test_the_middle_of_the_colours_is_the_ideal_and_the_scale_is_the_same_for_every_run():
+    scales = set()
+    for worst in (0.95, 0.45, 1.0 - 1e-7):
+        trace = heatmap(heatmap_answer([[1.0, worst]])).data[0]
+        assert math.isclose((trace.zmin + trace.zmax) / 2, 1.0)
+        assert trace.zmax - trace.zmin >= 0.04 - 1e-12, "noise around the ideal stays pale"
+        scales.add((trace.zmin, trace.zmax))
+    assert scales == {(1.0 - REACH, 1.0 + REACH)}
 
 
-def test_noise_around_the_ideal_stays_pale():
-    trace = heatmap(heatmap_answer([[1.0, 1.0 - 1e-7]])).data[0]
-    assert trace.zmax - trace.zmin >= 0.04 - 1e-12
-
-
-def test_a_share_lost_starts_at_zero():
+def test_a_share_lost_starts_at_zero_and_ends_at_one():
     trace = heatmap(heatmap_answer([[0.0, 0.3]], "lost_update_ratio")).data[0]
-    assert (trace.zmin, trace.zmax) == (0.0, 0.3)
+    assert (trace.zmin, trace.zmax) == (0.0, 1.0)
+
+
+def test_the_selected_row_has_a_frame():
+    figure = heatmap(heatmap_answer([[0.9]] * 5), selected="layer.3")
+    [frame] = figure.layout.shapes
+    assert (frame.y0, frame.y1) == (2.5, 3.5)
+
+
+def test_labels_leave_out_what_all_layers_share():
+    names = [f"model.layers.{place}.attention.{part}.weight" for place in (0, 1) for part in ("q", "k")]
+    assert list(short_layers(names).values()) == [
+        "0.attention.q",
+        "0.attention.k",
+        "1.attention.q",
+        "1.attention.k",
+    ]
+    assert short_layers(["only.weight"]) == {"only.weight": "only.weight"}
+    assert set(short_layers(["a", "a.b"]).values()) == {"a", "a.b"}
+    assert len(short_layers(["x" * 300, "y" * 300])["x" * 300]) == 34
 
 
 def test_a_norm_is_coloured_by_its_logarithm_and_says_so():

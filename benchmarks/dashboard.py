@@ -1,0 +1,223 @@
+"""What the dashboard costs and how soon it shows something, in Chromium, on a store of many runs.
+
+The store holds 60 runs of 2,000 steps × 100 layers and 5,000 small ones. Server and dashboard are processes of
+their own. The gate is what people were promised: CPU of the server for a page of the table of runs, seconds until
+a page says something useful, seconds until a zoomed heatmap has finer data, bytes that a tick carries, and the
+share of a core that one open tab costs. Bytes and CPU do not depend on what else the machine does; seconds do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
+from typing import Any, Final
+
+import httpx
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from benchmarks._harness import Figure, Options, main
+from benchmarks._population import UnsyncedStore, copy_run, seal_run
+from collage_monitor import wire
+from collage_monitor.client import Client
+
+LARGE, STEPS, LAYERS = 60, 2_000, 100
+SMALL: Final = 5_000
+ROUNDS, GATE_ROUNDS = 7, 3
+TAB_SECONDS: Final = 30.0
+_TICK: Final = os.sysconf("SC_CLK_TCK")
+_LIVE: Final = "large-0"
+_PAGES: Final = {
+    "runs": ("/", ".run-cell"),
+    "run": ("/run/large-1", ".number-card"),
+    "comparison of 10 runs": ("/compare?" + "&".join(f"run=large-{i}" for i in range(10)), ".number-card"),
+}
+
+
+def measure(options: Options) -> tuple[list[str], list[Figure]]:
+    """Every figure, with the limit that it is held to."""
+    rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        _populate(Path(folder), options.seed)
+        filled = time.monotonic() - began
+        with _running(Path(folder)) as (server, dashboard, address, url), sync_playwright() as playwright:
+            client = Client(address, (Path(folder) / "token").read_text().strip())
+            figures = [_table_pages(client, server, rounds)]
+            browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
+            figures += _paints(browser, url, rounds)
+            figures += _live_tab(browser, url, client, (server, dashboard))
+            browser.close()
+            client.close()
+    notes = [
+        f"{LARGE} runs of {STEPS} steps × {LAYERS} layers and {SMALL} small ones, filled in {filled:.0f} s",
+        f"{rounds} rounds; one live tab was open for {TAB_SECONDS:.0f} s",
+    ]
+    return notes, figures
+
+
+def _populate(folder: Path, seed: int) -> None:
+    store = UnsyncedStore(folder / "collage.sqlite", stale_after_seconds=1e9)
+    store.open()
+    try:
+        for family, count, steps, layers in (("large", LARGE, STEPS, LAYERS), ("small", SMALL, 8, 0)):
+            seal_run(store, f"{family}-0", steps, layers, seed)
+            for place in range(1, count):
+                copy_run(store, f"{family}-0", f"{family}-{place}")
+                if place % 2:
+                    store.runs.update(f"{family}-{place}", wire.RunUpdate(state="finished"), 1.7e9 + place)
+    finally:
+        store.close()
+
+
+@contextmanager
+def _running(folder: Path) -> Iterator[tuple[int, int, str, str]]:
+    """(process of the server, of the dashboard, address of the server, of the dashboard)."""
+    ports = {"serve": 7520, "dashboard": 7521}
+    serve = [*_command("serve"), "--dir", str(folder), "--port", str(ports["serve"])]
+    address, url = (f"http://127.0.0.1:{ports[name]}" for name in ("serve", "dashboard"))
+    server = subprocess.Popen(serve, stdout=subprocess.DEVNULL)
+    try:
+        _wait(f"{address}/healthz")
+        more = ["--port", str(ports["dashboard"]), "--server-url", address, "--token-file", str(folder / "token")]
+        dashboard = subprocess.Popen([*_command("dashboard"), *more], stdout=subprocess.DEVNULL)
+        try:
+            _wait(f"{url}/healthz")
+            yield server.pid, dashboard.pid, address, url
+        finally:
+            dashboard.terminate()
+            dashboard.wait()
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _command(verb: str) -> list[str]:
+    return [sys.executable, "-c", "from collage_monitor.command import main; main()", verb]
+
+
+def _wait(address: str) -> None:
+    for _ in range(1200):
+        try:
+            if httpx.get(address, trust_env=False).is_success:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.05)
+    raise RuntimeError(f"no answer at {address}")
+
+
+def _cpu_seconds(*processes: int) -> float:
+    spent = 0
+    for process in processes:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        spent += int(fields[11]) + int(fields[12])
+    return spent / _TICK
+
+
+def _table_pages(client: Client, server: int, rounds: int) -> Figure:
+    """CPU of the server for one page of the table, whatever it is sorted by, once all runs are evaluated."""
+    while any(row.overview is None for row in client.run_table(sort="health", descending=False, limit=1).rows):
+        time.sleep(0.5)
+    while _busy(server):
+        pass
+    milliseconds = []
+    for _ in range(rounds):
+        before, asked = _cpu_seconds(server), 0
+        for sort in ("updated_at", "edq_ratio", "name", "loss"):
+            for offset in (0, 50, 2_500, SMALL - 50):
+                client.run_table(sort=sort, offset=offset, limit=50)
+                asked += 1
+        milliseconds.append(1e3 * (_cpu_seconds(server) - before) / asked)
+    return Figure("a page of 50 of 5,060 runs, CPU of the server", "ms", tuple(milliseconds), limit=50.0)
+
+
+def _busy(server: int) -> bool:
+    """Whether the server still evaluates in the background."""
+    before = _cpu_seconds(server)
+    time.sleep(3.0)
+    return _cpu_seconds(server) - before > 0.3
+
+
+def _paints(browser: Browser, url: str, rounds: int) -> list[Figure]:
+    figures = []
+    _visit(browser, url, "/", ".run-cell")  # The dashboard compresses its files once.
+    for name, (path, useful) in _PAGES.items():
+        seconds = tuple(_visit(browser, url, path, useful) for _ in range(rounds))
+        figures.append(Figure(f"first useful paint, {name}", "s", seconds, limit=2.0))
+    zooms = tuple(_zoom(browser, url) for _ in range(rounds))
+    return [*figures, Figure("heatmap zoomed, finer data shown", "s", zooms, limit=1.0)]
+
+
+def _visit(browser: Browser, url: str, path: str, useful: str) -> float:
+    page = browser.new_page()
+    began = time.monotonic()
+    page.goto(url + path, wait_until="commit")
+    page.wait_for_selector(useful)
+    taken = time.monotonic() - began
+    page.close()
+    return taken
+
+
+def _zoom(browser: Browser, url: str) -> float:
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(f"{url}/run/large-1")
+    page.wait_for_selector("#run-panel .hm image")
+    steps = "document.querySelector('#run-panel .js-plotly-plot').data[0].x"
+    coarse = page.evaluate(f"{steps}[1] - {steps}[0]")
+    page.locator("#run-panel .hm image").first.scroll_into_view_if_needed()
+    box: Any = page.locator("#run-panel .hm image").first.bounding_box()
+    page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 200)
+    began = time.monotonic()
+    page.mouse.up()
+    page.wait_for_function(f"{steps}[1] - {steps}[0] < {coarse}")
+    taken = time.monotonic() - began
+    page.close()
+    return taken
+
+
+def _live_tab(browser: Browser, url: str, client: Client, processes: tuple[int, int]) -> list[Figure]:
+    """What a tick carries and an open tab costs: a live run at which nothing happens, then one that changes."""
+    page = browser.new_page()
+    page.goto(f"{url}/run/{_LIVE}")
+    page.wait_for_selector("#run-panel .hm image")
+    for _ in range(2):
+        _next_tick(page)
+    began, spent = time.monotonic(), _cpu_seconds(*processes)
+    idle = []
+    while time.monotonic() - began < TAB_SECONDS:
+        idle.append(float(_next_tick(page)))
+    share = (_cpu_seconds(*processes) - spent) / (time.monotonic() - began)
+    carried: list[int] = []
+    page.on("requestfinished", lambda request: carried.append(_bytes_of(request)))
+    client.update_run(_LIVE, wire.RunUpdate(notes="changed"))
+    _next_tick(page)
+    _next_tick(page)
+    page.close()
+    return [
+        Figure("an idle tick of a live run, bodies both ways", "bytes", tuple(idle), limit=2_000.0),
+        Figure("a tick that changes the run's page", "bytes", (float(sum(carried)),), limit=50_000.0),
+        Figure("one open live tab, CPU of server and dashboard over a core's", "share", (share,), limit=0.02),
+    ]
+
+
+def _next_tick(page: Page) -> int:
+    with page.expect_request_finished(lambda request: "run-revision.data" in (request.post_data or "")) as found:
+        pass
+    return _bytes_of(found.value)
+
+
+def _bytes_of(request: Any) -> int:
+    sizes = request.sizes()
+    return int(sizes["requestBodySize"] + sizes["responseBodySize"])
+
+
+if __name__ == "__main__":
+    sys.exit(main("dashboard", __doc__ or "", measure))

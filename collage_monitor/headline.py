@@ -1,0 +1,110 @@
+"""One sentence about a run: what is wrong, how much, since when and where. The reasons stand in its judgement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from collage_monitor.judgement import Evidence, Judgement, finite, percent
+
+__all__ = ["headline", "layers_in_words"]
+
+_NAMED = 2
+"""So many layers at most are told by their names."""
+_LAYER_CHANGED_SHARE = 0.9
+"""Of all layers: when more than these changed, it is the whole model."""
+
+
+def headline(
+    judgement: Judgement,
+    evidence: Evidence,
+    *,
+    since: int | None = None,
+    changed: Sequence[str] = (),
+    states_since: Mapping[str, int] | None = None,
+    not_finite: Mapping[str, int] | None = None,
+) -> str:
+    """The sentence for a run.
+
+    since: the first step with the present EDQ, None if it never changed; changed: the layers that changed with it.
+    states_since: by optimizer state, the same of its decrement. not_finite: by logged name, the first step at which
+    it was NaN or infinite.
+    """
+    parts = [f"{name} is not finite since step {step:,}" for name, step in (not_finite or {}).items()]
+    told = set()
+    for finding in judgement.findings:
+        if finding.health == "losing updates" and "lost" not in told:
+            told.add("lost")
+            parts.append(_losing(judgement, evidence, since, changed))
+        elif finding.health == "states are stuck":
+            state = finding.key.partition("/")[2]
+            parts.append(f"{state} stuck{_since((states_since or {}).get(state), evidence)}")
+        elif finding.health not in {"losing updates", "healthy", "unknown"}:
+            parts.append(finding.text)
+    if not parts:
+        text = "; ".join(finding.text for finding in judgement.findings)
+        return _sentence(text) if text else judgement.text
+    return _sentence("; ".join(parts))
+
+
+def _sentence(text: str) -> str:
+    """With a capital, except where it begins with a name of the code's."""
+    named = "_" in text.split(" ", 1)[0]
+    return f"{text if named else text[:1].upper() + text[1:]}."
+
+
+def _losing(judgement: Judgement, evidence: Evidence, since: int | None, changed: Sequence[str]) -> str:
+    lost, edq = finite(evidence.model.get("lost_update_ratio")), finite(evidence.model.get("edq_ratio"))
+    by_edq = next((finding for finding in judgement.findings if finding.key.startswith("edq")), None)
+    window = by_edq is not None and by_edq.key != "edq_ratio"
+    if window and by_edq is not None and by_edq.value is not None:
+        steps = by_edq.key.partition("/")[2]
+        share = percent(1 - by_edq.value)
+        text = f"loses {share} of what its updates intend (EDQ {by_edq.value:.3f} over {steps} steps)"
+    elif lost is not None:
+        text = f"loses {percent(lost)} of its updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
+    else:
+        text = "loses updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
+    text += _since(since, evidence)
+    where = _where(evidence, changed if since is not None else ())
+    return f"{text}, {where}" if where else text
+
+
+def _since(step: int | None, evidence: Evidence) -> str:
+    return "" if step is None else f" since step {step:,}"
+
+
+def _where(evidence: Evidence, changed: Sequence[str]) -> str:
+    names = list(evidence.layers)
+    if not names:
+        return ""
+    losing = [name for name in names if name in set(changed)] or [
+        name for name in names if (finite(evidence.layers[name].get("lost_update_ratio")) or 0.0) > 0.5
+    ]
+    if not losing or len(losing) > _LAYER_CHANGED_SHARE * len(names):
+        return "" if not losing else "in all layers" if len(losing) == len(names) else "in nearly all layers"
+    return f"in {layers_in_words(losing)}"
+
+
+def layers_in_words(names: Sequence[str]) -> str:
+    """'layers 5 to 7 (attention)', or the names themselves where they are few, or how many they are."""
+    if len(names) <= _NAMED:
+        return " and ".join(names)
+    places = [re.search(r"\d+", name) for name in names]
+    if not all(places):
+        return f"{len(names)} layers"
+    numbers = sorted({int(place.group()) for place in places if place})
+    first, last = numbers[0], numbers[-1]
+    kinds = {part for part in re.split(r"[._]", names[0]) if part and not part.isdigit()}
+    for name in names[1:]:
+        kinds &= set(re.split(r"[._]", name))
+    common = [part for part in re.split(r"[._]", names[0]) if part in kinds and part not in _STEMS]
+    kind = f" ({common[0]})" if common else ""
+    if first == last:
+        return f"layer {first}{kind}"
+    if numbers == list(range(first, last + 1)):
+        return f"layers {first} to {last}{kind}"
+    return f"{len(names)} layers between {first} and {last}{kind}"
+
+
+_STEMS = frozenset({"weight", "bias", "layers", "layer", "blocks", "block", "model", "transformer", "h", "module"})

@@ -1,0 +1,83 @@
+"""What is said of a run, and the table of runs that it makes: what a reader sees first."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from collage_monitor.wire.answers import LoggedScalar
+from collage_monitor.wire.numbers import Number
+
+__all__ = ["LayerLoss", "Overview", "RunFilters", "RunRow", "RunTable"]
+
+
+class LayerLoss(Struct, kw_only=True, frozen=True):
+    """A layer and what it loses. `share`: of the model's lost energy, the sum over layers of Σu² − Σue, where more
+    than nothing is lost."""
+
+    layer: str
+    share: float
+    edq_ratio: Number | None
+    lost_update_ratio: Number | None
+
+
+class Overview(Struct, kw_only=True, frozen=True):
+    """What is said of a run: one evaluation of its recent past, so that every number quoted is one that is shown.
+
+    first_step … last_step: the recent past, `measured_steps` in it; `numbers` are the model's metrics over it, with
+    their intervals. `headline` says in one sentence what is wrong, where and since when; `verdict` gives the
+    reasons. `since`: the first step at which EDQ was different, null if it never changed. `worst`: up to five
+    layers. `trend`: EDQ over the whole run.
+    """
+
+    run_id: str
+    first_step: int | None = None
+    last_step: int | None = None
+    measured_steps: int = 0
+    numbers: dict[str, Number | None] = field(default_factory=dict)
+    health: str = "unknown"
+    headline: str = ""
+    verdict: str = ""
+    since: int | None = None
+    worst: list[LayerLoss] = field(default_factory=list)
+    trend: list[Number | None] = field(default_factory=list)
+
+
+class RunRow(Struct, kw_only=True, frozen=True):
+    """A run as a row of the table of runs. `overview` is null until it was evaluated for the first time."""
+
+    run_id: str
+    project: str
+    name: str
+    group: str | None
+    tags: list[str]
+    notes: str
+    state: Literal["running", "finished", "failed", "stale"]
+    strategy: str | None
+    observed_strategy: str | None
+    dtype: str | None
+    created_at: float
+    updated_at: float
+    last_step: int | None
+    scalars: dict[str, LoggedScalar]
+    overview: Overview | None
+
+
+class RunTable(Struct, kw_only=True, frozen=True):
+    """A page of the table of runs. `total` counts the runs that the filters leave, `live` the running ones among
+    them by their health ("" where it is not known yet)."""
+
+    rows: list[RunRow]
+    total: int
+    live: dict[str, int]
+
+
+class RunFilters(Struct, kw_only=True, frozen=True):
+    """By filter of the table of runs, the values that there are, with the number of runs of each."""
+
+    project: dict[str, int]
+    strategy: dict[str, int]
+    group: dict[str, int]
+    tag: dict[str, int]
+    health: dict[str, int]

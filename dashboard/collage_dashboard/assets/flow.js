@@ -1,0 +1,119 @@
+// The flow of a page: one refresh at a time. The next tick is armed when every question of the last one is answered,
+// so that a slow answer is never overtaken by its successor; and none is sent while the page is hidden.
+// Dash's own hooks are not called for an answer without content or for none at all, so the requests are counted here.
+(function () {
+  const SAYS_AFTER = 1000;
+  const SETTLES_AFTER = 60; // An answer may lead to a further question at once.
+  const asked = new Map();
+  const ask = window.fetch.bind(window);
+  let timer = null;
+  let clock = null;
+  let due = false;
+  let ticks = 0;
+
+  window.fetch = function (resource, options) {
+    const address = typeof resource === "string" ? resource : (resource && resource.url) || "";
+    const answer = ask(resource, options);
+    if (!address.includes("_dash-update-component")) return answer;
+    const question = {};
+    asked.set(question, performance.now());
+    clearTimeout(timer);
+    clock = clock || setInterval(tell, 500);
+    const done = () => {
+      asked.delete(question);
+      settle();
+    };
+    answer.then(done, done);
+    return answer;
+  };
+
+  function settle() {
+    if (asked.size) return;
+    clearInterval(clock);
+    clock = null;
+    tell();
+    clearTimeout(timer);
+    timer = setTimeout(arm, SETTLES_AFTER);
+  }
+
+  function arm() {
+    const pace = document.querySelector(".pace");
+    const wait = pace ? Number(pace.textContent) : 0;
+    if (wait > 0) timer = setTimeout(tick, wait);
+  }
+
+  function tick() {
+    due = document.hidden;
+    if (!due) window.dash_clientside.set_props("tick", { data: ++ticks });
+  }
+
+  window.collageFlow = { isDue: () => due };
+  document.addEventListener("visibilitychange", () => due && !document.hidden && tick());
+
+  function tell() {
+    const sign = document.getElementById("waiting");
+    if (!sign) return;
+    const longest = Math.max(0, ...[...asked.values()].map((since) => performance.now() - since));
+    sign.textContent = longest > SAYS_AFTER ? `Waiting for the server, ${Math.round(longest / 1000)} s` : "";
+  }
+
+  function filtersOf(search) {
+    const given = new URLSearchParams(search || "");
+    given.delete("sort");
+    return given.toString();
+  }
+
+  function sortOf(search) {
+    const sort = new URLSearchParams(search || "").get("sort") || "-updated_at";
+    return { colId: sort.replace(/^-/, ""), sort: sort.startsWith("-") ? "desc" : "asc" };
+  }
+
+  let filtered = null;
+  window.dash_clientside = Object.assign({}, window.dash_clientside, {
+    flow: {
+      title: (page) => {
+        const title = page && page.props && page.props["data-title"];
+        document.title = title ? `${title} · Collage Monitor` : "Collage Monitor";
+        return window.dash_clientside.no_update;
+      },
+      retry: (tick, waiting) => (waiting.length ? tick : window.dash_clientside.no_update),
+      // The rows on the screen are read again; other filters make another table, and the way back another order.
+      reload: (revision, search) => {
+        window.dash_ag_grid.getApiAsync("runs-grid").then((grid) => {
+          const filters = filtersOf(search);
+          const sort = sortOf(search);
+          const now = grid.getColumnState().find((column) => column.sort) || {};
+          if (now.colId !== sort.colId || now.sort !== sort.sort) {
+            filtered = filters;
+            grid.applyColumnState({ state: [sort], defaultState: { sort: null } });
+          } else if (filtered !== null && filtered !== filters) {
+            filtered = filters;
+            grid.purgeInfiniteCache();
+          } else if (revision) {
+            filtered = filters;
+            grid.refreshInfiniteCache();
+          }
+        });
+        return window.dash_clientside.no_update;
+      },
+      keepSort: (request, search) => {
+        const no = window.dash_clientside.no_update;
+        if (!request || !request.sortModel) return no;
+        const [chosen] = request.sortModel;
+        const wanted = chosen ? (chosen.sort === "desc" ? "-" : "") + chosen.colId : "-updated_at";
+        const given = new URLSearchParams(search || "");
+        if ((given.get("sort") || "-updated_at") === wanted) return no;
+        if (wanted === "-updated_at") given.delete("sort");
+        else given.set("sort", wanted);
+        const text = given.toString();
+        return text ? `?${text}` : "";
+      },
+      picked: (picked) => {
+        window.collagePicked = picked || {};
+        const grid = window.dash_ag_grid && document.getElementById("runs-grid");
+        if (grid) window.dash_ag_grid.getApiAsync("runs-grid").then((api) => api.refreshCells({ columns: ["name"], force: true }));
+        return window.dash_clientside.no_update;
+      },
+    },
+  });
+})();

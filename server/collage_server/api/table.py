@@ -1,0 +1,108 @@
+"""The table of runs, a page at a time, and the overview of one run: what a reader sees first."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from collage_monitor import wire
+from collage_server.api.answers import answer, describes
+from collage_server.api.parameters import RunId
+from collage_server.api.routing import resource
+from collage_server.auth.bearer import principal_of
+from collage_server.components import components_of
+from collage_server.overviews import keep_overview
+from collage_server.queries.runs import run_row
+from collage_server.store import DueRun, TableQuery
+
+__all__ = ["router"]
+
+router = resource("runs")
+Filter = Annotated[str | None, Query(max_length=512)]
+SortName = Literal[
+    "name",
+    "project",
+    "group",
+    "strategy",
+    "dtype",
+    "state",
+    "health",
+    "last_step",
+    "edq_ratio",
+    "lost_update_ratio",
+    "state_decrement_ratio",
+    "loss",
+    "validation_loss",
+    "bytes_per_parameter",
+    "created_at",
+    "updated_at",
+]
+
+
+@router.get("/run-table", **describes(wire.RunTable))
+def get_run_table(
+    request: Request,
+    run_id: Annotated[
+        list[str],
+        Query(
+            default_factory=list,
+            max_length=100,
+            description="These runs alone; those that are gone are left out.",
+        ),
+    ],
+    project: Filter = None,
+    strategy: Filter = None,
+    group: Filter = None,
+    tag: Filter = None,
+    state: Literal["running", "finished", "failed", "stale"] | None = None,
+    health: Filter = None,
+    q: Filter = None,
+    sort: SortName = "updated_at",
+    descending: bool = True,
+    offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
+    limit: Annotated[int, Query(ge=0, le=500)] = 50,
+) -> Response:
+    """Rows `offset` … of the table of runs. `q` searches names, ids, projects, groups, tags and notes."""
+    components = components_of(request)
+    query = TableQuery(
+        project=project,
+        projects=principal_of(request).projects,
+        strategy=strategy,
+        group=group,
+        tag=tag,
+        state=state,
+        health=health,
+        q=q,
+        run_ids=tuple(run_id) or None,
+        sort=sort,
+        descending=descending,
+        offset=offset,
+        limit=limit,
+    )
+    now, stale_after = components.clock(), components.settings.stale_after_seconds
+    page = components.store.overviews.table(query, now, stale_after)
+    rows = [run_row(record, found, now, stale_after) for record, found in page.rows]
+    return answer(wire.RunTable(rows=rows, total=page.total, live=page.live))
+
+
+@router.get("/run-filters", **describes(wire.RunFilters))
+def get_run_filters(request: Request) -> Response:
+    """The projects, strategies, groups, tags and verdicts of the runs, with how many runs have each."""
+    projects = principal_of(request).projects
+    found = components_of(request).store.overviews.filters(None if projects is None else sorted(projects))
+    return answer(found)
+
+
+@router.get("/runs/{run_id}/overview", **describes(wire.Overview))
+def get_overview(request: Request, run_id: RunId) -> Response:
+    """What is said of the run: headline, verdict, the numbers behind them, the layers that lose the most."""
+    store = components_of(request).store
+    record = store.runs.get(run_id)
+    found = store.overviews.of(run_id)
+    if found is None:
+        due = DueRun(run_id, record.state, record.updated_at, record.reports, True)
+        found = keep_overview(store, due)
+    return answer(found)

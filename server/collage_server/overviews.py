@@ -1,0 +1,102 @@
+"""Keeps what is said of each run up to date, in the background: the table of runs then costs no evaluation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from collage_monitor import wire
+from collage_monitor.statistics import statistics_for
+from collage_server.background import BackgroundThread
+from collage_server.errors import Gone, NotFound
+from collage_server.queries.overview import OverviewPoints, begin_of_recent_past, overview
+from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot, Store
+
+__all__ = ["OverviewKeeper", "evaluate"]
+
+_LOG: Final = logging.getLogger(__name__)
+_A_ROUND: Final = 64
+_SHARE_OF_TIME: Final = 0.1
+"""The most of its time that the thread works while nobody waits: live runs come round the less often the more."""
+_HISTORY_POINTS: Final = 128
+_RECENT_POINTS: Final = 2000
+_OF_LAYERS: Final = (
+    "elements",
+    "measured_ratio",
+    "intended_norm",
+    "edq_ratio",
+    "lost_update_ratio",
+    "update_error_ratio",
+)
+_LOSSES: Final = ("loss", "validation_loss")
+
+
+class OverviewKeeper(BackgroundThread):
+    """Evaluates the runs of which something has come since they were last evaluated."""
+
+    def __init__(self, store: Store, *, interval_seconds: float = 2.0) -> None:
+        super().__init__("overviews", interval_seconds=interval_seconds)
+        self._store = store
+
+    def do_due_work(self) -> None:
+        """Go over the runs that are due; a failure in one does not stop the others."""
+        for due in self._store.overviews.due(_A_ROUND):
+            if self.stopping.is_set():
+                return
+            began = time.thread_time()
+            try:
+                keep_overview(self._store, due)
+            except (Gone, NotFound):
+                continue
+            except Exception:
+                _LOG.exception(
+                    "run %s cannot be evaluated; the next round tries again, the others go on", due.run_id
+                )
+            if not due.is_new:
+                self.stopping.wait((time.thread_time() - began) / _SHARE_OF_TIME)
+
+
+def keep_overview(store: Store, due: DueRun) -> wire.Overview:
+    """Evaluate a run and keep what was found.
+
+    Raises:
+        NotFound, Gone: there is no such run.
+    """
+    with store.points.snapshot() as now:
+        record = now.records([due.run_id])[due.run_id]
+        found = evaluate(now, record)
+    store.overviews.put(due, record, found)
+    return found
+
+
+def evaluate(now: Snapshot, record: RunRecord) -> wire.Overview:
+    """The overview of a run as a snapshot has it."""
+    run_id = record.run_id
+
+    def read(keys: tuple[str, ...] | None, selection: Selection) -> Points:
+        return now.points([run_id], keys, selection)[run_id]
+
+    recent = read(("measured_steps", "intended_squared_sum"), Selection(points=_RECENT_POINTS))
+    past = Selection(first_step=begin_of_recent_past(recent), points=1)
+    layers = tuple(dict.fromkeys(key for metric in _OF_LAYERS for key in statistics_for(metric, intervals=False)))
+    edq = statistics_for("edq_ratio", intervals=False)
+    model = read(None, past)
+    states = tuple(key for key in model.totals if key.startswith("state_decrement_"))
+    history = Selection(points=_HISTORY_POINTS)
+    lost = [
+        name for name in _LOSSES if name in record.scalars and not np.isfinite(float(record.scalars[name].value))
+    ]
+    return overview(
+        record,
+        OverviewPoints(
+            model=model,
+            layers=read(layers, replace(past, by_layer=True)),
+            history=read((*edq, *states), history),
+            layer_history=read(edq, replace(history, by_layer=True)),
+            losses=now.scalars([run_id], lost, Selection())[run_id] if lost else {},
+        ),
+    )

@@ -1,0 +1,210 @@
+"""The table of runs: overviews kept a row a run, found out of date by what has come since, sorted and filtered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import ColumnElement, Select, case, delete, func, insert, literal, or_, select
+
+from collage_monitor import wire
+from collage_server.store import schema
+from collage_server.store.engine.database import Database
+from collage_server.store.records import RunRecord, TableQuery
+from collage_server.store.rows import to_json
+from collage_server.store.runs.runs import read_records
+
+__all__ = ["DueRun", "OverviewStore", "TablePage"]
+
+_RUN: Final = schema.run
+_OVERVIEW: Final = schema.run_overview
+_DECODE: Final = msgspec.json.Decoder(wire.Overview).decode
+_OF_RUN: Final = ("name", "project", "group", "strategy", "dtype", "created_at")
+
+
+@dataclass(frozen=True)
+class DueRun:
+    """A run whose overview is missing, or older than what has come since; the state of what was looked at."""
+
+    run_id: str
+    state: str
+    updated_at: float
+    reports: int
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class TablePage:
+    """A page of the table: records with their overviews, how many runs there are, and the live ones by health."""
+
+    rows: list[tuple[RunRecord, wire.Overview | None]]
+    total: int
+    live: dict[str, int]
+
+
+class OverviewStore:
+    """Overviews: which are due, and the table that they make."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def due(self, limit: int) -> list[DueRun]:
+        """Runs whose overview is missing or out of date: new ones and those that ended first."""
+        latest = _reported().subquery()
+        updated = _later(_RUN.c.updated_at, latest.c.last_report_at)
+        reports = func.coalesce(latest.c.reports, 0)
+        old = or_(_OVERVIEW.c.reports != reports, _OVERVIEW.c.updated_at != updated)
+        statement = (
+            select(_RUN.c.run_id, _RUN.c.state, updated.label("updated_at"), reports.label("reports"))
+            .add_columns(_OVERVIEW.c.run_id.is_(None).label("is_new"))
+            .select_from(_RUN)
+            .outerjoin(latest, latest.c.run_id == _RUN.c.run_id)
+            .outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
+            .where(or_(_OVERVIEW.c.run_id.is_(None), old))
+            .order_by(_OVERVIEW.c.run_id.is_not(None), _RUN.c.state == "running", updated.desc())
+            .limit(limit)
+        )
+        with self._database.reading() as connection:
+            return [
+                DueRun(row.run_id, row.state, row.updated_at, int(row.reports), bool(row.is_new))
+                for row in connection.execute(statement)
+            ]
+
+    def put(self, due: DueRun, record: RunRecord, overview: wire.Overview) -> None:
+        """Keep an overview; of a run deleted meanwhile nothing is kept."""
+        with self._database.writing() as connection:
+            connection.execute(delete(_OVERVIEW).where(_OVERVIEW.c.run_id == due.run_id))
+            there = select(_RUN.c.run_id).where(_RUN.c.run_id == due.run_id).with_for_update()
+            if connection.execute(there).first() is None:
+                return
+            connection.execute(
+                insert(_OVERVIEW).values(
+                    run_id=due.run_id,
+                    updated_at=due.updated_at,
+                    reports=due.reports,
+                    last_step=record.last_step,
+                    health=overview.health,
+                    overview=to_json(overview),
+                    **_numbers(record, overview),
+                )
+            )
+
+    def of(self, run_id: str) -> wire.Overview | None:
+        """The overview of a run, if it was evaluated."""
+        with self._database.reading() as connection:
+            text = connection.execute(select(_OVERVIEW.c.overview).where(_OVERVIEW.c.run_id == run_id)).scalar()
+        return None if text is None else _DECODE(text)
+
+    def table(self, query: TableQuery, now: float, stale_after_seconds: float) -> TablePage:
+        """A page of the table of runs."""
+        sign = _later(_RUN.c.updated_at, _OVERVIEW.c.updated_at)
+        state = case(
+            (_RUN.c.state != "running", _RUN.c.state),
+            (sign >= now - stale_after_seconds, literal("running")),
+            else_=literal("stale"),
+        )
+        base = select(_RUN.c.run_id).outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
+        base = base.where(*_conditions(query, state))
+        health = func.coalesce(_OVERVIEW.c.health, "").label("health")
+        live = (state == "running").label("live")
+        counts = base.with_only_columns(live, health, func.count().label("runs")).group_by(live, health)
+        with self._database.reading() as connection:
+            total, healths = 0, {}
+            for row in connection.execute(counts):
+                total += row.runs
+                if row.live:
+                    healths[row.health] = row.runs
+            ordered = _ordered(base, query, state, sign).offset(query.offset).limit(query.limit)
+            ids = list(connection.execute(ordered).scalars()) if query.limit else []
+            records = read_records(connection, ids) if ids else {}
+            chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.overview).where(_OVERVIEW.c.run_id.in_(ids))
+            found = {row.run_id: _DECODE(row.overview) for row in connection.execute(chosen)} if ids else {}
+            return TablePage([(records[run_id], found.get(run_id)) for run_id in ids], total, healths)
+
+    def filters(self, projects: Sequence[str] | None) -> wire.RunFilters:
+        """The values that runs can be filtered by, with how many runs have each."""
+        mine = [] if projects is None else [_RUN.c.project.in_(sorted(projects))]
+
+        def counted(column: Any, *joins: tuple[Any, Any]) -> dict[str, int]:
+            statement = select(column.label("value"), func.count().label("runs")).select_from(_RUN)
+            for table, condition in joins:
+                statement = statement.join(table, condition)
+            statement = statement.where(*mine, column.is_not(None)).group_by(column).order_by(column)
+            return {row.value: row.runs for row in connection.execute(statement)}
+
+        with self._database.reading() as connection:
+            return wire.RunFilters(
+                project=counted(_RUN.c.project),
+                strategy=counted(_RUN.c.strategy),
+                group=counted(_RUN.c.group),
+                tag=counted(schema.run_tag.c.tag, (schema.run_tag, schema.run_tag.c.run_id == _RUN.c.run_id)),
+                health=counted(_OVERVIEW.c.health, (_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)),
+            )
+
+
+def _reported() -> Select[Any]:
+    latest = schema.run_latest
+    return select(
+        latest.c.run_id,
+        func.sum(latest.c.reports).label("reports"),
+        func.max(latest.c.last_report_at).label("last_report_at"),
+    ).group_by(latest.c.run_id)
+
+
+def _later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[float]:
+    return case((other > one, other), else_=one)
+
+
+def _conditions(query: TableQuery, state: ColumnElement[str]) -> list[ColumnElement[bool]]:
+    equal = (
+        (_RUN.c.project, query.project),
+        (_RUN.c.strategy, query.strategy),
+        (_RUN.c.group, query.group),
+        (_OVERVIEW.c.health, query.health),
+        (state, query.state),
+    )
+    found: list[ColumnElement[bool]] = [column == value for column, value in equal if value is not None]
+    if query.projects is not None:
+        found.append(_RUN.c.project.in_(sorted(query.projects)))
+    if query.run_ids is not None:
+        found.append(_RUN.c.run_id.in_(query.run_ids))
+    tag = schema.run_tag.c
+    if query.tag is not None:
+        found.append(_RUN.c.run_id.in_(select(tag.run_id).where(tag.tag == query.tag)))
+    if query.q:
+        tagged = select(tag.run_id).where(tag.tag.icontains(query.q, autoescape=True))
+        columns = (_RUN.c.name, _RUN.c.run_id, _RUN.c.notes, _RUN.c.project, _RUN.c.group)
+        words = [column.icontains(query.q, autoescape=True) for column in columns]
+        found.append(or_(*words, _RUN.c.run_id.in_(tagged)))
+    return found
+
+
+def _ordered(
+    statement: Select[Any], query: TableQuery, state: ColumnElement[str], sign: ColumnElement[float]
+) -> Select[Any]:
+    columns: dict[str, ColumnElement[Any]] = {
+        **{name: _RUN.c[name] for name in _OF_RUN},
+        "state": state,
+        "updated_at": sign,
+        **{name: _OVERVIEW.c[name] for name in ("health", "last_step", *schema.OVERVIEW_NUMBERS)},
+    }
+    column = columns[query.sort]
+    order = column.desc() if query.descending else column.asc()
+    # What is not known stands last, whichever way; the newest of equals first.
+    return statement.order_by(column.is_(None), order, _RUN.c.created_at.desc(), _RUN.c.run_id.desc())
+
+
+def _numbers(record: RunRecord, overview: wire.Overview) -> dict[str, float | None]:
+    logged = {name: entry.value for name, entry in record.scalars.items()}
+    keys = [key for key in overview.numbers if key.startswith("state_decrement_ratio/")]
+    state = "state_decrement_ratio/exp_avg_sq"
+    known: dict[str, Any] = {**logged, **overview.numbers}
+    known["state_decrement_ratio"] = known.get(state if state in keys or not keys else sorted(keys)[0])
+    return {name: _finite(known.get(name)) for name in schema.OVERVIEW_NUMBERS}
+
+
+def _finite(value: Any) -> float | None:
+    number = float("nan") if value is None else float(value)
+    return number if abs(number) < float("inf") else None

@@ -1,0 +1,192 @@
+"""How data flows to a page: a slow server, one that goes away and comes back, and what a tick may cost."""
+
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from tests.browser.test_comparison import tick
+from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.posting import post_run
+from tests.system import require
+
+pytestmark = pytest.mark.browser
+
+SLOW_SECONDS = 6.0
+"""Longer than a page waits between two refreshes."""
+
+
+class Between:
+    """Stands between dashboard and server: not `fast`, each answer takes long; `away`, none comes."""
+
+    def __init__(self, server_url):
+        self.fast, self.away = threading.Event(), False
+        self.fast.set()
+        between = self
+        self._http = http = httpx.Client(base_url=server_url, trust_env=False, timeout=60.0)
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                between.fast.wait(SLOW_SECONDS)
+                if between.away:
+                    self.close_connection = True
+                    return
+                answer = http.get(self.path, headers={"Authorization": self.headers["Authorization"]})
+                self.send_response(answer.status_code)
+                self.send_header("Content-Type", answer.headers["content-type"])
+                self.send_header("Content-Length", str(len(answer.content)))
+                self.end_headers()
+                self.wfile.write(answer.content)
+
+            def log_message(self, *_):
+                """Nothing is written."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self._http.close()
+
+    @contextmanager
+    def slow(self):
+        self.fast.clear()
+        yield
+        self.fast.set()
+
+
+@pytest.fixture(scope="module")
+def between(server_url):
+    require("chromium")
+    standing = Between(server_url[0])
+    yield standing
+    standing.close()
+
+
+@pytest.fixture(scope="module")
+def dashboard_url(between, server_url, dashboard, tmp_path_factory):
+    with dashboard(between.url, server_url[1], tmp_path_factory.mktemp("between")) as url:
+        yield url
+
+
+@pytest.fixture
+def send(server_url):
+    """Post a run, or more steps of it."""
+    address, token_file = server_url
+    return lambda run, steps=None: post_run(address, run, token_file.read_text().strip(), steps)
+
+
+def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
+    page = watched.page
+    with between.slow():
+        page.goto(watched.url)
+        page.locator("#waiting", has_text="Waiting for the server").wait_for()
+        page.get_by_role("link", name="plain", exact=True).wait_for()
+        page.goto(f"{watched.url}/compare?run=run-plain&run=run-live")
+        page.locator(".number-card", has_text="0.9132").first.wait_for()
+        for chart in range(4):
+            page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace")
+        page.goto(f"{watched.url}/run/run-live")
+        page.wait_for_selector("#run-panel .hm image")
+        page.get_by_text("Updates arrive").first.wait_for()
+
+
+def test_an_error_goes_away_by_itself_when_the_server_is_back(watched, between):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-live")
+    page.wait_for_selector("#run-panel .hm image")
+    between.away = True
+    page.get_by_text("The server does not answer").wait_for()
+    page.get_by_role("tab", name="Curves").click()
+    page.get_by_text("What is shown was read before").wait_for()
+    between.away = False
+    drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length === 6"
+    page.wait_for_function(drawn)
+    page.get_by_text("The server does not answer").wait_for(state="detached")
+
+
+def test_one_run_that_is_gone_spoils_no_comparison(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/compare?run=run-plain&run=never-existed&run=run-plus")
+    page.get_by_text("never-existed: nothing is stored").wait_for()
+    page.wait_for_selector("#compare-chart-0 .scatterlayer .trace")
+    assert page.locator("#compare-legend .run-label").all_text_contents() == ["plain", "plus"]
+
+
+def test_what_was_picked_survives_a_search_and_the_way_back(watched, send):
+    page = watched.page
+    send(GeneratedRun("elsewhere", "stochastic", run_id="run-elsewhere"))
+    page.goto(watched.url)
+    page.wait_for_function("document.title === 'Runs · Collage Monitor'")
+    tick(page, "plain")
+    page.get_by_label("Search names, projects, tags and ids").fill("elsewhere")
+    page.get_by_role("link", name="plain", exact=True).wait_for(state="detached")
+    tick(page, "elsewhere")
+    page.get_by_role("link", name="Compare 2 runs").click()
+    page.wait_for_function("document.title === 'Comparison of 2 runs · Collage Monitor'")
+    page.go_back()
+    page.get_by_role("link", name="Compare 2 runs").wait_for()
+    assert page.get_by_role("checkbox", name="Pick elsewhere to compare").is_checked()
+    page.get_by_label("Search names, projects, tags and ids").fill("demo")  # The project's name.
+    page.get_by_role("link", name="light", exact=True).wait_for()
+
+
+def test_sort_and_filter_stand_in_the_address_and_are_the_servers(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/?state=finished&sort=edq_ratio")
+    page.get_by_role("link", name="plain", exact=True).wait_for()
+    names = page.locator(".run-cell a").all_text_contents()
+    assert names[0] == "plain"
+    assert "stochastic, live" not in names
+    page.locator(".ag-header-cell-text", has_text="Run").first.click()
+    page.wait_for_function("location.search.includes('sort=name')")
+    page.go_back()
+    page.wait_for_function("location.search.includes('sort=edq_ratio')")
+    page.wait_for_function(
+        "document.querySelector('.ag-row[row-index=\"0\"] .run-cell a')?.textContent === 'plain'"
+    )
+
+
+def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send):
+    page = watched.page
+    run = GeneratedRun("ticking", "plus", state="running", run_id="run-ticking")
+    send(run, 100)
+    page.goto(f"{watched.url}/run/run-ticking")
+    page.wait_for_selector("#run-panel .hm image")
+    idle = "run-revision.data"
+    sizes: list[int] = []
+    while len(sizes) < 2:  # The evaluation in the background may still come in between.
+        with page.expect_response(lambda answer: idle in (answer.request.post_data or "")) as found:
+            pass
+        spent = found.value.request.sizes()
+        if found.value.status == 204:
+            sizes.append(spent["requestBodySize"] + spent["responseBodySize"])
+    assert max(sizes) <= 2000
+    changed = []
+    page.on("requestfinished", lambda request: changed.append(request.sizes()["responseBodySize"]))
+    send(run, 200)
+    page.locator("#run-head", has_text="step 200").wait_for()
+    curve = "document.querySelector('#run-panel .scatterlayer')?.closest('.js-plotly-plot').data.at(-1)"
+    page.wait_for_function(f"{curve}.x.at(-1) === 200")
+    assert sum(changed) <= 50_000
+
+
+def test_a_hidden_page_asks_nothing_until_it_is_seen_again(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-live")
+    page.wait_for_selector("#run-panel .hm image")
+    page.evaluate("() => Object.defineProperty(document, 'hidden', { get: () => window.isHidden ?? true })")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if "_dash-update" in request.url else None)
+    page.wait_for_function("collageFlow.isDue()")
+    asked.clear()
+    with page.expect_response(lambda answer: "run-revision.data" in (answer.request.post_data or "")):
+        assert asked == []
+        page.evaluate("() => { window.isHidden = false; document.dispatchEvent(new Event('visibilitychange')) }")

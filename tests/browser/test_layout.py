@@ -1,0 +1,99 @@
+"""Pages as people meet them: narrow, wide, dark, by keyboard or screen reader, with names that nobody foresaw."""
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+from tests.dashboard.generated import GeneratedRun, demo_runs
+
+pytestmark = pytest.mark.browser
+
+WIDTHS = (1280, 1920, 390)
+HOSTILE = ("a" * 300, '<img src=x onerror="alert(1)">' + "ß" * 40)
+NOT_FINITE = "not finite"
+
+
+class Diverged(GeneratedRun):
+    """Its loss is NaN from half of the run on."""
+
+    def scalars(self, step):
+        return super().scalars(step) | ({"loss": float("nan")} if step > self.steps / 2 else {})
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The demo's, one whose loss is NaN, and two with hostile names."""
+    hostile = [GeneratedRun(name, "plain", run_id=f"run-hostile-{place}") for place, name in enumerate(HOSTILE)]
+    return [*demo_runs(), Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
+
+
+PAGES = {
+    "/": ".run-cell",
+    "/run/run-hostile-0": "#run-panel .hm image",
+    "/run/run-plain?tab=curves": "#run-panel .scatterlayer .trace",
+    "/run/run-plain?tab=about": ".facts",
+    "/compare?run=run-hostile-0&run=run-hostile-1&run=run-plain": "#compare-chart-0 .scatterlayer .trace",
+    "/run/never-existed": ".problem",
+}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path, scheme):
+    page = open_page(dashboard_url, width=WIDTHS[0], scheme=scheme).page
+    page.goto(dashboard_url + path)
+    page.wait_for_selector(PAGES[path])
+    page.wait_for_selector(".number-card, .facts, .run-cell, .problem")
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function(f"innerWidth === {width}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+        found = Axe().run(page).response["violations"]
+        serious = [
+            (entry["id"], node["html"][:200], node["failureSummary"][:300])
+            for entry in found
+            if entry["impact"] in {"serious", "critical"}
+            for node in entry["nodes"][:3]
+        ]
+        assert serious == [], (path, width)
+        assert page.locator("h1").count() == 1
+
+
+def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=1280).page
+    page.add_init_script(
+        """window.shift = 0;
+        const count = entry => { if (!entry.hadRecentInput) window.shift += entry.value };
+        const watch = new PerformanceObserver(list => list.getEntries().forEach(count));
+        watch.observe({ type: 'layout-shift', buffered: true });"""
+    )
+    for path in ("/", "/run/run-plain", "/compare?run=run-plain&run=run-plus"):
+        page.goto(dashboard_url + path)
+        page.wait_for_selector(PAGES.get(path, ".scatterlayer .trace"))
+        page.wait_for_selector(".number-card, .run-cell")
+        assert page.evaluate("window.shift") <= 0.1, path
+
+
+def test_a_loss_that_is_nan_is_named_with_its_step(open_page, dashboard_url):
+    page = open_page(dashboard_url).page
+    page.goto(dashboard_url)
+    page.locator(".verdict-cell", has_text="not finite since step 110").wait_for()
+    page.goto(f"{dashboard_url}/run/run-nan?tab=curves")
+    page.locator(".answer", has_text="Loss is not finite since step 110").wait_for()
+    page.get_by_text("10 points are not finite and cannot be drawn, the first at step 110").wait_for()
+
+
+def test_a_zoom_reads_finer_data_and_stands_in_the_address(open_page, dashboard_url):
+    page = open_page(dashboard_url).page
+    page.goto(f"{dashboard_url}/run/run-plain")
+    page.wait_for_selector("#run-panel .hm image")
+    page.locator("#run-panel .hm image").first.scroll_into_view_if_needed()
+    box = page.locator("#run-panel .hm image").first.bounding_box()
+    for place in (0.3, 0.7):
+        page.mouse.move(box["x"] + box["width"] * place, box["y"] + box["height"] * place)
+        page.mouse.down() if place == 0.3 else page.mouse.up()
+    page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
+    steps = "document.querySelector('#run-panel .js-plotly-plot').data[0].x"
+    page.wait_for_function(f"{steps}.length < 20")
+    assert page.evaluate(f"Math.min(...{steps})") > 30
+    page.go_back()
+    page.wait_for_function(f"{steps}.length === 20")

@@ -1,0 +1,106 @@
+"""The table of runs: pages, filters and order made by the server, and one evaluation behind every number in it."""
+
+from __future__ import annotations
+
+import pytest
+from collage_server.overviews import keep_overview
+
+from collage_monitor import wire
+from tests.server.samples import STATISTICS, block, report
+
+
+@pytest.fixture
+def evaluate(server):
+    """Evaluate what is due now, as the background thread does in its next round."""
+    server.app.state.components.overviews.stop(60.0)
+    store = server.app.state.components.store
+
+    def work():
+        due = store.overviews.due(100)
+        for entry in due:
+            keep_overview(store, entry)
+        return [entry.run_id for entry in due]
+
+    return work
+
+
+def table(server, **query):
+    asked = "&".join(f"{name}={value}" for name, value in query.items())
+    return server.get(f"/run-table?{asked}", wire.RunTable)
+
+
+def ids(page):
+    return [row.run_id for row in page.rows]
+
+
+def arrived(step, share):
+    values = block(step)
+    values[STATISTICS.index("intended_effective_sum")] = share * values[STATISTICS.index("intended_squared_sum")]
+    return values
+
+
+def test_rows_are_filtered_sorted_and_paged_by_the_server(server, evaluate):
+    for place, (name, project) in enumerate((("alpha", "p"), ("beta", "q"), ("gamma", "p"))):
+        run_id = f"r{place}"
+        server.run(run_id, project=project, name=name, tags=[f"tag-{name}"], group="g" if place else None)
+        server.attempt(run_id, launch_id=f"l{place}")
+        server.stream(run_id, stream_id=f"s{place}", launch_id=f"l{place}")
+        reports = [report(i, 10 + i, values=arrived(10 + i, 0.2 * (place + 1))) for i in range(3)]
+        server.reports(reports, f"s{place}")
+        server.clock.now += 1
+    evaluate()
+    assert ids(table(server)) == ["r2", "r1", "r0"]
+    assert ids(table(server, sort="edq_ratio", descending="false")) == ["r0", "r1", "r2"]
+    assert ids(table(server, sort="name", descending="true", offset=1, limit=1)) == ["r1"]
+    assert table(server, limit=0).total == 3
+    assert ids(table(server, project="p", sort="name", descending="false")) == ["r0", "r2"]
+    assert [ids(table(server, q=word)) for word in ("tag-beta", "q", "gamma")] == [["r1"], ["r1"], ["r2"]]
+    assert ids(table(server, tag="tag-alpha")) == ["r0"]
+    assert ids(table(server, group="g", state="running")) == ["r2", "r1"]
+    assert ids(table(server, run_id="r1&run_id=gone")) == ["r1"]
+    filters = server.get("/run-filters", wire.RunFilters)
+    assert filters.project == {"p": 2, "q": 1}
+    assert filters.tag == {"tag-alpha": 1, "tag-beta": 1, "tag-gamma": 1}
+    server.get("/run-table?sort=nothing", status=422)
+
+
+def test_a_number_and_the_verdict_that_quotes_it_come_from_one_evaluation(server, evaluate):
+    server.filled("r1", "s1", steps=range(10, 60, 10))
+    assert table(server).rows[0].overview is None
+    assert evaluate() == ["r1"]
+    found = server.get("/runs/r1/overview", wire.Overview)
+    assert table(server).rows[0].overview == found
+    assert (found.first_step, found.last_step, found.measured_steps) == (10, 50, 5)
+    merged = server.series("edq_ratio", points=1).values[0]
+    assert found.numbers["edq_ratio"] == pytest.approx(merged, rel=1e-12)
+    assert f"{merged:.3f}" in found.verdict + found.headline
+    assert table(server).live == {found.health: 1}
+
+
+def test_a_run_is_due_again_when_something_came_and_gone_with_its_run(server, evaluate):
+    server.filled("r1", "s1")
+    assert (evaluate(), evaluate()) == (["r1"], [])
+    server.clock.now += 1
+    server.reports([report(9, 90, values=arrived(90, 0.5))], "s1")
+    assert evaluate() == ["r1"]
+    assert server.get("/runs/r1/overview", wire.Overview).last_step == 90
+    server.send("DELETE", "/runs/r1", kind=wire.Deleted)
+    assert (evaluate(), table(server).rows) == ([], [])
+    server.get("/runs/r1/overview", status=410)
+
+
+def test_the_thread_evaluates_by_itself_and_a_run_not_yet_done_is_evaluated_on_request(server):
+    server.filled("r1", "s1")
+    assert server.get("/runs/r1/overview", wire.Overview).last_step == 50
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate):
+    server.run()
+    server.attempt()
+    server.stream(stream_id="s1")
+    values = [2.0, float("nan"), 2.0, float("inf"), float("nan")]
+    server.reports([report(i, 10 * (i + 1), scalars={"loss": loss}) for i, loss in enumerate(values)], "s1")
+    evaluate()
+    found = server.get("/runs/r1/overview", wire.Overview)
+    assert found.health == "not finite"
+    assert "Loss is not finite since step 40" in found.headline
