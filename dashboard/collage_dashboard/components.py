@@ -192,10 +192,13 @@ def notice(problem: Problem | None) -> Any:
     return dmc.Alert(f"{problem.text} What is shown was read before.", title=problem.title, color="orange", mb="md")
 
 
-def problem_page(problem: Problem, *, retry: bool = False) -> html.Div:
-    """A page that cannot show what was asked, and says what to do. With `retry` it asks again by itself."""
+def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> html.Div:
+    """A page that cannot show what was asked, and says what to do. With `retry` it asks again by itself.
+
+    `order`: that of its heading, 1 where nothing else stands on the page.
+    """
     lines: list[Any] = [
-        dmc.Title(problem.title, order=1, size="h2"),
+        dmc.Title(problem.title, order=order, size="h2"),
         dmc.Text(problem.text, className="quiet", maw=620, ta="center"),
     ]
     lines += [dmc.Code(line, block=True, className="command") for line in problem.command.splitlines()]

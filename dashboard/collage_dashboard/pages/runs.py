@@ -80,7 +80,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div(headline_of(table), id="runs-count", className="headline", role="status"),
             html.Div(id="runs-alert"),
             html.Div(_grid(view), id="runs-table", style=_shown(not _is_empty(table, view))),
-            html.Div(problem_page(_NO_RUNS), id="runs-empty", style=_shown(_is_empty(table, view))),
+            html.Div(problem_page(_NO_RUNS, order=2), id="runs-empty", style=_shown(_is_empty(table, view))),
             limits_note(),
         ],
         "Runs",
