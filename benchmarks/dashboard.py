@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import which
@@ -40,7 +40,7 @@ _PAGES: Final = {
 }
 
 
-def measure(options: Options) -> tuple[list[str], list[Figure]]:
+def measure(options: Options) -> Generator[Figure, None, list[str]]:
     """Every figure, with the limit that it is held to."""
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
     with tempfile.TemporaryDirectory() as folder:
@@ -49,17 +49,16 @@ def measure(options: Options) -> tuple[list[str], list[Figure]]:
         filled = time.monotonic() - began
         with _running(Path(folder)) as (server, dashboard, address, url), sync_playwright() as playwright:
             client = Client(address, (Path(folder) / "token").read_text().strip())
-            figures = [_table_pages(client, server, rounds)]
+            yield _table_pages(client, server, rounds)
             browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
-            figures += _paints(browser, url, rounds)
-            figures += _live_tab(browser, url, client, (server, dashboard))
+            yield from _paints(browser, url, rounds)
+            yield from _live_tab(browser, url, client, (server, dashboard))
             browser.close()
             client.close()
-    notes = [
+    return [
         f"{LARGE} runs of {STEPS} steps × {LAYERS} layers and {SMALL} small ones, filled in {filled:.0f} s",
         f"{rounds} rounds; one live tab was open for {TAB_SECONDS:.0f} s",
     ]
-    return notes, figures
 
 
 def _populate(folder: Path, seed: int) -> None:
