@@ -40,8 +40,7 @@ STATED: Mapping[str, tuple[float, float, float, float, float]] = {
     "split-master-16bit": (6e-3, 6e-3, 2e-3, 1.3e-2, 1.3e-2),
     "split-master-8bit": (4e-2, 4e-2, 1e-2, 6e-2, 6e-2),
 }
-"""What each must keep to, by kind, at β₂ = 0.999. Not met yet: `split-master` in fine-tuning (4.6e-4, where fp32
-master weights reach 4.5e-4) and on constant gradients (2.4e-3), `split-master-16bit` on drift (6.5e-3)."""
+"""What each must keep to, by kind, at β₂ = 0.999."""
 
 
 @dataclass

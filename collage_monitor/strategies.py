@@ -6,14 +6,14 @@ How weights are kept that way stands under the same name in the agent (`collage_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from collage_monitor.definitions import Strategy
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 
-__all__ = ["STRATEGIES", "catalogue_of", "recommend", "strategy"]
+__all__ = ["STRATEGIES", "advice", "catalogue_of", "recommend", "strategy"]
 
 
 _STRATEGIES = (
@@ -73,28 +73,44 @@ def catalogue_of(own: Sequence[Strategy], added: Mapping[str, Any]) -> dict[str,
 STRATEGIES: Final = catalogue_of(_STRATEGIES, extensions("collage_monitor.strategies"))
 
 
-_RECOMMENDED: Final = (
-    "master-weights",
-    "split-master",
-    "split-master-16bit",
-    "split-master-8bit",
-    "split-24bit-8bit",
-)
+_RECOMMENDED: Final = ("split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit")
 """One for each number of bytes, the most exact first: `python -m benchmarks.accumulation`, docs/numerics.md."""
+_NOTHING_BETTER: Final = ("split-master", "master-weights")
 
 
 def recommend(bytes_per_parameter: float = 12) -> Strategy | None:
     """The strategy to train bfloat16 weights with in so many bytes a parameter, states and gradient included.
 
-    The most exact of those that need no more, by the displacement after 10,000 steps on the streams of
-    `benchmarks.accumulation`; None where nothing here fits. The scales of 8-bit blocks, a sixteenth of a byte a
-    parameter, are not counted.
+    The most exact of those that need no more, by the largest error of the displacement after 10,000 steps on the
+    courses of `benchmarks.accumulation`; None where nothing here fits. The scales of 8-bit blocks, a sixteenth of
+    a byte a parameter, are not counted.
     """
     for name in _RECOMMENDED:
         entry = STRATEGIES[name]
         if entry.bytes_per_parameter is not None and entry.bytes_per_parameter <= bytes_per_parameter:
             return entry
     return None
+
+
+def advice(present: str | None, dtypes: Collection[str] = ()) -> str | None:
+    """What to try where weights are kept as `present` and lose updates; None where nothing here keeps more.
+
+    dtypes: those of the weights, by name. Named are the most exact strategy, and the most exact that needs no more
+    bytes than the present one. float16 is no leading part of fp32: only fp32 weights keep more beside it.
+    """
+    if present in _NOTHING_BETTER:
+        return None
+    if "float16" in dtypes:
+        named = [STRATEGIES["master-weights"]]
+    else:
+        known = STRATEGIES.get(present or "unknown")
+        held = None if known is None else known.bytes_per_parameter
+        named = [found for found in (recommend(), recommend(held or 0)) if found is not None and found is not known]
+    first, *others = dict.fromkeys(named)
+    words = (
+        f'collage_agent.optim.CollageAdamW(strategy="{first.name}") ({first.bytes_per_parameter} bytes a parameter)'
+    )
+    return "try " + " or ".join([words, *(f'"{other.name}" ({other.bytes_per_parameter})' for other in others)])
 
 
 def strategy(name: str) -> Strategy:

@@ -7,7 +7,6 @@ import torch
 from collage_agent.optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, CollageSGD, compiled
 from collage_agent.optim.advance import advance_in_wide
 from collage_agent.optim.arithmetic import WideArithmetic
-from collage_agent.optim.random_numbers import Noise
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters
 
@@ -72,8 +71,8 @@ def test_other_strategies_and_rules(optimizer_class, options):
 def folding(advance):
     """A step whose low component is always zero, as a compiler leaves it that folds the casts."""
 
-    def folded(components, scalars):
-        advance(components, scalars)
+    def folded(components, scalars, noise):
+        advance(components, scalars, noise)
         components["parameter_low"].zero_()
 
     return folded
@@ -84,9 +83,9 @@ def uncompiled(structure, root):
     wide = WideArithmetic(None, torch.float32, root)
     step = compiled._step(structure, {})
 
-    def advance(components, scalars):
-        noise = Noise.of_numbers(scalars) if structure.strategy.stochastic else None
-        advance_in_wide(step, wide, components, scalars, noise)
+    def advance(components, scalars, noise):
+        own = dict(zip(structure.scalar_names, scalars["packed"].unbind(), strict=True))
+        advance_in_wide(step, wide, components, own, noise)
 
     return advance
 
@@ -105,8 +104,8 @@ def test_self_test_notices_a_wrong_state(monkeypatch):
     def wrong(structure, root):
         advance = uncompiled(structure, root)
 
-        def changed(components, scalars):
-            advance(components, scalars)
+        def changed(components, scalars, noise):
+            advance(components, scalars, noise)
             components["exp_avg_sq"][5] *= 1.5
 
         return changed

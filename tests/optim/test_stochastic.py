@@ -7,7 +7,8 @@ import torch
 from collage_agent.numerics import neighbour, round_to, stochastic_round
 from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD, random_numbers
 from collage_agent.optim.arithmetic import WideArithmetic, Workspace
-from collage_agent.optim.random_numbers import Seeding, mixed_seed
+from collage_agent.optim.codes import value_kept
+from collage_agent.optim.random_numbers import Draws, Seeding, mixed_seed
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
 
@@ -84,7 +85,7 @@ def test_manual_seed_repeats_default_seeds():
     assert torch.equal(second, rounded())
 
 
-@pytest.mark.parametrize("strategy", ["plus", "split-master", "master-weights"])
+@pytest.mark.parametrize("strategy", ["plus", "full", "master-weights"])
 def test_without_stochastic_rounding_no_seed_is_drawn(strategy):
     before = torch.get_rng_state()
     optimizer = CollageAdamW(parameters(), strategy=strategy)
@@ -128,6 +129,26 @@ def noise_of(seed=3, position=0, step=1, shard=0, stream=0, elements=1 << 16, fi
     noise = Seeding(seed, step).at(position, shard).from_element(first)
     like = torch.empty(elements)
     return noise.bits(WideArithmetic(), like, stream).double()
+
+
+def halves(**where):
+    """The upper and lower sixteen of each element's random bits, from 0 to 1."""
+    drawn = Draws(Seeding(3, 1).at(**where), WideArithmetic(), torch.empty(1 << 16))
+    return [drawn.take(16) / 2**16 for _ in range(2)]
+
+
+def test_both_halves_of_the_bits_are_uniform_and_independent():
+    """65,536 elements: spreads and correlations within five standard errors."""
+    upper, lower = halves(position=0)
+    elsewhere = halves(position=1)
+    for half in (upper, lower):
+        counts = torch.histc(half, 256, 0, 1)
+        assert (counts - 256).square().sum() / 256 < 255 + 5 * (2 * 255) ** 0.5
+        for lag in (1, 2, 3, 7, 64, 128, 1000, 4096):
+            assert abs(correlation(half[lag:], half[:-lag])) < 5 / 256, lag
+    for other in (lower, *elsewhere):
+        assert abs(correlation(upper, other)) < 5 / 256
+    assert abs(correlation(lower, elsewhere[1])) < 5 / 256
 
 
 def test_noise_is_uniform_and_its_elements_independent():
@@ -174,7 +195,7 @@ def test_one_number_moves_in_the_mean_below_the_resolution_of_fp32(share, arithm
 
 
 @pytest.mark.parametrize("share", [1e-7, 5e-8, 1e-8])
-@pytest.mark.parametrize("strategy", ["light-stochastic", "split-24bit-8bit"])
+@pytest.mark.parametrize("strategy", ["light-stochastic", "split-master", "split-24bit-8bit"])
 def test_two_components_move_in_the_mean_below_the_resolution_of_fp32(strategy, share):
     member = torch.nn.Parameter(torch.full((40_000,), 1.5, dtype=torch.bfloat16))
     optimizer = CollageSGD([member], lr=1.5 * share, strategy=strategy, momentum=1e-9)
@@ -196,6 +217,7 @@ OPTIMIZERS = [
     (CollageAdamW, {"strategy": "light-stochastic", "arithmetic": "storage"}),
     (CollageSGD, {"strategy": "stochastic", "momentum": 0.9, "arithmetic": "storage"}),
     (CollageLion, {"strategy": "light-stochastic"}),
+    (CollageAdamW, {"strategy": "split-master"}),
 ]
 
 
@@ -229,18 +251,24 @@ def test_updates_far_below_half_an_ulp_arrive_in_the_mean(arithmetic):
     assert moved.mean() == pytest.approx(64 * 2.0**-13, rel=0.02)
 
 
-@pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
-@pytest.mark.parametrize("strategy", ["stochastic", "light-stochastic"])
+@pytest.mark.parametrize(
+    ("strategy", "arithmetic"),
+    [
+        *itertools.product(("stochastic", "light-stochastic"), ("fp32", "storage")),
+        ("split-master", "fp32"),
+        ("split-master-16bit", "fp32"),
+    ],
+)
 def test_second_moment_decays_in_the_mean(strategy, arithmetic):
     member = torch.nn.Parameter(torch.ones(20_000, dtype=torch.bfloat16))
     optimizer = CollageAdamW([member], lr=0.0, strategy=strategy, arithmetic=arithmetic)
     member.grad = torch.ones_like(member)
     optimizer.step()
-    before = optimizer.state[member]["exp_avg_sq"].double().mean()
+    before = value_kept(optimizer.state[member], "exp_avg_sq").mean()
     member.grad = torch.zeros_like(member)
     for _ in range(300):
         optimizer.step()
-    left = optimizer.state[member]["exp_avg_sq"].double().mean() / before
+    left = value_kept(optimizer.state[member], "exp_avg_sq").mean() / before
     assert left == pytest.approx(0.999**300, rel=0.01)
 
 

@@ -32,8 +32,13 @@ def _split(high, low):
 
 
 def _root(code):
-    """Seven bits of exponent, biased by 64, and nine of mantissa; gradual underflow at the least exponent."""
-    exponent, mantissa = code >> 9, (code & 511) / 512
+    """Exponent, biased by 64, and mantissa: ten bits of it in the 40 powers from 2^-32 on, elsewhere eight.
+
+    At the least exponent underflow is gradual.
+    """
+    below, above = code < 8192, code >= 8192 + 40 * 1024
+    exponent = np.where(below, code >> 8, np.where(above, (code - 49152 >> 8) + 72, (code - 8192 >> 10) + 32))
+    mantissa = np.where(below | above, (code & 255) / 256, (code & 1023) / 1024)
     return np.where(exponent > 0, 2.0 ** (exponent - 64.0) * (1 + mantissa), 2.0**-63 * mantissa)
 
 

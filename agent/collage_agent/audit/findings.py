@@ -251,7 +251,7 @@ def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator
             f"the second moment is one {dtype} number with beta2 = {beta2:.6g} in {len(layers)} parameters: it can "
             f"grow but not decay, so that steps become too small once gradients fall: {_some(layers)}",
             layers,
-            'keep it as a pair (strategy="plus") or in fp32, round it stochastically, or lower beta2',
+            'keep it in 24 bits (strategy="split-master") or in fp32, round it stochastically, or lower beta2',
         )
 
 

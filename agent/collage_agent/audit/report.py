@@ -297,7 +297,8 @@ def _of_rate(losses: dict[str, RateLoss], learning_rate: float | None) -> Iterat
         f"at learning rate {learning_rate:g}, {ratio:.0%} of the updates stand below half a gap of their weights: "
         "rounding to nearest gives the old weights back",
         worst,
-        "keep a low component or a master weight (CollageAdamW, strategy 'plus'), or round stochastically",
+        "keep the bits below the weights or a master weight (CollageAdamW, strategy 'split-master'), or round "
+        "stochastically",
     )
 
 

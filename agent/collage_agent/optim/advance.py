@@ -15,15 +15,13 @@ from collage_agent.numerics.expansions import grow
 from collage_agent.numerics.transformations import fast_two_sum, two_sum
 from collage_agent.optim import codes
 from collage_agent.optim.arithmetic import Scalar, State, StorageArithmetic, WideArithmetic, Workspace
-from collage_agent.optim.random_numbers import Noise, Seeding
+from collage_agent.optim.random_numbers import Draws, Noise, Seeding
 from collage_agent.optim.rules import Moment, UpdateRule
 from collage_agent.optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 
 __all__ = ["Step", "advance_in_storage", "advance_in_wide"]
 
 _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
-_WEIGHT_STREAM = 0
-"""The stream of random numbers for the weight; the moments have those from 1 on."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Step:
     scalars: Mapping[str, Scalar]
     workspace: Workspace
     seeding: Seeding | None = None
-    compiled: Callable[[State, Mapping[str, Scalar]], None] | None = None
+    compiled: Callable[[State, Mapping[str, Scalar], Noise | None], None] | None = None
 
 
 def advance_in_wide(
@@ -64,16 +62,16 @@ def advance_in_wide(
     else:
         value = codes.load(arithmetic, chunk, "parameter", step.strategy.parameter)
     displacement = step.rule.displacement(arithmetic, value, gradient, moments, scalars or step.scalars)
-    _store_parameter(step, arithmetic, value, displacement, chunk, noise)
-    for stream, moment in enumerate(step.moments, start=1):
-        kept, random = step.strategy.kept(moment.second), None
+    draws = None if noise is None else Draws(noise, arithmetic, gradient)
+    _store_parameter(step, arithmetic, value, displacement, chunk, draws)
+    for moment in step.moments:
+        kept = step.strategy.kept(moment.second)
         if moment.second and kept not in (StateStorage.SINGLE, StateStorage.WIDE):
             # The square of a finite gradient may be infinite: as a pair that would be infinity minus infinity, as
             # the scale of a block zero times infinity.
             moments[moment.name].clamp_(max=torch.finfo(chunk["parameter"].dtype).max)
-        if noise is not None and step.strategy.stochastic_moment(moment.second):
-            random = noise.bits(arithmetic, gradient, stream)
-        codes.store(arithmetic, moments[moment.name], chunk, moment.name, kept, random)
+        drawn = draws if step.strategy.stochastic_moment(moment.second) else None
+        codes.store(arithmetic, moments[moment.name], chunk, moment.name, kept, drawn)
 
 
 def _store_parameter(
@@ -82,7 +80,7 @@ def _store_parameter(
     value: Tensor,
     displacement: Tensor,
     chunk: State,
-    noise: Noise | None,
+    draws: Draws | None,
 ) -> None:
     """Store `value` + `displacement`, both used up, as the strategy keeps a weight."""
     parameter, kept = chunk["parameter"], step.strategy.parameter
@@ -94,15 +92,18 @@ def _store_parameter(
         parameter.copy_(arithmetic.load(parameter).add_(pending))
         low.copy_(pending.sub_(before.neg_().add_(parameter)))
         return
-    if noise is not None and step.strategy.stochastic_parameter:
+    if draws is not None and kept is StateStorage.SPLIT:
+        total = codes.move_at_random(arithmetic, value, displacement, draws)
+        codes.store(arithmetic, total, chunk, "parameter", kept)
+        return
+    if draws is not None and step.strategy.stochastic_parameter:
         if kept is StateStorage.PAIR:
             # Rounded at random, a pair may hold more bits than fp32: small numbers first.
             value = arithmetic.load(parameter)
             displacement = arithmetic.load(chunk[PARAMETER_LOW]).add_(displacement)
         total = arithmetic.total(value, displacement)
         error = _sum_error(arithmetic, value, displacement, total)
-        random = noise.bits(arithmetic, total, _WEIGHT_STREAM)
-        _store_at_random(arithmetic, total, error, chunk, kept, random)
+        _store_at_random(arithmetic, total, error, chunk, kept, draws)
         return
     total = arithmetic.total(value, displacement)
     if kept is StateStorage.WIDE:
@@ -122,32 +123,33 @@ def _sum_error(arithmetic: WideArithmetic, a: Tensor, b: Tensor, total: Tensor) 
 
 
 def _store_at_random(
-    arithmetic: WideArithmetic, total: Tensor, error: Tensor, chunk: State, kept: StateStorage, random: Tensor
+    arithmetic: WideArithmetic, total: Tensor, error: Tensor, chunk: State, kept: StateStorage, draws: Draws
 ) -> None:
-    """Keep the weight `total` + `error`, its last component rounded at random. All three are used up."""
+    """Keep the weight `total` + `error`, its last component rounded at random. Both are used up."""
     parameter = chunk["parameter"]
     if kept is StateStorage.PAIR:
         parameter.copy_(total)
         rest = arithmetic.on(torch.add, arithmetic.rest(total, parameter), error)
-        codes.round_at_random(arithmetic, rest, chunk[PARAMETER_LOW], random)
+        codes.round_at_random(arithmetic, rest, chunk[PARAMETER_LOW], draws)
     elif kept is StateStorage.SPLIT_24:
-        rounded = codes.round_sum_at_random(arithmetic, total, error, random, 8)
+        rounded = codes.round_sum_at_random(arithmetic, total, error, draws, 8)
         codes.store_split(arithmetic, rounded, parameter, chunk[PARAMETER_LOW])
     elif parameter.dtype == torch.bfloat16:
-        parameter.copy_(codes.round_sum_at_random(arithmetic, total, error, random, 16))
+        parameter.copy_(codes.round_sum_at_random(arithmetic, total, error, draws, 16))
     else:
-        codes.round_at_random(arithmetic, total.to(torch.float64).add_(error), parameter, random)
+        codes.round_at_random(arithmetic, total.to(torch.float64).add_(error), parameter, draws)
 
 
 def advance_in_storage(step: Step, chunk: State, noise: Noise | None = None) -> None:
     """Strict arithmetic: every named operation rounded to the storage format, no fp32 in between."""
     gradient = -chunk["gradient"] if step.maximize else chunk["gradient"]
+    draws = None if noise is None else Draws(noise, WideArithmetic(), gradient)
     moments = {name: tensor for name, tensor in chunk.items() if name not in _NOT_MOMENTS}
     rounded = {}
-    if noise is not None:
+    if draws is not None:
         rounded = {
-            moment.name: partial(_rounded, gradient.dtype, noise, stream)
-            for stream, moment in enumerate(step.moments, start=1)
+            moment.name: partial(_rounded, gradient.dtype, draws)
+            for moment in step.moments
             if step.strategy.stochastic_moment(moment.second)
         }
     arithmetic = StorageArithmetic(rounded)
@@ -155,8 +157,8 @@ def advance_in_storage(step: Step, chunk: State, noise: Noise | None = None) -> 
     for name, value in moments.items():
         if value is not chunk[name]:
             chunk[name].copy_(value)
-    if noise is not None and step.strategy.stochastic_parameter:
-        _move_at_random(step.strategy, chunk, displacement, noise)
+    if draws is not None and step.strategy.stochastic_parameter:
+        _move_at_random(step.strategy, chunk, displacement, draws)
         return
     high, low = _moved_in_storage(step, chunk["parameter"], chunk.get(PARAMETER_LOW), displacement)
     chunk["parameter"].copy_(high)
@@ -164,28 +166,26 @@ def advance_in_storage(step: Step, chunk: State, noise: Noise | None = None) -> 
         chunk[PARAMETER_LOW].copy_(low)
 
 
-def _rounded(dtype: torch.dtype, noise: Noise, stream: int, value: Tensor) -> Tensor:
+def _rounded(dtype: torch.dtype, draws: Draws, value: Tensor) -> Tensor:
     """An fp32 value in `dtype`, rounded at random."""
     out = torch.empty_like(value, dtype=dtype)
-    wide = WideArithmetic()
-    codes.round_at_random(wide, value, out, noise.bits(wide, value, stream))
+    codes.round_at_random(WideArithmetic(), value, out, draws)
     return out
 
 
-def _move_at_random(strategy: StorageStrategy, chunk: State, displacement: Tensor, noise: Noise) -> None:
+def _move_at_random(strategy: StorageStrategy, chunk: State, displacement: Tensor, draws: Draws) -> None:
     """The weight's components after the displacement, the last one rounded at random."""
     parameter, wide = chunk["parameter"], WideArithmetic()
     if strategy.parameter is StateStorage.PAIR:
         low = chunk[PARAMETER_LOW]
         high, rest = two_sum(parameter, displacement)
-        rest = _rounded(low.dtype, noise, _WEIGHT_STREAM, rest.to(torch.float32) + low.to(torch.float32))
+        rest = _rounded(low.dtype, draws, rest.to(torch.float32) + low.to(torch.float32))
         high, rest = fast_two_sum(high, rest)
         parameter.copy_(high)
         low.copy_(rest)
         return
     total, error = two_sum(parameter.to(torch.float32), displacement.to(torch.float32))
-    random = noise.bits(wide, total, _WEIGHT_STREAM)
-    _store_at_random(wide, total, error, chunk, strategy.parameter, random)
+    _store_at_random(wide, total, error, chunk, strategy.parameter, draws)
 
 
 def _moved_in_storage(

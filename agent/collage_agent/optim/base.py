@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from collage_agent.optim import checkpoints, codes
 from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, WideArithmetic, shared_workspace
-from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, scalar_tensors
+from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, packed_scalars
 from collage_agent.optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites, KeptWeight
 from collage_agent.optim.guards import UpdateGuard, check_moments, check_range, log_once, range_findings
 from collage_agent.optim.options import TORCH_FORMS, check_torch_options
@@ -299,7 +299,7 @@ class CollageOptimizer(Optimizer):
             moments=moments,
             storage_arithmetic=strict,
             maximize=group["maximize"],
-            scalars=scalars if compiled is None else scalar_tensors(scalars, wide_dtype(dtype)),
+            scalars=scalars if compiled is None else packed_scalars(scalars, wide_dtype(dtype)),
             workspace=shared_workspace(device, wide_dtype(dtype), longest_chunk(device)),
             seeding=Seeding(group["seed"], number) if strategy.stochastic else None,
             compiled=compiled,

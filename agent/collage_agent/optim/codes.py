@@ -16,6 +16,7 @@ from torch import Tensor
 
 from collage_agent.numerics.formats import round_at
 from collage_agent.optim.arithmetic import State, WideArithmetic
+from collage_agent.optim.random_numbers import Draws
 from collage_agent.optim.strategies import LOW_COMPONENT_SUFFIX, SCALE_SUFFIX, StateStorage
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "empty_low",
     "empty_state",
     "load",
+    "move_at_random",
     "round_at_random",
     "round_sum_at_random",
     "state_of",
@@ -37,8 +39,12 @@ BLOCK_ELEMENTS = 128
 """Elements that share the scale of 8-bit codes."""
 
 _LARGEST_POSITIVE = 0x7FFFFFFF
+_EXPONENT, _MANTISSA_BITS = 0x7F800000, 23
+_SMALLEST_GAP = 2.0**-80
 _ROOT_SCALE = 2.0**63
-_ROOT_DROPPED = 14
+_ROOT_DROPPED = 15
+_FINE_FROM, _FINE_UP_TO = 32 << _MANTISSA_BITS, 72 << _MANTISSA_BITS
+"""Between which bits of a scaled root its codes are four times as dense: roots from 2^-32 to 2^8."""
 
 
 def load(arithmetic: WideArithmetic, chunk: State, name: str, kept: StateStorage) -> Tensor:
@@ -59,18 +65,18 @@ def store(
     chunk: State,
     name: str,
     kept: StateStorage,
-    random: Tensor | None = None,
+    draws: Draws | None = None,
 ) -> None:
-    """Keep a wide value, used up: rounded to nearest, or at random if there are random bits (`Noise.bits`)."""
+    """Keep a wide value, used up: rounded to nearest, or at random with the numbers that are drawn."""
     high, low = chunk[name], chunk.get(name + LOW_COMPONENT_SUFFIX)
     if kept.is_split and low is not None:
-        store_split(arithmetic, value, high, low)
+        store_split(arithmetic, value, high, low, draws)
     elif kept is StateStorage.ROOT:
-        store_root(arithmetic, value, high, random)
+        store_root(arithmetic, value, high, draws)
     elif kept is StateStorage.BLOCKS:
-        store_blocks(arithmetic, value, high, chunk[name + SCALE_SUFFIX], random)
-    elif random is not None:
-        round_at_random(arithmetic, value, high, random)
+        store_blocks(arithmetic, value, high, chunk[name + SCALE_SUFFIX], draws)
+    elif draws is not None:
+        round_at_random(arithmetic, value, high, draws)
     else:
         high.copy_(value)
         if low is not None:
@@ -88,24 +94,27 @@ def load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor) -> Tensor:
     """
     value = arithmetic.load(high)
     rest = arithmetic.integers(low)
-    if low.dtype == torch.int8:
-        rest = arithmetic.on(torch.bitwise_left_shift, rest, 8)
-    bits = arithmetic.on(torch.add, value.view(torch.int32), rest)
+    joined = functools.partial(torch.add, alpha=0x100 if low.dtype == torch.int8 else 1)
+    bits = arithmetic.on(joined, value.view(torch.int32), rest)
     arithmetic.give_back(rest)
     return bits.view(torch.float32)
 
 
-def store_split(arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor) -> None:
+def store_split(
+    arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor, draws: Draws | None = None
+) -> None:
     """Keep an fp32 value, used up: all of its bits for an int16 `low`, 24 of them, rounded, for an int8 one."""
-    bits = _below_wrap(arithmetic, value.view(torch.int32), 0x8080)
+    bits = _below_wrap(arithmetic, value.view(torch.int32), 0x8100)
     if low.dtype == torch.int8:
-        bits = _rounded_bits(arithmetic, bits, 8)
+        bits = _rounding(arithmetic, bits, 8, draws)
         byte = arithmetic.fresh(torch.bitwise_right_shift, bits, 8)
         low.copy_(byte)
         arithmetic.give_back(byte)
     else:
         low.copy_(bits)
-    high.copy_(_rounded_bits(arithmetic, bits, 16).view(torch.float32))
+    bits = arithmetic.on(torch.add, bits, 0x8000)
+    high.copy_(arithmetic.on(torch.bitwise_and, bits, -0x10000).view(torch.float32))
+    arithmetic.give_back(bits)
 
 
 def store_low(value: Tensor, high: Tensor, low: Tensor) -> None:
@@ -125,48 +134,57 @@ def _below_wrap(arithmetic: WideArithmetic, bits: Tensor, added: int) -> Tensor:
     return arithmetic.on(torch.clamp_max, bits, _LARGEST_POSITIVE - added)
 
 
-def _rounded_bits(arithmetic: WideArithmetic, bits: Tensor, dropped: int) -> Tensor:
-    """The bits rounded to nearest, ties away from zero, `dropped` of them 0."""
-    bits = arithmetic.on(torch.add, bits, 1 << (dropped - 1))
-    return arithmetic.on(torch.bitwise_and, bits, -(1 << dropped))
+def _rounding(arithmetic: WideArithmetic, bits: Tensor, dropped: int, draws: Draws | None) -> Tensor:
+    """The bits plus what rounds them once `dropped` of them are cut: a half, or as many random bits."""
+    if draws is None:
+        return arithmetic.on(torch.add, bits, 1 << (dropped - 1))
+    drawn = draws.take(dropped)
+    bits = arithmetic.on(torch.add, bits, drawn)
+    arithmetic.give_back(drawn)
+    return bits
 
 
 def load_root(arithmetic: WideArithmetic, code: Tensor) -> Tensor:
-    """v from the 16 bits of its root: seven of exponent, nine of mantissa, in an int16. No sign, no rounding.
+    """v from the 16 bits of its root, in an int16 without a sign.
 
-    The codes are the upper bits of the fp32 number √v · 2^-63: they reach from 2^-149 to 2^128 in v, as fp32 does.
+    The codes count the fp32 numbers √v · 2^-63, which reach from 2^-149 to 2^128 in v, as fp32 does: 1,024 to each
+    power of two for roots from 2^-32 to 2^8, and 256 elsewhere.
     """
     bits = arithmetic.integers(code)
     bits = arithmetic.on(torch.bitwise_and, bits, 0xFFFF)
-    bits = arithmetic.on(torch.bitwise_left_shift, bits, _ROOT_DROPPED)
+    first, fine = _FINE_FROM >> _ROOT_DROPPED, (_FINE_UP_TO - _FINE_FROM) >> (_ROOT_DROPPED - 2)
+    within = _clamped(arithmetic, bits, first, first + fine)
+    bits = arithmetic.on(torch.bitwise_left_shift, bits, 2)
+    bits = arithmetic.on(functools.partial(torch.add, alpha=-3), bits, within)
+    bits = arithmetic.on(torch.add, bits, 3 * first)
+    bits = arithmetic.on(torch.bitwise_left_shift, bits, _ROOT_DROPPED - 2)
+    arithmetic.give_back(within)
     root = arithmetic.on(torch.mul, bits.view(torch.float32), _ROOT_SCALE)
     return arithmetic.on(torch.mul, root, root)
 
 
-def store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, random: Tensor | None = None) -> None:
-    """Keep v ≥ 0, fp32, by its root, rounded at random with 32 `random` bits or to nearest.
+def store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, draws: Draws | None = None) -> None:
+    """Keep v ≥ 0, fp32, by its root, rounded at random or to nearest.
 
-    Relative step 2^-9. What is not finite becomes the largest number, 2^128 (1 − 2^-9).
+    Relative step 2^-10 for roots from 2^-32 to 2^8, else 2^-8. What is not finite becomes the largest number,
+    2^128 (1 − 2^-8).
     """
     root = arithmetic.square_root(value)
     bits = arithmetic.on(torch.mul, root, 1 / _ROOT_SCALE).view(torch.int32)
-    largest = (1 << 30) - (1 << _ROOT_DROPPED)
-    bits = arithmetic.on(torch.clamp_max, bits, largest)
-    if random is None:
-        bits = arithmetic.on(torch.add, bits, 1 << (_ROOT_DROPPED - 1))
-    else:
-        bits = _with_random_bits(arithmetic, bits, random, _ROOT_DROPPED)
+    bits = arithmetic.on(torch.clamp_max, bits, (1 << 30) - (1 << _ROOT_DROPPED))
+    # Where the codes are dense, numbers count four times.
+    within = _clamped(arithmetic, bits, _FINE_FROM, _FINE_UP_TO)
+    within = arithmetic.on(torch.sub, within, _FINE_FROM)
+    bits = arithmetic.on(functools.partial(torch.add, alpha=3), bits, within)
+    arithmetic.give_back(within)
+    bits = _rounding(arithmetic, bits, _ROOT_DROPPED, draws)
     code.copy_(arithmetic.on(torch.bitwise_right_shift, bits, _ROOT_DROPPED))
     arithmetic.give_back(bits)
 
 
-def _with_random_bits(arithmetic: WideArithmetic, bits: Tensor, random: Tensor, dropped: int) -> Tensor:
-    """The bits plus as many random ones, used up, as are dropped: a carry has the probability they stand for."""
-    drawn = arithmetic.on(torch.bitwise_right_shift, random, 32 - dropped)
-    drawn = arithmetic.on(torch.bitwise_and, drawn, (1 << dropped) - 1)
-    bits = arithmetic.on(torch.add, bits, drawn)
-    arithmetic.give_back(drawn)
-    return bits
+def _clamped(arithmetic: WideArithmetic, values: Tensor, low: int, high: int) -> Tensor:
+    """A fresh copy between two bounds."""
+    return arithmetic.on(torch.clamp_max, arithmetic.fresh(torch.clamp_min, values, low), high)
 
 
 def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor) -> Tensor:
@@ -190,17 +208,17 @@ def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor) -> Tens
 
 
 def store_blocks(
-    arithmetic: WideArithmetic, value: Tensor, code: Tensor, scale: Tensor, random: Tensor | None = None
+    arithmetic: WideArithmetic, value: Tensor, code: Tensor, scale: Tensor, draws: Draws | None = None
 ) -> None:
-    """Keep fp32 values in 8-bit codes, rounded at random with 32 `random` bits each or to nearest; sets the scales.
+    """Keep fp32 values in 8-bit codes, rounded at random or to nearest; sets the scales.
 
     value: any shape, its elements in the order of blocks. A block with something that is not finite becomes NaN.
     """
     flat, elements = value.reshape(-1), value.numel()
     if elements % BLOCK_ELEMENTS:
         whole = _padded(code.reshape(-1))
-        random = None if random is None else _padded(random)
-        store_blocks(WideArithmetic(), _padded(flat), whole, scale, random)
+        longer = None if draws is None else draws.longer(whole)
+        store_blocks(WideArithmetic(), _padded(flat), whole, scale, longer)
         code.copy_(whole[:elements].view(code.shape))
         return
     signed, levels = (True, 127.0) if code.dtype == torch.int8 else (False, 255.0)
@@ -212,7 +230,7 @@ def store_blocks(
     lower = arithmetic.square_root(squares).floor_().clamp_(max=levels - 1)
     gap = arithmetic.fresh(torch.mul, lower, lower)
     share = squares.sub_(gap).div_(gap.copy_(lower).mul_(2.0).add_(1.0))
-    drawn = gap.fill_(0.5) if random is None else gap.copy_(uniform(random))
+    drawn = gap.fill_(0.5) if draws is None else gap.copy_(draws.uniform())
     lower.add_(torch.lt(drawn, share, out=drawn))
     if signed:
         lower.copysign_(flat)
@@ -226,31 +244,49 @@ def _padded(flat: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK_ELEMENTS))
 
 
-def uniform(random: Tensor) -> Tensor:
-    """Numbers from 0 up to, but not, 1 in steps of 2^-24: the upper bits, fp32."""
-    return (random >> 8).bitwise_and(0xFFFFFF).to(torch.float32) * 2.0**-24
-
-
-def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, random: Tensor) -> None:
+def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, draws: Draws) -> None:
     """Round fp32 `value`, used up, to out's format, up or down at random, so that the mean is right."""
     if out.dtype != torch.bfloat16:
-        out.copy_(round_at(value, out.dtype, uniform(random)))
+        out.copy_(round_at(value, out.dtype, draws.uniform()))
         return
-    bits = _below_wrap(arithmetic, value.view(torch.int32), 0xFFFF)
-    bits = _with_random_bits(arithmetic, bits, random, 16)
+    bits = _rounding(arithmetic, _below_wrap(arithmetic, value.view(torch.int32), 0xFFFF), 16, draws)
     out.copy_(arithmetic.on(torch.bitwise_and, bits, -0x10000).view(torch.float32))
 
 
+def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tensor, draws: Draws) -> Tensor:
+    """fp32 `value` + `displacement`, both used up, moved by a whole number of the value's gaps, drawn at random.
+
+    The mean is right for updates far below fp32's own resolution, down to 2^-16 of a gap; zero moves nothing. Gaps
+    are those away from zero, at least 2^-80. Every operation is exact but the last, which rounds where the sum has
+    wider gaps than the value.
+    """
+    gap = arithmetic.fresh(torch.bitwise_and, value.view(torch.int32), _EXPONENT)
+    smallest = math.frexp(_SMALLEST_GAP)[1] + 126 + _MANTISSA_BITS << _MANTISSA_BITS
+    gap = arithmetic.on(torch.clamp_min, gap, smallest)
+    gap = arithmetic.on(torch.sub, gap, _MANTISSA_BITS << _MANTISSA_BITS).view(torch.float32)
+    number = arithmetic.on(torch.div, displacement, gap)
+    drawn = draws.take(16)
+    chance = arithmetic.load(drawn).mul_(2.0**-16)
+    arithmetic.give_back(drawn)
+    number.add_(chance).floor_().mul_(gap)
+    for vector in (chance, gap):
+        arithmetic.give_back(vector)
+    total = arithmetic.on(torch.add, number, value)
+    arithmetic.give_back(value)
+    return total
+
+
 def round_sum_at_random(
-    arithmetic: WideArithmetic, total: Tensor, error: Tensor, random: Tensor, dropped: int
+    arithmetic: WideArithmetic, total: Tensor, error: Tensor, draws: Draws, dropped: int
 ) -> Tensor:
     """`total` + `error`, of which total is the fp32 rounding, at random to fp32 with `dropped` bits 0.
 
     The share that decides is taken of the exact sum, in 24 bits of a gap: the mean is right for updates far below
-    fp32's own resolution, down to 2^-24 of a gap of the result. All three tensors are used up.
+    fp32's own resolution, down to 2^-24 of a gap of the result. Both tensors are used up.
     """
     nearest = arithmetic.fresh(torch.add, total.view(torch.int32), 0)
-    nearest = _rounded_bits(arithmetic, _below_wrap(arithmetic, nearest, 1 << dropped), dropped)
+    nearest = _rounding(arithmetic, _below_wrap(arithmetic, nearest, 1 << dropped), dropped, None)
+    nearest = arithmetic.on(torch.bitwise_and, nearest, -(1 << dropped))
     rest = arithmetic.on(torch.add, arithmetic.on(torch.sub, total, nearest.view(torch.float32)), error)
     arithmetic.give_back(error)
     # Outwards where the rest has the number's sign, else towards zero: one more or less of the integer.
@@ -262,10 +298,9 @@ def round_sum_at_random(
     gap = arithmetic.fresh(torch.sub, other.view(torch.float32), nearest.view(torch.float32))
     share = arithmetic.on(torch.div, rest, gap)
     arithmetic.give_back(gap)
-    chosen = torch.where(uniform(random) < share, other, nearest).view(torch.float32)
+    chosen = torch.where(draws.uniform() < share, other, nearest).view(torch.float32)
     arithmetic.give_back(share)
     arithmetic.give_back(other)
-    arithmetic.give_back(random)
     arithmetic.give_back(nearest)
     return chosen
 

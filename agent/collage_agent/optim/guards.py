@@ -233,7 +233,7 @@ class UpdateGuard:
                 100 * now,
                 strategy.name,
                 dtype,
-                _holds_more(strategy),
+                "use strategy 'split-master' or 'master-weights'",
             )
 
 
@@ -250,9 +250,3 @@ def half_gap_kept(strategy: StorageStrategy, weight: Tensor, direction: Tensor) 
     if strategy.parameter is StateStorage.SINGLE:
         return gap_towards(weight, direction) * 0.5
     return gap_towards(weight.to(torch.float32), direction) * 0.5
-
-
-def _holds_more(strategy: StorageStrategy) -> str:
-    if strategy.parameter is StateStorage.SPLIT:
-        return "fp32 weights would lose it as well; use strategy 'light-stochastic'"
-    return "use strategy 'split-master' or 'master-weights'"

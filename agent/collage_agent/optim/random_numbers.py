@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from collage_agent.optim.arithmetic import INDEX_FACTOR, Scalar, WideArithmetic
 
-__all__ = ["Noise", "Seeding", "default_seed", "mixed_seed", "shard_number"]
+__all__ = ["Draws", "Noise", "Seeding", "default_seed", "mixed_seed", "shard_number"]
 
 _STREAM, _MIX, _GOLDEN = 0x85EBCA6B, 0x2C1B3C6D, 0x9E3779B9
 _BUILT = itertools.count()
@@ -73,14 +72,14 @@ class Noise:
         """The noise of the elements from `index` on."""
         return replace(self, start=_signed(int(self.start) + index * INDEX_FACTOR)) if index else self
 
-    def numbers(self) -> dict[str, Scalar]:
-        """The three as int32 tensors by name, for a compiled step."""
-        return {f"noise_{name}": torch.tensor(value, dtype=torch.int32) for name, value in vars(self).items()}
+    def numbers(self) -> Tensor:
+        """The three as one int32 tensor, for a compiled step, which guards each tensor that it is given."""
+        return torch.tensor((self.start, self.flipped, self.rotation), dtype=torch.int32)
 
     @classmethod
-    def of_numbers(cls, numbers: Mapping[str, Scalar]) -> Noise:
+    def of_numbers(cls, numbers: Tensor) -> Noise:
         """What `numbers` was made of."""
-        return cls(*(numbers[f"noise_{name}"] for name in ("start", "flipped", "rotation")))
+        return cls(*numbers.unbind())
 
     def bits(self, arithmetic: WideArithmetic, like: Tensor, stream: int) -> Tensor:
         """32 random bits for each element of a flat tensor: int32, fresh. Streams are independent of each other.
@@ -88,7 +87,8 @@ class Noise:
         A multiplicative hash with one fold in between: its upper 24 bits are the good ones.
         """
         mixed = arithmetic.indices(like, self.start)
-        mixed = arithmetic.on(torch.add, mixed, _signed(stream * _STREAM))
+        if stream:
+            mixed = arithmetic.on(torch.add, mixed, _signed(stream * _STREAM))
         folded = arithmetic.fresh(torch.bitwise_right_shift, mixed, 15)
         folded = arithmetic.on(torch.bitwise_and, folded, 0x1FFFF)
         mixed = arithmetic.on(torch.bitwise_xor, mixed, folded)
@@ -96,6 +96,47 @@ class Noise:
         mixed = arithmetic.on(torch.bitwise_xor, mixed, self.flipped)
         mixed = arithmetic.on(torch.mul, mixed, _MIX)
         return arithmetic.on(torch.add, mixed, self.rotation)
+
+
+class Draws:
+    """The random bits of a chunk's elements, handed out from the upper ones of each 32 on, which are the best.
+
+    like: a flat tensor as long as the chunk. An element's bits follow from its index and the calls before.
+    """
+
+    def __init__(self, noise: Noise, arithmetic: WideArithmetic, like: Tensor, stream: int = 0) -> None:
+        self._noise, self._arithmetic, self._like = noise, arithmetic, like
+        self._stream, self._left = stream, 0
+        self._bits: Tensor | None = None
+
+    def take(self, count: int) -> Tensor:
+        """A fresh int32 vector of numbers from 0 up to, but not, 2^count, count at most 31."""
+        arithmetic = self._arithmetic
+        if self._bits is None or count > self._left:
+            if self._bits is not None:
+                arithmetic.give_back(self._bits)
+            self._bits, self._left = self._noise.bits(arithmetic, self._like, self._stream), 32
+            self._stream += 1
+        bits, mask = self._bits, (1 << count) - 1
+        self._left -= count
+        if self._left:
+            bits = arithmetic.fresh(torch.bitwise_right_shift, bits, self._left)
+        else:
+            self._bits = None
+        return arithmetic.on(torch.bitwise_and, bits, mask)
+
+    def uniform(self) -> Tensor:
+        """Fresh fp32 numbers from 0 up to, but not, 1 in steps of 2^-24."""
+        drawn = self.take(24)
+        numbers = self._arithmetic.load(drawn)
+        self._arithmetic.give_back(drawn)
+        return numbers.mul_(2.0**-24)
+
+    def longer(self, like: Tensor) -> Draws:
+        """The next 32 bits of as many elements as `like`, which has the chunk's and more."""
+        self._left = 0
+        self._stream += 1
+        return Draws(self._noise, WideArithmetic(), like, self._stream - 1)
 
 
 @dataclass(frozen=True)

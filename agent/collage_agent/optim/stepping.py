@@ -135,25 +135,30 @@ def step_tensors(step: Step, members: list[Member]) -> None:
 
     Small tensors are stepped together as one vector, because a call costs as much as some ten thousand elements:
     one by one, a step of a small GPT (28 tensors, 250,000 elements) takes 1.4 times as long. The bits are the
-    same, because elements never mix. Random numbers are drawn by tensor: stochastic strategies go one by one.
+    same, because elements never mix. At random, those stepped together share the numbers of one tensor. What must
+    not be mixed goes one by one: blocks, and shards, which draw other numbers than replicas.
     """
     names = ["parameter", "gradient", *component_names(step.strategy, step.moments)]
     small: list[State] = []
-    gathered = 0
+    gathered = first = 0
+    mixed = step.seeding is None or StateStorage.BLOCKS not in step.strategy.storages
     for member in members:
         components = member.components(names)
         elements = components["parameter"].numel()
-        together = 0 < elements <= _SMALL_ELEMENTS and step.seeding is None
+        together = mixed and 0 < elements <= _SMALL_ELEMENTS
+        if step.seeding is not None and hasattr(member.parameter, "to_local"):
+            together = False
         if not together or not all(tensor.is_contiguous() for tensor in components.values()):
             step_components(step, components, member.position, shard_number(member.parameter))
             continue
+        first = first if small else member.position
         small.append({name: tensor.view(-1) for name, tensor in components.items()})
         gathered += elements
         if gathered >= _TOGETHER_ELEMENTS:
-            _step_together(step, small)
+            _step_together(step, small, first)
             small, gathered = [], 0
     if small:
-        _step_together(step, small)
+        _step_together(step, small, first)
 
 
 def step_components(step: Step, components: State, position: int, shard: int) -> None:
@@ -166,12 +171,12 @@ def step_components(step: Step, components: State, position: int, shard: int) ->
             tensor.copy_(dense[name])
 
 
-def _step_together(step: Step, parts: list[State]) -> None:
-    """Step several tensors' flat components as one vector, and copy the results back."""
+def _step_together(step: Step, parts: list[State], position: int) -> None:
+    """Step several tensors' flat components as one vector, and copy the results back. position: the first one's."""
     alone = len(parts) == 1
     joined = parts[0] if alone else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     sizes = [part["parameter"].numel() for part in parts]
-    _step_flat(step, joined, 0, 0)
+    _step_flat(step, joined, position, 0)
     for name, tensor in joined.items():
         if name != "gradient" and not alone:
             torch._foreach_copy_([part[name] for part in parts], list(torch.split(tensor, sizes)))
@@ -182,7 +187,7 @@ def _step_flat(step: Step, flat: State, position: int, shard: int) -> None:
     elements = flat["parameter"].numel()
     noise = None if step.seeding is None else step.seeding.at(position, shard)
     if step.compiled is not None and elements:
-        step.compiled(flat, step.scalars if noise is None else {**step.scalars, **noise.numbers()})
+        step.compiled(flat, step.scalars, noise)
         return
     first = 0
     for chunk in chunks(flat, chunk_elements(flat["parameter"].device, step.storage_arithmetic)):

@@ -73,8 +73,9 @@ class StateStorage(Enum):
 class StorageStrategy:
     """How the weight, the first moments (momentum included) and the second moments are kept.
 
-    stochastic: the last component of the weight, and a moment kept in 16 bits or fewer, are rounded up or down at
-    random so that the expected value is right. A compensated weight never is, nor is what is kept in fp32.
+    stochastic: the last component of the weight, and a moment kept in 24 bits or fewer, are rounded up or down at
+    random so that the expected value is right. A compensated weight never is, nor is what is kept in fp32 or as a
+    pair.
     A package adds one of its own through the entry-point group `collage_agent.strategies`, under the same name.
     Where something is kept in fp32, both arithmetics compute in fp32. Raises ValueError for a moment that is to be
     compensated, a weight in blocks, and a root of what has a sign.
@@ -113,8 +114,7 @@ class StorageStrategy:
     @property
     def stochastic_parameter(self) -> bool:
         """Whether the weight is rounded at random."""
-        exact = (StateStorage.COMPENSATED, StateStorage.WIDE, StateStorage.SPLIT)
-        return self.stochastic and self.parameter not in exact
+        return self.stochastic and self.parameter not in (StateStorage.COMPENSATED, StateStorage.WIDE)
 
     @property
     def is_coded(self) -> bool:
@@ -135,7 +135,7 @@ class StorageStrategy:
 
 
 _SINGLE, _PAIR, _COMPENSATED, _WIDE, _SPLIT, _SPLIT_24, _ROOT, _BLOCKS = StateStorage
-_ROUNDED_AT_RANDOM = (_SINGLE, _ROOT, _BLOCKS)
+_ROUNDED_AT_RANDOM = (_SINGLE, _SPLIT_24, _ROOT, _BLOCKS)
 _TABLE = (
     StorageStrategy("plain", _SINGLE, _SINGLE, _SINGLE),
     StorageStrategy("stochastic", _SINGLE, _SINGLE, _SINGLE, stochastic=True),
@@ -145,7 +145,7 @@ _TABLE = (
     StorageStrategy("plus", _PAIR, _SINGLE, _PAIR),
     StorageStrategy("full", _PAIR, _PAIR, _PAIR),
     StorageStrategy("fp32-states", _SINGLE, _WIDE, _WIDE),
-    StorageStrategy("split-master", _SPLIT, _SPLIT_24, _SPLIT_24),
+    StorageStrategy("split-master", _SPLIT, _SPLIT_24, _SPLIT_24, stochastic=True),
     StorageStrategy("split-master-16bit", _SPLIT, _SINGLE, _ROOT, stochastic=True),
     StorageStrategy("split-master-8bit", _SPLIT, _BLOCKS, _BLOCKS, stochastic=True),
     StorageStrategy("split-24bit-8bit", _SPLIT_24, _BLOCKS, _BLOCKS, stochastic=True),

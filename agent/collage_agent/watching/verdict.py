@@ -28,7 +28,7 @@ from collage_monitor.judgement import (
 )
 from collage_monitor.onset import describe, find_onset
 from collage_monitor.statistics import finish, finish_all, reduce_shards
-from collage_monitor.strategies import STRATEGIES
+from collage_monitor.strategies import STRATEGIES, advice
 
 __all__ = ["evidence_of", "since", "summarise", "verdict"]
 
@@ -209,14 +209,10 @@ def _advice(found: Judgement, info: wire.WatchInfo) -> Iterator[str]:
     elif found.health == "steps are off":
         yield "each step keeps what it intends, but not what fp64 would do: look at states and learning rate"
     elif found.health in ("losing updates", "states are stuck", "decay is lost"):
-        plus, master = STRATEGIES["plus"], STRATEGIES["master-weights"]
-        if info.observed_strategy == plus.name:
-            yield f'try strategy="{master.name}" ({master.bytes_per_parameter} bytes a parameter)'
-        elif info.observed_strategy != master.name:
-            yield (
-                f'try collage_agent.optim.CollageAdamW(strategy="{plus.name}") ({plus.bytes_per_parameter} bytes a '
-                f'parameter) or "{master.name}" ({master.bytes_per_parameter})'
-            )
+        weights = info.fingerprint.parameters if info.fingerprint else {}
+        tried = advice(info.observed_strategy, weights)
+        if tried is not None:
+            yield tried
 
 
 def _interval(model: Values, name: str, form: str = ".4f") -> str:

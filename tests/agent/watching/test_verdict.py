@@ -35,7 +35,7 @@ def test_the_words_name_loss_layers_states_grid_and_what_to_try():
         "it hardly decays",
         "against the fp64 oracle",
         "no advice to raise the rate",
-        'strategy="plus"',
+        'strategy="split-master") (12 bytes a parameter) or "split-master-8bit" (8)',
     ):
         assert words in text
     assert handle.judgement().text in text
