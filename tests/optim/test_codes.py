@@ -154,6 +154,7 @@ def test_a_weight_moves_by_whole_gaps_and_in_the_mean_by_what_it_should():
     generator = torch.Generator().manual_seed(4)
     value = torch.cat([torch.randn(500, generator=generator), torch.ones(6), -torch.ones(6), torch.zeros(6)])
     gap = torch.ldexp(torch.ones(len(value)), torch.frexp(value.double()).exponent - 24).clamp_min(2.0**-80)
+    gap[value == 0] = 2.0**-80
     chance = torch.rand(len(value), generator=generator)
     share = 2.0 ** (chance * 18 - 12) * torch.randn(len(value), generator=generator).sign()
     total = torch.zeros(len(value)).double()

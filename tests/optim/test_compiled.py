@@ -79,8 +79,8 @@ def folding(advance):
 
 
 def uncompiled(structure, root):
-    """The step as compiled.py writes it, without the compiler."""
-    wide = WideArithmetic(None, torch.float32, root)
+    """The step as compiled.py writes it, without the compiler, whose fp32 root is exact where torch's own is not."""
+    wide = WideArithmetic(None, torch.float32, torch.float64)
     step = compiled._step(structure, {})
 
     def advance(components, scalars, noise):
