@@ -79,7 +79,7 @@ def folding(advance):
 
 
 def uncompiled(structure, root):
-    """The step as compiled.py writes it, without the compiler, whose fp32 root is exact where torch's own is not."""
+    """The step as compiled.py writes it, without the compiler; roots exact, as the compiler's are."""
     wide = WideArithmetic(None, torch.float32, torch.float64)
     step = compiled._step(structure, {})
 
