@@ -7,7 +7,7 @@ from typing import Final
 from collage_monitor.judgement.evidence import Evidence, finite
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["EDQ_TOLERANCE", "Case"]
+__all__ = ["Case", "EDQ_TOLERANCE"]
 
 EDQ_TOLERANCE: Final = 0.05
 

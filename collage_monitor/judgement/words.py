@@ -9,7 +9,7 @@ from typing import Final, Literal
 from collage_monitor.judgement.case import Case
 from collage_monitor.judgement.evidence import labelled
 
-__all__ = ["GRAVITY", "LIMITS", "Finding", "Health", "Judgement", "judgement_of", "percent"]
+__all__ = ["Finding", "GRAVITY", "Health", "Judgement", "LIMITS", "judgement_of", "percent"]
 
 Health = Literal[
     "healthy",

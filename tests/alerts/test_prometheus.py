@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes a real server during a real bf16 training whose EDQ falls, and the rule fires."""
+"""A real Prometheus scrapes a real server during a real bf16 training whose EDQ falls: the rule fires, and a real
+Alertmanager tells the server, where it stands among what fires."""
 
 import collage_agent as collage
 import httpx
@@ -7,7 +8,8 @@ import torch
 from collage_server.alerting import rules
 
 from collage_monitor.alerts import ALERTS
-from collage_monitor.local import ensure_token, token_path
+from collage_monitor.client import Client
+from collage_monitor.local import ensure_token, read_token, token_path
 from tests.ports import command, free_port, running
 from tests.system import require
 from tests.waiting import until
@@ -16,10 +18,19 @@ TIME_SCALE = 1 / 300
 CONFIGURATION = """
 global: {{ scrape_interval: 500ms, scrape_timeout: 400ms, evaluation_interval: 500ms }}
 rule_files: ["{rules}"]
+alerting: {{ alertmanagers: [{{ static_configs: [{{ targets: ["127.0.0.1:{alertmanager_port}"] }}] }}] }}
 scrape_configs:
   - job_name: collage
     authorization: {{ credentials_file: "{token}" }}
     static_configs: [{{ targets: ["127.0.0.1:{port}"] }}]
+"""
+ALERTMANAGER = """
+route: {{ receiver: collage, group_by: [alertname, run_id], group_wait: 0s, group_interval: 1s }}
+receivers:
+  - name: collage
+    webhook_configs:
+      - url: http://127.0.0.1:{port}/api/v1/alerts/alertmanager
+        http_config: {{ authorization: {{ credentials_file: "{token}" }} }}
 """
 
 
@@ -40,14 +51,20 @@ class Prometheus:
 
 @pytest.fixture
 def services(tmp_path):
-    """(server address, Prometheus): both running, the rules' hours shortened to seconds."""
-    prometheus = require("prometheus")
-    port, scraper_port = free_port(), free_port()
+    """(server address, Prometheus): both running beside an Alertmanager, the rules' hours shortened to seconds."""
+    prometheus, alertmanager = require("prometheus"), require("prometheus-alertmanager")
+    port, scraper_port, alertmanager_port = free_port(), free_port(), free_port()
     ensure_token(tmp_path)
     (tmp_path / "rules.yml").write_text(rules(TIME_SCALE))
     (tmp_path / "prometheus.yml").write_text(
-        CONFIGURATION.format(rules=tmp_path / "rules.yml", token=token_path(tmp_path), port=port)
+        CONFIGURATION.format(
+            rules=tmp_path / "rules.yml",
+            token=token_path(tmp_path),
+            port=port,
+            alertmanager_port=alertmanager_port,
+        )
     )
+    (tmp_path / "alertmanager.yml").write_text(ALERTMANAGER.format(token=token_path(tmp_path), port=port))
     server = command("serve", "--dir", tmp_path, "--port", port, "--token-file", token_path(tmp_path))
     scraper = [
         prometheus,
@@ -55,9 +72,17 @@ def services(tmp_path):
         f"--storage.tsdb.path={tmp_path / 'tsdb'}",
         f"--web.listen-address=127.0.0.1:{scraper_port}",
     ]
+    receiver = [
+        alertmanager,
+        f"--config.file={tmp_path / 'alertmanager.yml'}",
+        f"--storage.path={tmp_path / 'alertmanager'}",
+        f"--web.listen-address=127.0.0.1:{alertmanager_port}",
+        "--cluster.listen-address=",
+    ]
     address, scraper_address = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{scraper_port}"
     with (
         running(server, f"{address}/healthz", tmp_path / "server.log"),
+        running(receiver, f"http://127.0.0.1:{alertmanager_port}/-/ready", tmp_path / "alertmanager.log"),
         running(scraper, f"{scraper_address}/-/ready", tmp_path / "prometheus.log"),
         httpx.Client(base_url=f"{scraper_address}/api/v1", trust_env=False) as http,
     ):
@@ -98,5 +123,12 @@ def test_the_rule_fires_when_edq_falls(services, tmp_path):
         train_until(lambda: "CollageEdqDrop" in prometheus.firing(), "CollageEdqDrop fires")
         assert prometheus.query("collage_edq_ratio") < [0.9 * before[0]]
         labels = prometheus.firing()["CollageEdqDrop"]["labels"]
+        with Client(address, read_token(tmp_path)) as client:
+            told = until(
+                lambda: {one.alert: one for one in client.firing(run.run_id)}, "Alertmanager's word arrives"
+            )
+            kinds = [event.kind for event in client.events(run.run_id).events]
+    assert (told["CollageEdqDrop"].source, told["CollageEdqDrop"].project) == ("alertmanager", "alerts")
+    assert "alert" in kinds
     assert (labels["project"], labels["run_id"], labels["run"]) == ("alerts", run.run_id, "falling")
     assert labels["strategy"] == "plain"
