@@ -62,7 +62,7 @@ class TensorSample:
 def block_elements(itemsize: int, at_least: int = 1) -> int:
     """Elements of one block: a cache line of the dtype, or `at_least` so many, a power of two.
 
-    At most MAXIMUM_BLOCK: class counts are packed by that.
+    At most MAXIMUM_BLOCK: a block's counts are packed into bytes.
     """
     return min(max(CACHE_LINE_BYTES // itemsize, at_least), MAXIMUM_BLOCK)
 

@@ -9,6 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from collage_agent.sample.sampling import MAXIMUM_BLOCK
+
 __all__ = ["Columns", "block_sums", "flag_counts", "zero_excluded", "nonfinite", "on_host"]
 
 _LANES: Final = 0x0101_0101_0101_0101
@@ -26,11 +28,13 @@ def block_sums(values: Tensor, block: int) -> Tensor:
 
 
 def flag_counts(flags: Tensor, block: int) -> Tensor:
-    """How many flags of each block are set: uint8 [k, slots] of 0 and 1 → fp64 [k, slots / block].
+    """How many flags of each block are set: bool, or uint8 of 0 and 1, [k, slots] → fp64 [k, slots / block].
 
-    `block` is a multiple of 8, below 128. Eight flags are added at a time, as the bytes of one integer; multiplied
+    `block` is a multiple of 8, at most 32. Eight flags are added at a time, as the bytes of one integer; multiplied
     by a one in each byte, it has their sum in the highest. No synchronisation.
     """
+    if block > MAXIMUM_BLOCK:
+        raise ValueError(f"block={block}; a count must fit a byte: pass at most {MAXIMUM_BLOCK}")
     words = flags.view(torch.int64).view(len(flags), -1, block // 8).sum(-1)
     return words.mul_(_LANES).bitwise_right_shift_(56).to(torch.float64)
 
@@ -44,7 +48,9 @@ class Columns:
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums of values [k, blocks] over each tensor's blocks: [k, count], their dtype. No synchronisation."""
-        return values.new_zeros(len(values), self.count).index_add_(1, self.of_block, values)
+        # Transposed: adding whole rows of numbers is faster than adding columns, copy included.
+        rows = values.t().contiguous()
+        return values.new_zeros(self.count, len(values)).index_add_(0, self.of_block, rows).t()
 
 
 def nonfinite(values: Tensor) -> Tensor:

@@ -52,8 +52,9 @@ def measure_states(step: StepView) -> Sums:
         return Sums()
     keys: list[str] = []
     rows: list[Tensor] = []
-    zeros = _zeros(step)
-    sums = state_decrement_block_sums(averages.states, step.excluded, step.block) if averages.names else None
+    excluded = None if step.finite else step.excluded
+    zeros = _zeros(step, excluded)
+    sums = state_decrement_block_sums(averages.states, excluded, step.block) if averages.names else None
     new = step.gradient.new_zeros(2, len(step.block_elements))
     for name in averages.decaying:
         known = sums is not None and name in averages.names
@@ -73,40 +74,50 @@ def _as_stored(averages: MovingAverages, name: str) -> Tensor:
     return stored
 
 
-def _zeros(step: StepView) -> Tensor:
+def _zeros(step: StepView, excluded: Tensor | None) -> Tensor:
     """Finite elements with g ≠ 0, and those of them where each kept average is 0, by block."""
     averages = step.averages
     states = [_as_stored(averages, name) for name in averages.components]
-    zeros = zero_block_counts(step.gradient, states, step.excluded, step.block)
-    torch.sub(step.block_elements - step.classes["nonfinite"], zeros[0], out=zeros[0])
+    zeros = zero_block_counts(step.gradient, states, excluded, step.block)
+    taken = step.block_elements - step.classes["nonfinite"] if excluded is not None else step.block
+    torch.sub(taken, zeros[0], out=zeros[0])
     return zeros
 
 
-def state_decrement_block_sums(states: Tensor, excluded: Tensor, block: int) -> Tensor:
+def state_decrement_block_sums(states: Tensor, excluded: Tensor | None, block: int) -> Tensor:
     """Σ (|s after| − |s before|) observed, and intended, over the elements of each block whose |s| should shrink.
 
     states [3, k, slots] fp64: |s| before, s after the step in exact arithmetic, and s as stored after it, of k
-    states, low components included; used as scratch. `excluded` uint8 [slots]: elements that enter no sum. Returns
-    fp64 [2, k, blocks] in the states' units, intended first. No synchronisation.
+    states, low components included; used as scratch. `excluded` uint8 [slots]: elements that enter no sum; None:
+    none, for what holds nothing is zero. Returns fp64 [2, k, blocks] in the states' units, intended first. No
+    synchronisation.
     """
     changes = states[1:].abs_().sub_(states[:1])
-    shrinks = changes[0].lt(0).view(torch.uint8).bitwise_and_(excluded.bitwise_xor(1))
+    shrinks = changes[0].lt(0).view(torch.int8)
+    if excluded is not None:
+        shrinks.bitwise_and_(excluded.view(torch.int8).bitwise_xor(1))
     # Negated before they are widened: −1 has all bits set in any width.
-    changes.view(torch.int64).bitwise_and_(shrinks.view(torch.int8).neg_().to(torch.int64))
+    changes.view(torch.int64).bitwise_and_(shrinks.neg_().to(torch.int64))
     return block_sums(changes, block)
 
 
-def zero_block_counts(gradient: Tensor, states: Sequence[Tensor], excluded: Tensor, block: int) -> Tensor:
+def zero_block_counts(gradient: Tensor, states: Sequence[Tensor], excluded: Tensor | None, block: int) -> Tensor:
     """By block: elements with g = 0, then for each state those with s = 0 and g ≠ 0: fp64 [1 + k, blocks].
 
     gradient fp64 [slots], k states fp64 [slots] as stored after the step, low components included. `excluded` uint8
-    [slots]: elements that are not counted. No synchronisation.
+    [slots]: elements that are not counted; None: all are. No synchronisation.
     """
-    taken = excluded.bitwise_xor(1)
-    still = gradient.logical_not().view(torch.uint8).bitwise_and_(taken)
-    taken.bitwise_xor_(still)
-    counted = [still, *(state.logical_not().view(torch.uint8).bitwise_and_(taken) for state in states)]
-    return flag_counts(torch.stack(counted), block)
+    counted = torch.empty(1 + len(states), len(gradient), dtype=torch.bool, device=gradient.device)
+    torch.logical_not(gradient, out=counted[0])
+    taken = counted[0].logical_not()
+    for state, zero in zip(states, counted[1:], strict=True):
+        torch.logical_not(state, out=zero)
+    if excluded is not None:
+        present = excluded.logical_not()
+        counted[0].logical_and_(present)
+        taken.logical_and_(present)
+    counted[1:].logical_and_(taken)
+    return flag_counts(counted, block)
 
 
 def measure_decay(step: StepView) -> Sums:

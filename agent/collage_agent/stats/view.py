@@ -61,8 +61,9 @@ class StepView:
     """A run of sampled elements of one measured step: what statistics are measured from, and never write to.
 
     parameter θ before the step, gradient g, intended u, effective e, visible eᵛ: fp64 [slots], 0 where `excluded`
-    uint8 [slots] is 1: what is not finite, and slots without an element. e and eᵛ are one tensor where the
-    registered parameter is all that is stored. `intended_known`: there is a u; without, it is 0.
+    uint8 [slots] is 1: what is not finite, and slots without an element. `finite`: nothing else is left out, and
+    averages are 0 there too; not known on a device. e and eᵛ are one tensor where the registered parameter is all
+    that is stored. `intended_known`: there is a u; without, it is 0.
     registered: θᵛ before the step in its own dtype [slots].
     Slots come in blocks of `block`, each of one tensor: `columns` int64 [blocks] says of which, below `tensors`;
     `block_elements` fp64 [blocks] counts the slots that hold an element.
@@ -82,6 +83,7 @@ class StepView:
     effective: Tensor
     visible: Tensor
     excluded: Tensor
+    finite: bool
     intended_known: bool
     registered: Tensor
     block: int

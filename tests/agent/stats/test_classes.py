@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.stats.blocks import nonfinite, zero_excluded
-from collage_agent.stats.classes import CLASS_COUNTS, class_codes, count_classes
+from collage_agent.stats.blocks import flag_counts, nonfinite, zero_excluded
+from collage_agent.stats.classes import CLASS_COUNTS, Flags, class_counts
 from collage_agent.stats.edq import edq_products
 
 from tests.reference import diagnostics
@@ -16,11 +16,11 @@ BLOCK = 32
 def count(theta, gradient, u, e, visible):
     rows = torch.stack((theta, gradient, e, visible, u)).clone()
     excluded = nonfinite(rows.sum(0))
-    bad_gradient, bad_parameter = nonfinite(gradient), nonfinite(theta + e)
+    flags = Flags(excluded, nonfinite(gradient), nonfinite(theta + e))
     zero_excluded(rows, excluded)
-    _, _, e, visible, u = rows
-    codes = class_codes(u, e, visible, edq_products(u, e.unsqueeze(0))[0], excluded, bad_gradient, bad_parameter)
-    return count_classes(codes, BLOCK)
+    updates = rows[2:] if (e - visible).any() else rows[3:]
+    product = edq_products(rows[4], rows[2:3])[0]
+    return class_counts(updates, product, flags if excluded.any() else None, BLOCK, BLOCK).array
 
 
 def random_case(seed):
@@ -60,7 +60,7 @@ def test_a_block_full_of_one_class_does_not_spill_into_the_next_count():
 
 def test_a_block_too_long_for_its_fields_is_refused():
     with pytest.raises(ValueError, match="at most 32"):
-        count_classes(torch.zeros(64, dtype=torch.uint8), 64)
+        flag_counts(torch.zeros(1, 64, dtype=torch.uint8), 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
