@@ -99,19 +99,25 @@ class Bucket:
         group: Mapping[str, Any],
         states: Sequence[Mapping[str, Any]],
         decay: float | Tensor | None = None,
+        *,
+        weights_gathered: bool = False,
     ) -> None:
         """Copy the sampled weights, gradients and states, and the group's numbers, before the step.
 
-        `decay`: lr·λ where the optimizer decays weights apart from the gradient.
+        `decay`: lr·λ where the optimizer decays weights apart from the gradient. `weights_gathered`:
+        `weights_moved` has just gathered the weights.
         """
         self._decay = decay
         self._group = {key: clone_value(value) for key, value in group.items() if key != "params"}
         first = states[0] if states else {}
         self._scalars = clone_value(stored.scalar_state(self.parameters[0], first))
         keys = tuple(stored.elementwise_state(self.parameters[0], first))
-        self._gather(self._before, stored.PARAMETER, self.parameters)
+        known = self._weights(keys) if weights_gathered else ()
+        if not known:
+            self._gather(self._before, stored.PARAMETER, self.parameters)
         for key in keys:
-            self._gather_state(self._before, key, states)
+            if key not in known:
+                self._gather_state(self._before, key, states)
         self._keys_before = (stored.PARAMETER, *keys)
         if self.knows_gradient:
             gradients = [self.intent.composition.gradient_of(parameter) for parameter in self.parameters]
@@ -142,9 +148,7 @@ class Bucket:
             view = view_of(self._observed_step(index, slots, keys_after, scale, largest))
             found.append(_measure_run(view))
             for oracle in oracles:
-                oracle.copy_run(
-                    index, (view.intended, view.effective, view.parameter + view.effective), view.excluded
-                )
+                oracle.copy_run(index, view)
             del view  # Its memory, still in the cache, is that of the next one.
         return _combine_runs(found)
 
@@ -157,6 +161,13 @@ class Bucket:
                 self._step_inputs(slots, scale), torch.empty_like(intended), torch.empty_like(intended), intended
             )
         return found
+
+    def gradient_at(self, blocks: Tensor) -> Tensor | None:
+        """The gathered gradient in these blocks, [len(blocks) · block] in its own dtype; None: there is none."""
+        if not self.knows_gradient:
+            return None
+        rows = self._before[stored.GRADIENT].values.view(-1, self.layout.block)
+        return rows.index_select(0, blocks).view(-1)
 
     def weights_before(self) -> dict[str, Tensor]:
         """Copies of the gathered components of the weights, visible and stored, by key."""

@@ -13,6 +13,7 @@ from collage_agent.intent.oracle import Oracle
 from collage_agent.sample.gather import BlockLayout
 from collage_agent.stats.intervals import fourth_moments, interval_keys, product_rows, ratio_variances
 from collage_agent.stats.several_steps import ORACLE_SUMS, oracle_block_sums
+from collage_agent.stats.view import StepView
 from collage_monitor.metrics import METRICS
 from collage_monitor.table import Axis, Table
 
@@ -38,6 +39,7 @@ class OracleView:
         self.factors = self.sizes.factors(ORACLE_SUMS)
         tensors = [members.index(member) for member in oracle.members]
         positions = torch.from_numpy(layout.positions_of(oracle.layout, tensors))
+        self.positions = positions.to(oracle.layout.device)
         blocks = SLOTS_AT_ONCE // layout.block
         self._where = []
         for start in range(0, layout.blocks, blocks):
@@ -47,21 +49,35 @@ class OracleView:
         self.padding = torch.tensor(oracle.layout.padding, dtype=torch.int64).to(oracle.layout.device)
         self.rows = torch.zeros(3, oracle.layout.slots, dtype=torch.float64, device=oracle.layout.device)
         self.excluded = torch.zeros(oracle.layout.slots, dtype=torch.uint8, device=oracle.layout.device)
+        self._finite = True
 
-    def copy_run(self, run: int, rows: Sequence[Tensor], excluded: Tensor) -> None:
+    def copy_run(self, run: int, view: StepView) -> None:
         """Copy the oracle's elements of run number `run` of the bucket's slots: u, e and θ after the step."""
         source, target = self._where[run]
         block = self.oracle.layout.block
-        for row, values in zip((*self.rows, self.excluded), (*rows, excluded), strict=True):
-            row.view(-1, block).index_copy_(0, target, values.view(-1, block).index_select(0, source))
+        self._finite = view.finite and (self._finite or not run)
+
+        def chosen(values: Tensor) -> Tensor:
+            return values.view(-1, block).index_select(0, source)
+
+        effective = chosen(view.effective)
+        for row, values in zip(
+            self.rows, (chosen(view.intended), effective, chosen(view.parameter).add_(effective)), strict=True
+        ):
+            row.view(-1, block).index_copy_(0, target, values)
+        if not view.finite or len(self._where) > 1:
+            self.excluded.view(-1, block).index_copy_(0, target, chosen(view.excluded))
 
     def totals(self) -> Table[Tensor]:
         """Estimated totals of the oracle's step and ours, [statistic][layer]. No synchronisation."""
         intended, effective, after = self.rows
-        ours = self.oracle.parameter - self.oracle.attached
-        theirs = after - self.oracle.attached
-        rows = torch.stack((self.oracle.displacement, intended, ours, theirs - ours, effective, theirs))
-        by_block = oracle_block_sums(rows, self.excluded, self.padding, self.oracle.layout.block)
+        rows = torch.empty(6, len(after), dtype=torch.float64, device=after.device)
+        rows[0], rows[1], rows[4] = self.oracle.displacement, intended, effective
+        ours = torch.sub(self.oracle.parameter, self.oracle.attached, out=rows[2])
+        theirs = torch.sub(after, self.oracle.attached, out=rows[5])
+        torch.sub(theirs, ours, out=rows[3])
+        excluded = None if self._finite else self.excluded
+        by_block = oracle_block_sums(rows, excluded, self.padding, self.oracle.layout.block)
         a, b = by_block["oracle_effective_sum"].unsqueeze(0), by_block["oracle_squared_sum"].unsqueeze(0)
         sizes, pairs = self.sizes, product_rows(a, b)
         parts = (pairs, (b > 0).double(), by_block.array)

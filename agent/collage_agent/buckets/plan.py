@@ -56,13 +56,17 @@ class BucketPlan:
         # .get: the state is a defaultdict, and an entry that it makes would be the agent's doing.
         return [optimizer.state.get(parameter, {}) for parameter in self.bucket.parameters]
 
-    def gather_before(self, optimizer: Optimizer) -> None:
-        """Copy the sample before the step, and compare the tensors' step counters. Synchronises nothing."""
+    def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
+        """Copy the sample before the step, and compare the tensors' step counters. Synchronises nothing.
+
+        weights_gathered: see `Bucket.gather_before`.
+        """
         self.bucket.intent.refresh(optimizer)
         states = self.states(optimizer)
         self.out_of_step = out_of_lock_step(states)
         group = optimizer.param_groups[self.group]
-        self.bucket.gather_before(group, states, decoupled_rate(optimizer, group))
+        rate = decoupled_rate(optimizer, group)
+        self.bucket.gather_before(group, states, rate, weights_gathered=weights_gathered)
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
         """After `gather_before` of a measured step, look at whole tensors as far as something depends on them.

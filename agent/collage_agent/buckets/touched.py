@@ -38,7 +38,12 @@ class _TouchedBucket(Bucket):
         self.rows: TouchedRows | None = None
 
     def gather_before(
-        self, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]], decay: float | Tensor | None = None
+        self,
+        group: Mapping[str, Any],
+        states: Sequence[Mapping[str, Any]],
+        decay: float | Tensor | None = None,
+        *,
+        weights_gathered: bool = False,
     ) -> None:
         gradient = self.intent.composition.gradient_of(self.parameters[0])
         assert gradient is not None

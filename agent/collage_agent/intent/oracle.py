@@ -43,23 +43,27 @@ class Oracle:
         self._state = state
         self._gradient: Staging | None = None
 
+    def gather(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The sample of whole gradients, one a member: [slots], valid until the next call."""
+        if self._gradient is None or self._gradient.values.dtype != gradients[0].dtype:
+            self._gradient = Staging(self.layout, gradients[0].dtype)
+        self.layout.gather(gradients, self._gradient, lasting=False)
+        return self._gradient.values
+
     def step(
         self,
         intent: Intent,
         group: dict[str, Any],
-        gradients: Sequence[Tensor],
+        gradient: Tensor,
         scale: Tensor | None,
         skipped: Tensor | None,
     ) -> None:
         """Take the step that the live optimizer is about to take. Runs inside `isolated`.
 
-        gradients: one a member, whole; `scale`: what they are to be divided by; `skipped`: one element, 1 where
+        gradient: [slots], in its own dtype; `scale`: what it is to be divided by; `skipped`: one element, 1 where
         the loss scaler skips this step, in which case nothing moves.
         """
-        if self._gradient is None or self._gradient.values.dtype != gradients[0].dtype:
-            self._gradient = Staging(self.layout, gradients[0].dtype)
-        self.layout.gather(gradients, self._gradient, lasting=False)
-        gradient = self._gradient.values.to(torch.float64)
+        gradient = gradient.to(torch.float64)
         if scale is not None:
             gradient.div_(scale)
         before = None if skipped is None else _copied(self._state)

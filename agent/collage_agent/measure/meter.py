@@ -113,10 +113,15 @@ class Meter:
             self.windows.discard()
         self._signature = None
 
-    def step_oracles(self, optimizer: Optimizer) -> None:
-        """Have the oracles take the step that the optimizer is about to take. Inside `isolated`."""
+    def step_oracles(self, optimizer: Optimizer, *, measured: bool) -> None:
+        """Have the oracles take the step that the optimizer is about to take. Inside `isolated`.
+
+        measured: `before` follows, and has them take it when it has gathered the gradients.
+        """
         if self._oracles is not None:
-            self._oracles.step(optimizer, self.sample, written=self._weights_were_written())
+            self._oracles.prepare(optimizer, self.sample, written=self._weights_were_written())
+            if not measured:
+                self._oracles.step(optimizer)
 
     def add_to_windows(self, optimizer: Optimizer, step: int, doublings: int) -> None:
         """Add u of step number `step`, which the optimizer is about to take, to the windows. Inside `isolated`."""
@@ -151,9 +156,12 @@ class Meter:
             self._plan = self._planner.plans(optimizer, signature, self.sample, self._running())
             self._signature = signature
         for planned in self._plan:
-            planned.gather_before(optimizer)
+            known = self._oracles is not None and self._oracles.weights_gathered(planned)
+            planned.gather_before(optimizer, weights_gathered=known)
             planned.look_at_whole(optimizer)
         if not closure:
+            if self._oracles is not None:
+                self._oracles.step(optimizer, self._plan)
             self._rotation.before(optimizer, self._planner)
 
     def after(self, optimizer: Optimizer, *, counterfactuals: bool = False) -> list[Table[Tensor]]:

@@ -38,6 +38,7 @@ class Oracles:
         self.running: list[Oracle] | None = None
         self.restarts = 0
         self._last_plans: list[BucketPlan] = []
+        self._compared: list[BucketPlan] = []
 
     def restart(self) -> None:
         """Attach anew before the next step: the live weights and states were replaced."""
@@ -53,21 +54,41 @@ class Oracles:
         """Keep the plans of the step just measured: their buckets hold its weights, to notice later writes."""
         self._last_plans = list(plans)
 
-    def step(self, optimizer: Optimizer, sample: int | Literal["all"], *, written: bool) -> None:
-        """Take the step that the optimizer is about to take; `written`: somebody wrote to a weight since."""
+    def prepare(self, optimizer: Optimizer, sample: int | Literal["all"], *, written: bool) -> None:
+        """Before `step`: attach if there are none, or if somebody has `written` to a weight since the last step."""
         if written or self._weights_moved(optimizer):
             self.restart()
             self.restarts += 1
         if self.running is None:
             self.running = self._attached(optimizer, sample)
+        self._put_in_lock_step(self.running)
+
+    def weights_gathered(self, planned: BucketPlan) -> bool:
+        """Whether `prepare` has gathered the weights of this bucket as they are before the step."""
+        return any(planned is compared for compared in self._compared)
+
+    def step(self, optimizer: Optimizer, plans: Sequence[BucketPlan] = ()) -> None:
+        """Take the step that the optimizer is about to take.
+
+        plans: buckets that have gathered their gradients; an oracle that they follow takes its own out of these.
+        """
         scale, skipped = loss_scaling(optimizer)
-        for oracle in self._in_lock_step(self.running):
+        known = {
+            id(view.oracle): planned.bucket.gradient_at(view.positions)
+            for planned in plans
+            for view in planned.oracles
+        }
+        for oracle in self.running or ():
             watched = self._planner.watched[oracle.members[0]]
             intent = self._planner.intents[watched.group]
+            if intent.composition.gradient_of(watched.parameter) is None:
+                continue
             intent.refresh(optimizer)
-            found = [intent.composition.gradient_of(self._planner.watched[m].parameter) for m in oracle.members]
-            gradients = [gradient for gradient in found if gradient is not None]
-            oracle.step(intent, optimizer.param_groups[watched.group], gradients, scale, skipped)
+            gradient = known.get(id(oracle))
+            if gradient is None:
+                found = [intent.composition.gradient_of(self._planner.watched[m].parameter) for m in oracle.members]
+                gradient = oracle.gather([entry for entry in found if entry is not None])
+            oracle.step(intent, optimizer.param_groups[watched.group], gradient, scale, skipped)
 
     def split_by_state(self, optimizer: Optimizer) -> None:
         """Split oracles whose tensors got states of different form after they attached."""
@@ -91,14 +112,15 @@ class Oracles:
         This notices a write through `.data`, which torch does not count. On the host only: comparing on a device
         would synchronise it.
         """
-        plans, self._last_plans = self._last_plans, []
+        plans, self._last_plans, self._compared = self._last_plans, [], []
         current = {id(oracle) for oracle in self.running or ()}
-        return any(
-            any(id(view.oracle) in current for view in planned.oracles)
-            and on_host(planned.bucket.parameter_after)
-            and planned.bucket.weights_moved(planned.states(optimizer))
-            for planned in plans
-        )
+        for planned in plans:
+            followed = any(id(view.oracle) in current for view in planned.oracles)
+            if followed and on_host(planned.bucket.parameter_after):
+                self._compared.append(planned)
+                if planned.bucket.weights_moved(planned.states(optimizer)):
+                    return True
+        return False
 
     def _attached(self, optimizer: Optimizer, sample: int | Literal["all"]) -> list[Oracle]:
         cap = ORACLE_SAMPLE if sample == "all" else min(sample, ORACLE_SAMPLE)
@@ -155,10 +177,9 @@ class Oracles:
         state[stored.PARAMETER] = gathered(stored.stored_parameter(present, composition))
         return state
 
-    def _in_lock_step(self, oracles: Sequence[Oracle]) -> list[Oracle]:
-        """The oracles whose tensors all have a gradient now; one that lost part of its tensors is split first."""
+    def _put_in_lock_step(self, oracles: Sequence[Oracle]) -> None:
+        """Split oracles of which some tensors have a gradient now, and some have none."""
         parameters = self._parameters()
-        stepping: list[Oracle] = []
         everyone: list[Oracle] = []
         for oracle in oracles:
             composition = self._composition(oracle.members[0])
@@ -169,9 +190,7 @@ class Oracles:
             else:
                 parts = [oracle]
             everyone += parts
-            stepping += parts[:1] if present else []
         self.running = everyone
-        return stepping
 
     def _composition(self, member: int) -> stored.Composition:
         return self._planner.intents[self._planner.watched[member].group].composition

@@ -118,9 +118,14 @@ class _WholeBucket(Bucket):
         self._turn = turn
 
     def gather_before(
-        self, group: Mapping[str, Any], states: Sequence[Mapping[str, Any]], decay: float | Tensor | None = None
+        self,
+        group: Mapping[str, Any],
+        states: Sequence[Mapping[str, Any]],
+        decay: float | Tensor | None = None,
+        *,
+        weights_gathered: bool = False,
     ) -> None:
-        super().gather_before(group, states, decay)
+        super().gather_before(group, states, decay, weights_gathered=weights_gathered)
         self._turn.copy_inputs(group, states[0])
 
     def measure(

@@ -62,7 +62,7 @@ def class_counts(
 ) -> Table[Tensor]:
     """Elements of each class by block, fp64 [len(CLASS_COUNTS), blocks]. No synchronisation.
 
-    updates: e, eᵛ (missing where it is e) and u, fp64 [2 or 3, slots], and product u·e [slots]: zero where excluded.
+    updates: e, eᵛ (missing where it is e) and u, fp64 [2 or 3, slots], product u·e [slots]: zero where excluded.
     flags: None where all is finite. block_elements fp64 [blocks]: slots that hold one; the others are excluded too.
 
     "Far" is |e − u| > ½|u|: so is what is lost, and what strays. A negative product is always far.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -57,14 +58,21 @@ def window_block_sums(intended: Tensor, effective: Tensor, visible: Tensor, bloc
     return named(WINDOW_SUMS, torch.cat((sums, squared_difference(sums[1:2], sums[0]))))
 
 
-def oracle_block_sums(rows: Tensor, excluded: Tensor, padding: Tensor, block: int) -> Table[Tensor]:
+def oracle_block_sums(rows: Tensor, excluded: Tensor | None, padding: Tensor, block: int) -> Table[Tensor]:
     """Σ x² of o, u, O, E − O, then Σ o·e, Σ E·O and (Σ o·e − Σ o²)² by block, of rows o, u, O, E − O, e, E: fp64
     [6, slots], weight.
 
     `excluded` uint8 [slots]: elements that enter no sum, nor does what is not finite; `padding` lists those among
-    them that hold nothing. Writes to `rows`. No synchronisation.
+    them that hold nothing. Without `excluded`, known on the host only, e is finite, and no other element is to be
+    left out. Writes to `rows`. No synchronisation.
     """
-    zero_excluded(rows, nonfinite(rows.sum(0)).bitwise_or_(excluded).index_fill_(0, padding, 1))
+    squares = None
+    if excluded is None:
+        squares = squared_block_sums(rows.index_fill_(1, padding, 0.0)[:4], block)
+    if squares is None or not math.isfinite(squares.sum().item()):
+        missing = nonfinite(rows.sum(0)) if excluded is None else nonfinite(rows.sum(0)).bitwise_or_(excluded)
+        zero_excluded(rows, missing.index_fill_(0, padding, 1))
+        squares = squared_block_sums(rows[:4], block)
     products = torch.stack((rows[0] * rows[4], rows[2] * rows[5]))
-    squares, products = squared_block_sums(rows[:4], block), block_sums(products, block)
+    products = block_sums(products, block)
     return named(ORACLE_SUMS, torch.cat((squares, products, squared_difference(products[:1], squares[0]))))

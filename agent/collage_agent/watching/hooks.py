@@ -245,13 +245,15 @@ class OptimizerHooks:
                 if closure:
                     self.closure_seen = True
                 else:
-                    self.meter.step_oracles(optimizer)
+                    self.meter.step_oracles(optimizer, measured=measured)
                     if self._in_window():
                         self.meter.add_to_windows(optimizer, self._step, self._governor.doublings)
                 if measured:
                     self.meter.before(optimizer, closure=closure)
                     self._measuring = True
         except Exception as error:
+            # The oracles may have missed the step that is about to be taken.
+            self.meter.step_raised()
             self._guard.caught("looking at the optimizer before a step", error)
 
     def _measure(self) -> None:
