@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.sample import stored
 from collage_agent.stats import MovingAverages, StepView
-from collage_agent.stats.blocks import nonfinite, on_host, zero_excluded
+from collage_agent.stats.blocks import nonfinite, on_host, sum_is_finite, zero_excluded
 from collage_agent.stats.classes import Flags, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
 from collage_agent.stats.view import ROWS, Copies
@@ -165,7 +164,7 @@ def _exclude_nonfinite(step: ObservedStep, rows: Tensor, row: Mapping[str, Tenso
     """
     if on_host(rows):
         squares = squared_block_sums(rows.index_fill_(1, step.padding, 0.0), step.block)
-        if math.isfinite(squares.sum().item()):
+        if sum_is_finite(squares):
             return squares, None
     bad_gradient = nonfinite(step.before.get(stored.GRADIENT, row["gradient"]))
     bad_parameter = nonfinite(step.after[stored.PARAMETER])

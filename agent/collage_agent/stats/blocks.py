@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_agent.sample.sampling import MAXIMUM_BLOCK
 
-__all__ = ["Columns", "block_sums", "flag_counts", "zero_excluded", "nonfinite", "on_host"]
+__all__ = ["Columns", "block_sums", "flag_counts", "nonfinite", "on_host", "sum_is_finite", "zero_excluded"]
 
 _LANES: Final = 0x0101_0101_0101_0101
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,6 +20,11 @@ _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def on_host(values: Tensor) -> bool:
     """Whether NumPy may look at the values: reading them waits for no device."""
     return values.is_cpu
+
+
+def sum_is_finite(values: Tensor) -> bool:
+    """Whether values on the host add up to a number: of squares, whether each is one. NumPy looks at it."""
+    return math.isfinite(values.sum().numpy())
 
 
 def block_sums(values: Tensor, block: int) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
+from collage_agent.stats.blocks import block_sums, nonfinite, sum_is_finite, zero_excluded
 from collage_agent.stats.edq import squared_block_sums, squared_difference
 from collage_agent.stats.view import named
 from collage_monitor.table import Table
@@ -69,7 +68,7 @@ def oracle_block_sums(rows: Tensor, excluded: Tensor | None, padding: Tensor, bl
     squares = None
     if excluded is None:
         squares = squared_block_sums(rows.index_fill_(1, padding, 0.0)[:4], block)
-    if squares is None or not math.isfinite(squares.sum().item()):
+    if squares is None or not sum_is_finite(squares):
         missing = nonfinite(rows.sum(0)) if excluded is None else nonfinite(rows.sum(0)).bitwise_or_(excluded)
         zero_excluded(rows, missing.index_fill_(0, padding, 1))
         squares = squared_block_sums(rows[:4], block)
