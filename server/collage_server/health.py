@@ -7,7 +7,7 @@ process answers the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -21,48 +21,26 @@ from starlette.responses import Response
 
 from collage_monitor import __version__, wire
 from collage_monitor.alerts.evaluation import Sample
-from collage_monitor.judgement import longest_window
-from collage_monitor.strategies import STRATEGIES
-from collage_monitor.wire import Number
 from collage_server.api.answers import answer, describes
-from collage_server.api.reading import worst_of
 from collage_server.auth.bearer import principal_of
 from collage_server.components import Components, components_of
 from collage_server.errors import Busy, Gone, NotFound
-from collage_server.queries.runs import WORST_LAYERS, latest_answer
+from collage_server.run_gauges import (
+    MODEL_GAUGES,
+    RUN_GAUGES,
+    SCALAR_GAUGES,
+    RunGauges,
+    RunValues,
+    add_defined,
+    values_of_reports,
+    values_of_run,
+)
 from collage_server.store import RunQuery, RunRecord
 
 __all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router", "samples"]
 
 router = APIRouter(tags=["operation"])
-_LABELS: Final = ("project", "run_id", "run", "strategy")
 _PAGE: Final = 500
-_DECREMENT: Final = "state_decrement_ratio/"
-_PREFERRED_STATE: Final = "exp_avg_sq"
-MODEL_GAUGES: Final = {
-    "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
-    "edq_visible_ratio": "As collage_edq_ratio, for the registered parameter.",
-    "edq_oracle_ratio": "This step against an fp64 oracle.",
-    "lost_update_ratio": "Share of the intended updates that were rounded away.",
-    "update_to_weight_ratio": "Size of an intended step beside the weights.",
-    "grad_norm": "Norm of the gradient as the optimizer sees it, after clipping.",
-}
-SCALAR_GAUGES: Final = {
-    "loss": "Newest training loss.",
-    "validation_loss": "Newest loss on held-out data.",
-    "agent_overhead_ratio": "CPU of the agent over the rest of the training process's CPU.",
-    "grad_norm_unclipped": "Norm of the gradient before clipping, where the loop logs it.",
-    "external_writes": "How often our optimizer found a weight changed by somebody else; absent where never.",
-    "skipped_steps": "Steps that the loss scaler skipped; absent without a scaler.",
-}
-RUN_GAUGES: Final = {
-    "step": "Newest step reported.",
-    "last_report_timestamp_seconds": "When the newest report was stored, in Unix time.",
-    "reports_dropped": "Reports that the agents gave up, over all ranks.",
-    "steps_since_resume": "Steps since the newest resume began; absent before a first one.",
-    "unmeasured_seconds": "Age of a run of which no step was measured; absent for all others.",
-    "replica_mismatches": "Layers and steps of the newest attempt at which replicas differ; absent where none do.",
-}
 
 
 @router.get("/healthz", **describes(wire.Health))
@@ -117,114 +95,33 @@ class _RunCollector(Collector):
         self._projects = projects
 
     def collect(self) -> Iterable[Metric]:
-        families = _RunGauges()
+        families, clock = RunGauges(), self._components.clock
         mismatches = self._components.store.sealing.mismatches_by_run()
         findings = self._components.store.incidents.findings()
-        for record in self._running():
-            with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.
-                known = findings.get(record.run_id, {})
-                families.add(record, self._components, mismatches.get(record.run_id, 0), known)
+        for records in self._running():
+            with self._components.store.points.snapshot() as now:
+                known = values_of_reports(now.newest_reports([record.run_id for record in records]))
+            for record in records:
+                run_id = record.run_id
+                with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.
+                    values = known.get(run_id) or self._put_together(record)
+                    families.add(record, values, clock(), mismatches.get(run_id, 0), findings.get(run_id, {}))
         return families.all()
 
-    def _running(self) -> Iterator[RunRecord]:
+    def _put_together(self, record: RunRecord) -> RunValues:
+        with self._components.store.points.snapshot() as now:
+            return values_of_run(now, record)
+
+    def _running(self) -> Iterator[list[RunRecord]]:
         cursor: str | None = None
         while True:
             query = RunQuery(projects=self._projects, state="running", cursor=cursor, limit=_PAGE)
             stale_after = self._components.settings.stale_after_seconds
             page = self._components.store.runs.page(query, self._components.clock(), stale_after)
-            yield from page.runs
+            yield page.runs
             cursor = page.cursor
             if cursor is None:
                 return
-
-
-class _RunGauges:
-    """The gauge families of runs, being filled."""
-
-    def __init__(self) -> None:
-        self._gauges = {
-            name: GaugeMetricFamily(f"collage_{name}", text, labels=_LABELS)
-            for name, text in {**MODEL_GAUGES, **SCALAR_GAUGES, **RUN_GAUGES}.items()
-        }
-        self._decrement = GaugeMetricFamily(
-            "collage_state_decrement_ratio",
-            "Decay of the optimizer state as stored over the decay intended: 1 as it should, 0 it can only grow.",
-            labels=(*_LABELS, "state"),
-        )
-        self._window = GaugeMetricFamily(
-            "collage_lost_window_ratio",
-            "Share lost over the longest window watched, where one step's share misjudges stochastic rounding.",
-            labels=(*_LABELS, "window"),
-        )
-        self._finding = GaugeMetricFamily(
-            "collage_finding",
-            "A number that the judgement holds against the run and that has no gauge of its own; absent if fine.",
-            labels=(*_LABELS, "key"),
-        )
-        self._worst = GaugeMetricFamily(
-            "collage_worst_layer_edq_ratio",
-            "EDQ of the three worst layers; GET /api/v1/runs/RUN/worst names them.",
-            labels=(*_LABELS, "worst"),
-        )
-
-    def add(
-        self, record: RunRecord, components: Components, mismatches: int, findings: Mapping[str, float]
-    ) -> None:
-        """One run's series."""
-        labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
-        with components.store.points.snapshot() as snapshot:
-            point = snapshot.latest(record.run_id)
-            worst = worst_of(snapshot, record.run_id, point, "edq_ratio", WORST_LAYERS)
-        latest = latest_answer(record, point, worst)
-        for name in MODEL_GAUGES:
-            self._set(name, labels, latest.model.get(name))
-        for name in SCALAR_GAUGES:
-            if name in latest.scalars:
-                self._set(name, labels, latest.scalars[name].value)
-        for name, value in _of_run(record, components.clock(), measured=point is not None).items():
-            self._set(name, labels, value)
-        self._set("replica_mismatches", labels, mismatches or None)
-        states = [key for key in latest.model if key.startswith(_DECREMENT)]
-        if states:
-            preferred = _DECREMENT + _PREFERRED_STATE
-            state = preferred if preferred in states else states[0]
-            _add(self._decrement, [*labels, state.removeprefix(_DECREMENT)], latest.model[state])
-        window = longest_window(latest.model, "lost_window_ratio")
-        if window is not None and record.strategy in STRATEGIES and STRATEGIES[record.strategy].stochastic:
-            _add(self._window, [*labels, str(window[0])], window[1])
-        for key, value in findings.items():
-            if key not in MODEL_GAUGES and not key.startswith(_DECREMENT):
-                _add(self._finding, [*labels, key], value)
-        for place, layer in enumerate(latest.worst, start=1):
-            _add(self._worst, [*labels, str(place)], layer.value)
-
-    def all(self) -> list[Metric]:
-        """Every family, in a fixed order."""
-        return [*self._gauges.values(), self._decrement, self._window, self._finding, self._worst]
-
-    def _set(self, name: str, labels: list[str], value: Number | None) -> None:
-        _add(self._gauges[name], labels, value)
-
-
-def _of_run(record: RunRecord, now: float, *, measured: bool) -> dict[str, float | None]:
-    """RUN_GAUGES as far as the run's record tells them."""
-    resumed = record.attempts[-1] if len(record.attempts) > 1 else None
-    last_step = record.last_step
-    return {
-        "step": last_step,
-        "last_report_timestamp_seconds": record.last_report_at,
-        "reports_dropped": record.reports_dropped,
-        "steps_since_resume": (
-            None if resumed is None or last_step is None else float(last_step - resumed.first_step + 1)
-        ),
-        "unmeasured_seconds": None if measured else now - record.created_at,
-    }
-
-
-def _add(family: GaugeMetricFamily, labels: list[str], value: Number | None) -> None:
-    """An undefined value has no sample; it is never 0."""
-    if value is not None:
-        family.add_metric(labels, float(value))
 
 
 class _ServerCollector(Collector):
@@ -249,7 +146,7 @@ class _ServerCollector(Collector):
             "collage_server_disk_left_ratio",
             "Share of the room for data that is left, of the disk's or of its budget's, whichever is less.",
         )
-        _add(left, [], self._guard.left_ratio)
+        add_defined(left, [], self._guard.left_ratio)
         build = GaugeMetricFamily("collage_server_build_info", "Version of this server.", labels=("version",))
         build.add_metric([__version__], 1)
         yield from (mismatches, left, build)

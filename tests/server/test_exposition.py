@@ -10,6 +10,7 @@ from collage_server.errors import Gone
 from collage_server.health import MODEL_GAUGES
 from collage_server.store.reading.snapshot import Snapshot
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import event
 
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS
@@ -87,15 +88,14 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")
     store = server.app.state.components.store
-    read = Snapshot.latest
+    read = Snapshot.newest_reports
 
-    def deleted_first(now, run_id):
-        if run_id == "r1":
-            with contextlib.suppress(Gone):
-                store.runs.delete("r1", clock())
-        return read(now, run_id)
+    def deleted_first(now, run_ids):
+        with contextlib.suppress(Gone):
+            store.runs.delete("r1", clock())
+        return read(now, run_ids)
 
-    monkeypatch.setattr(Snapshot, "latest", deleted_first)
+    monkeypatch.setattr(Snapshot, "newest_reports", deleted_first)
     page = server.get("/metrics")
     assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
     monkeypatch.undo()
@@ -109,6 +109,52 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
 def delete_after(store, page, clock):
     store.runs.delete("r3", clock())
     return page
+
+
+def put_together(server, monkeypatch):
+    """The page with every run's newest step put together as `latest` does it."""
+    with monkeypatch.context() as only:
+        only.setattr(Snapshot, "newest_reports", lambda *_: {})
+        return stable(server.get("/metrics"))
+
+
+def test_the_newest_report_says_what_the_newest_step_says(server, monkeypatch):
+    """Of one process or several, shown and hidden, sealed and not: read together or one by one, the page is one."""
+    server.filled("plain", "s0", steps=[10, 20])
+    server.filled("nothing", "s1", steps=[])
+    server.filled("other", "s2", steps=[10])
+    server.filled("sealed", "s3", steps=range(10, 2600, 10))
+    server.app.state.components.sealer.do_due_work()
+    server.filled("twice", "s4", steps=[10])
+    server.reports([report(1, 10), report(2, 20), report(3, 20)], "s4")
+    server.filled("hidden", "s5", steps=[10, 20, 30])
+    server.attempt("hidden", "launch-2", first_step=20)
+    server.run("ranks")
+    server.attempt("ranks")
+    for rank in range(2):
+        server.stream("ranks", stream_id=f"rank-{rank}", rank=rank, world_size=2)
+        server.reports([report(0, 10, rank=rank), *([report(1, 20)] if rank else [])], f"rank-{rank}")
+    page = stable(server.get("/metrics"))
+    assert page == put_together(server, monkeypatch)
+    assert page.count("collage_edq_ratio{") == 6
+
+
+def test_many_runs_take_as_many_statements_as_one(server):
+    """A page of a thousand runs took twenty statements for each of them."""
+
+    def statements():
+        counted = []
+        engine = server.app.state.components.store.engine
+        event.listen(engine, "before_cursor_execute", listener := lambda *told: counted.append(told))
+        server.get("/metrics")
+        event.remove(engine, "before_cursor_execute", listener)
+        return len(counted)
+
+    server.filled("r0", "s0")
+    alone = statements()
+    for i in range(1, 20):
+        server.filled(f"r{i}", f"s{i}")
+    assert statements() == alone
 
 
 def test_many_runs_are_all_shown(server, monkeypatch):

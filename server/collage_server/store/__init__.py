@@ -4,6 +4,7 @@ from collage_server.store.access.tokens import AccessStore
 from collage_server.store.database import Store
 from collage_server.store.journal.reports import ReportJournal, report_bytes
 from collage_server.store.postgresql import PostgresqlStore
+from collage_server.store.reading.newest import NewestReport
 from collage_server.store.reading.snapshot import Snapshot
 from collage_server.store.records import (
     READERS,
@@ -36,6 +37,7 @@ __all__ = [
     "LatestPoint",
     "NewEvent",
     "NewIncident",
+    "NewestReport",
     "Points",
     "PostgresqlStore",
     "READERS",

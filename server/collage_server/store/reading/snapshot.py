@@ -14,6 +14,7 @@ from collage_monitor import wire
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.streams import read_layers, read_streams
+from collage_server.store.reading.newest import NewestReport, read_newest_reports
 from collage_server.store.reading.points import read_latest, read_points
 from collage_server.store.reading.run_view import read_views
 from collage_server.store.reading.scalars import read_newest_scalars, read_scalar_points
@@ -105,6 +106,10 @@ class Snapshot:
     def newest_scalars(self, run_ids: Sequence[str], count: int) -> dict[str, dict[str, FloatArray]]:
         """The last `count` logged values by run and name, oldest first."""
         return read_newest_scalars(self._connection, read_views(self._connection, run_ids, keys=()), count)
+
+    def newest_reports(self, run_ids: Sequence[str]) -> dict[str, NewestReport]:
+        """The newest measured step of those runs of which one report says it all."""
+        return read_newest_reports(self._connection, run_ids)
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step; read again only when `run_latest` has moved since the last call."""

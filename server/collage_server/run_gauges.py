@@ -1,0 +1,199 @@
+"""Gauges of running runs for /metrics: at most fifteen series each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from collage_monitor.judgement import longest_window
+from collage_monitor.statistics import metric_keys
+from collage_monitor.strategies import STRATEGIES
+from collage_monitor.wire import Number
+from collage_server.api.reading import worst_of
+from collage_server.queries.finished import finished
+from collage_server.queries.layers import worst_order
+from collage_server.queries.runs import WORST_LAYERS, latest_answer
+from collage_server.store import NewestReport, RunRecord, Snapshot
+
+__all__ = [
+    "MODEL_GAUGES",
+    "RUN_GAUGES",
+    "SCALAR_GAUGES",
+    "RunGauges",
+    "RunValues",
+    "add_defined",
+    "values_of_reports",
+    "values_of_run",
+]
+
+_LABELS: Final = ("project", "run_id", "run", "strategy")
+_DECREMENT: Final = "state_decrement_ratio/"
+_WINDOW: Final = "lost_window_ratio"
+_LABELLED: Final = (_DECREMENT, _WINDOW)
+_PREFERRED_STATE: Final = "exp_avg_sq"
+_WORST: Final = "edq_ratio"
+MODEL_GAUGES: Final = {
+    "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
+    "edq_visible_ratio": "As collage_edq_ratio, for the registered parameter.",
+    "edq_oracle_ratio": "This step against an fp64 oracle.",
+    "lost_update_ratio": "Share of the intended updates that were rounded away.",
+    "update_to_weight_ratio": "Size of an intended step beside the weights.",
+    "grad_norm": "Norm of the gradient as the optimizer sees it, after clipping.",
+}
+SCALAR_GAUGES: Final = {
+    "loss": "Newest training loss.",
+    "validation_loss": "Newest loss on held-out data.",
+    "agent_overhead_ratio": "CPU of the agent over the rest of the training process's CPU.",
+    "grad_norm_unclipped": "Norm of the gradient before clipping, where the loop logs it.",
+    "external_writes": "How often our optimizer found a weight changed by somebody else; absent where never.",
+    "skipped_steps": "Steps that the loss scaler skipped; absent without a scaler.",
+}
+RUN_GAUGES: Final = {
+    "step": "Newest step reported.",
+    "last_report_timestamp_seconds": "When the newest report was stored, in Unix time.",
+    "reports_dropped": "Reports that the agents gave up, over all ranks.",
+    "steps_since_resume": "Steps since the newest resume began; absent before a first one.",
+    "unmeasured_seconds": "Age of a run of which no step was measured; absent for all others.",
+    "replica_mismatches": "Layers and steps of the newest attempt at which replicas differ; absent where none do.",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RunValues:
+    """What a run's newest measured step says: metrics by key, and the EDQ of its worst layers, worst first."""
+
+    measured: bool
+    model: Mapping[str, Number | None] = field(default_factory=dict)
+    worst: list[Number | None] = field(default_factory=list)
+
+
+def values_of_run(now: Snapshot, record: RunRecord) -> RunValues:
+    """Of any run, put together from all that is stored of its newest measured step.
+
+    Raises:
+        NotFound, Gone: it was deleted.
+    """
+    point = now.latest(record.run_id)
+    worst = worst_of(now, record.run_id, point, _WORST, WORST_LAYERS)
+    latest = latest_answer(record, point, worst)
+    return RunValues(point is not None, latest.model, [layer.value for layer in latest.worst])
+
+
+def values_of_reports(reports: Mapping[str, NewestReport]) -> dict[str, RunValues]:
+    """The same by run from the report that says it all: runs that declare the same are finished together."""
+    groups: dict[tuple[tuple[str, ...], int], list[str]] = defaultdict(list)
+    for run_id, report in reports.items():
+        groups[report.statistics, report.layers.shape[1]].append(run_id)
+    found: dict[str, RunValues] = {}
+    for (statistics, width), run_ids in groups.items():
+        model = np.array([reports[run_id].model for run_id in run_ids])
+        layers = np.array([reports[run_id].layers for run_id in run_ids])
+        exposed = [key for key in metric_keys(statistics) if key in MODEL_GAUGES or key.startswith(_LABELLED)]
+        totals = {name: model[:, i] for i, name in enumerate(statistics)}
+        shown = {key: _numbers(finished(key, totals, (len(run_ids),))) for key in exposed}
+        by_layer = {name: layers[:, i] for i, name in enumerate(statistics)}
+        edq = finished(_WORST, by_layer, (len(run_ids), width))
+        for row, run_id in enumerate(run_ids):
+            found[run_id] = RunValues(True, {key: values[row] for key, values in shown.items()}, _worst(edq[row]))
+    return found
+
+
+def _numbers(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _worst(values: NDArray[np.float64]) -> list[Number | None]:
+    order = worst_order(_WORST, values)[:WORST_LAYERS]
+    return [float(values[index]) for index in order if not np.isnan(values[index])]
+
+
+class RunGauges:
+    """The gauge families of runs, being filled."""
+
+    def __init__(self) -> None:
+        self._gauges = {
+            name: GaugeMetricFamily(f"collage_{name}", text, labels=_LABELS)
+            for name, text in {**MODEL_GAUGES, **SCALAR_GAUGES, **RUN_GAUGES}.items()
+        }
+        self._decrement = GaugeMetricFamily(
+            "collage_state_decrement_ratio",
+            "Decay of the optimizer state as stored over the decay intended: 1 as it should, 0 it can only grow.",
+            labels=(*_LABELS, "state"),
+        )
+        self._window = GaugeMetricFamily(
+            "collage_lost_window_ratio",
+            "Share lost over the longest window watched, where one step's share misjudges stochastic rounding.",
+            labels=(*_LABELS, "window"),
+        )
+        self._finding = GaugeMetricFamily(
+            "collage_finding",
+            "A number that the judgement holds against the run and that has no gauge of its own; absent if fine.",
+            labels=(*_LABELS, "key"),
+        )
+        self._worst = GaugeMetricFamily(
+            "collage_worst_layer_edq_ratio",
+            "EDQ of the three worst layers; GET /api/v1/runs/RUN/worst names them.",
+            labels=(*_LABELS, "worst"),
+        )
+
+    def add(
+        self, record: RunRecord, values: RunValues, now: float, mismatches: int, findings: Mapping[str, float]
+    ) -> None:
+        """One run's series at the time `now`."""
+        labels = [record.project, record.run_id, record.name, record.strategy or "unknown"]
+        for name in MODEL_GAUGES:
+            self._set(name, labels, values.model.get(name))
+        for name in SCALAR_GAUGES:
+            if name in record.scalars:
+                self._set(name, labels, record.scalars[name].value)
+        for name, value in _of_run(record, now, measured=values.measured).items():
+            self._set(name, labels, value)
+        self._set("replica_mismatches", labels, mismatches or None)
+        states = [key for key in values.model if key.startswith(_DECREMENT)]
+        if states:
+            preferred = _DECREMENT + _PREFERRED_STATE
+            state = preferred if preferred in states else states[0]
+            add_defined(self._decrement, [*labels, state.removeprefix(_DECREMENT)], values.model[state])
+        window = longest_window(values.model, _WINDOW)
+        if window is not None and record.strategy in STRATEGIES and STRATEGIES[record.strategy].stochastic:
+            add_defined(self._window, [*labels, str(window[0])], window[1])
+        for key, value in findings.items():
+            if key not in MODEL_GAUGES and not key.startswith(_DECREMENT):
+                add_defined(self._finding, [*labels, key], value)
+        for place, layer in enumerate(values.worst, start=1):
+            add_defined(self._worst, [*labels, str(place)], layer)
+
+    def all(self) -> list[Metric]:
+        """Every family, in a fixed order."""
+        return [*self._gauges.values(), self._decrement, self._window, self._finding, self._worst]
+
+    def _set(self, name: str, labels: list[str], value: Number | None) -> None:
+        add_defined(self._gauges[name], labels, value)
+
+
+def _of_run(record: RunRecord, now: float, *, measured: bool) -> dict[str, float | None]:
+    """RUN_GAUGES as far as the run's record tells them."""
+    resumed = record.attempts[-1] if len(record.attempts) > 1 else None
+    last_step = record.last_step
+    return {
+        "step": last_step,
+        "last_report_timestamp_seconds": record.last_report_at,
+        "reports_dropped": record.reports_dropped,
+        "steps_since_resume": (
+            None if resumed is None or last_step is None else float(last_step - resumed.first_step + 1)
+        ),
+        "unmeasured_seconds": None if measured else now - record.created_at,
+    }
+
+
+def add_defined(family: GaugeMetricFamily, labels: list[str], value: Number | None) -> None:
+    """An undefined value has no sample; it is never 0."""
+    if value is not None:
+        family.add_metric(labels, float(value))
