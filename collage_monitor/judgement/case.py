@@ -52,10 +52,10 @@ class Case:
 
     @property
     def idle(self) -> float:
-        """Share of the finite elements with u = 0."""
+        """Share of the finite elements with u = 0, within [0, 1]: both counts are estimates, and rounded."""
         idle, elements, bad = (self.number(name) for name in ("idle", "elements", "nonfinite"))
         finite_elements = (elements or 0.0) - (bad or 0.0)
-        return idle / finite_elements if idle and finite_elements else 0.0
+        return min(max(idle / finite_elements, 0.0), 1.0) if idle and finite_elements else 0.0
 
     @property
     def without_interval(self) -> bool:

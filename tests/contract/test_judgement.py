@@ -198,6 +198,9 @@ def test_residuals_that_are_dropped_or_overflow_are_no_good_keeping():
     assert resumed.health == "residuals are off"
     assert "98.0 % of the residuals were 0 again" in resumed.text
     assert judged({**kept, "residual_dropped_ratio": 0.02}).health == "healthy"
+    for idle in (100.00000000000001, 120.0):
+        counts = {"idle": idle, "elements": 100.0, "nonfinite": 0.0, "faithful": 1.0}
+        assert judged({**GOOD, **counts, "residual_dropped_ratio": 0.0}).health == "healthy"
     full = judged({**kept, "residual_fill_ratio": 510.0})
     assert full.health == "residuals are off"
     assert "510 half gaps" in full.text
