@@ -18,7 +18,7 @@ import numpy as np
 
 from collage_monitor.definitions import Array, Definition, Interval, Statistic, active_elements, sums
 
-__all__ = ["ACTIVE", "DEFINITION", "MINIMUM_BLOCKS", "bounds", "needed_for"]
+__all__ = ["ACTIVE", "DEFINITION", "MINIMUM_BLOCKS", "MOST_UNSEEN", "bounds", "needed_for"]
 
 Totals = Mapping[str, Array]
 
@@ -33,8 +33,9 @@ _FEWEST_DEGREES = 4.0
 _FEWEST_IN_EFFECT: Final = 10.0
 _FEWEST_SOURCES: Final = 4.0
 """Blocks in effect that a ratio's denominator and its variance must come from, for Student's quantile to cover."""
-_MOST_UNSEEN: Final = 2.25
-"""Standard errors of the denominator that the sample may be off by, where whole tensors were looked at."""
+MOST_UNSEEN: Final = 2.25
+"""Standard errors of the denominator that the sample may be off by, where whole tensors were looked at. A
+single element that is known to be missing counts several times: the agent weighs it."""
 
 
 def _variance(name: str, text: str) -> Statistic:
@@ -66,7 +67,7 @@ DEFINITION = Definition(
             "sum",
             "root_sum",
             "weight⁴",
-            "Square of what the sample's Σ u² is off by, as whole gradients and momenta tell it.",
+            "Square of what the sample's Σ u² may be off by, as whole gradients and momenta tell it.",
             needs=("intended",),
             raw=True,
         ),
@@ -112,7 +113,7 @@ def bounds(name: str, pair: Interval, totals: Totals) -> tuple[Array, Array]:
             sources = np.square(variance * b**2) / totals.get(f"fourth_moment/{name}", np.float64(0.0))
             enough &= (effective >= _FEWEST_IN_EFFECT) & (sources >= _FEWEST_SOURCES)
             if "unseen_variance" in totals:
-                enough &= totals["unseen_variance"] <= _MOST_UNSEEN**2 * totals[_REFERENCE]
+                enough &= totals["unseen_variance"] <= MOST_UNSEEN**2 * totals[_REFERENCE]
             half = _quantile(np.minimum(effective, sources)) * np.sqrt(variance)
             low, high = ratio - half, ratio + half
     known = np.isfinite(ratio) & (whole | (enough & np.isfinite(variance)))

@@ -113,7 +113,7 @@ def held(law: str, optimizer: str, blocks: int, draws: int, seeds: range) -> dic
 
 
 def _step(law: Law, make: Callable[..., Any], generator: Generator) -> tuple[Tensor, list[Tensor]]:
-    """Σ u·e, Σ u², lost and active elements by block [4, blocks], and Σ x² of what is looked at whole [blocks]."""
+    """Σ u·e, Σ u², lost and active elements by block [4, blocks]; x² of what is looked at whole [blocks, BLOCK]."""
     twin = torch.zeros(SIDE, SIDE, dtype=torch.float64, requires_grad=True)
     optimizer = make([twin])
     for _ in range(WARM_UP):
@@ -128,7 +128,7 @@ def _step(law: Law, make: Callable[..., Any], generator: Generator) -> tuple[Ten
     rows = (update * effective, update * update, (active & effective.eq(0)).double(), active.double())
     assert twin.grad is not None
     momenta = [state for key, state in optimizer.state[twin].items() if key in ("momentum_buffer", "exp_avg")]
-    auxiliaries = [block_sums(values.reshape(-1).square(), BLOCK) for values in (twin.grad, *momenta)]
+    auxiliaries = [values.reshape(-1, BLOCK).square() for values in (twin.grad, *momenta)]
     return block_sums(torch.stack(rows), BLOCK), auxiliaries
 
 
@@ -149,7 +149,18 @@ def _sampled(
     values = torch.nan_to_num(totals_a[:1] / totals_b[:1])
     fourth = fourth_moments(a[:1], b[:1], values, columns, factor)
     missed = torch.stack(
-        [missed_share(b[0], x[chosen], x.sum().expand(draws), columns, scale, count, factor) for x in auxiliaries]
+        [
+            missed_share(
+                b[0],
+                x.sum(1)[chosen],
+                torch.stack((x.sum(), x.max())).view(2, 1).expand(2, draws),
+                columns,
+                scale,
+                count,
+                factor,
+            )
+            for x in auxiliaries
+        ]
     ).amax(0)
     metrics = ("edq_ratio", "lost_update_ratio")
     names = [

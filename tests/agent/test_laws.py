@@ -41,7 +41,7 @@ def test_one_element_that_the_sample_missed_takes_the_interval_away():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     handle = watch(model, optimizer, every=1, sample=4096, budget=None)
     gradient = torch.randn(192, 192)
-    for size in (1.0, 300.0):
+    for size in (1.0, 30.0, 300.0):
         gradient[5, 7] = size
         for _ in range(10):
             model.weight.grad = gradient.to(torch.bfloat16)

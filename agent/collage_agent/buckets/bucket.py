@@ -201,10 +201,10 @@ class Bucket:
         return torch.stack(found)
 
     def gradient_squares(self) -> list[tuple[Tensor, Tensor]]:
-        """Σ g² by block [blocks] of the sample, and over each whole tensor [tensors], fp64, as they are now.
+        """Σ g² by block [blocks] of the sample; of whole tensors Σ g² and the largest g² [2, tensors]; fp64, now.
 
-        Nothing if every tensor is measured whole, or no gradient is known; 0 of tensors that are. A pass over the
-        gradients.
+        Nothing if every tensor is measured whole, or no gradient is known; 0 of tensors that are. Two passes over
+        the gradients.
         """
         if not self.knows_gradient:
             return []
@@ -213,7 +213,7 @@ class Bucket:
     def momentum_squares(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """The same after `measure`, of states that have a sign: momenta, which steps may be proportional to.
 
-        Without a sign it is none: a second moment is large where steps are not. A pass over each state.
+        Without a sign it is none: a second moment is large where steps are not. Two passes over each.
         """
         keys = [
             key

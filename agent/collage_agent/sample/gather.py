@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -114,19 +115,18 @@ class BlockLayout:
             torch.cat(pieces, out=staging.tail)
 
     def whole_squares(self, samples: Sequence[TensorSample], tensors: Sequence[Tensor]) -> Tensor:
-        """Σ x² over all of each tensor that is not measured whole, else 0: fp64 [tensors], within 2⁻⁷.
+        """Σ x² over all of each tensor that is not measured whole, and its largest x²: fp64 [2, tensors], else 0.
 
-        No synchronisation. Norms are in the tensors' own dtype: on the host, those in fp32 of 16-bit tensors take
-        more than twice as long.
+        The sum is within 2⁻⁷, the largest is exact. Two passes, no synchronisation. Norms are in the tensors' own
+        dtype: on the host, those in fp32 of 16-bit tensors take more than twice as long.
         """
         partly = [index for index, sample in enumerate(samples) if not sample.whole]
-        norms = torch._foreach_norm([self._flat(index, tensors[index]) for index in partly], 2)
+        flat = [self._flat(index, tensors[index]) for index in partly]
+        norms = [torch.stack(pair) for pair in zip(*(torch._foreach_norm(flat, p) for p in (2, inf)), strict=True)]
         of_tensor = dict(zip(partly, norms, strict=True))
         none = torch.zeros_like(norms[0])
-        squares: Tensor = torch.stack([of_tensor.get(index, none) for index in range(len(samples))]).to(
-            torch.float64
-        )
-        return squares.square_()
+        rows = torch.stack([of_tensor.get(index, none) for index in range(len(samples))], dim=1)
+        return rows.to(torch.float64).square_()
 
     def views_of(self, tensors: Sequence[Tensor], zeros: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views [blocks, block] of the tensors that are sampled, and the flat pieces that are taken whole."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from collage_agent.stats.blocks import Columns
 from collage_monitor.definitions import Interval
+from collage_monitor.statistics.intervals import MOST_UNSEEN
 
 __all__ = [
     "NOTHING_SEEN",
@@ -26,6 +27,9 @@ UNSEEN: Final = "unseen_variance"
 """The key of `missed_share` times the variance of Σ u²."""
 _SURE: Final = 2.0
 _NORM_ERROR: Final = 2.0**-7
+_MOST_BIAS: Final = 0.4
+"""Standard errors that one element outside the sample may bring: 95 % intervals that are off by so much hold the
+truth in 0.93 (Cochran, Sampling Techniques, 1.8)."""
 NOTHING_SEEN: Final = 1e30
 """weight⁴: stands for a sample that saw nothing of what moves the weights; larger than any variance, and finite."""
 
@@ -92,10 +96,12 @@ def missed_share(
 ) -> Tensor:
     """(what the sample's Σ u² is off by / its standard error)², as one auxiliary tells it: fp64 [tensors].
 
-    intended, auxiliary [blocks]: Σ u² and Σ x² by block, of an x whose Σ x² over each whole tensor is known:
-    `whole` [tensors]. scale: elements / sampled; blocks, factor: as in `ratio_variances`. Σ u² is off by
+    intended, auxiliary [blocks]: Σ u² and Σ x² by block. whole [2, tensors]: Σ x² over each whole tensor, and its
+    largest x². scale: elements / sampled; blocks, factor: as in `ratio_variances`. Σ u² is off by
     κ·(Σ x² − its estimate), κ = the slope of u² on x² over the blocks, less twice its standard error: 0 where steps
-    do not grow with x (regression estimator; Cochran, Sampling Techniques, 7). Infinite where the sample saw no x
+    do not grow with x (regression estimator; Cochran, Sampling Techniques, 7). An element with a larger x² than any
+    sampled block is outside the sample. No spread of sampled blocks tells of it, so κ·x² counts MOST_UNSEEN /
+    _MOST_BIAS times: more than _MOST_BIAS standard errors of it are too much. Infinite where the sample saw no x
     at all, 0 where the whole is not finite. No synchronisation.
     """
     rows = (intended, auxiliary, intended * intended, auxiliary * auxiliary, intended * auxiliary)
@@ -104,7 +110,11 @@ def missed_share(
     slope = together / of_x
     error = ((of_u - slope * together).clamp_(min=0.0) / (blocks - 2) / of_x).sqrt_()
     # Norms of 16-bit tensors are rounded to 16 bits.
-    missing = ((whole - x * scale).abs_() - _NORM_ERROR * whole).clamp_(min=0.0)
-    off = (slope - _SURE * error).clamp_(min=0.0) * missing
+    total, largest = whole
+    missing = ((total - x * scale).abs_() - _NORM_ERROR * total).clamp_(min=0.0)
+    as_large = auxiliary >= largest.index_select(0, columns.of_block)
+    seen = columns.sums(as_large.to(torch.float64).unsqueeze(0))[0] > 0
+    alone = torch.where(seen, 0.0, largest * (MOST_UNSEEN / _MOST_BIAS))
+    off = (slope - _SURE * error).clamp_(min=0.0) * torch.maximum(missing, alone)
     share = torch.nan_to_num(off * off / (of_u * factor), 0.0, 0.0, 0.0).clamp_(min=0.0)
-    return torch.where((x == 0) & (whole > 0), torch.inf, share)
+    return torch.where((x == 0) & (total > 0), torch.inf, share)

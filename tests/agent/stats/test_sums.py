@@ -92,11 +92,25 @@ def test_what_a_sample_misses_is_told_by_an_auxiliary_that_steps_grow_with():
         (squares, torch.nan * one, 0.0),
         (torch.zeros_like(squares), one, torch.inf),
     ):
-        found = missed_share(squares, other, whole.view(1), columns, scale, count, factor)
+        found = missed_share(squares, other, torch.stack((whole.view(1), 0 * one)), columns, scale, count, factor)
         # Norms may be rounded to 16 bits: so much of the whole is not counted as missed.
         rounding = float(whole.sum()) / float(other.sum() or 1) * float(squares.sum()) * 2.0**-7 / error
         wanted = (expected**0.5 - rounding) ** 2 if expected == 9.0 else expected
         assert float(found) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_one_element_larger_than_any_sampled_block_may_bring_four_tenths_of_a_standard_error():
+    squares = torch.from_numpy(np.random.default_rng(7).chisquare(32, 50))
+    columns = Columns(torch.zeros(50, dtype=torch.int64), 1)
+    count = torch.full((1,), 50.0, dtype=torch.float64)
+    scale, factor = torch.full_like(count, 10.0), population_factor(count, 10 * count)
+    error = (squares.var() * 49 * factor).sqrt()
+    for largest, expected in ((squares.amax(), 0.0), (0.4 * error, 2.25**2), (error, (2.25 / 0.4) ** 2)):
+        assert expected == 0.0 or largest > squares.amax()
+        whole = torch.stack((10 * squares.sum(), largest.view(()))).view(2, 1)
+        assert float(missed_share(squares, squares, whole, columns, scale, count, factor)) == pytest.approx(
+            expected
+        )
 
 
 def test_one_block_of_many_has_no_variance_and_a_whole_tensor_of_one_block_has_none_to_speak_of():
