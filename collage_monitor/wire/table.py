@@ -27,8 +27,8 @@ class Overview(Struct, kw_only=True, frozen=True):
 
     first_step … last_step: the recent past, `measured_steps` in it; `numbers` are the model's metrics over it, with
     their intervals. `headline` says in one sentence what is wrong, where and since when; `verdict` gives the
-    reasons. `since`: the first step at which EDQ was different, null if it never changed. `worst`: up to five
-    layers. `trend`: EDQ over the whole run.
+    reasons, and `findings` the metrics that are held against the run, with their values. `since`: the first step at
+    which EDQ was different, null if it never changed. `worst`: up to five layers. `trend`: EDQ over the whole run.
     """
 
     run_id: str
@@ -39,6 +39,7 @@ class Overview(Struct, kw_only=True, frozen=True):
     health: str = "unknown"
     headline: str = ""
     verdict: str = ""
+    findings: dict[str, float] = field(default_factory=dict)
     since: int | None = None
     worst: list[LayerLoss] = field(default_factory=list)
     trend: list[Number | None] = field(default_factory=list)

@@ -155,7 +155,6 @@ def _alert_threads(components: Components) -> list[BackgroundThread]:
         alerts,
         clock=clock,
         interval_seconds=interval,
-        stale_after_seconds=settings.stale_after_seconds,
     )
     targets = targets_of(settings)
     return (

@@ -97,10 +97,11 @@ class _RunCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families, clock = RunGauges(), self._components.clock
         mismatches = self._components.store.sealing.mismatches_by_run()
-        findings = self._components.store.incidents.findings()
         for records in self._running():
+            run_ids = [record.run_id for record in records]
+            findings = self._components.store.overviews.findings(run_ids)
             with self._components.store.points.snapshot() as now:
-                known = values_of_reports(now.newest_reports([record.run_id for record in records]))
+                known = values_of_reports(now.newest_reports(run_ids))
             for record in records:
                 run_id = record.run_id
                 with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.

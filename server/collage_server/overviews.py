@@ -16,7 +16,7 @@ from collage_server.errors import Gone, NotFound
 from collage_server.queries.overview import OverviewPoints, begin_of_recent_past, overview
 from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot, Store
 
-__all__ = ["OverviewKeeper", "evaluate"]
+__all__ = ["OverviewKeeper", "evaluate", "keep_overview"]
 
 _LOG: Final = logging.getLogger(__name__)
 _A_ROUND: Final = 64
@@ -38,9 +38,12 @@ _LOSSES: Final = ("loss", "validation_loss")
 class OverviewKeeper(BackgroundThread):
     """Evaluates the runs of which something has come since they were last evaluated."""
 
-    def __init__(self, store: Store, *, interval_seconds: float = 2.0) -> None:
+    def __init__(
+        self, store: Store, *, interval_seconds: float = 2.0, share_of_time: float = _SHARE_OF_TIME
+    ) -> None:
         super().__init__("overviews", interval_seconds=interval_seconds)
         self._store = store
+        self._share_of_time = share_of_time
 
     def do_due_work(self) -> None:
         """Go over the runs that are due; a failure in one does not stop the others."""
@@ -57,7 +60,7 @@ class OverviewKeeper(BackgroundThread):
                     "run %s cannot be evaluated; the next round tries again, the others go on", due.run_id
                 )
             if not due.is_new:
-                self.stopping.wait((time.thread_time() - began) / _SHARE_OF_TIME)
+                self.stopping.wait((time.thread_time() - began) / self._share_of_time)
 
 
 def keep_overview(store: Store, due: DueRun) -> wire.Overview:

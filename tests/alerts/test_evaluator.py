@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 from collage_server.alerts import AlertEvaluator
 from collage_server.health import samples
+from collage_server.overviews import keep_overview
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
 from tests.server.guarded import guarded_server
 from tests.server.samples import report
+from tests.waiting import PATIENCE_SECONDS
 
 SECONDS = 15.0
+FINDING = "collage_finding"
 
 
 def evaluator(server, *names, **more):
@@ -22,7 +25,6 @@ def evaluator(server, *names, **more):
         [alert(name) for name in names] or ALERTS.values(),
         clock=server.clock,
         interval_seconds=SECONDS,
-        stale_after_seconds=600.0,
         **more,
     )
 
@@ -82,14 +84,26 @@ def test_a_run_in_its_warm_up_and_a_finished_one_do_not_fire(server):
 
 
 def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
-    work = evaluator(low, "CollageNotFinite")
-    low.app.state.components.store.incidents.keep_findings("r1", 1390, {"nonfinite_params": 3.0})
+    """Alerts read the evaluation that the table of runs shows: one judgement of a run, kept once."""
+    components = low.app.state.components
+    components.overviews.stop(PATIENCE_SECONDS)
+    store, work = components.store, evaluator(low, "CollageNotFinite")
+
+    def held():
+        return {dict(entry.labels)["key"]: entry.value for entry in samples(components) if entry.name == FINDING}
+
+    (due,) = store.overviews.due(10)
+    store.overviews.put(due, store.runs.get("r1"), wire.Overview(run_id="r1", findings={"nonfinite_params": 3.0}))
     assert 'collage_finding{key="nonfinite_params",' in low.get("/metrics")
-    samples_now = [entry for entry in samples(low.app.state.components) if entry.name == "collage_finding"]
-    assert [entry.value for entry in samples_now] == [3.0]
-    # The run's own points say nothing of the kind: the next judgement takes it back.
-    rounds(low, work, 2 * SECONDS)
-    assert "nonfinite_params" not in low.get("/metrics")
+    assert held() == {"nonfinite_params": 3.0}
+    rounds(low, work, SECONDS)
+    assert [entry.alert for entry in incidents(low)] == ["CollageNotFinite"]
+    # The run's own points say nothing of the kind: the next evaluation takes it back.
+    (due,) = store.overviews.due(10)
+    found = keep_overview(store, due)
+    assert found.health == "losing updates"
+    assert "edq_ratio" in found.findings, "which has a gauge of its own"
+    assert held() == {}
 
 
 def test_another_server_takes_over_what_fires_and_fires_it_no_second_time(low):

@@ -23,12 +23,14 @@ from collage_agent.transport import MemoryTransport
 from collage_server.alerts import AlertEvaluator
 from collage_server.app import create_app
 from collage_server.health import samples
+from collage_server.overviews import keep_overview
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from tests.server.conftest import Clock, Server
+from tests.waiting import PATIENCE_SECONDS
 
 STEPS = 1000
 EVERY = 10
@@ -174,8 +176,8 @@ def _replay(server, messages):
         ALERTS.values(),
         clock=server.clock,
         interval_seconds=ROUND_SECONDS,
-        stale_after_seconds=components.settings.stale_after_seconds,
     )
+    components.overviews.stop(PATIENCE_SECONDS)
     run_id, stream_id, due = "", "", server.clock.now + ROUND_SECONDS
     held: list[wire.Report] = []
     for message in messages:
@@ -196,6 +198,8 @@ def _replay(server, messages):
                 held.append(report)
                 while server.clock.now >= due:
                     server.reports(held, stream_id)
+                    for entry in components.store.overviews.due(1):
+                        keep_overview(components.store, entry)
                     work.do_due_work()
                     held, due = [], due + ROUND_SECONDS
     found = server.get("/events?limit=1000", wire.IncidentPage).events

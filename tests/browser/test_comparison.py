@@ -24,7 +24,8 @@ def compare(page, url, names=PICKED):
 
 def legend(page, chart):
     """The names of a chart's curves; the page has one legend with all of them."""
-    page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace")
+    # A line that is level has no height, by which a browser calls it invisible.
+    page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace", state="attached")
     shared = page.locator("#compare-legend .run-label").all_text_contents()
     names = page.evaluate(
         """chart => document.querySelector(`#compare-chart-${chart} .js-plotly-plot`).data

@@ -17,7 +17,7 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plus": (CollageAdamW, {"strategy": "plus"}),
     "full, amsgrad": (CollageAdamW, {"strategy": "full", "amsgrad": True}),
     "master-weights": (CollageAdamW, {"strategy": "master-weights"}),
-    "split-master": (CollageAdamW, {"strategy": "split-master"}),
+    "split-master, stochastic": (CollageAdamW, {"strategy": "split-master"}),
     "split-master-16bit, stochastic": (CollageAdamW, {"strategy": "split-master-16bit"}),
     "fp32-states": (CollageAdamW, {"strategy": "fp32-states"}),
     "plus, storage": (CollageAdamW, {"strategy": "plus", "arithmetic": "storage"}),

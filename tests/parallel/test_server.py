@@ -45,6 +45,9 @@ def test_the_server_s_totals_are_those_of_one_process(name, reported):
     for key, value in wanted.items():
         if value is None:
             assert found[key] is None, key
+        elif "_noise_ratio" in key:
+            # A sum of squares over blocks, which are cut from each shard.
+            assert found[key] == pytest.approx(value, rel=0.1), key
         else:
             assert found[key] == pytest.approx(value, rel=1e-12), key
     layers = {layer.name for layer in client.layers(single).layers}

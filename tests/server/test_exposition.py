@@ -15,6 +15,7 @@ from sqlalchemy import event
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS
 from tests.server.samples import report, watch
+from tests.waiting import PATIENCE_SECONDS
 
 EXPECTED = Path(__file__).with_name("exposition.txt")
 
@@ -120,6 +121,7 @@ def put_together(server, monkeypatch):
 
 def test_the_newest_report_says_what_the_newest_step_says(server, monkeypatch):
     """Of one process or several, shown and hidden, sealed and not: read together or one by one, the page is one."""
+    server.app.state.components.overviews.stop(PATIENCE_SECONDS)
     server.filled("plain", "s0", steps=[10, 20])
     server.filled("nothing", "s1", steps=[])
     server.filled("other", "s2", steps=[10])

@@ -40,6 +40,9 @@ class _Result(msgspec.Struct, array_like=True):
     limit: float | None = None
 
 
+_DECODE_RESULT: Final = msgspec.msgpack.Decoder(_Result).decode
+
+
 class JsonProcess:
     """Decodes one body at a time. On an event loop callers wait for their `turn`; `decode` belongs to threads."""
 
@@ -64,7 +67,7 @@ class JsonProcess:
             answer = self._asked(kind, data) or self._asked(kind, data)
         if answer is None:
             raise Busy("the body could not be decoded; send it in smaller batches", retry_after_seconds=1)
-        result = msgspec.msgpack.decode(answer, type=_Result)
+        result = _DECODE_RESULT(answer)
         if result.error:
             refusal: type[ServerError] = getattr(errors, result.error)
             raise refusal(result.text, field=result.field, limit=result.limit)

@@ -10,7 +10,15 @@ import numpy as np
 
 from collage_monitor import wire
 from collage_monitor.headline import headline
-from collage_monitor.judgement import EDQ_TOLERANCE, STATE_TOLERANCE, Evidence, evidence_of, judge, recent_points
+from collage_monitor.judgement import (
+    EDQ_TOLERANCE,
+    STATE_TOLERANCE,
+    Evidence,
+    Judgement,
+    evidence_of,
+    judge,
+    recent_points,
+)
 from collage_monitor.metrics import split_key
 from collage_monitor.onset import Onset, find_onset
 from collage_monitor.statistics import reduce_steps
@@ -37,6 +45,7 @@ _SHOWN: Final = frozenset(
 )
 """Metrics that pages show as numbers; each with its interval and labels."""
 _STATE: Final = "state_decrement_ratio"
+_NOT_AGAINST: Final = frozenset({"healthy", "unknown"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +97,20 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         health="not finite" if points.losses else found.health,
         headline=sentence,
         verdict=found.text,
+        findings=_held_against(found),
         since=since,
         worst=_worst(points.layers),
         trend=_trend(points.history),
     )
+
+
+def _held_against(found: Judgement) -> dict[str, float]:
+    """What a finding against the run rests on, by metric."""
+    return {
+        finding.key: finding.value
+        for finding in found.findings
+        if finding.health not in _NOT_AGAINST and finding.value is not None and np.isfinite(finding.value)
+    }
 
 
 def _is_shown(key: str) -> bool:

@@ -42,7 +42,6 @@ __all__ = [
     "replica_mismatch",
     "report",
     "run",
-    "run_finding",
     "run_latest",
     "run_overview",
     "run_tag",
@@ -118,9 +117,11 @@ run_overview: Final = Table(
     Column("last_step", BigInteger),
     *(Column(name, Double) for name in OVERVIEW_NUMBERS),
     Column("health", String(32)),
+    Column("findings", Text),
     Column("overview", Text, nullable=False),
 )
 """What is said of a run, made in the background: `overview` is a `wire.Overview`, the rest sorts and filters.
+`findings` {key: value} is what the judgement holds against it, null if nothing: alerts read it.
 `updated_at` and `reports` are the run's when it was made: by them one that is out of date is found."""
 
 run_tag: Final = Table(
@@ -401,15 +402,6 @@ act: Final = Table(
 )
 """The audit log: only ever appended to. `act_id` sorts by time."""
 Index("act_by_time", act.c.time, act.c.act_id)
-
-run_finding: Final = Table(
-    "run_finding",
-    metadata,
-    Column("run_id", _ID, primary_key=True),
-    Column("step", BigInteger, nullable=False),
-    Column("findings", Text, nullable=False),
-)
-"""What the judgement of the recent past, up to `step`, holds against a run: `findings` {key: value}."""
 
 incident: Final = Table(
     "incident",

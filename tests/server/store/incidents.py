@@ -150,14 +150,19 @@ class IncidentsContract:
     def test_a_deleted_run_takes_its_incidents_and_findings_along(self, store):
         StoreContract.fill(store)
         store.incidents.fire(LOW, NOW)
-        store.incidents.keep_findings("r1", 70, {"decay_ratio": 0.1})
-        store.incidents.keep_findings("unknown", 70, {"decay_ratio": 0.1})
-        assert store.incidents.findings() == {"r1": {"decay_ratio": 0.1}}
+        (due,) = store.overviews.due(10)
+        record = store.runs.get("r1")
+        held = wire.Overview(run_id="r1", findings={"decay_ratio": 0.1})
+        store.overviews.put(due, record, held)
+        assert store.overviews.findings(["r1", "unknown"]) == {"r1": {"decay_ratio": 0.1}}
+        store.overviews.put(due, record, wire.Overview(run_id="r1"))
+        assert store.overviews.findings(["r1"]) == {}
+        store.overviews.put(due, record, held)
         store.runs.delete("r1", NOW)
-        assert (listed(store), store.incidents.findings()) == ([], {})
+        assert (listed(store), store.overviews.findings(["r1"])) == ([], {})
         assert not store.incidents.fire(LOW, NOW)
-        store.incidents.keep_findings("r1", 70, {"decay_ratio": 0.1})
-        assert store.incidents.findings() == {}
+        store.overviews.put(due, record, held)
+        assert store.overviews.findings(["r1"]) == {}
 
 
 def _plain(message):

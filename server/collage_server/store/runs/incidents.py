@@ -178,20 +178,6 @@ class IncidentStore:
         with self._database.writing() as connection:
             connection.execute(delete(table).where(table.c.name == name, table.c.holder == holder))
 
-    def keep_findings(self, run_id: str, step: int, findings: Mapping[str, float]) -> None:
-        """Replace what the judgement holds against a run; nothing of a run that is gone."""
-        table = schema.run_finding
-        with self._database.writing() as connection:
-            connection.execute(delete(table).where(table.c.run_id == run_id))
-            if findings and _is_there(connection, run_id):
-                connection.execute(insert(table).values(run_id=run_id, step=step, findings=to_json(dict(findings))))
-
-    def findings(self) -> dict[str, dict[str, float]]:
-        """What the judgement holds against runs, by run and key; runs without are left out."""
-        with self._database.reading() as connection:
-            rows = connection.execute(select(schema.run_finding)).all()
-        return {row.run_id: from_json(row.findings) for row in rows}
-
 
 def _is_there(connection: Connection, run_id: str) -> bool:
     """Whether the run is there; it then stays until the transaction ends."""

@@ -13,7 +13,7 @@ from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord, TableQuery
-from collage_server.store.rows import to_json
+from collage_server.store.rows import from_json, to_json
 from collage_server.store.runs.runs import read_records
 
 __all__ = ["DueRun", "OverviewStore", "TablePage"]
@@ -86,6 +86,7 @@ class OverviewStore:
                     reports=due.reports,
                     last_step=record.last_step,
                     health=overview.health,
+                    findings=to_json(overview.findings) if overview.findings else None,
                     overview=to_json(overview),
                     **_numbers(record, overview),
                 )
@@ -96,6 +97,14 @@ class OverviewStore:
         with self._database.reading() as connection:
             text = connection.execute(select(_OVERVIEW.c.overview).where(_OVERVIEW.c.run_id == run_id)).scalar()
         return None if text is None else _DECODE(text)
+
+    def findings(self, run_ids: Sequence[str]) -> dict[str, dict[str, float]]:
+        """What the judgement holds against these runs, by run and metric; runs without are left out."""
+        chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.findings).where(
+            _OVERVIEW.c.run_id.in_(run_ids), _OVERVIEW.c.findings.is_not(None)
+        )
+        with self._database.reading() as connection:
+            return {row.run_id: from_json(row.findings) for row in connection.execute(chosen)}
 
     def table(self, query: TableQuery, now: float, stale_after_seconds: float) -> TablePage:
         """A page of the table of runs."""

@@ -35,7 +35,6 @@ _OWNED: Final = (
     schema.run_overview,
     schema.event,
     schema.incident,
-    schema.run_finding,
     schema.replica_mismatch,
     schema.layer,
     schema.attempt,

@@ -1,4 +1,4 @@
-"""Incidents, what the judgement holds against runs, silences, and who evaluates."""
+"""Incidents, silences, and who evaluates."""
 
 from __future__ import annotations
 
@@ -52,10 +52,4 @@ def upgrade() -> None:
         sa.Column("name", _ID, primary_key=True),
         sa.Column("holder", _ID, nullable=False),
         sa.Column("ends_at", sa.Double, nullable=False),
-    )
-    op.create_table(
-        "run_finding",
-        sa.Column("run_id", _ID, primary_key=True),
-        sa.Column("step", sa.BigInteger, nullable=False),
-        sa.Column("findings", sa.Text, nullable=False),
     )

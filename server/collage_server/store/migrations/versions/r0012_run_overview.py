@@ -28,5 +28,6 @@ def upgrade() -> None:
         sa.Column("last_step", sa.BigInteger),
         *(sa.Column(name, sa.Double) for name in _NUMBERS),
         sa.Column("health", sa.String(32)),
+        sa.Column("findings", sa.Text),
         sa.Column("overview", sa.Text, nullable=False),
     )
