@@ -75,3 +75,18 @@ def test_positions_of_a_smaller_sample_are_found_and_a_foreign_one_is_refused():
     foreign = BlockLayout([draw("a", 5000, 4, 2048, seed=9), draw("b", 300, 4, 128)], tensors)
     with pytest.raises(ValueError, match="same seed"):
         large.positions_of(foreign)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_tensors_are_looked_at_for_their_squares_and_the_largest(dtype):
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(count, generator=generator).to(dtype) for count in (5000, 300, 7001)]
+    tensors[2][4321] = -30.0
+    samples = [draw(name, tensor.numel(), dtype.itemsize, 512) for name, tensor in zip("abc", tensors, strict=True)]
+    total, largest = BlockLayout(samples, tensors).whole_squares(samples, tensors)
+    exact = [tensor.double().square() for tensor in tensors]
+    assert samples[1].whole
+    assert (total[1], largest[1]) == (0.0, 0.0)
+    for index in (0, 2):
+        assert float(total[index]) == pytest.approx(float(exact[index].sum()), rel=2.0**-7)
+        assert largest[index] == exact[index].max()
