@@ -195,10 +195,15 @@ def _live_tab(browser: Browser, url: str, client: Client, processes: tuple[int, 
         idle.append(float(_next_tick(page)))
     share = (_cpu_seconds(*processes) - spent) / (time.monotonic() - began)
     carried: list[int] = []
-    page.on("requestfinished", lambda request: carried.append(_bytes_of(request)))
+
+    def carry(request: Any) -> None:
+        carried.append(_bytes_of(request))
+
+    page.on("requestfinished", carry)
     client.update_run(_LIVE, wire.RunUpdate(notes="changed"))
     _next_tick(page)
     _next_tick(page)
+    page.remove_listener("requestfinished", carry)  # A page that closes no longer knows the sizes of its requests.
     page.close()
     return [
         Figure("an idle tick of a live run, bodies both ways", "bytes", tuple(idle), limit=2_000.0),

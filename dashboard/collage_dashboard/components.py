@@ -41,6 +41,7 @@ __all__ = [
     "state_badge",
     "verdict_line",
     "verdict_mark",
+    "wait_of",
 ]
 
 _STATE_COLOURS: Final = {"running": "blue", "finished": "gray", "failed": "red", "stale": "yellow"}
@@ -232,6 +233,15 @@ AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
 def pace(seconds: float) -> int:
     """Milliseconds until the next refresh after one that took `seconds`: a slow server is asked less often."""
     return max(LIVE_MILLISECONDS, round(4000 * seconds))
+
+
+def wait_of(rows: Sequence[wire.RunRow], seconds: float) -> int:
+    """Milliseconds until these runs are looked at again, after a look that took `seconds`.
+
+    What is not evaluated yet soon will be; what has ended is seldom looked at.
+    """
+    pending = any(row.state == "running" or row.overview is None for row in rows)
+    return pace(seconds) if pending else IDLE_MILLISECONDS
 
 
 def axis_control(identifier: str, view: View) -> Any:

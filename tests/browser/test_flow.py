@@ -19,10 +19,11 @@ SLOW_SECONDS = 6.0
 
 
 class Between:
-    """Stands between dashboard and server: not `fast`, each answer takes long; `away`, none comes."""
+    """Stands between dashboard and server: `asked` holds each path; not `fast`, it is slow; `away`, none comes."""
 
     def __init__(self, server_url):
         self.fast, self.away = threading.Event(), False
+        self.asked: list[str] = []
         self.fast.set()
         between = self
         self._http = http = httpx.Client(base_url=server_url, trust_env=False, timeout=60.0)
@@ -31,6 +32,7 @@ class Between:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
+                between.asked.append(self.path)
                 between.fast.wait(SLOW_SECONDS)
                 if between.away:
                     self.close_connection = True
@@ -98,6 +100,35 @@ def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
         page.get_by_text("Updates arrive").first.wait_for()
 
 
+@pytest.mark.parametrize(
+    ("path", "there", "questions"),
+    [
+        ("/?q=plain", ".run-cell", ["run-filters", "run-table", "run-table"]),
+        (
+            "/run/run-plain",
+            "#run-panel .hm image",
+            ["heatmap", "histogram", "layers", "run-plain", "run-table", "series"],
+        ),
+        (
+            "/compare?run=run-plain&run=run-plus&run=run-light",
+            "#compare-chart-3 .scatterlayer .trace",
+            ["compare", "run-table"],
+        ),
+    ],
+)
+def test_a_page_asks_each_question_once_while_it_opens(watched, between, path, there, questions):
+    page = watched.page
+    page.goto(watched.url)
+    page.get_by_role("link", name="plain", exact=True).wait_for()
+    page.goto("about:blank")
+    between.asked.clear()
+    page.goto(watched.url + path)
+    page.wait_for_selector(there)
+    page.wait_for_load_state("networkidle")
+    assert len(set(between.asked)) == len(between.asked), "a question was asked twice"
+    assert sorted(asked.partition("?")[0].rpartition("/")[2] for asked in between.asked) == questions
+
+
 def test_an_error_goes_away_by_itself_when_the_server_is_back(watched, between):
     page = watched.page
     page.goto(f"{watched.url}/run/run-live")
@@ -136,6 +167,21 @@ def test_what_was_picked_survives_a_search_and_the_way_back(watched, send):
     assert page.get_by_role("checkbox", name="Pick elsewhere to compare").is_checked()
     page.get_by_label("Search names, projects, tags and ids").fill("demo")  # The project's name.
     page.get_by_role("link", name="light", exact=True).wait_for()
+
+
+def test_a_tick_that_follows_another_change_at_once_keeps_it(watched):
+    page = watched.page
+    page.goto(watched.url)
+    page.get_by_role("checkbox", name="Pick plus to compare").wait_for()
+    page.evaluate(
+        """() => {
+            dash_clientside.set_props("runs-picked", { data: { "run-plain": "plain" } });
+            document.querySelector("[aria-label='Pick plus to compare']").click();
+        }"""
+    )
+    link = page.get_by_role("link", name="Compare 2 runs")
+    link.wait_for()
+    assert link.get_attribute("href").endswith("?run=run-plain&run=run-plus")
 
 
 def test_sort_and_filter_stand_in_the_address_and_are_the_servers(watched):

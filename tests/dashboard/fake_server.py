@@ -3,6 +3,7 @@
 import json
 
 import httpx
+import msgspec
 import numpy as np
 
 from collage_monitor import wire
@@ -177,13 +178,15 @@ class FakeServer:
         )
 
     def _compare(self, query):
-        metric, axis = query["metric"], query.get("axis", "step")
+        (metric, *others), axis = query.get_list("metric"), query.get("axis", "step")
         compared = []
         for run_id in query.get_list("run"):
             if run_id not in self.runs:
                 return _error(404, "run_not_found")
             run = self.runs[run_id]
             merged = self._merged(run)
+            series = self._series(run, metric, None, axis)
+            more = {other: self._series(run, other, None, axis) for other in others}
             compared.append(
                 wire.ComparedRun(
                     run_id=run.run_id,
@@ -193,7 +196,7 @@ class FakeServer:
                     state=run.state,
                     last_step=run.steps,
                     reports=len(run.measured),
-                    series=self._series(run, metric, None, axis),
+                    series=msgspec.structs.replace(series, more=more) if more else series,
                     merged={key: _number(value) for key, value in merged.items()},
                     scalars=_last_scalars(run),
                     mean_scalars={name: entry.value for name, entry in _last_scalars(run).items()},

@@ -4,10 +4,12 @@ import re
 import subprocess
 import sys
 
+import httpx
 import pytest
 from collage_dashboard import create_dashboard
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS
 from collage_dashboard.guard import LOOPBACK_HOSTS
+from collage_dashboard.pages.comparison import CHARTS, DEFAULT_METRIC
 
 ROUTED = {
     "output": "page.children",
@@ -43,25 +45,22 @@ def question(outputs, inputs, state=()):
     }
 
 
-def refresh(search, revision=CALM):
-    """What is asked for the numbers of a comparison."""
-    names = ("compare-numbers", "compare-verdicts", "compare-table", "compare-legend")
+def charts(search, looked, drawn=()):
+    """What is asked for the curves and the table of a comparison, after a look, where `drawn` stands already."""
+    revision = looked["compare-revision"]["data"]
+    kept = looked.get("compare-rows", {"data": "[]"})["data"]
+    outputs = [("compare-drawn", "data"), ("compare-table", "children")]
+    outputs += [(f"compare-answer-{place}", "data") for place in range(4)]
     inputs = [("compare-shown", "data", search), ("compare-revision", "data", revision)]
-    return question([(name, "children") for name in names], inputs)
-
-
-def chart(place, search, known=None):
-    """What is asked for one chart of a comparison."""
-    inputs = [("compare-shown", "data", search), ("compare-revision", "data", CALM)]
-    names = (f"compare-answer-{place}", f"compare-digest-{place}")
-    return question([(name, "data") for name in names], inputs, [(names[1], "data", known)])
+    return question(outputs, inputs, [("compare-rows", "data", kept), ("compare-drawn", "data", list(drawn))])
 
 
 def look(search, known=CALM):
-    """What is asked at each tick."""
-    outputs = [("compare-revision", "data"), ("compare-alert", "children"), ("compare-pace", "children")]
-    state = [("compare-shown", "data", search), ("compare-revision", "data", known)]
-    return question(outputs, [("tick", "data", 1)], state)
+    """What is asked at each tick, and where other runs are chosen."""
+    outputs = [("compare-revision", "data"), ("compare-rows", "data")]
+    outputs += [(f"compare-{name}", "children") for name in ("alert", "pace", "numbers", "verdicts", "legend")]
+    inputs = [("tick", "data", 1), ("compare-shown", "data", search)]
+    return question(outputs, inputs, [("compare-revision", "data", known)])
 
 
 def answered(http, asked):
@@ -134,22 +133,19 @@ def test_a_foreign_host_name_is_refused(http):
 
 
 def test_a_callback_from_a_foreign_page_is_refused(http):
-    foreign = http.post(
-        "/_dash-update-component", json=refresh("?run=run-plain"), headers={"Origin": "http://evil"}
-    )
+    foreign = http.post("/_dash-update-component", json=look("?run=run-plain"), headers={"Origin": "http://evil"})
     assert foreign.status_code == 403
-    own = http.post(
-        "/_dash-update-component", json=refresh("?run=run-plain"), headers={"Origin": "http://localhost"}
-    )
+    own = http.post("/_dash-update-component", json=look("?run=run-plain"), headers={"Origin": "http://localhost"})
     assert own.status_code == 200
 
 
 def test_a_refresh_fills_the_page_and_rests_when_all_runs_are_finished(http):
     search = "?run=run-plain&run=run-plus"
-    shown = answered(http, refresh(search))
-    assert "Updates arrive" in str(shown["compare-verdicts"])
-    assert len(answered(http, chart(0, search))["compare-answer-0"]["data"]["data"]) >= 2
     looked = answered(http, look(search))
+    assert "Updates arrive" in str(looked["compare-verdicts"])
+    drawn = answered(http, charts(search, looked))
+    assert len(drawn["compare-answer-0"]["data"]["data"]) >= 2
+    assert "Collage plus" in str(drawn["compare-table"])
     assert looked["compare-alert"]["children"] is None
     assert int(looked["compare-pace"]["children"]) == IDLE_MILLISECONDS
     assert int(answered(http, look("?run=run-live"))["compare-pace"]["children"]) == LIVE_MILLISECONDS
@@ -159,8 +155,25 @@ def test_what_has_not_changed_does_not_travel_again(http):
     search = "?run=run-plain"
     looked = answered(http, look(search))
     assert answered(http, look(search, looked["compare-revision"]["data"])) is None
-    drawn = answered(http, chart(0, search))
-    assert answered(http, chart(0, search, drawn["compare-digest-0"]["data"])) is None
+    drawn = answered(http, charts(search, looked))["compare-drawn"]["data"]
+    assert answered(http, charts(search, looked, drawn)) is None
+    changed = {**looked, "compare-revision": {"data": CALM}}
+    again = answered(http, charts(search, changed, drawn))
+    assert not [name for name in again if "answer" in name], "the same figures"
+
+
+def test_all_curves_come_from_one_question_and_another_metric_asks_for_itself_alone(http, server):
+    search = "?run=run-plain&run=run-plus"
+    looked = answered(http, look(search))
+    server.asked.clear()
+    drawn = answered(http, charts(search, looked))["compare-drawn"]["data"]
+    [asked] = server.asked
+    assert httpx.URL(asked).params.get_list("metric") == [*CHARTS, DEFAULT_METRIC]
+    server.asked.clear()
+    other = answered(http, charts(f"{search}&metric=param_norm", looked, drawn))
+    [asked] = server.asked
+    assert httpx.URL(asked).params.get_list("metric") == ["param_norm"]
+    assert [name for name in other if "answer" in name] == ["compare-answer-3"]
 
 
 def test_a_look_without_an_answer_changes_nothing_but_the_notice(http, server):
@@ -169,7 +182,7 @@ def test_a_look_without_an_answer_changes_nothing_but_the_notice(http, server):
     assert "does not answer" in str(looked["compare-alert"])
     assert int(looked["compare-pace"]["children"]) == LIVE_MILLISECONDS
     failed = looked["compare-revision"]["data"]
-    assert answered(http, refresh("?run=run-plain", failed)) is None, "what was read stays"
+    assert answered(http, charts("?run=run-plain", looked)) is None, "what was read stays"
     server.down = False
     back = answered(http, look("?run=run-plain", failed))
     assert back["compare-alert"]["children"] is None
@@ -178,11 +191,10 @@ def test_a_look_without_an_answer_changes_nothing_but_the_notice(http, server):
 
 def test_a_run_that_is_gone_is_named_and_the_others_are_compared(http):
     search = "?run=run-gone&run=run-plain"
-    assert "run-gone" in str(answered(http, look(search))["compare-alert"])
-    assert "plain" in str(answered(http, refresh(search))["compare-verdicts"])
-    asked = chart(0, search)
-    asked["inputs"][1]["value"] = answered(http, look(search))["compare-revision"]["data"]
-    assert answered(http, asked)["compare-answer-0"]["data"]["data"]
+    looked = answered(http, look(search))
+    assert "run-gone" in str(looked["compare-alert"])
+    assert "plain" in str(looked["compare-verdicts"])
+    assert answered(http, charts(search, looked))["compare-answer-0"]["data"]["data"]
 
 
 def test_a_metric_that_the_server_refuses_spoils_only_its_own_chart(http, server, monkeypatch):
@@ -191,13 +203,15 @@ def test_a_metric_that_the_server_refuses_spoils_only_its_own_chart(http, server
     def refuse(query):
         from tests.dashboard.fake_server import _error
 
-        return _error(422, "unknown_metric") if query["metric"] == "nonsense" else asked(query)
+        return _error(422, "unknown_metric") if "nonsense" in query.get_list("metric") else asked(query)
 
     monkeypatch.setattr(server, "_compare", refuse)
     address = "?run=run-plain&metric=nonsense"
-    assert answered(http, look(address))["compare-alert"]["children"] is None
-    assert answered(http, chart(0, address))["compare-answer-0"]["data"]["data"]
-    refused = answered(http, chart(3, address))["compare-answer-3"]["data"]
+    looked = answered(http, look(address))
+    assert looked["compare-alert"]["children"] is None
+    drawn = answered(http, charts(address, looked))
+    assert drawn["compare-answer-0"]["data"]["data"]
+    refused = drawn["compare-answer-3"]["data"]
     assert "unknown_metric" in refused["layout"]["annotations"][0]["text"]
 
 

@@ -4,7 +4,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from collage_dashboard.app import render
-from collage_dashboard.components import LIVE_MILLISECONDS, pace
+from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, pace
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, numbers, table, verdicts
 from collage_dashboard.pages.run_content import TABS, about, draw, head, panel, summary
@@ -124,6 +124,27 @@ def test_the_controls_of_a_comparison_stand_as_the_address_says(reader):
     assert by_id(page, "compare-metric").value == "param_norm"
     assert by_id(page, "compare-axis").value == "tokens"
     assert by_id(page, "compare-smoothing").value == 0.5
+
+
+def test_a_comparison_opens_with_its_numbers_and_sentences_from_one_question(server, reader):
+    shown = text(render(read_address("/compare", "?run=run-plain&run=run-light"), reader))
+    assert len(server.asked) == 1
+    assert "exp_avg_sq stuck" in shown
+    assert "0.9132" in shown
+
+
+@pytest.mark.parametrize(
+    ("pathname", "search", "marker", "milliseconds"),
+    [
+        ("/compare", "?run=run-plain", "compare-pace", IDLE_MILLISECONDS),
+        ("/compare", "?run=run-plain&run=run-live", "compare-pace", LIVE_MILLISECONDS),
+        ("/run/run-plain", "", "run-pace", IDLE_MILLISECONDS),
+        ("/run/run-live", "", "run-pace", LIVE_MILLISECONDS),
+    ],
+)
+def test_a_page_whose_runs_have_ended_rests_from_its_opening_on(reader, pathname, search, marker, milliseconds):
+    page = render(read_address(pathname, search), reader)
+    assert text(by_id(page, marker)) == str(milliseconds)
 
 
 def test_a_comparison_of_nothing_says_how_to_pick(reader):

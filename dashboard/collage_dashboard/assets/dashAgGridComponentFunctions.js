@@ -4,12 +4,13 @@ var dagcomponentfuncs = (window.dashAgGridComponentFunctions = window.dashAgGrid
 dagcomponentfuncs.RunCell = function (props) {
   const row = props.data;
   if (!row) return React.createElement("span", { className: "loading-cell" }, "…");
-  const picked = window.collagePicked || {};
+  // The store alone knows what is picked: a copy beside it could lag behind, and a tick of it be lost.
+  const picked = () => (window.dash_component_api.getLayout("runs-picked") || { props: {} }).props.data || {};
+  const isPicked = row.run_id in picked();
   const pick = (event) => {
-    const next = { ...(window.collagePicked || {}) };
+    const next = { ...picked() };
     if (event.target.checked) next[row.run_id] = row.name;
     else delete next[row.run_id];
-    window.collagePicked = next;
     window.dash_clientside.set_props("runs-picked", { data: next });
   };
   return React.createElement(
@@ -19,8 +20,8 @@ dagcomponentfuncs.RunCell = function (props) {
       type: "checkbox",
       className: "pick",
       "aria-label": `Pick ${row.name} to compare`,
-      defaultChecked: row.run_id in picked,
-      key: String(row.run_id in picked),
+      defaultChecked: isPicked,
+      key: String(isPicked),
       onChange: pick,
     }),
     React.createElement("span", { className: "dot", style: { "--run-colour": row.colour } }),

@@ -108,10 +108,9 @@
         const text = given.toString();
         return text ? `?${text}` : "";
       },
-      picked: (picked) => {
-        window.collagePicked = picked || {};
-        const grid = window.dash_ag_grid && document.getElementById("runs-grid");
-        if (grid) window.dash_ag_grid.getApiAsync("runs-grid").then((api) => api.refreshCells({ columns: ["name"], force: true }));
+      picked: () => {
+        if (document.getElementById("runs-grid"))
+          window.dash_ag_grid.getApiAsync("runs-grid").then((api) => api.refreshCells({ columns: ["name"], force: true }));
         return window.dash_clientside.no_update;
       },
     },

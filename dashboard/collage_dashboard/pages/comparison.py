@@ -1,4 +1,8 @@
-"""The comparison: three numbers for each run, curves of several strategies, and the table behind them."""
+"""The comparison: numbers and a sentence for each run, curves of several strategies, and the table behind them.
+
+Numbers and sentences are what the server keeps of each run: the page opens with them. All curves and the table come
+from one question, and what is there already is not asked for again.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,17 @@ import plotly.graph_objects as go
 from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
-    IDLE_MILLISECONDS,
     LIVE_MILLISECONDS,
     axis_control,
     chart_card,
     chart_note,
     limits_note,
     notice,
-    pace,
     pace_marker,
     page,
     problem_page,
     smoothing_control,
+    wait_of,
 )
 from collage_dashboard.descriptions import describe, metric_choices
 from collage_dashboard.figures import NamedCurve, curves
@@ -68,24 +71,26 @@ def layout(view: View, reader: Reader) -> html.Div:
         return problem_page(_NOTHING_PICKED)
     rows = _rows(reader, view.runs)
     search = write_address(view)[1]
+    shown_numbers, shown_verdicts, shown_legend = _said(rows)
     return page(
         [
             dcc.Location(id="compare-address", refresh=False),
             dcc.Store(id="compare-shown", data=search),
             dcc.Store(id="compare-revision", data=_revision(view, rows)),
-            pace_marker("compare-pace", pace(0.0)),
+            dcc.Store(id="compare-rows", data=_kept(rows)),
+            pace_marker("compare-pace", wait_of(rows, 0.0)),
             *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
-            *(dcc.Store(id=f"compare-digest-{place}") for place in range(len(CHARTS) + 1)),
+            dcc.Store(id="compare-drawn", data=[]),
             html.Div([dcc.Link("Runs", href="/"), " / Comparison"], className="crumbs"),
             html.Div(_picker(view, rows), className="toolbar"),
             html.Div(_missing(view, rows), id="compare-alert"),
-            html.Div(id="compare-numbers", className="numbers-place"),
-            html.Div(id="compare-verdicts"),
+            html.Div(shown_numbers, id="compare-numbers", className="numbers-place"),
+            html.Div(shown_verdicts, id="compare-verdicts"),
             html.Div(
                 [axis_control("compare-axis", view), smoothing_control("compare-smoothing", view)],
                 className="controls",
             ),
-            html.Div(id="compare-legend", className="legend"),
+            html.Div(shown_legend, id="compare-legend", className="legend"),
             html.Div(_charts(view, rows), className="charts"),
             html.Div(id="compare-table"),
             limits_note(),
@@ -94,28 +99,35 @@ def layout(view: View, reader: Reader) -> html.Div:
     )
 
 
-def figure(comparison: wire.Comparison, smoothing: float) -> go.Figure:
-    """The curves of one comparison under the names and colours that the runs have everywhere on the page."""
+def figure(comparison: wire.Comparison, smoothing: float, metric: str | None = None) -> go.Figure:
+    """The curves of a comparison under the names and colours that the runs have everywhere on the page.
+
+    `metric`: one of those that were compared; None: the first of them.
+    """
+    chosen = metric or comparison.metric
     lines = [
-        NamedCurve(identity.label, identity.colour, run.series, identity.dash)
+        NamedCurve(identity.label, identity.colour, _series(run, chosen), identity.dash)
         for identity, run in zip(identify(comparison.runs), comparison.runs, strict=True)
     ]
-    return curves(comparison.metric, lines, smoothing=smoothing, legend=False)
+    return curves(chosen, lines, smoothing=smoothing, legend=False)
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app)
     _register_search(app, reader)
-    for place in range(len(CHARTS) + 1):
-        _register_chart(app, reader, place)
+    _register_charts(app, reader)
 
     @app.callback(
         Output("compare-revision", "data"),
+        Output("compare-rows", "data"),
         Output("compare-alert", "children"),
         Output("compare-pace", "children"),
+        Output("compare-numbers", "children"),
+        Output("compare-verdicts", "children"),
+        Output("compare-legend", "children"),
         Input("tick", "data"),
-        State("compare-shown", "data"),
+        Input("compare-shown", "data"),
         State("compare-revision", "data"),
         prevent_initial_call=True,
     )
@@ -125,66 +137,56 @@ def register(app: dash.Dash, reader: Reader) -> None:
         try:
             rows = _rows(reader, view.runs)
         except CollageError as error:
-            return {**known, "failed": True}, notice(explain(error)), str(LIVE_MILLISECONDS)
+            failed = {**known, "failed": True}
+            return failed, no_update, notice(explain(error)), str(LIVE_MILLISECONDS), *[no_update] * 3
         found = _revision(view, rows)
         if found == known:
             raise dash.exceptions.PreventUpdate
-        live = any(row.state == "running" for row in rows)
-        wait = pace(time.monotonic() - start) if live else IDLE_MILLISECONDS
-        return found, _missing(view, rows), str(wait)
+        return found, _kept(rows), _missing(view, rows), str(wait_of(rows, time.monotonic() - start)), *_said(rows)
+
+
+def _register_charts(app: dash.Dash, reader: Reader) -> None:
+    """All charts and the table from one question, about those metrics alone that are not there yet."""
+    places = range(len(CHARTS) + 1)
 
     @app.callback(
-        Output("compare-numbers", "children"),
-        Output("compare-verdicts", "children"),
+        Output("compare-drawn", "data"),
         Output("compare-table", "children"),
-        Output("compare-legend", "children"),
+        *(Output(f"compare-answer-{place}", "data") for place in places),
         Input("compare-shown", "data"),
         Input("compare-revision", "data"),
+        State("compare-rows", "data"),
+        State("compare-drawn", "data"),
     )
-    def refresh(search: str | None, revision: dict[str, Any]) -> tuple[Any, ...]:
+    def draw(search: str | None, revision: dict[str, Any], kept: str, drawn: list[list[str]]) -> tuple[Any, ...]:
         view = read_address("/compare", search)
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
-        try:
-            runs, overviews = _measured(reader, view)
-        except CollageError as error:
-            return notice(explain(error)), *[no_update] * 3
-        if not runs:
-            return None, None, None, None
-        return numbers(runs, overviews), verdicts(runs, overviews), table(runs, overviews), legend(runs)
-
-
-def _register_chart(app: dash.Dash, reader: Reader, place: int) -> None:
-    """A chart asks for itself: a slow metric holds up no other one, and what has not changed does not travel."""
-
-    @app.callback(
-        Output(f"compare-answer-{place}", "data"),
-        Output(f"compare-digest-{place}", "data"),
-        Input("compare-shown", "data"),
-        Input("compare-revision", "data"),
-        State(f"compare-digest-{place}", "data"),
-    )
-    def draw(search: str | None, revision: dict[str, Any], known: str | None) -> tuple[Any, ...]:
-        view = read_address("/compare", search)
-        if revision["failed"]:
+        rows = wire.decode_message(kept.encode(), list[wire.RunRow], wire.JSON)
+        metrics = (*CHARTS, view.metric or DEFAULT_METRIC)
+        wanted = [f"{revision['at']} {write_address(replace(view, metric=metric))[1]}" for metric in metrics]
+        before = drawn or [["", ""]] * len(metrics)
+        asked = [place for place in places if before[place][0] != wanted[place]]
+        if not asked:
             raise dash.exceptions.PreventUpdate
-        metric = (*CHARTS, view.metric or DEFAULT_METRIC)[place]
         try:
-            drawn = _drawn(reader, view, metric, revision["gone"])
+            found = _compared(reader, view, rows, [metrics[place] for place in asked])
+            shown = _table(reader, rows, found[metrics[0]]) if 0 in asked else no_update
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
-        found = digest(drawn)
-        if found == known:
-            raise dash.exceptions.PreventUpdate
-        return drawn, found
+        figures = {place: _drawn(found[metrics[place]], metrics[place], view) for place in asked}
+        now = [[wanted[place], digest(figures[place]) if place in asked else before[place][1]] for place in places]
+        changed = [now[place][1] != before[place][1] for place in places]
+        return now, shown, *(figures[place] if changed[place] else no_update for place in places)
 
-    app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "keepZoom"),
-        Output(f"compare-chart-{place}", "figure"),
-        Input(f"compare-answer-{place}", "data"),
-        State(f"compare-chart-{place}", "figure"),
-        prevent_initial_call=True,
-    )
+    for place in places:
+        app.clientside_callback(  # type: ignore[no-untyped-call]
+            ClientsideFunction("collage", "keepZoom"),
+            Output(f"compare-chart-{place}", "figure"),
+            Input(f"compare-answer-{place}", "data"),
+            State(f"compare-chart-{place}", "figure"),
+            prevent_initial_call=True,
+        )
 
 
 def _register_search(app: dash.Dash, reader: Reader) -> None:
@@ -283,37 +285,61 @@ def _missing(view: View, rows: Sequence[wire.RunRow]) -> Any:
     )
 
 
-def _drawn(reader: Reader, view: View, metric: str, gone: Sequence[str]) -> go.Figure:
-    there = [run_id for run_id in view.runs if run_id not in gone]
+def _said(rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
+    """(numbers, verdicts, legend) of the runs, from what the server keeps of each."""
+    if not rows:
+        return None, None, None
+    overviews = _overviews(rows)
+    return numbers(rows, overviews), verdicts(rows, overviews), legend(rows)
+
+
+def _overviews(rows: Sequence[wire.RunRow]) -> dict[str, wire.Overview]:
+    return {row.run_id: row.overview for row in rows if row.overview}
+
+
+def _kept(rows: Sequence[wire.RunRow]) -> str:
+    return wire.encode_json(rows).decode()
+
+
+def _compared(
+    reader: Reader, view: View, rows: Sequence[wire.RunRow], metrics: Sequence[str]
+) -> dict[str, wire.Comparison | str]:
+    """By metric the comparison that holds it, from one question; in words why not, where the server refuses it."""
+    there = [row.run_id for row in rows]
     if not there:
-        return empty_figure("none of these runs is there")
+        return dict.fromkeys(metrics, "none of these runs is there")
     try:
-        answer = reader.ask(lambda client: client.compare(there, metric, axis=view.axis, points=POINTS))
+        answer = reader.ask(lambda client: client.compare(there, metrics, axis=view.axis, points=POINTS))
     except NotAuthorised:
         raise
     except ServerRefusal as error:
-        return empty_figure(str(error))
-    return figure(answer, view.smoothing)
+        if len(metrics) == 1:
+            return {metrics[0]: str(error)}
+        # One that is refused shall not spoil the others.
+        alone = [_compared(reader, view, rows, [metric]) for metric in metrics]
+        return {metric: found for one in alone for metric, found in one.items()}
+    return dict.fromkeys(metrics, answer)
 
 
-def _measured(reader: Reader, view: View) -> tuple[Sequence[wire.ComparedRun], dict[str, wire.Overview]]:
-    """The compared runs, with a throughput for those that log only their tokens, and what is said of each."""
-    rows = _rows(reader, view.runs)
-    there = [row.run_id for row in rows]
-    if not there:
-        return [], {}
-    runs: Sequence[wire.ComparedRun] = reader.ask(
-        lambda client: client.compare(there, CHARTS[0], axis=view.axis, points=POINTS)
-    ).runs
-    overviews = {
-        row.run_id: row.overview or reader.ask(lambda client, run_id=row.run_id: client.overview(run_id))  # type: ignore[misc]
-        for row in rows
-    }
+def _drawn(found: wire.Comparison | str, metric: str, view: View) -> go.Figure:
+    return empty_figure(found) if isinstance(found, str) else figure(found, view.smoothing, metric)
+
+
+def _series(run: wire.ComparedRun, metric: str) -> wire.Series:
+    return run.series if run.series.metric == metric else (run.series.more or {})[metric]
+
+
+def _table(reader: Reader, rows: Sequence[wire.RunRow], found: wire.Comparison | str) -> Any:
+    """The table, with a throughput for those runs that log only their tokens."""
+    if isinstance(found, str):
+        return None
+    runs: Sequence[wire.ComparedRun] = found.runs
     if lacks_throughput(runs):
+        there = [run.run_id for run in runs]
         runs = with_throughput(
             runs, reader.ask(lambda client: client.compare(there, "tokens", axis="time", points=2))
         )
-    return runs, overviews
+    return table(runs, _overviews(rows))
 
 
 def _picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:

@@ -1,10 +1,10 @@
-"""The comparison in numbers: three cards, one sentence a run, and the table, all from the same answer."""
+"""The comparison in numbers: cards and one sentence a run from what is kept of each, the table with its scalars."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import dash_mantine_components as dmc
 import msgspec
@@ -12,7 +12,7 @@ from dash import html
 
 from collage_dashboard.components import Entry, number_card, over_steps, run_label, scrollable, verdict_line
 from collage_dashboard.descriptions import count, describe, finite, interval, number, state_key
-from collage_dashboard.identities import RunStyle, identify, is_stochastic, strategy_title
+from collage_dashboard.identities import NamedRun, identify, is_stochastic, strategy_title
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 
@@ -66,6 +66,13 @@ _MEAN_LOSS = "loss, mean of the last 20"
 Cell = tuple[str, str]
 
 
+class LoggedRun(NamedRun, Protocol):
+    """A run with the scalars that it logged last: a row of the table of runs, or a compared run."""
+
+    @property
+    def scalars(self) -> dict[str, wire.LoggedScalar]: ...
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the table: its title, its help, and (value, smaller line) of a run."""
@@ -75,24 +82,30 @@ class Column:
     cell: Callable[[wire.ComparedRun], Cell]
 
 
-def numbers(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> html.Div:
+def numbers(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
     """The first screen: EDQ, updates lost, the second moment's decrement, and the loss, for each run."""
-    identities, runs = identify(runs), with_recent(runs, overviews)
-    state = state_key(key for run in runs for key in run.merged)
+    recent = [found.numbers if (found := overviews.get(run.run_id)) else {} for run in runs]
+    state = state_key(key for measured in recent for key in measured)
     validated = any("validation_loss" in run.scalars for run in runs)
     loss = "validation_loss" if validated else "loss"
+
+    def entries(cells: Iterable[Cell]) -> list[Entry]:
+        identities = identify(runs) if len(runs) > 1 else [None]
+        return [Entry(*cell, identity) for cell, identity in zip(cells, identities, strict=True)]
+
     return html.Div(
         [
-            number_card("edq_ratio", _entries(runs, identities, _merged("edq_ratio")), note=RECENT),
-            number_card("lost_update_ratio", _entries(runs, identities, _merged("lost_update_ratio")), note=RECENT),
-            number_card(state, _entries(runs, identities, _merged(state)), note=RECENT),
-            number_card(loss, _entries(runs, identities, _scalar(loss))),
+            *(
+                number_card(key, entries(_measured(measured, key) for measured in recent), note=RECENT)
+                for key in ("edq_ratio", "lost_update_ratio", state)
+            ),
+            number_card(loss, entries(map(_scalar(loss), runs))),
         ],
         className="four",
     )
 
 
-def verdicts(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> html.Div:
+def verdicts(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
     """A sentence about each run: its recent past, what is wrong, where and since when."""
     lines = [
         verdict_line(overviews.get(run.run_id), identity)
@@ -101,7 +114,7 @@ def verdicts(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> html.Div
     return html.Div(lines, style={"marginTop": "16px"})
 
 
-def legend(runs: Sequence[wire.ComparedRun]) -> list[Any]:
+def legend(runs: Sequence[NamedRun]) -> list[Any]:
     """One legend for all charts."""
     return [run_label(identity) for identity in identify(runs)]
 
@@ -147,16 +160,16 @@ def table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> dmc.Paper:
     return dmc.Paper(content, className="card comparison-table", withBorder=True, mt=14)
 
 
+def _measured(numbers: Mapping[str, wire.Number | None], key: str) -> Cell:
+    return number(numbers.get(key)), interval(numbers.get(f"{key}_low"), numbers.get(f"{key}_high"), 3)
+
+
 def _merged(key: str) -> Callable[[wire.ComparedRun], Cell]:
-    def cell(run: wire.ComparedRun) -> Cell:
-        bounds = interval(run.merged.get(f"{key}_low"), run.merged.get(f"{key}_high"), 3)
-        return number(run.merged.get(key)), bounds
-
-    return cell
+    return lambda run: _measured(run.merged, key)
 
 
-def _scalar(name: str) -> Callable[[wire.ComparedRun], Cell]:
-    def cell(run: wire.ComparedRun) -> Cell:
+def _scalar(name: str) -> Callable[[LoggedRun], Cell]:
+    def cell(run: LoggedRun) -> Cell:
         logged = run.scalars.get(name)
         return (number(logged.value), f"step {logged.step}") if logged else (number(None), "")
 
@@ -174,15 +187,6 @@ def _state(run: wire.ComparedRun) -> Cell:
 
 def _steps(run: wire.ComparedRun) -> Cell:
     return count(run.last_step), "" if run.state == "finished" else run.state
-
-
-def _entries(
-    runs: Sequence[wire.ComparedRun], identities: Sequence[RunStyle], cell: Callable[[wire.ComparedRun], Cell]
-) -> list[Entry]:
-    return [
-        Entry(*cell(run), identity if len(runs) > 1 else None)
-        for run, identity in zip(runs, identities, strict=True)
-    ]
 
 
 def _cell(cell: Cell) -> list[Any]:

@@ -11,16 +11,15 @@ import dash_mantine_components as dmc
 from dash import ALL, MATCH, ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
-    IDLE_MILLISECONDS,
     LIVE_MILLISECONDS,
     axis_control,
     labelled,
     limits_note,
     notice,
-    pace,
     pace_marker,
     page,
     smoothing_control,
+    wait_of,
 )
 from collage_dashboard.descriptions import finite, metric_choices
 from collage_dashboard.figures.heatmap import short_layer
@@ -77,7 +76,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="run-shown", data={"pathname": pathname, "search": search}),
             dcc.Store(id="run-revision", data=_revision(row)),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
-            pace_marker("run-pace", pace(0.0)),
+            pace_marker("run-pace", wait_of([row] if row else [], 0.0)),
             html.Div([dcc.Link("Runs", href="/"), " / ", run.project], className="crumbs"),
             html.Div(head(run), id="run-head"),
             html.Div(id="run-alert"),
@@ -121,16 +120,18 @@ def register(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         if row is None:
             return found, notice(Problem("This run is gone", f"There is no run {run_id!r} any more.")), no_update
-        return found, None, str(pace(time.monotonic() - start) if row.state == "running" else IDLE_MILLISECONDS)
+        return found, None, str(wait_of([row], time.monotonic() - start))
 
     @app.callback(
         Output("run-head", "children"),
         Output("run-summary", "children"),
         Output("run-record", "data"),
-        Input("run-shown", "data"),
         Input("run-revision", "data"),
+        State("run-shown", "data"),
+        prevent_initial_call=True,
     )
-    def refresh(shown: dict[str, str], revision: dict[str, Any]) -> tuple[Any, ...]:
+    def refresh(revision: dict[str, Any], shown: dict[str, str]) -> tuple[Any, ...]:
+        """What stands above the tabs, read anew; the page opens with it."""
         run_id = read_address(shown["pathname"], "").runs[0]
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate

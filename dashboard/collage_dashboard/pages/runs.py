@@ -12,7 +12,6 @@ import dash_mantine_components as dmc
 from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
-    IDLE_MILLISECONDS,
     limits_note,
     notice,
     pace,
@@ -20,6 +19,7 @@ from collage_dashboard.components import (
     page,
     problem_page,
     verdict_mark,
+    wait_of,
 )
 from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.figures.style import strategy_colour
@@ -59,7 +59,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         [
             dcc.Location(id="runs-address", refresh=False, search=write_address(view)[1]),
             dcc.Store(id="runs-revision", data=_revision(table)),
-            pace_marker("runs-pace", pace(0.0)),
+            pace_marker("runs-pace", _wait(table, view)),
             html.Div(
                 [
                     dmc.Title("Runs", order=1, size="h2"),
@@ -211,8 +211,8 @@ def register(app: dash.Dash, reader: Reader) -> None:
         if found == known:
             raise dash.exceptions.PreventUpdate
         empty = _is_empty(table, view)
-        wait = pace(0.0) if table.live or empty else IDLE_MILLISECONDS
-        return found, headline_of(table), None, _shown(not empty), _shown(empty), str(wait)
+        shown = headline_of(table), None, _shown(not empty), _shown(empty)
+        return found, *shown, str(_wait(table, view))
 
 
 def _register_rows(app: dash.Dash, reader: Reader) -> None:
@@ -311,6 +311,10 @@ def _revision(table: wire.RunTable) -> dict[str, Any]:
 
 def _is_empty(table: wire.RunTable, view: View) -> bool:
     return not table.total and not any(_filters(view).values())
+
+
+def _wait(table: wire.RunTable, view: View) -> int:
+    return pace(0.0) if table.live or _is_empty(table, view) else wait_of(table.rows, 0.0)
 
 
 def _shown(shown: bool) -> dict[str, str]:
