@@ -105,7 +105,7 @@ def test_extremes_are_those_of_single_steps_or_unknown(long, metric, asked):
     for low, high, lowest, highest in extremes():
         assert (low, high) == (lowest, highest)
     long.app.state.components.store.retention.expire("r1", {1: long.clock() + 1e9})
-    kept = not asked or (metric == "edq_ratio" and "layer" in asked)
+    kept = not asked or (metric in {"edq_ratio", "grad_norm"} and "layer" in asked)
     for low, high, lowest, highest in [*extremes()][:2]:
         assert (low, high) == ((lowest, highest) if kept else (None, None))
 

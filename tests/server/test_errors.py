@@ -18,7 +18,10 @@ from tests.server.samples import STATISTICS, block, layer, report, stream_create
 
 JSON = {"Content-Type": wire.JSON}
 OPEN = {"/healthz", "/readyz", "/docs"}
-ALWAYS_ANSWERED = ("catalogue", "/metrics", "/v1/runs", "/v1/tokens", "/v1/audit", "/v1/events", "/v1/silences")
+ALWAYS_ANSWERED = (
+    *("catalogue", "/metrics", "/v1/runs", "/v1/run-table", "/v1/run-filters", "/v1/tokens"),
+    *("/v1/audit", "/v1/events", "/v1/silences"),
+)
 
 
 def routes(app):
