@@ -7,10 +7,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
+from collage_monitor.client import Client
 from tests.browser.test_comparison import tick
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 from tests.system import require
+from tests.waiting import until
 
 pytestmark = pytest.mark.browser
 
@@ -116,14 +118,15 @@ def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
         ),
     ],
 )
-def test_a_page_asks_each_question_once_while_it_opens(watched, between, path, there, questions):
-    page = watched.page
-    page.goto(watched.url)
-    page.get_by_role("link", name="plain", exact=True).wait_for()
-    page.goto("about:blank")
+def test_a_page_asks_each_question_once_while_it_opens(watched, between, server_url, path, there, questions):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as client:
+        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
     between.asked.clear()
+    page = watched.page
     page.goto(watched.url + path)
     page.wait_for_selector(there)
+    until(lambda: len(between.asked) >= len(questions), "the last question")
     page.wait_for_load_state("networkidle")
     assert len(set(between.asked)) == len(between.asked), "a question was asked twice"
     assert sorted(asked.partition("?")[0].rpartition("/")[2] for asked in between.asked) == questions

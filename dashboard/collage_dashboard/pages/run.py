@@ -23,7 +23,7 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.descriptions import finite, metric_choices
 from collage_dashboard.figures.heatmap import short_layer
-from collage_dashboard.figures.style import digest
+from collage_dashboard.figures.style import ACCENT, digest, strategy_colour
 from collage_dashboard.pages.run_content import (
     DEFAULT_METRIC,
     POINTS,
@@ -163,7 +163,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         view = read_address(shown["pathname"], shown["search"])
         try:
-            drawn = draw(chart["kind"], chart["metric"], view, reader)
+            drawn = draw(chart["kind"], chart["metric"], view, reader, revision["colour"])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None
         found = digest(drawn)
@@ -185,11 +185,12 @@ def _row(client: Client, run_id: str) -> wire.RunRow | None:
 
 
 def _revision(row: wire.RunRow | None) -> dict[str, Any]:
-    """What changes whenever something that is shown of the run may have changed."""
+    """What changes whenever something that is shown of the run may have changed; its strategy's colour."""
     if row is None:
-        return {"at": "", "failed": False}
+        return {"at": "", "failed": False, "colour": ACCENT}
     judged = row.overview.last_step if row.overview else None
-    return {"at": f"{row.updated_at} {row.state} {judged}", "failed": False}
+    colour = strategy_colour(row.strategy or row.observed_strategy, row.dtype)
+    return {"at": f"{row.updated_at} {row.state} {judged}", "failed": False, "colour": colour}
 
 
 def _register_navigation(app: dash.Dash, reader: Reader) -> None:

@@ -24,7 +24,7 @@ from collage_dashboard.descriptions import STATE, byte_count, count, describe, i
 from collage_dashboard.figures import NamedCurve, class_shares, curves, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.histogram import PREDICTS
-from collage_dashboard.figures.style import ACCENT, empty_figure, strategy_colour, with_subtitle
+from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.identities import strategy_title
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import Tab, View, write_address
@@ -290,8 +290,8 @@ def _strategy(run: wire.Run) -> str | None:
     return (run.watch.strategy or run.watch.observed_strategy) if run.watch else None
 
 
-def draw(kind: str, metric: str, view: View, reader: Reader) -> go.Figure:
-    """The figure of `kind` ("series", "heatmap", "histogram", "classes") for `metric`.
+def draw(kind: str, metric: str, view: View, reader: Reader, colour: str = ACCENT) -> go.Figure:
+    """The figure of `kind` ("series", "heatmap", "histogram", "classes") for `metric`; a curve in `colour`.
 
     A metric that the server refuses is an empty figure with its reason.
 
@@ -299,24 +299,18 @@ def draw(kind: str, metric: str, view: View, reader: Reader) -> go.Figure:
         CollageError: the server does not answer, or refuses the token.
     """
     try:
-        return _DRAWERS[kind](metric, view, reader)
+        return _series(metric, view, reader, colour) if kind == "series" else _DRAWERS[kind](metric, view, reader)
     except NotAuthorised:
         raise
     except ServerRefusal as error:
         return empty_figure(str(error))
 
 
-def _series(metric: str, view: View, reader: Reader) -> go.Figure:
+def _series(metric: str, view: View, reader: Reader, colour: str) -> go.Figure:
     answer = _read_series(metric, view, reader)
     name = "whole model" if describe(metric).scalar or not view.layer else view.layer
-    drawn = curves(metric, [NamedCurve(name, _colour(view, reader), answer)], smoothing=view.smoothing)
+    drawn = curves(metric, [NamedCurve(name, colour, answer)], smoothing=view.smoothing)
     return drawn if describe(metric).scalar else with_subtitle(drawn, name)
-
-
-def _colour(view: View, reader: Reader) -> str:
-    """The run's strategy has the same colour here as on every other page."""
-    row = next(iter(reader.ask(lambda client: client.run_table(run_ids=view.runs, limit=1)).rows), None)
-    return strategy_colour(row.strategy or row.observed_strategy, row.dtype) if row else ACCENT
 
 
 def _heatmap(metric: str, view: View, reader: Reader) -> go.Figure:
@@ -363,4 +357,4 @@ def _read_series(metric: str, view: View, reader: Reader) -> wire.Series:
     )
 
 
-_DRAWERS = {"series": _series, "heatmap": _heatmap, "histogram": _histogram, "classes": _classes}
+_DRAWERS = {"heatmap": _heatmap, "histogram": _histogram, "classes": _classes}
