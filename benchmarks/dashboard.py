@@ -184,6 +184,7 @@ def _zoom(browser: Browser, url: str) -> float:
 
 def _live_tab(browser: Browser, url: str, client: Client, processes: tuple[int, int]) -> list[Figure]:
     """What a tick carries and an open tab costs: a live run at which nothing happens, then one that changes."""
+    client.update_run(_LIVE, wire.RunUpdate(state="running", notes="live"))  # Its reports are old: it is stale.
     page = browser.new_page()
     page.goto(f"{url}/run/{_LIVE}")
     page.wait_for_selector("#run-panel .hm image")
