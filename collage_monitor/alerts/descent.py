@@ -52,7 +52,7 @@ ALERTS: Final = (
         ),
         first_step=(
             "Look at lost_update_ratio and half_ulp_margin of the worst layers. If their updates are below half a "
-            "gap, switch to a strategy that keeps more of the weights (light, plus or master-weights) at the next "
+            "gap, switch to a strategy that keeps more of the weights (split-master or master-weights) at the next "
             "checkpoint."
         ),
     ),
