@@ -4,7 +4,6 @@ import pytest
 
 pytestmark = pytest.mark.browser
 
-LEGEND = "#compare-chart-0 .scatterlayer .trace"
 PICKED = ("plain", "light", "plus", "master-weights", "fp32 reference")
 
 
@@ -13,19 +12,23 @@ def tick(page, name):
     page.get_by_role("checkbox", name=f"Pick {name} to compare", exact=True).check()
 
 
+def drawn(page, chart=0):
+    """Wait for a chart's curves. A line that is level has no height, by which a browser calls it invisible."""
+    page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace", state="attached")
+
+
 def compare(page, url, names=PICKED):
     """From the table of runs to the comparison of the named ones."""
     page.goto(url)
     for name in names:
         tick(page, name)
     page.get_by_role("link", name=f"Compare {len(names)} runs").click()
-    page.wait_for_selector(LEGEND)
+    drawn(page)
 
 
 def legend(page, chart):
     """The names of a chart's curves; the page has one legend with all of them."""
-    # A line that is level has no height, by which a browser calls it invisible.
-    page.wait_for_selector(f"#compare-chart-{chart} .scatterlayer .trace", state="attached")
+    drawn(page, chart)
     shared = page.locator("#compare-legend .run-label").all_text_contents()
     names = page.evaluate(
         """chart => document.querySelector(`#compare-chart-${chart} .js-plotly-plot`).data
@@ -126,7 +129,7 @@ def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
 def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing):
     page = watched.page
     page.goto(f"{watched.url}/compare?run=run-growing&run=run-plain")
-    page.wait_for_selector(LEGEND)
+    drawn(page)
     last = """() => { const traces = document.querySelector('#compare-chart-0 .js-plotly-plot').data;
         return traces.filter(trace => trace.name === 'growing')[0].x.at(-1) }"""
     assert page.evaluate(last) == 100
