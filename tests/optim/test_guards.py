@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, StateStorage
+from collage_agent.optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, StateStorage, codes
 from collage_agent.optim.codes import value_kept
 from collage_agent.optim.guards import DeferredReads, UpdateGuard, log_once
 
@@ -265,3 +265,21 @@ def test_float16_second_moments(caplog):
 def test_float16_is_refused_where_it_means_nothing(options, words):
     with pytest.raises(ValueError, match=words):
         CollageAdamW(parameters(torch.float16), **options)
+
+
+def test_a_few_elements_of_a_large_tensor_are_decoded(monkeypatch):
+    """Whole ones in fp64, then sliced, took fourteen times the parameters' memory."""
+    sizes = []
+
+    def seen(held, name, real=codes.value_kept):
+        sizes.append(held[name].numel())
+        return real(held, name)
+
+    monkeypatch.setattr(codes, "value_kept", seen)
+    parameter = torch.nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([parameter], lr=1e-3, strategy="plus")
+    for _ in range(4):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert sizes
+    assert max(sizes) <= 256

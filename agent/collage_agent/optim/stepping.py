@@ -114,19 +114,25 @@ def component_names(strategy: StorageStrategy, moments: tuple[Moment, ...]) -> l
     return names
 
 
+def _few(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLED_ELEMENTS)][:_SAMPLED_ELEMENTS]
+
+
 def sampled(members: Sequence[Member], names: list[str], averages: list[str]) -> State:
     """Of a few elements of each member, in one flat vector each: parameter and gradient as they are, `weight` and
     the averages as the values that the named components keep, fp64."""
     parts: dict[str, list[Tensor]] = {name: [] for name in ("parameter", "gradient", "weight", *averages)}
     for member in members:
         held = member.components(["parameter", "gradient", *names])
+        if not any(name.endswith(SCALE_SUFFIX) for name in held):
+            # Before they are decoded: whole tensors in fp64 would take many times the parameters' memory.
+            held = {name: _few(tensor) for name, tensor in held.items()}
         stored = held.get(MASTER_PARAMETER)
         values = {name: codes.value_kept(held, name) for name in averages}
         values["weight"] = codes.value_kept(held, "parameter") if stored is None else stored.to(torch.float64)
         for name, tensor in {**held, **values}.items():
             if name in parts:
-                apart = max(1, tensor.numel() // _SAMPLED_ELEMENTS)
-                parts[name].append(tensor.reshape(-1)[::apart][:_SAMPLED_ELEMENTS])
+                parts[name].append(_few(tensor))
     return {name: torch.cat(found) for name, found in parts.items()}
 
 
