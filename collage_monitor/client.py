@@ -91,7 +91,7 @@ class Client:
         cursor: str | None = None,
         limit: int = 100,
     ) -> wire.RunPage:
-        """A page of runs, newest first; `q` searches names, ids and notes."""
+        """A page of runs, newest first; `q` searches names, ids, projects, groups, tags and notes."""
         query = {
             "project": project,
             "strategy": strategy,

@@ -55,6 +55,8 @@ def test_rows_are_filtered_sorted_and_paged_by_the_server(server, evaluate):
     assert table(server, limit=0).total == 3
     assert ids(table(server, project="p", sort="name", descending="false")) == ["r0", "r2"]
     assert [ids(table(server, q=word)) for word in ("tag-beta", "q", "gamma")] == [["r1"], ["r1"], ["r2"]]
+    listed = [server.get(f"/runs?q={word}", wire.RunPage).runs for word in ("tag-beta", "q", "gamma")]
+    assert [[run.run_id for run in runs] for runs in listed] == [["r1"], ["r1"], ["r2"]], "one search for both"
     assert ids(table(server, tag="tag-alpha")) == ["r0"]
     assert ids(table(server, group="g", state="running")) == ["r2", "r1"]
     assert ids(table(server, run_id="r1&run_id=gone")) == ["r1"]

@@ -79,7 +79,7 @@ def list_runs(
     cursor: Filter = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
-    """A page of runs, newest first; `q` searches names, ids and notes."""
+    """A page of runs, newest first; `q` searches names, ids, projects, groups, tags and notes."""
     components = components_of(request)
     query = RunQuery(
         project=project,

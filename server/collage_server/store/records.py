@@ -21,6 +21,7 @@ __all__ = [
     "Points",
     "READERS",
     "ReportGroup",
+    "RunFilter",
     "RunPageRecord",
     "RunQuery",
     "RunRecord",
@@ -88,8 +89,11 @@ class GroupOutcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunQuery:
-    """Filters of the run list; None does not filter. `projects` are those that the asker may see."""
+class RunFilter:
+    """Which runs are asked for; None does not filter.
+
+    `projects` are those that the asker may see. `q` is searched in names, ids, projects, groups, tags and notes.
+    """
 
     project: str | None = None
     projects: Collection[str] | None = None
@@ -98,22 +102,21 @@ class RunQuery:
     tag: str | None = None
     state: str | None = None
     q: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunQuery(RunFilter):
+    """A page of the run list, newest first."""
+
     cursor: str | None = None
     limit: int = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableQuery:
-    """Filters of the table of runs, its order, and the part of it that is asked for; None does not filter."""
+class TableQuery(RunFilter):
+    """A part of the table of runs, in its order."""
 
-    project: str | None = None
-    projects: Collection[str] | None = None
-    strategy: str | None = None
-    group: str | None = None
-    tag: str | None = None
-    state: str | None = None
     health: str | None = None
-    q: str | None = None
     run_ids: Collection[str] | None = None
     sort: str = "updated_at"
     descending: bool = True

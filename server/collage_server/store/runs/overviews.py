@@ -14,7 +14,7 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord, TableQuery
 from collage_server.store.rows import from_json, to_json
-from collage_server.store.runs.runs import read_records
+from collage_server.store.runs.runs import matching, read_records
 
 __all__ = ["DueRun", "OverviewStore", "TablePage"]
 
@@ -167,26 +167,10 @@ def _later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[
 
 
 def _conditions(query: TableQuery, state: ColumnElement[str]) -> list[ColumnElement[bool]]:
-    equal = (
-        (_RUN.c.project, query.project),
-        (_RUN.c.strategy, query.strategy),
-        (_RUN.c.group, query.group),
-        (_OVERVIEW.c.health, query.health),
-        (state, query.state),
-    )
-    found: list[ColumnElement[bool]] = [column == value for column, value in equal if value is not None]
-    if query.projects is not None:
-        found.append(_RUN.c.project.in_(sorted(query.projects)))
+    equal = ((_OVERVIEW.c.health, query.health), (state, query.state))
+    found = [*matching(query), *(column == value for column, value in equal if value is not None)]
     if query.run_ids is not None:
         found.append(_RUN.c.run_id.in_(query.run_ids))
-    tag = schema.run_tag.c
-    if query.tag is not None:
-        found.append(_RUN.c.run_id.in_(select(tag.run_id).where(tag.tag == query.tag)))
-    if query.q:
-        tagged = select(tag.run_id).where(tag.tag.icontains(query.q, autoescape=True))
-        columns = (_RUN.c.name, _RUN.c.run_id, _RUN.c.notes, _RUN.c.project, _RUN.c.group)
-        words = [column.icontains(query.q, autoescape=True) for column in columns]
-        found.append(or_(*words, _RUN.c.run_id.in_(tagged)))
     return found
 
 

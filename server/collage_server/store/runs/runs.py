@@ -17,11 +17,11 @@ from collage_server.errors import Conflict, NotFound, Unprocessable
 from collage_server.store import schema
 from collage_server.store.access.tokens import record_acts
 from collage_server.store.engine.database import Database
-from collage_server.store.records import RunPageRecord, RunQuery, RunRecord, RunRevision
+from collage_server.store.records import RunFilter, RunPageRecord, RunQuery, RunRecord, RunRevision
 from collage_server.store.rows import from_json, missing_run, require_run, require_runs, to_json
 from collage_server.store.runs.latest import first_hidden_steps, newest_scalars, sum_of_newest
 
-__all__ = ["CountedRows", "QuotaCheck", "RunStore", "read_records", "read_run"]
+__all__ = ["CountedRows", "QuotaCheck", "RunStore", "matching", "read_records", "read_run"]
 
 CountedRows = Literal["runs", "tags"]
 QuotaCheck = Callable[[str, CountedRows, int], None]
@@ -275,21 +275,29 @@ def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, Ru
     return {run_id: found[run_id] for run_id in ids}
 
 
-def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
+def matching(query: RunFilter) -> list[ColumnElement[bool]]:
+    """The conditions of a filter on `schema.run`, but for its `state`."""
     equal = [
         (_RUN.c.project, query.project),
         (_RUN.c.strategy, query.strategy),
         (_RUN.c.group, query.group),
     ]
     filters: list[ColumnElement[bool]] = [column == value for column, value in equal if value is not None]
+    tag = schema.run_tag.c
     if query.projects is not None:
         filters.append(_RUN.c.project.in_(sorted(query.projects)))
     if query.tag is not None:
-        tagged = select(schema.run_tag.c.run_id).where(schema.run_tag.c.tag == query.tag)
-        filters.append(_RUN.c.run_id.in_(tagged))
+        filters.append(_RUN.c.run_id.in_(select(tag.run_id).where(tag.tag == query.tag)))
     if query.q:
-        searched = (_RUN.c.name, _RUN.c.run_id, _RUN.c.notes)
-        filters.append(or_(*(column.icontains(query.q, autoescape=True) for column in searched)))
+        tagged = select(tag.run_id).where(tag.tag.icontains(query.q, autoescape=True))
+        searched = (_RUN.c.name, _RUN.c.run_id, _RUN.c.notes, _RUN.c.project, _RUN.c.group)
+        words = [column.icontains(query.q, autoescape=True) for column in searched]
+        filters.append(or_(*words, _RUN.c.run_id.in_(tagged)))
+    return filters
+
+
+def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
+    filters = matching(query)
     if query.state in {"running", "stale"}:
         fresh = _last_sign_of_life() >= stale_before
         filters += [_RUN.c.state == "running", fresh if query.state == "running" else ~fresh]
