@@ -83,7 +83,7 @@ from collage_monitor.wire.numbers import (
     to_number,
     undefined_to_none,
 )
-from collage_monitor.wire.table import LayerLoss, Overview, RunFilters, RunRow, RunTable
+from collage_monitor.wire.table import LayerLoss, Overview, RunFilters, RunRow, RunSort, RunTable
 
 __all__ = [
     "Act",
@@ -135,6 +135,7 @@ __all__ = [
     "RunFilters",
     "RunPage",
     "RunRow",
+    "RunSort",
     "RunSummary",
     "RunTable",
     "RunUpdate",

@@ -9,7 +9,27 @@ from msgspec import Struct, field
 from collage_monitor.wire.answers import LoggedScalar
 from collage_monitor.wire.numbers import Number
 
-__all__ = ["LayerLoss", "Overview", "RunFilters", "RunRow", "RunTable"]
+__all__ = ["LayerLoss", "Overview", "RunFilters", "RunRow", "RunSort", "RunTable"]
+
+RunSort = Literal[
+    "name",
+    "project",
+    "group",
+    "strategy",
+    "dtype",
+    "state",
+    "health",
+    "last_step",
+    "edq_ratio",
+    "lost_update_ratio",
+    "state_decrement_ratio",
+    "loss",
+    "validation_loss",
+    "bytes_per_parameter",
+    "created_at",
+    "updated_at",
+]
+"""What the table of runs can be sorted by."""
 
 
 class LayerLoss(Struct, kw_only=True, frozen=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar, get_args
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
+from collage_monitor import wire
 from collage_monitor.client import Axis
 
 __all__ = ["FILTERS", "MAXIMUM_RUNS", "Order", "Page", "Tab", "View", "read_address", "write_address"]
@@ -19,24 +20,7 @@ MAXIMUM_RUNS: Final = 20
 """Runs that one comparison shows; more curves than this cannot be told apart."""
 FILTERS: Final = ("project", "strategy", "group", "tag", "state", "health")
 """What the table of runs can be filtered by."""
-SORTS: Final = frozenset(
-    {
-        "name",
-        "project",
-        "strategy",
-        "state",
-        "health",
-        "last_step",
-        "edq_ratio",
-        "lost_update_ratio",
-        "state_decrement_ratio",
-        "loss",
-        "validation_loss",
-        "bytes_per_parameter",
-        "updated_at",
-    }
-)
-"""What it can be sorted by."""
+_SORTS: Final = frozenset(get_args(wire.RunSort))
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -142,7 +126,7 @@ def _choice(value: str | None, choices: tuple[_Choice, ...], default: _Choice) -
 
 
 def _sort(value: str | None) -> str:
-    return value if value and value.removeprefix("-") in SORTS else View().sort
+    return value if value and value.removeprefix("-") in _SORTS else View().sort
 
 
 def _whole(value: str | None) -> int | None:

@@ -22,24 +22,6 @@ __all__ = ["router"]
 
 router = resource("runs")
 Filter = Annotated[str | None, Query(max_length=512)]
-SortName = Literal[
-    "name",
-    "project",
-    "group",
-    "strategy",
-    "dtype",
-    "state",
-    "health",
-    "last_step",
-    "edq_ratio",
-    "lost_update_ratio",
-    "state_decrement_ratio",
-    "loss",
-    "validation_loss",
-    "bytes_per_parameter",
-    "created_at",
-    "updated_at",
-]
 
 
 @router.get("/run-table", **describes(wire.RunTable))
@@ -60,7 +42,7 @@ def get_run_table(
     state: Literal["running", "finished", "failed", "stale"] | None = None,
     health: Filter = None,
     q: Filter = None,
-    sort: SortName = "updated_at",
+    sort: wire.RunSort = "updated_at",
     descending: bool = True,
     offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
     limit: Annotated[int, Query(ge=0, le=500)] = 50,
