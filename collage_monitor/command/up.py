@@ -33,7 +33,7 @@ _STOP_SECONDS = 10.0
 
 
 class Services:
-    """Server and dashboard as child processes; leaving the context stops both, dashboard first."""
+    """Server and dashboard as child processes: entering starts the server, leaving stops both, dashboard first."""
 
     def __init__(self, folder: Path, server_port: int, dashboard_port: int) -> None:
         self.folder = folder
@@ -45,17 +45,12 @@ class Services:
 
     def __enter__(self) -> Services:
         server_port, dashboard_port = self._ports
-        token_file = str(token_path(self.folder))
-        server = ["serve", "--dir", str(self.folder), "--port", str(server_port), "--token-file", token_file]
-        page = ["dashboard", "--port", str(dashboard_port), "--server-url", self.server_url]
         # Whatever listens there would be taken for the service that is about to start.
         _require_free(server_port, "--port")
         _require_free(dashboard_port, "--dashboard-port")
         try:
-            self._start(server)
+            self._start("serve", "--dir", str(self.folder), "--port", str(server_port))
             self._wait_for(self.server_url)
-            self._start([*page, "--token-file", token_file])
-            self._wait_for(self.dashboard_url)
         except BaseException:
             self.stop()
             raise
@@ -63,6 +58,11 @@ class Services:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def start_dashboard(self) -> None:
+        """Return when the dashboard answers."""
+        self._start("dashboard", "--port", str(self._ports[1]), "--server-url", self.server_url)
+        self._wait_for(self.dashboard_url)
 
     def watch(self) -> None:
         """Block until one of the processes ends, which is an error, or the user interrupts."""
@@ -82,8 +82,9 @@ class Services:
                 process.wait()
         self._processes.clear()
 
-    def _start(self, arguments: list[str]) -> None:
-        command = [sys.executable, "-c", "from collage_monitor.command import main; main()", *arguments]
+    def _start(self, *arguments: str) -> None:
+        with_token = [*arguments, "--token-file", str(token_path(self.folder))]
+        command = [sys.executable, "-c", "from collage_monitor.command import main; main()", *with_token]
         self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
 
     def _wait_for(self, address: str) -> None:
@@ -128,7 +129,9 @@ def up(folder: Path | None, port: int, dashboard_port: int, as_json: bool) -> No
     signal.signal(signal.SIGTERM, _interrupt)
     with Services(where, port, dashboard_port) as services:
         server = LocalServer(services.server_url, services.dashboard_url, str(where), os.getpid())
+        # A page that answers is a promise that trainings find the server: it is announced before.
         with announced(server) as found:
+            services.start_dashboard()
             _say(server, found, as_json=as_json)
             try:
                 services.watch()

@@ -121,6 +121,7 @@ def demo(
     output.mkdir(parents=True, exist_ok=True)
     data = (folder or output / "data").resolve()
     with Services(data, port, dashboard_port) as services:
+        services.start_dashboard()
         click.echo(f"dashboard  {services.dashboard_url}\nserver     {services.server_url}", err=as_json)
         lines = _train_and_compare(Recipe(steps=steps), services, err=as_json)
         written = output / "summary.json"
