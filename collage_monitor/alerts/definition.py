@@ -36,7 +36,8 @@ class Condition:
     """Holds for each series called `series` whose `measure` compares with `threshold`.
 
     "value": x, the newest value. "distance": |x − 1|. "recent": the newest within the window, however old.
-    "share of quantile": x over the series' own `quantile` within the window. "deviations": (x − median) over the
+    "share of quantile": x over the series' own `quantile` within the window, where that quantile is at least
+    `quantile_from`: a share of what is next to nothing is noise. "deviations": (x − median) over the
     robust standard deviation IQR / 1.349 of the window, plus a hundredth of |median|, so that a series without
     noise does not alarm at the first change. "growth": x less what it was a window ago, 0 if it was not there.
     "age": seconds since the time x. "not finite": x is NaN or infinite; there is no threshold.
@@ -48,6 +49,7 @@ class Condition:
     measure: Measure = "value"
     labels: tuple[Label, ...] = ()
     quantile: float = 0.5
+    quantile_from: float | None = None
 
     def promql(self) -> str:
         """The condition as PromQL, `$window` in place of the window."""
@@ -56,6 +58,9 @@ class Condition:
         window = f"{series}[$window]"
         against = f"{self.comparison} {self.threshold:g}"
         median = f"quantile_over_time(0.5, {window})"
+        past = f"quantile_over_time({self.quantile:g}, {window})"
+        if self.quantile_from is not None:
+            past = f"({past} >= {self.quantile_from:g})"
         spread = f"(quantile_over_time(0.75, {window}) - quantile_over_time(0.25, {window})) / 1.349"
         deviation = f"({spread} + 0.01 * abs({median}))"
         begun = f"({series} unless {series} offset $window)"
@@ -63,7 +68,7 @@ class Condition:
             "value": f"{series} {against}",
             "distance": f"abs({series} - 1) {against}",
             "recent": f"last_over_time({window}) {against}",
-            "share of quantile": f"{series} {against} * quantile_over_time({self.quantile:g}, {window})",
+            "share of quantile": f"{series} {against} * {past}",
             "deviations": f"({series} - {median}) / {deviation} {against}",
             "growth": f"({series} - {series} offset $window {against} or {begun} {against})",
             "age": f"time() - {series} {against}",

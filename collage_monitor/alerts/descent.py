@@ -9,17 +9,20 @@ from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["ALERTS"]
 
+_GOOD = 0.9
+"""From here on nearly all of the intended descent counts as arrived."""
 _STOCHASTIC = "|".join(name for name, entry in STRATEGIES.items() if entry.stochastic)
 
 ALERTS: Final = (
     about_runs(
         "CollageEdqDrop",
-        Condition("collage_edq_ratio", "<", 0.9, "share of quantile", quantile=0.9),
+        # Of a run that was good: one that loses updates from its beginning is CollageEdqLow's.
+        Condition("collage_edq_ratio", "<", 0.9, "share of quantile", quantile=0.9, quantile_from=_GOOD),
         window_seconds=3600.0,
         for_seconds=300.0,
         severity="warning",
         on_by_default=True,
-        summary="the effective descent quality fell by more than a tenth within the hour",
+        summary="the effective descent quality was good, and fell by more than a tenth within the hour",
         meaning=(
             "Less of the intended update reaches the weights than a short while ago. Either updates have become "
             "smaller than what the weights' format can hold, or a residual that carried them is gone."
@@ -37,7 +40,7 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageEdqLow",
-        Condition("collage_edq_ratio", "<", 0.9),
+        Condition("collage_edq_ratio", "<", _GOOD),
         for_seconds=600.0,
         severity="warning",
         on_by_default=True,

@@ -183,8 +183,10 @@ class Evaluation:
             low, middle, high = (_quantile(past, share) for share in (0.25, 0.5, 0.75))
             spread = (high - low) / _TO_DEVIATION + 0.01 * abs(middle)
             return _compared(condition, _divided(value - middle, spread))
-        against = condition.threshold * _quantile(past, condition.quantile)
-        return value if _holds(condition, value, against) else None
+        usual = _quantile(past, condition.quantile)
+        if condition.quantile_from is not None and not usual >= condition.quantile_from:
+            return None
+        return value if _holds(condition, value, condition.threshold * usual) else None
 
     def _judge(self, alert: Alert, holding: Mapping[Labels, float]) -> list[Change]:
         now = self._history.now

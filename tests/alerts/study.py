@@ -1,21 +1,24 @@
 """How often the alerts cry wolf, and how soon they wake: many healthy trainings, and sick ones.
 
-`python -m tests.alerts.study --healthy 300 --seeds 5 --json FILE` trains, evaluates, and prints the tables of
-docs/false-alarms.md. What FILE holds already is not done again.
+`python -m tests.alerts.study --healthy 300 --seeds 5 --json FILE --traces FOLDER` trains, evaluates, and prints the
+tables of docs/false-alarms.md. What FILE holds already is not done again. A trace that FOLDER holds is not trained
+again, only judged: begin a new FILE after a change of the alerts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import statistics
+import time
 from collections import Counter
 from itertools import count, islice
 from pathlib import Path
 
 import torch
 
-from tests.alerts.trainings import HEALTHY, SICK, evaluate, train
+from tests.alerts.trainings import HEALTHY, SICK, evaluate, train, varied
 
 __all__ = ["healthy_cases", "sick_cases", "tables"]
 
@@ -27,14 +30,19 @@ def healthy_cases(number):
 
 
 def sick_cases(seeds):
-    """(kind, seed) of the sick trainings."""
-    return [(kind, 10_000 + seed) for seed in range(seeds) for kind in SICK]
+    """(kind, seed) of the sick trainings, every seed its own."""
+    return [(kind, 10_000 + 100 * place + seed) for seed in range(seeds) for place, kind in enumerate(SICK)]
 
 
-def done(kind, seed):
-    """What one training gave, as it is kept."""
-    training = HEALTHY[kind] if kind in HEALTHY else SICK[kind][2]
-    return {"kind": kind, "seed": seed, "fired": evaluate(train(training, seed))}
+def done(kind, seed, traces=None):
+    """What one training gave, as it is kept. traces: a folder; a trace that is there is not trained again."""
+    training = varied(HEALTHY[kind], seed) if kind in HEALTHY else SICK[kind][2]
+    file, began = traces and traces / f"{seed}.pickle", time.process_time()
+    trace = pickle.loads(file.read_bytes()) if file and file.exists() else train(training, seed)
+    if file and not file.exists():
+        file.write_bytes(pickle.dumps(trace))
+    fired = evaluate(trace, training.seconds_a_step)
+    return {"kind": kind, "seed": seed, "fired": fired, "cpu_seconds": round(time.process_time() - began, 2)}
 
 
 def tables(results):
@@ -68,14 +76,17 @@ def main():
     parser.add_argument("--healthy", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--traces", type=Path)
     asked = parser.parse_args()
+    if asked.traces:
+        asked.traces.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     results = [json.loads(line) for line in asked.json.read_text().splitlines()] if asked.json.exists() else []
     known = {(one["kind"], one["seed"]) for one in results}
     with asked.json.open("a", encoding="utf-8") as kept:
         for kind, seed in [*sick_cases(asked.seeds), *healthy_cases(asked.healthy)]:
             if (kind, seed) not in known:
-                results.append(done(kind, seed))
+                results.append(done(kind, seed, asked.traces))
                 kept.write(json.dumps(results[-1]) + "\n")
                 kept.flush()
     print(tables(results), end="")  # noqa: T201

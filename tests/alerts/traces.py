@@ -18,7 +18,8 @@ class Case:
     """Values of the alert's series before and after the onset; None: it is not there.
 
     holds_minutes: for how long the condition holds once it does, if not until what is wrong ends. delay_minutes:
-    how long after the onset it begins to hold. clock: the value is the time, until the onset.
+    how long after the onset it begins to hold. clock: the value is the time, until the onset. poor: values before
+    and after the onset, of a run that falls as far and was not well before.
     """
 
     series: str
@@ -28,10 +29,11 @@ class Case:
     holds_minutes: int | None = None
     delay_minutes: int = 0
     clock: bool = False
+    poor: tuple[float, float] | None = None
 
 
 CASES = {
-    "CollageEdqDrop": Case("collage_edq_ratio", 1.0, 0.85),
+    "CollageEdqDrop": Case("collage_edq_ratio", 1.0, 0.85, poor=(0.5, 0.2)),
     "CollageEdqLow": Case("collage_edq_ratio", 0.98, 0.89),
     "CollageUpdatesLost": Case("collage_lost_update_ratio", 0.4, 0.6),
     "CollageWindowUpdatesLost": Case(
@@ -106,6 +108,9 @@ def traces(name):
         runs["dented"] = _values(name, sick=True, minutes=max(round(entry.for_seconds / 60) - 1, 1))
     if entry.warm_up_steps:
         runs["young"] = _values(name, sick=True)
+    if case.poor:
+        before, after = case.poor
+        runs["poor"] = [after if value == case.sick else before for value in runs["sick"]]
     if entry.settle_steps:
         runs["resumed"] = _values(name, sick=True)
     found = []

@@ -1,7 +1,8 @@
 """Small real trainings, healthy and sick, and what the server's evaluation says of them, in virtual time.
 
 A training runs first and keeps its messages; they are then sent to a server whose clock moves with them. Each seed
-draws its own data and weights: no trace is a resampled one.
+draws its own data and weights, and of a healthy training the width, the batch, the rate and the pace too: no trace
+is a resampled one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import contextlib
 import copy
 import io
 import math
+import random
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +30,30 @@ from collage_server.health import samples
 from collage_server.overviews import keep_overview
 from collage_server.settings import Settings
 from starlette.testclient import TestClient
+from torch import distributed
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
+from tests.parallel.launch import launch
 from tests.server.conftest import Clock, Server
 from tests.waiting import PATIENCE_SECONDS
 
 STEPS = 1000
 EVERY = 10
-SECONDS_A_STEP = 6.0
 ROUND_SECONDS = 150.0
 ONSET = 700
 """Step at which what goes wrong in the middle of a training begins."""
-WIDTH = 24
 
 
-@dataclass
+@dataclass(frozen=True)
 class Training:
     """One training: `optimizer` of the model's parameters, and what happens at a step before it is taken."""
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
+    width: int = 24
+    batch: int = 64
+    seconds_a_step: float = 6.0
+    ranks: int = 1
     dtype: torch.dtype = torch.bfloat16
     rate: Callable[[int], float] = field(default=lambda step: 1.0)
     scale: Callable[[int], float] = field(default=lambda step: 1.0)
@@ -54,6 +62,19 @@ class Training:
     on_resume: Callable[[dict[str, Any]], None] = field(default=lambda state: None)
     before_step: Callable[[int, torch.nn.Module], None] = field(default=lambda step, model: None)
     first_loss: int = 0
+
+
+def varied(training, seed):
+    """A training of another size, batch, rate and pace, drawn by the seed."""
+    draw = random.Random(seed)
+    factor, rate = 2 ** draw.uniform(-1, 1), training.rate
+    return replace(
+        training,
+        width=draw.choice((16, 24, 40)),
+        batch=draw.choice((32, 64, 128)),
+        seconds_a_step=draw.choice((4.0, 6.0, 9.0)),
+        rate=lambda step: factor * rate(step),
+    )
 
 
 def cosine(step):
@@ -94,6 +115,16 @@ HEALTHY = {
     "plus, resumed": Training(ours("plus"), resume_at=600),
     "light, fine-tuned": Training(ours("light", lr=1e-4), first_loss=300),
 }
+
+
+def flip_a_bit(step, model):
+    """The lowest bit of one weight of rank 1, before the step after ONSET."""
+    if step == ONSET and distributed.get_rank() == 1:
+        with torch.no_grad():
+            next(model.parameters()).view(torch.int16)[0, 0] ^= 1
+
+
+FLIPPED_BIT = Training(ours("plus"), before_step=flip_a_bit, ranks=2)
 SICK = {
     "rate too low for bf16": ("CollageEdqLow", 0, Training(torchs(1e-5))),
     "β₂ 0.999 in plain bf16": ("CollageSecondMomentStuck", 0, Training(torchs(1e-2, betas=(0.9, 0.999)))),
@@ -110,18 +141,31 @@ SICK = {
     ),
     "decay lost": ("CollageDecayLost", 0, Training(torchs(1e-3, decay=0.1))),
     "external write": ("CollageExternalWrites", ONSET, Training(ours("light"), before_step=write_weights)),
+    "a replica's flipped bit": ("CollageReplicaMismatch", ONSET, FLIPPED_BIT),
 }
 
 
 def train(training, seed):
-    """The messages of one training, attempt after attempt."""
+    """(stream, message) of one training, in the order of the steps."""
+    if training.ranks == 1:
+        return train_rank(training, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        told = launch("flips.flipped", training.ranks, Path(folder), STUDY_SEED=str(seed))
+    return sorted(chain(*told), key=lambda entry: getattr(entry[1], "step", 0))
+
+
+def train_rank(training, seed, wrapped=lambda model: model):
+    """What one rank told, attempt after attempt. wrapped: the model as several ranks train it."""
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+    width = training.width
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width))
     teacher = copy.deepcopy(model).requires_grad_(False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    model, messages = model.to(training.dtype), []
+    if distributed.is_initialized():
+        torch.manual_seed(1000 * seed + distributed.get_rank())
+    model, trace = wrapped(model.to(training.dtype)), []
     state, first = None, 1
     if training.first_loss:
         _steps(training, model, teacher, training.optimizer(model.parameters()), range(1, training.first_loss))
@@ -135,9 +179,20 @@ def train(training, seed):
             with collage.init("p", "r", run_id=f"r{seed}", dir=folder, transport=transport):
                 collage.watch(model, optimizer, every=EVERY, budget=None, sample="all", first_step=first)
                 _steps(training, model, teacher, optimizer, range(first, last + 1), collage.log)
-            messages += [message for message in transport.messages if not isinstance(message, wire.RunUpdate)]
+            trace += _told(transport.messages)
             state, first = copy.deepcopy(optimizer.state_dict()), last + 1
-    return messages
+    return trace
+
+
+def _told(messages):
+    stream_id = ""
+    for message in messages:
+        if isinstance(message, wire.StreamCreate):
+            stream_id = message.stream_id
+        if isinstance(message, wire.ReportBatch):
+            yield from ((stream_id, report) for report in message.reports)
+        elif not isinstance(message, wire.RunUpdate):
+            yield stream_id, message
 
 
 def _steps(training, model, teacher, optimizer, steps, log=lambda values: None):
@@ -145,8 +200,8 @@ def _steps(training, model, teacher, optimizer, steps, log=lambda values: None):
     for step in steps:
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * training.rate(step)
-        inputs = torch.randn(64, WIDTH)
-        wanted = teacher(inputs) + 0.1 * torch.randn(64, WIDTH)
+        inputs = torch.randn(training.batch, training.width)
+        wanted = teacher(inputs) + 0.1 * torch.randn(training.batch, training.width)
         loss = (model(inputs.to(training.dtype)).float() - wanted).square().mean() * training.scale(step)
         loss.backward()
         values = {"loss": loss.detach()}
@@ -159,16 +214,22 @@ def _steps(training, model, teacher, optimizer, steps, log=lambda values: None):
             log(values)
 
 
-def evaluate(messages):
-    """What fires of one training's messages: (alert, severity, step at which it fired), in their order."""
+def evaluate(trace, seconds_a_step):
+    """What fires of one training: (alert, severity, step at which it fired), in their order."""
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock()
-        app = create_app(Settings(folder=Path(folder), no_auth=True, alerts="off"), clock=clock)
+        settings = Settings(folder=Path(folder), no_auth=True, alerts="off", seal_interval_seconds=3600)
+        app = create_app(settings, clock=clock)
         with TestClient(app, base_url="http://127.0.0.1") as client:
-            return _replay(Server(client, clock, app), messages)
+            server = Server(client, clock, app)
+            app.state.components.overviews.stop(PATIENCE_SECONDS)
+            _replay(server, trace, seconds_a_step)
+            found = server.get("/events?limit=1000", wire.IncidentPage).events
+            return [(entry.alert, entry.severity, entry.step) for entry in reversed(found)]
 
 
-def _replay(server, messages):
+def _replay(server, trace, seconds_a_step):
+    """Send what was told, on a clock that moves with the steps; seal and judge once a round."""
     components = server.app.state.components
     work = AlertEvaluator(
         components.store,
@@ -177,30 +238,30 @@ def _replay(server, messages):
         clock=server.clock,
         interval_seconds=ROUND_SECONDS,
     )
-    components.overviews.stop(PATIENCE_SECONDS)
-    run_id, stream_id, due = "", "", server.clock.now + ROUND_SECONDS
-    held: list[wire.Report] = []
-    for message in messages:
+    began, due, run_id = server.clock.now, server.clock.now + ROUND_SECONDS, ""
+    held: dict[str, list[wire.Report]] = defaultdict(list)
+    for stream_id, message in trace:
+        if isinstance(message, wire.Report):
+            server.clock.now = began + message.step * seconds_a_step
+            while server.clock.now >= due:
+                _send(server, held)
+                components.sealer.do_due_work()
+                for entry in components.store.overviews.due(1):
+                    keep_overview(components.store, entry)
+                work.do_due_work()
+                due += ROUND_SECONDS
+            held[stream_id].append(message)
+            continue
+        _send(server, held)
         if isinstance(message, wire.RunCreate):
+            server.post("/projects/p/runs", message, status=200 if run_id else 201)
             run_id = message.run_id
-            server.post("/projects/p/runs", message, status=200 if stream_id else 201)
-        elif isinstance(message, wire.AttemptCreate):
-            if held:
-                server.reports(held, stream_id)
-                held = []
-            server.post(f"/runs/{run_id}/attempts", message)
-        elif isinstance(message, wire.StreamCreate):
-            stream_id = message.stream_id
-            server.post(f"/runs/{run_id}/streams", message)
         else:
-            for report in message.reports:
-                server.clock.now += EVERY * SECONDS_A_STEP * (report.model is not None)
-                held.append(report)
-                while server.clock.now >= due:
-                    server.reports(held, stream_id)
-                    for entry in components.store.overviews.due(1):
-                        keep_overview(components.store, entry)
-                    work.do_due_work()
-                    held, due = [], due + ROUND_SECONDS
-    found = server.get("/events?limit=1000", wire.IncidentPage).events
-    return [(entry.alert, entry.severity, entry.step) for entry in reversed(found)]
+            kind = "attempts" if isinstance(message, wire.AttemptCreate) else "streams"
+            server.post(f"/runs/{run_id}/{kind}", message)
+
+
+def _send(server, held):
+    for stream_id, reports in held.items():
+        server.reports(reports, stream_id)
+    held.clear()
