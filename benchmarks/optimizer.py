@@ -167,7 +167,6 @@ def noticing_share(step: Step, rounds: int) -> tuple[float, ...]:
 
         return call
 
-    optimizer._kept_weights = timed(optimizer._kept_weights)
     writes.adopt, writes.remember = timed(writes.adopt), timed(writes.remember)
     shares = []
     for turn in range(WARM_UP + rounds):

@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import weakref
 
+import numpy
 import pytest
 import torch
 from collage_agent.optim import STRATEGIES, CollageAdamW, external_writes
@@ -276,6 +278,22 @@ def test_copies_and_frozen_weights(strategy):
     for own in (optimizer, duplicate):
         step_without_moving(own, own.param_groups[0]["params"])
         assert not own.stored_parameter(own.param_groups[0]["params"][0]).any()
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_memory_that_a_weight_leaves_is_freed_between_steps(strategy):
+    """Whoever moves weights elsewhere between two steps does so for their memory."""
+    memory = numpy.zeros(1 << 15, dtype=numpy.int16)
+    weight = torch.nn.Parameter(torch.from_numpy(memory).view(torch.bfloat16))
+    optimizer = CollageAdamW([weight], lr=1e-3, strategy=strategy, seed=5)
+    train(optimizer, [weight], 2)
+    freed = weakref.ref(memory)
+    values = weight.detach().clone()
+    del memory
+    weight.data = values
+    assert freed() is None
+    train(optimizer, [weight], 1, first=3)
+    assert optimizer.external_writes == 0
 
 
 def test_the_monitor_counts_them():

@@ -13,7 +13,7 @@ from collage_agent.optim import checkpoints, codes
 from collage_agent.optim.advance import Step
 from collage_agent.optim.arithmetic import State, WideArithmetic, shared_workspace
 from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, packed_scalars
-from collage_agent.optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites, KeptWeight
+from collage_agent.optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
 from collage_agent.optim.guards import UpdateGuard, check_moments, check_range, log_once, range_findings
 from collage_agent.optim.options import TORCH_FORMS, check_torch_options
 from collage_agent.optim.random_numbers import Seeding, default_seed
@@ -21,7 +21,6 @@ from collage_agent.optim.rules import Group, Moment, UpdateRule
 from collage_agent.optim.stepping import (
     Member,
     component_names,
-    local_part,
     longest_chunk,
     sampled,
     step_tensors,
@@ -30,7 +29,6 @@ from collage_agent.optim.stepping import (
 from collage_agent.optim.strategies import (
     MASTER_PARAMETER,
     PARAMETER_LOW,
-    StateStorage,
     StorageStrategy,
     check_arithmetic,
     check_dtype,
@@ -134,7 +132,7 @@ class CollageOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         members = self._gathered()
-        self._external_writes.adopt(self._kept_weights(members), self._name_of)
+        self._external_writes.adopt(zip(self.param_groups, members, strict=True), self._name_of)
         self._look_at_updates(members)
         for group, own in zip(self.param_groups, members, strict=True):
             for step, planned in self._planned(group, own):
@@ -217,27 +215,6 @@ class CollageOptimizer(Optimizer):
                     place = f"parameter {index} of group {number}" if names is None else str(names[index])
                     return f"{place} of shape {tuple(parameter.shape)}"
         return f"a parameter of shape {tuple(parameter.shape)}"
-
-    def _kept_weights(self, members: list[list[Member]]) -> list[KeptWeight]:
-        """The weights beside which something is kept, as `ExternalWrites` looks at them."""
-        found = []
-        for group, own in zip(self.param_groups, members, strict=True):
-            strategy = strategy_named(group["strategy"])
-            key = strategy.parameter_state
-            if key is None:
-                continue
-            raises = group["on_external_write"] == "raise"
-            # Rounding to nearest leaves half a gap; a residual that is computed with errors, or rounded at random
-            # below the smallest normal number, up to one.
-            nearest = strategy.parameter is StateStorage.PAIR and not strategy.stochastic
-            exact = nearest and group["arithmetic"] == "fp32"
-            for member in own:
-                parameter, kept = member.parameter, member.state[key]
-                if type(parameter) is not torch.nn.Parameter:
-                    parameter, kept = local_part(parameter.detach()), local_part(kept)
-                largest = (0.5 if exact else 1.0) if kept.dtype == parameter.dtype else 0.0
-                found.append(KeptWeight(member.parameter, strategy, raises, largest, parameter, kept))
-        return found
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look_at_updates(self, members: list[list[Member]]) -> None:
