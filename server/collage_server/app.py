@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Final
 
 from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
@@ -39,6 +40,9 @@ from collage_server.web.failures import answer_to
 from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestIdentity
 
 __all__ = ["create_app", "make_store"]
+
+_BALLAST_BYTES: Final = 32 * 2**20
+"""Of the reserve. SQLite folds its log into the file every 16 MiB, and needs as much again while it does."""
 
 
 def create_app(
@@ -119,9 +123,9 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         settings=settings,
         store=store,
         bounds=bounds,
-        writer=Writer(store.journal, counters, clock=clock, commit_bytes=settings.commit_bytes),
+        writer=Writer(store.journal, counters, clock=clock, commit_bytes=settings.commit_bytes, admit=guard.admit),
         sealer=Sealer(
-            store.journal.runs,
+            lambda: store.journal.runs() if guard.may_seal else [],
             store.sealing.seal,
             store.journal.bytes_of,
             bounds,
@@ -175,4 +179,5 @@ def make_store(settings: Settings) -> Store:
         stale_after_seconds=settings.stale_after_seconds,
         busy_timeout_seconds=settings.busy_timeout_seconds,
         unsafe=settings.unsafe_database,
+        ballast_bytes=min(_BALLAST_BYTES, settings.disk_reserve_bytes // 4),
     )

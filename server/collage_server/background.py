@@ -188,5 +188,6 @@ class Maintenance(BackgroundThread):
     def _watch_disk(self) -> None:
         if time.monotonic() >= self._disk_due:
             self.attempt(self._guard.check_sizes)
-            self.attempt(self._store.checkpoint_log)
+            self.attempt(lambda: self._store.checkpoint_log(read_only=self._guard.reason is not None))
+            self.attempt(self._store.keep_room)
             self._disk_due = time.monotonic() + self._disk_seconds

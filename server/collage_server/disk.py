@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
+from threading import Lock
 from typing import Final
 
-from collage_server.errors import StoreUnusable
+from collage_server.errors import Busy, StoreUnusable
 from collage_server.store import Sizes, Store
 
 __all__ = ["DiskGuard"]
@@ -13,10 +15,13 @@ __all__ = ["DiskGuard"]
 _LOG: Final = logging.getLogger(__name__)
 _BACK: Final = 0.95
 """Writing begins again below this share of the budget, or above the reserve divided by it: no flutter."""
+_WRITTEN: Final = 2
+"""How often a report's bytes are written: to the log, and from there to the file."""
+_RETRY_SECONDS: Final = 30
 
 
 class DiskGuard:
-    """Decides whether reports may be stored. `check_sizes` is called from time to time, `reason` from any thread.
+    """Decides whether reports may be stored. Any thread may ask; `check_sizes` is called from time to time.
 
     `budget_bytes` bounds the data (None: no bound), `reserve_bytes` must stay free on the disk of an SQLite file.
     """
@@ -27,6 +32,9 @@ class DiskGuard:
         self._reserve_bytes = reserve_bytes
         self._reason: str | None = None
         self._left_ratio: float | None = None
+        self._room_bytes = 0.0
+        self._may_seal = True
+        self._lock = Lock()
 
     @property
     def left_ratio(self) -> float | None:
@@ -38,19 +46,52 @@ class DiskGuard:
         """Why nothing may be stored now; None: it may."""
         return self._reason
 
-    def check_sizes(self) -> None:
-        """Measure the disk, and decide again whether reports may be stored."""
-        known, self._reason = self._reason, self._measured()
+    @property
+    def may_seal(self) -> bool:
+        """Whether reports may become chunks: not on the reserve, as that takes space before it gives some."""
+        return self._may_seal
+
+    def require_room(self) -> None:
+        """Raise while nothing may be stored.
+
+        Raises:
+            Busy: the server reads only.
+        """
+        if self._reason is not None:
+            raise Busy(f"read-only: {self._reason}; send this again later", retry_after_seconds=_RETRY_SECONDS)
+
+    def admit(self, size: int) -> None:
+        """Admit a commit of `size` bytes. What was found free is counted down, and measured again at its end.
+
+        Raises:
+            Busy: the server reads only, from now on if this commit does not fit.
+        """
+        self.require_room()
+        with self._lock:
+            self._room_bytes -= _WRITTEN * size
+            short = self._room_bytes < 0
+        if short:
+            self.check_sizes(_WRITTEN * size)
+            self.require_room()
+
+    def check_sizes(self, coming_bytes: int = 0) -> None:
+        """Measure the disk, and decide again whether reports may be stored, beside `coming_bytes`."""
+        with self._lock:
+            known, self._reason = self._reason, self._measured(coming_bytes)
         if (known is None) != (self._reason is None):
             _LOG.warning("read-only: %s", self._reason) if self._reason else _LOG.warning("no longer read-only")
 
-    def _measured(self) -> str | None:
+    def _measured(self, coming_bytes: int) -> str | None:
         try:
             sizes = self._store.sizes()
-            self._left_ratio = self._left(sizes)
-            return self._judge(sizes)
         except StoreUnusable as error:
             return error.message
+        self._left_ratio = self._left(sizes)
+        budget = math.inf if self._budget_bytes is None else self._budget_bytes - sizes.used_bytes
+        free = math.inf if sizes.free_bytes is None else sizes.free_bytes - self._reserve_bytes
+        self._room_bytes = min(budget, free) - coming_bytes
+        self._may_seal = free >= 0
+        return self._judge(sizes, coming_bytes)
 
     def _left(self, sizes: Sizes) -> float | None:
         rooms = [] if self._budget_bytes is None else [(self._budget_bytes - sizes.used_bytes, self._budget_bytes)]
@@ -59,16 +100,16 @@ class DiskGuard:
             rooms.append((free, free + sizes.used_bytes))
         return min((max(left, 0) / room if room > 0 else 0.0 for left, room in rooms), default=None)
 
-    def _judge(self, sizes: Sizes) -> str | None:
+    def _judge(self, sizes: Sizes, coming_bytes: int) -> str | None:
         strict = 1.0 if self._reason is None else _BACK
-        if self._budget_bytes is not None and sizes.used_bytes > strict * self._budget_bytes:
+        if self._budget_bytes is not None and sizes.used_bytes + coming_bytes > strict * self._budget_bytes:
             # A cluster's files keep the space of deleted rows for new ones.
             then = "" if sizes.free_bytes is not None else ", then VACUUM FULL,"
             return (
                 f"the data takes {sizes.used_bytes} bytes, its budget is {self._budget_bytes}; "
                 f"delete runs or shorten the retention{then} or raise COLLAGE_SERVER_DISK_BUDGET_BYTES"
             )
-        if sizes.free_bytes is not None and sizes.free_bytes < self._reserve_bytes / strict:
+        if sizes.free_bytes is not None and sizes.free_bytes - coming_bytes < self._reserve_bytes / strict:
             return (
                 f"the disk has {sizes.free_bytes} bytes left, {self._reserve_bytes} are kept free; "
                 "make room, or lower COLLAGE_SERVER_DISK_RESERVE_BYTES"

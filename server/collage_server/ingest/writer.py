@@ -34,15 +34,25 @@ class _PendingGroup:
 
 
 class Writer:
-    """Owns the only thread that appends reports. `submit` belongs to the event loop."""
+    """Owns the only thread that appends reports. `submit` belongs to the event loop.
+
+    `admit` is told the bytes of each commit before it begins, and may refuse it.
+    """
 
     def __init__(
-        self, journal: ReportJournal, counters: IngestCounters, *, clock: Callable[[], float], commit_bytes: int
+        self,
+        journal: ReportJournal,
+        counters: IngestCounters,
+        *,
+        clock: Callable[[], float],
+        commit_bytes: int,
+        admit: Callable[[int], None] | None = None,
     ) -> None:
         self._journal = journal
         self._counters = counters
         self._clock = clock
         self._commit_bytes = commit_bytes
+        self._admit = admit
         self._queue: SimpleQueue[_PendingGroup | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -126,6 +136,8 @@ class Writer:
         self._deliver(batch, outcomes)
 
     def _append(self, batch: list[_PendingGroup]) -> list[GroupOutcome]:
+        if self._admit is not None:
+            self._admit(sum(entry.group.bytes for entry in batch))
         return self._journal.append([entry.group for entry in batch], self._clock())
 
     def _append_alone(self, entry: _PendingGroup) -> GroupOutcome | BaseException:

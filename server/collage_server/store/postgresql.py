@@ -173,7 +173,13 @@ class PostgresqlStore(Store):
             used = connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one()
         return Sizes(used_bytes=int(used), free_bytes=None)
 
-    def checkpoint_log(self) -> None:
+    def make_room(self) -> None:
+        """Its disk is the cluster's business."""
+
+    def keep_room(self) -> None:
+        """Its disk is the cluster's business."""
+
+    def checkpoint_log(self, *, read_only: bool = False) -> None:
         """PostgreSQL's checkpoints do this."""
 
     def release_space(self) -> bool:

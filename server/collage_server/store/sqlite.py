@@ -13,12 +13,14 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from collage_server.errors import StoreUnusable
 from collage_server.store.database import Store
+from collage_server.store.engine.ballast import Ballast
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import driver_cursor
 from collage_server.store.engine.files import (
     checkpoint_log,
     file_identity,
     folder_lock,
+    log_bytes,
     make_private,
     network_file_system,
     return_pages,
@@ -47,7 +49,8 @@ _PRAGMAS: Final = (
 class SqliteStore(Store):
     """A store in `path`; several reader connections, and one writer at a time.
 
-    `unsafe` uses a file on a network file system, too.
+    `unsafe` uses a file on a network file system, too. `ballast_bytes` are held for what frees space when the
+    disk is full.
     """
 
     def __init__(
@@ -58,10 +61,12 @@ class SqliteStore(Store):
         busy_timeout_seconds: float = 30.0,
         limits: SealLimits | None = None,
         unsafe: bool = False,
+        ballast_bytes: int = 0,
     ) -> None:
         super().__init__(stale_after_seconds, limits or SealLimits())
         self.path = path
         self._unsafe = unsafe
+        self._ballast = Ballast(path.with_name(f"{path.name}-ballast"), ballast_bytes)
         self._busy_timeout_seconds = busy_timeout_seconds
         self._write_lock = Lock()
         self._longest_log = _LOG_BYTES
@@ -71,9 +76,12 @@ class SqliteStore(Store):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._check_disk()
+            # Without room SQLite cannot even open a file that is there.
+            self._ballast.release()
             make_private(self.path)
             _prepare(self.path, self._busy_timeout_seconds)
             self._identity = file_identity(self.path)
+            self._ballast.keep()
         except (sqlite3.Error, OSError) as error:
             raise StoreUnusable(f"{self.path} cannot be opened as a database: {error}") from error
         # Never made anew: beside the old log an empty file would be taken for what that log goes on from.
@@ -134,16 +142,25 @@ class SqliteStore(Store):
                 f"{self.path} is not the file that this server opened: it was moved, deleted or replaced; "
                 "put it back, or start the server anew"
             )
-        return sqlite_sizes(self.path)
+        return sqlite_sizes(self.path, self._ballast.bytes)
 
-    def checkpoint_log(self) -> None:
+    def make_room(self) -> None:
+        """Give the ballast's space to what comes next, if the disk has less left than that."""
+        self._ballast.release()
+
+    def keep_room(self) -> None:
+        """Take the ballast's space again once the disk has more."""
+        if self._is_there:
+            self._ballast.keep()
+
+    def checkpoint_log(self, *, read_only: bool = False) -> None:
         """Empty the write-ahead log where readers have let it grow beyond what it keeps.
 
-        Beside a long reader writers would wait in vain: then it is tried again when the log is twice as long.
+        Beside a long reader writers would wait in vain: then it is tried again when the log is twice as long. While
+        nothing may be stored, nobody waits, and the log is emptied whatever it holds.
         """
-        log = self.path.with_name(f"{self.path.name}-wal")
-        size = log.stat().st_size if log.exists() else 0
-        if size > self._longest_log and self._is_there:
+        size = log_bytes(self.path)
+        if size > (0 if read_only else self._longest_log) and self._is_there:
             with self._write_lock:
                 self._longest_log = _LOG_BYTES if checkpoint_log(self.path) else 2 * size
 

@@ -28,7 +28,6 @@ _HEADER: Final = b"x-request-id"
 _LONGEST_ID: Final = 64
 _LOG: Final = logging.getLogger("collage_server.requests")
 _GOING_DOWN: Final = Busy("the server is going down; send this request again later", retry_after_seconds=1)
-_RETRY_SECONDS: Final = 30
 _WRITES: Final = ("/runs", "/attempts", "/streams", "/reports")
 
 
@@ -130,9 +129,8 @@ class ReadOnlyGate:
         self.guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = self.guard.reason
-        if reason is not None and scope["type"] == "http" and _stores(scope):
-            raise Busy(f"read-only: {reason}; send this again later", retry_after_seconds=_RETRY_SECONDS)
+        if scope["type"] == "http" and _stores(scope):
+            self.guard.require_room()
         await self.app(scope, receive, send)
 
 

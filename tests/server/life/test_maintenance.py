@@ -188,7 +188,10 @@ class Worn(Disk):
     def release_space(self):
         return False
 
-    def checkpoint_log(self):
+    def checkpoint_log(self, *, read_only=False):
+        pass
+
+    def keep_room(self):
         pass
 
 

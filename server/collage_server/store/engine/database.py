@@ -78,8 +78,16 @@ class Database(ABC):
         """How much space there is."""
 
     @abstractmethod
-    def checkpoint_log(self) -> None:
-        """Keep the database's log short."""
+    def make_room(self) -> None:
+        """On a full disk, free the space that is held for what gives space back."""
+
+    @abstractmethod
+    def keep_room(self) -> None:
+        """Hold that space, now that the disk has it."""
+
+    @abstractmethod
+    def checkpoint_log(self, *, read_only: bool = False) -> None:
+        """Keep the database's log short, and empty while nothing may be stored."""
 
     @abstractmethod
     def release_space(self) -> bool:
@@ -124,6 +132,13 @@ class Database(ABC):
     def writing(self) -> Iterator[Connection]:
         """A write transaction, committed durably on leaving."""
         with _translated(), self._begin_writing() as connection:
+            yield connection
+
+    @contextmanager
+    def freeing(self) -> Iterator[Connection]:
+        """A write transaction that gives space back: it works on a full disk, too."""
+        self.make_room()
+        with self.writing() as connection:
             yield connection
 
     @contextmanager

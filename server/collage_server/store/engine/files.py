@@ -21,6 +21,7 @@ __all__ = [
     "file_identity",
     "checkpoint_log",
     "folder_lock",
+    "log_bytes",
     "make_private",
     "network_file_system",
     "return_pages",
@@ -118,24 +119,40 @@ def folder_lock(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def sqlite_sizes(path: Path) -> Sizes:
-    """What the data takes, without free pages and the write-ahead log; and what the disk has left."""
+def log_bytes(path: Path) -> int:
+    """What the write-ahead log of a database takes on the disk."""
+    try:
+        return path.with_name(f"{path.name}-wal").stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def sqlite_sizes(path: Path, held_bytes: int) -> Sizes:
+    """What the data takes, without free pages and the write-ahead log; and what the disk has left for more.
+
+    `held_bytes` of it are kept elsewhere. What is in the log is not left: it will be written to the file as well.
+    """
     with _opened(path) as connection:
         total, free, page = (
             int(connection.execute(f"PRAGMA {name}").fetchone()[0])
             for name in ("page_count", "freelist_count", "page_size")
         )
-    return Sizes(used_bytes=(total - free) * page, free_bytes=shutil.disk_usage(path.parent).free)
+    free_bytes = max(shutil.disk_usage(path.parent).free + held_bytes - log_bytes(path), 0)
+    return Sizes(used_bytes=(total - free) * page, free_bytes=free_bytes)
 
 
 def checkpoint_log(path: Path) -> bool:
     """Fold the write-ahead log into the file and empty it; the caller keeps this process from writing meanwhile.
 
     Readers that follow on each other without a pause keep it from beginning anew, and it grows. Those of now are
-    waited for, half a second at most, and new ones need no log. False: one of them reads for longer.
+    waited for, half a second at most, and new ones need no log. False: one of them reads for longer, or the disk
+    has no room for what the file would grow by.
     """
     with _opened(path, _PATIENCE_SECONDS) as connection:
-        busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        try:
+            busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        except sqlite3.OperationalError:
+            return False
     return not busy
 
 

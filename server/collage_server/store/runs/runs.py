@@ -129,7 +129,7 @@ class RunStore:
 
     def update(self, run_id: str, update: wire.RunUpdate, now: float, check: QuotaCheck | None = None) -> RunRecord:
         """Change a run. `check` may refuse what its project would then hold."""
-        with self._database.writing() as connection:
+        with self._database.freeing() as connection:
             counted = None
             if check is not None and update.tags:
                 counted = read_run(connection, run_id).project
@@ -144,7 +144,7 @@ class RunStore:
 
         These acts are added to the audit log. What is large (journal, chunks) is removed afterwards, in slices.
         """
-        with self._database.writing() as connection:
+        with self._database.freeing() as connection:
             project = connection.execute(
                 select(_RUN.c.project).where(_RUN.c.run_id == run_id).with_for_update()
             ).scalar()

@@ -150,7 +150,7 @@ class Retention:
                 lagging = read_lagging_horizons(connection, run_id)
                 expired = _expired(connection, run_id, before)
             if lagging:
-                with self._database.writing() as connection:
+                with self._database.freeing() as connection:
                     raise_lagging_horizons(connection, run_id, lagging)
             if any(entry.level == 1 for entry in expired):
                 self._seal_late_reports(run_id)
@@ -183,7 +183,7 @@ class Retention:
 
     def _purge_slice(self, run_id: str) -> bool:
         for table in _BULKY:
-            with self._database.writing() as connection:
+            with self._database.freeing() as connection:
                 if _delete_some(connection, table, table.c.run_id == run_id):
                     return True
         return False
@@ -194,7 +194,7 @@ class Retention:
         Points go first: from then on readers use coarser levels. The model's rows go last: while they exist, an
         interrupted drop is found again. False: new reports came for it; the next round tries again.
         """
-        with self._database.writing() as connection:
+        with self._database.freeing() as connection:
             if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
                 return False
             if entry.level == 1:
@@ -202,10 +202,10 @@ class Retention:
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
         going_on = True
         while going_on:
-            with self._database.writing() as connection:
+            with self._database.freeing() as connection:
                 where = _rows_of(schema.layer_chunk, run_id, entry)
                 going_on = bool(_delete_some(connection, schema.layer_chunk, *where))
-        with self._database.writing() as connection:
+        with self._database.freeing() as connection:
             connection.execute(delete(schema.model_chunk).where(*_rows_of(schema.model_chunk, run_id, entry)))
         return True
 
