@@ -340,6 +340,7 @@ def current_run() -> Run | None:
 
 
 def _at_exit() -> None:
+    _SESSION.termination.wait_if_terminating()
     if _SESSION.run is not None:
         failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or _SESSION.exit_status.failed
         interactive = hasattr(sys, "ps1") or "IPython" in sys.modules

@@ -72,6 +72,39 @@ def test_what_is_queued_is_kept_and_the_status_is_the_signals(start, tmp_path, l
     assert [message for message in transport.messages if isinstance(message, RunUpdate)] == []
 
 
+def test_the_queue_is_kept_when_the_main_thread_holds_its_lock(start, tmp_path):
+    process = start(
+        after="""
+        from collage_agent.transport.queue import BoundedQueue
+        make_room = BoundedQueue._make_room
+        def and_the_signal_comes(queue):
+            os.kill(os.getpid(), signal.SIGTERM)
+            make_room(queue)
+        BoundedQueue._make_room = and_the_signal_comes
+        """,
+        loop="collage.log({'loss': 1.0}, step=51)\n" + IN_PYTHON,
+    )
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+    assert [report.step for report in arrived(tmp_path).reports] == list(range(1, 52))
+
+
+def test_the_end_of_the_program_waits_for_what_is_sent_after_the_signal(start, tmp_path):
+    process = start(
+        before="""
+        from collage_agent.run import Run
+        stop, begun = Run.stop, threading.Event()
+        def note_and_stop(*arguments):
+            begun.set()
+            stop(*arguments)
+        Run.stop = note_and_stop
+        """,
+        loop="begun.wait()",
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+    assert len(arrived(tmp_path).reports) == 50
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_handler_of_the_training_keeps_the_signal(start, tmp_path, when):
     own = """

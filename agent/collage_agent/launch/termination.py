@@ -23,102 +23,95 @@ __all__ = ["ExitStatus", "TerminationHandler", "is_failure"]
 
 _LOG = logging.getLogger("collage_agent")
 _FLUSH_SECONDS: Final = 3.0
-_MAIN_THREAD_SECONDS: Final = 0.2
-"""How long the main thread has to notice the signal before it is taken to be inside native code."""
 
 
 class TerminationHandler:
-    """Calls `flush(seconds)` on a thread of its own when SIGTERM comes, then lets the signal have its way.
+    """Calls `flush(seconds)` when SIGTERM comes, then lets the signal have its way, both on a thread of its own.
 
-    Python runs signal handlers on the main thread between two of its instructions. A rank that waits for others
-    inside a collective never gets there, so a second thread listens on the signal's wake-up descriptor, as far as
-    that is free, and ends the process in its place.
+    Python runs signal handlers on the main thread between two of its instructions. There the main thread may hold a
+    lock that flushing needs, and a rank that waits for others inside a collective never gets there. So the handler
+    only wakes the thread, which listens on the signal's wake-up descriptor, too, as far as that is free. Until the
+    thread has flushed the training goes on, as it would if the signal came a moment later.
     """
 
     def __init__(self, flush: Callable[[float], object]) -> None:
         self._flush = flush
-        self._noticed = threading.Event()
-        self._installed = False
         self._writer: int | None = None
+        self._thread: threading.Thread | None = None
+        self._has_come = False
 
     def install(self) -> None:
         """Take the signal, if it has its default meaning and this is the main thread. Safe to call again."""
-        if self._installed or sys.platform == "win32":
+        if self._writer is not None or sys.platform == "win32":
             return
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        thread = threading.Thread(target=self._listen, args=(reader,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread can be started: the signal keeps its default meaning.
+            os.close(reader)
+            os.close(writer)
+            return
+        self._thread, self._writer = thread, writer
         signal.signal(signal.SIGTERM, self._on_signal)
-        self._installed = True
-        self._listen()
+        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if taken != -1:
+            signal.set_wakeup_fd(taken)
 
     def uninstall(self) -> None:
         """Give the signal back, unless somebody else has taken it in the meantime."""
-        if not self._installed or threading.current_thread() is not threading.main_thread():
+        if self._writer is None or threading.current_thread() is not threading.main_thread():
             return
-        self._installed = False
         if self._is_ours():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._stop_listening()
+        current = signal.set_wakeup_fd(-1)
+        if current not in {-1, self._writer}:
+            signal.set_wakeup_fd(current)
+        writer, self._writer = self._writer, None
+        os.close(writer)
+
+    def wait_if_terminating(self) -> None:
+        """At the interpreter's end: let the thread flush and end the process, if the signal has come."""
+        if self._has_come and self._thread is not None:
+            self._thread.join(_FLUSH_SECONDS)
 
     def _is_ours(self) -> bool:
         return signal.getsignal(signal.SIGTERM) == self._on_signal
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_ours():
-            # Called by a handler that was put before this one: with the default meaning there was nothing to call.
+        # Takes no lock: the main thread may hold any.
+        if self._writer is None:
             return
-        self._noticed.set()
-        with contextlib.suppress(RuntimeError):
-            # The main thread may hold the queue's lock right now, so the flush runs beside it.
-            flusher = threading.Thread(target=self._flush_quietly, daemon=True)
-            flusher.start()
-            flusher.join(_FLUSH_SECONDS)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            os.write(self._writer, bytes([number]))
+        except BlockingIOError:
+            pass  # what fills the pipe wakes the thread, too
+        except OSError:
+            # Somebody has closed the pipe, as a program does that becomes a daemon.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _listen(self, reader: int) -> None:
+        while numbers := os.read(reader, 512):
+            # A handler that was put before ours may call ours: with the default meaning there was nothing to call.
+            if signal.SIGTERM in numbers and self._is_ours():
+                self._has_come = True
+                self._flush_quietly()
+                _restore_default_meaning()
+                os.kill(os.getpid(), signal.SIGTERM)
+        os.close(reader)
 
     def _flush_quietly(self) -> None:
         try:
             self._flush(_FLUSH_SECONDS)
         except Exception:
             _LOG.exception("sending what is left failed")
-
-    def _listen(self) -> None:
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        if taken != -1:
-            signal.set_wakeup_fd(taken)
-            os.close(reader)
-            os.close(writer)
-            return
-        self._writer = writer
-        listener = threading.Thread(target=self._end_for_the_main_thread, args=(reader,), daemon=True)
-        try:
-            listener.start()
-        except RuntimeError:
-            self._stop_listening()
-            os.close(reader)
-
-    def _stop_listening(self) -> None:
-        if self._writer is None:
-            return
-        current = signal.set_wakeup_fd(-1)
-        if current not in {-1, self._writer}:
-            signal.set_wakeup_fd(current)
-        os.close(self._writer)
-        self._writer = None
-
-    def _end_for_the_main_thread(self, reader: int) -> None:
-        while numbers := os.read(reader, 512):
-            if signal.SIGTERM not in numbers or not self._is_ours() or self._noticed.wait(_MAIN_THREAD_SECONDS):
-                continue
-            self._flush_quietly()
-            if not self._noticed.is_set():
-                _restore_default_meaning()
-                os.kill(os.getpid(), signal.SIGTERM)
-        os.close(reader)
 
 
 class ExitStatus:
