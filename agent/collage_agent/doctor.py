@@ -21,9 +21,9 @@ import httpx
 import torch
 from msgspec import Struct
 
-from collage_agent.integrations.launcher import ATTACH, environment_of
-from collage_agent.settings import VARIABLES, read_settings, watch_defaults
+from collage_agent.settings import read_settings, watch_defaults
 from collage_agent.transport.spool import waiting_spools
+from collage_monitor.environment import ATTACH, VARIABLES, launch_variables
 from collage_monitor.local import data_folder, find_token, server_address, token_path
 
 __all__ = ["TRIED", "Check", "Status", "Tried", "delivery_checks", "machine_checks", "optimizer_checks"]
@@ -160,7 +160,7 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Check]:
             "COLLAGE_MODE=offline wins over COLLAGE_SERVER_URL: reports are kept on disk",
             "unset COLLAGE_MODE to send them",
         )
-    folder = environment_of({})["PYTHONPATH"]
+    folder = launch_variables({})["PYTHONPATH"]
     if given.get(ATTACH) == "1" and folder not in environment.get("PYTHONPATH", "").split(os.pathsep):
         yield Check(
             "environment",

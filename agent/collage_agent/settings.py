@@ -19,10 +19,11 @@ import msgspec
 from msgspec import Meta
 
 from collage_agent.options import WatchOptions
+from collage_monitor.environment import VARIABLES
 from collage_monitor.local import DEFAULT_SERVER_URL, data_folder, find_token, server_address
 from collage_monitor.wire import LIMITS
 
-__all__ = ["VARIABLES", "DeliveryLimits", "Mode", "Resume", "Settings", "read_settings", "watch_defaults"]
+__all__ = ["DeliveryLimits", "Mode", "Resume", "Settings", "read_settings", "watch_defaults"]
 
 Mode = Literal["online", "offline", "disabled"]
 Resume = Literal["allow", "must", "never"]
@@ -34,12 +35,11 @@ _LOG = logging.getLogger("collage_agent")
 class _Argument:
     """What an argument of `init` must be, what to pass where it is not, and what stands for it if it is left out.
 
-    variable: the environment's, without COLLAGE_, and how its text is read.
+    read: how the text of its environment variable is read, if it has one.
     """
 
     kind: Any
     wanted: str
-    variable: str | None = None
     default: Any = None
     read: Callable[[str], Any] = str
 
@@ -51,29 +51,24 @@ def _tags(text: str) -> tuple[str, ...]:
 _NAME: Final = Meta(min_length=1, max_length=LIMITS["name_characters"])
 _WORDS: Final = f"pass a text of 1 to {LIMITS['name_characters']} characters"
 _ARGUMENTS: Final = {
-    "project": _Argument(
-        Annotated[str, _NAME, Meta(pattern=r"^(?!\.{1,2}\Z)")], _WORDS, "PROJECT", default="default"
-    ),
-    "name": _Argument(Annotated[str, _NAME], _WORDS, "RUN_NAME"),
+    "project": _Argument(Annotated[str, _NAME, Meta(pattern=r"^(?!\.{1,2}\Z)")], _WORDS, default="default"),
+    "name": _Argument(Annotated[str, _NAME], _WORDS),
     "run_id": _Argument(
         Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}\Z")],
         "pass 1 to 64 letters, digits, '_', '.', ':' or '-', the first a letter or digit",
-        "RUN_ID",
     ),
-    "group": _Argument(Annotated[str, _NAME], _WORDS, "RUN_GROUP"),
+    "group": _Argument(Annotated[str, _NAME], _WORDS),
     "tags": _Argument(
         Annotated[tuple[Annotated[str, _NAME], ...], Meta(max_length=LIMITS["tags_per_run"])],
         f"pass a list of at most {LIMITS['tags_per_run']} texts",
-        "TAGS",
         default=(),
         read=_tags,
     ),
-    "mode": _Argument(Mode, "choose one of 'online', 'offline', 'disabled'", "MODE", default="online"),
-    "server_url": _Argument(str, f"pass an address such as {DEFAULT_SERVER_URL}", "SERVER_URL"),
+    "mode": _Argument(Mode, "choose one of 'online', 'offline', 'disabled'", default="online"),
+    "server_url": _Argument(str, f"pass an address such as {DEFAULT_SERVER_URL}"),
     "token": _Argument(
         Annotated[str, Meta(pattern=r"^[!-~]+\Z")],
         "pass the printable ASCII text that the server gave out, without spaces",
-        "TOKEN",
     ),
     "resume": _Argument(Resume, "choose one of 'allow', 'must', 'never'", default="allow"),
     "notes": _Argument(
@@ -88,12 +83,6 @@ _WATCH_ARGUMENTS: Final[dict[str, Callable[[str], Any]]] = {
     "budget": lambda text: None if text.lower() == "none" else float(text),
 }
 """Of `watch`, with how the text of COLLAGE_EVERY and so on is read."""
-VARIABLES: Final[dict[str, str]] = {
-    **{name: f"COLLAGE_{entry.variable}" for name, entry in _ARGUMENTS.items() if entry.variable},
-    "dir": "COLLAGE_DIR",
-    **{name: f"COLLAGE_{name.upper()}" for name in _WATCH_ARGUMENTS},
-}
-"""The environment variable of each argument of `init` and `watch` that has one."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +152,7 @@ def read_settings(environment: Mapping[str, str] | None = None, **given: Any) ->
         value = given.pop(name, None)
         if value is not None:
             found[name] = _checked(name, value)
-        elif entry.variable is None:
+        elif name not in VARIABLES:
             found[name] = entry.default
         else:
             found[name] = _from(values, name, entry.read, _checked, entry.default)

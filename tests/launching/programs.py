@@ -5,8 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from collage_agent.integrations.launcher import environment_of
-
+from collage_monitor.environment import launch_variables
 from tests.forking import TRAINING as IMPORTED
 from tests.forking import command, run_forked
 from tests.waiting import PATIENCE_SECONDS
@@ -70,4 +69,4 @@ def python(*arguments):
 
 def bootstrap():
     """The folder in front of PYTHONPATH."""
-    return Path(environment_of({})["PYTHONPATH"])
+    return Path(launch_variables({})["PYTHONPATH"])

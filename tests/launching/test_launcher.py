@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
 from collage_agent import current_run, finish, init, watch
-from collage_agent.command.run import run
 from collage_agent.integrations import launcher
 from collage_agent.transport import MemoryTransport
 from torch import nn
 
+from collage_monitor.command.run import run
+from collage_monitor.environment import ATTACH, launch_variables
 from tests import forking
 from tests.forking import command, fork, run_command
 from tests.launching.programs import TRAINING, bootstrap, launched, python, write
@@ -149,13 +152,20 @@ def test_a_script_that_cannot_be_executed_says_how_to_start_it(tmp_path):
 
 
 def test_the_bootstrap_folder_comes_first_and_once():
-    environment = launcher.environment_of({"PYTHONPATH": f"{bootstrap()}{os.pathsep}/mine"})
+    environment = launch_variables({"PYTHONPATH": f"{bootstrap()}{os.pathsep}/mine"})
     assert environment["PYTHONPATH"] == f"{bootstrap()}{os.pathsep}/mine"
-    assert environment_keys() == {"PYTHONPATH", launcher.ATTACH}
+    assert environment_keys() == {"PYTHONPATH", ATTACH}
 
 
 def environment_keys():
-    return set(launcher.environment_of({}))
+    return set(launch_variables({}))
+
+
+def test_launching_costs_no_torch():
+    verb = "from collage_monitor.command import root; root(['run', '--print-environment'], standalone_mode=False)"
+    program = f"{verb}; import sys; print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "False"
 
 
 def test_the_outermost_module_that_holds_the_parameters_is_found():

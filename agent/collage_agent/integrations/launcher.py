@@ -1,8 +1,8 @@
 """`collage-monitor run`: watches every optimizer of a program from its first step, without a change of its code.
 
-The environment says so, and a bootstrap folder in front of PYTHONPATH makes each Python process call
-`step_begins` from torch's process-wide hook. The run is named after the script; COLLAGE_* variables decide the
-rest.
+The command sets variables (`collage_monitor.environment`). By them a bootstrap folder in front of PYTHONPATH makes
+each Python process call `step_begins` from torch's process-wide hook. The run is named after the script; the other
+variables decide the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,19 +25,10 @@ from collage_agent.intent.foreign import called_through
 from collage_agent.training.subgroups import is_stepped_by
 from collage_agent.watching.hooks import OptimizerHooks
 
-__all__ = ["ATTACH", "environment_of", "find_model", "step_begins"]
+__all__ = ["find_model", "step_begins"]
 
-ATTACH: Final = "COLLAGE_ATTACH"
-_BOOTSTRAP: Final = Path(__file__).parent / "bootstrap"
 _MOST_WATCHES: Final = 8
 _LOG = logging.getLogger("collage_agent")
-
-
-def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """What must be added to an environment so that Python processes under it are watched."""
-    others = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    path = [str(_BOOTSTRAP), *(entry for entry in others if entry != str(_BOOTSTRAP))]
-    return {ATTACH: "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
 class _AutomaticWatches:

@@ -7,7 +7,6 @@ interpreter. Where nobody does, the process still dies of the signal, with the s
 from __future__ import annotations
 
 import builtins
-import contextlib
 import ctypes
 import functools
 import logging

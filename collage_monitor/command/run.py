@@ -10,6 +10,9 @@ import sys
 
 import click
 
+from collage_monitor.command import require
+from collage_monitor.environment import VARIABLES, launch_variables
+
 __all__ = ["run"]
 
 
@@ -34,11 +37,9 @@ def run(print_environment: bool, as_json: bool, program: tuple[str, ...], **opti
     Also: collage-monitor run -- torchrun --nproc-per-node 2 train.py. The program's output, exit status and
     signals are its own. A program without torch runs as it would anyway.
     """
-    from collage_agent.integrations.launcher import environment_of
-    from collage_agent.settings import VARIABLES
-
+    require("run", "agent")
     added = {VARIABLES[name]: str(value) for name, value in options.items() if value is not None}
-    added |= environment_of(os.environ)
+    added |= launch_variables(os.environ)
     if print_environment:
         lines = (f"export {name}={shlex.quote(value)}" for name, value in added.items())
         click.echo(json.dumps(added) if as_json else "\n".join(lines))

@@ -1,0 +1,39 @@
+"""The environment variables that tell a training how to report, and those by which `run` has it watched."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+__all__ = ["ATTACH", "VARIABLES", "launch_variables"]
+
+VARIABLES: Final = {
+    "project": "COLLAGE_PROJECT",
+    "name": "COLLAGE_RUN_NAME",
+    "run_id": "COLLAGE_RUN_ID",
+    "group": "COLLAGE_RUN_GROUP",
+    "tags": "COLLAGE_TAGS",
+    "mode": "COLLAGE_MODE",
+    "server_url": "COLLAGE_SERVER_URL",
+    "token": "COLLAGE_TOKEN",
+    "dir": "COLLAGE_DIR",
+    "every": "COLLAGE_EVERY",
+    "sample": "COLLAGE_SAMPLE",
+    "budget": "COLLAGE_BUDGET",
+}
+"""The variable of each argument of the agent's `init` and `watch` that has one."""
+ATTACH: Final = "COLLAGE_ATTACH"
+"""Set to 1, it lets the bootstrap folder's `sitecustomize` watch the optimizers of a Python process."""
+
+
+def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What must be added to an environment so that Python processes under it are watched. Imports no torch."""
+    agent = importlib.util.find_spec("collage_agent")
+    origin = agent.origin if agent is not None else None
+    assert origin is not None, "the agent's package is part of every installation"
+    bootstrap = str(Path(origin).parent / "integrations" / "bootstrap")
+    others = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {ATTACH: "1", "PYTHONPATH": os.pathsep.join([bootstrap, *(e for e in others if e != bootstrap)])}
