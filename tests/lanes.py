@@ -4,8 +4,8 @@ The first kind is found, not listed: a test is slow if its module, or the module
 start a process, itself or through another module of the tests.
 """
 
-import ast
 import inspect
+import re
 from functools import cache
 from pathlib import Path
 
@@ -13,17 +13,18 @@ __all__ = ["is_slow", "starts_processes"]
 
 ROOT = Path(__file__).parents[1]
 STARTERS = {"subprocess", "multiprocessing", "playwright"}
+_IMPORT = re.compile(
+    r"^[ \t]*(?:import[ \t]+([\w., \t]+)|from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n(]+))", re.MULTILINE
+)
 
 
 @cache
 def starts_processes(path):
     """Whether the module at `path` imports what starts processes, or a module of the tests that does."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for modules, package, members in _IMPORT.findall(path.read_text()):
+        found = [name.split()[0] for name in (modules or members.strip("()")).split(",") if name.strip()]
+        names |= {package, *(f"{package}.{name}" for name in found)} if package else set(found)
     if any(name.partition(".")[0] in STARTERS for name in names):
         return True
     own = (
@@ -38,5 +39,10 @@ def is_slow(item):
     """Whether a collected test can start processes, itself or by a fixture of ours."""
     fixtures = getattr(item, "_fixtureinfo", None)
     functions = [entry.func for known in fixtures.name2fixturedefs.values() for entry in known] if fixtures else []
-    paths = {item.path, *(Path(inspect.getfile(inspect.unwrap(function))) for function in functions)}
-    return any(starts_processes(path) for path in paths if path.is_relative_to(ROOT / "tests"))
+    return starts_processes(item.path) or any(_can_start_processes(function) for function in functions)
+
+
+@cache
+def _can_start_processes(fixture):
+    path = Path(inspect.getfile(inspect.unwrap(fixture)))
+    return path.is_relative_to(ROOT / "tests") and starts_processes(path)
