@@ -1,10 +1,12 @@
 """Ports and processes for tests that start the real command."""
 
 import contextlib
+import random
 import signal
 import socket
 import subprocess
 import sys
+from functools import cache
 
 import httpx
 
@@ -14,11 +16,28 @@ from tests.waiting import PATIENCE_SECONDS, until
 __all__ = ["command", "free_port", "interruptible", "running"]
 
 
-def free_port():
-    """A port that nobody listens on now."""
+_PORTS = range(20_000, 32_000)
+"""Below those that a system gives to connections, and to whoever asks for any port."""
+
+
+@cache
+def _free_ports():
+    """Never the same one twice in a process, and in another order in each."""
+    return filter(_is_free, random.SystemRandom().sample(_PORTS, len(_PORTS)))
+
+
+def _is_free(port):
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port():
+    """A port that nobody listens on, and that stays free until it is used, and while who used it is away."""
+    return next(_free_ports())
 
 
 @contextlib.contextmanager

@@ -59,6 +59,8 @@ def train(options, model, optimizer, first_step):
             threading.Event().wait()
     for number in range(options.extra_scalars):
         collage.log({"extra": float(number)}, step=options.steps + 1 + number)
+    sys.stdout.write("all logged\n")
+    sys.stdout.flush()
 
 
 def main():
