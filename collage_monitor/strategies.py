@@ -28,19 +28,25 @@ _STRATEGIES = (
     Strategy("full", "Collage full", "weights and both moments as pairs", 14),
     Strategy("fp32-states", "fp32 states", "weights, both moments in fp32", 12),
     Strategy(
-        "split-master", "Split fp32 master", "weights with the bits below as integers; ours: moments in 24 bits", 12
+        "split-master",
+        "Split fp32 master",
+        "fp32 weights as bfloat16 and 16 bits below; both moments in 24 bits; all rounded stochastically",
+        12,
+        True,
     ),
     Strategy(
         "split-master-16bit",
         "Split master, 16-bit states",
-        "fp32 weights as bfloat16 and 16 bits below; m and √v in 16 bits, rounded stochastically",
+        "fp32 weights as bfloat16 and 16 bits below; m and √v in 16 bits; all rounded stochastically",
         10,
+        True,
     ),
     Strategy(
         "split-master-8bit",
         "Split master, 8-bit states",
-        "fp32 weights as bfloat16 and 16 bits below; m and √v in 8-bit blocks of 128, rounded stochastically",
+        "fp32 weights as bfloat16 and 16 bits below; m and √v in 8-bit blocks of 128; all rounded stochastically",
         8,
+        True,
     ),
     Strategy(
         "split-24bit-8bit",
@@ -48,6 +54,12 @@ _STRATEGIES = (
         "weights as bfloat16 and 8 bits below; m and √v in 8-bit blocks of 128; all rounded stochastically",
         7,
         True,
+    ),
+    Strategy(
+        "integer-remainder",
+        "Integer remainder",
+        "weights with the bits below as integers, rounded to nearest or truncated: other libraries' optimizers",
+        None,
     ),
     Strategy("master-weights", "fp32 master weights", "weights with an fp32 copy, both moments in fp32", 16),
     Strategy("unknown", "Unknown", "not recognised", None),
@@ -75,7 +87,7 @@ STRATEGIES: Final = catalogue_of(_STRATEGIES, extensions("collage_monitor.strate
 
 _RECOMMENDED: Final = ("split-master", "split-master-16bit", "split-master-8bit", "split-24bit-8bit")
 """One for each number of bytes, the most exact first: `python -m benchmarks.accumulation`, docs/numerics.md."""
-_NOTHING_BETTER: Final = ("split-master", "master-weights")
+_NOTHING_BETTER: Final = ("split-master", "integer-remainder", "master-weights")
 
 
 def recommend(bytes_per_parameter: float = 12) -> Strategy | None:

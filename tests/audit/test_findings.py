@@ -239,7 +239,7 @@ def remainders(key):
 def test_integer_remainders_are_named_and_make_the_grid_finer(tmp_path, key):
     model, optimizer = remainders(key)
     audit = audited(tmp_path, model, optimizer, learning_rate=3e-6)
-    assert [entry.strategy for entry in audit.kept] == ["split-master"]
+    assert [entry.strategy for entry in audit.kept] == ["integer-remainder"]
     assert "integer remainder" in audit.kept[0].tensors
     assert codes(audit) == {"remainder-kept"}
     (told,) = audit.findings

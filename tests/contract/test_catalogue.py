@@ -178,6 +178,9 @@ def test_strategies():
     assert {name for name, entry in STRATEGIES.items() if entry.stochastic} == {
         "stochastic",
         "light-stochastic",
+        "split-master",
+        "split-master-16bit",
+        "split-master-8bit",
         "split-24bit-8bit",
     }
     with pytest.raises(CatalogueError, match=r"'collage'.*choose one of"):

@@ -49,7 +49,7 @@ def test_a_faithful_keeping_loses_nothing(name):
     handle = watch(model, optimizer, every=2, sample="all", oracle=True, windows=(4,))
     train(model, optimizer, 16)
     values, seen = handle.summary(), fingerprint(handle)
-    assert handle.info.observed_strategy == "split-master"
+    assert handle.info.observed_strategy == "integer-remainder"
     assert (seen.residual, seen.master, seen.unexplained) == (key, None, None)
     assert values["model"]["lost_update_ratio"] < (0.02 if coarse else 0.002)
     for name in ("edq_ratio", "edq_oracle_ratio", "edq_window_ratio/4"):
@@ -134,7 +134,7 @@ def test_a_remainder_that_was_cast_is_said_and_read_as_what_is_left():
     assert all(state["master_param"].dtype == BF16 for state in optimizer.state.values())
     (told,) = fingerprint(handle).findings
     assert "the integer remainder master_param has become bfloat16" in told
-    assert handle.info.observed_strategy == "split-master"
+    assert handle.info.observed_strategy == "integer-remainder"
     named = {name: (p, optimizer.state[p]) for name, p in model.named_parameters()}
     before = {name: optimizer.decode(p.detach(), state["master_param"], 1) for name, (p, state) in named.items()}
     train(model, optimizer, 1, start=3)

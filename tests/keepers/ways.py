@@ -122,20 +122,23 @@ def ways() -> list[Way]:
     """All of them, ours first."""
     return [
         *(ours(strategy) for strategy in STRATEGIES),
-        replica(replicas.Appended, "split fp32: 16 bits appended, int16", "split-master", "low"),
-        replica(replicas.AppendedUnsigned, "modded-nanogpt: mantissa, uint16", "split-master", "mantissa"),
+        replica(replicas.Appended, "split fp32: 16 bits appended, int16", "integer-remainder", "low"),
+        replica(replicas.AppendedUnsigned, "modded-nanogpt: mantissa, uint16", "integer-remainder", "mantissa"),
         replica(
-            replicas.Rounded, "TransformerEngine FusedAdam, store_param_remainders", "split-master", "master_param"
+            replicas.Rounded,
+            "TransformerEngine FusedAdam, store_param_remainders",
+            "integer-remainder",
+            "master_param",
         ),
         replica(
             replicas.PrecisionAware,
             "Megatron-Core, precision-aware optimizer with decoupled_grad",
-            "split-master",
+            "integer-remainder",
             "master_param",
             decoupled=True,
         ),
-        replica(replicas.Fraction, "FlashOptim, 24 bits", "split-master", "error_bits"),
-        replica(replicas.Fraction16, "FlashOptim, 32 bits", "split-master", "error_bits"),
+        replica(replicas.Fraction, "FlashOptim, 24 bits", "integer-remainder", "error_bits"),
+        replica(replicas.Fraction16, "FlashOptim, 32 bits", "integer-remainder", "error_bits"),
         replica(replicas.Kahan, "a compensation that is added", "kahan", "comp"),
         replica(replicas.Subtracted, "the textbook's compensation, subtracted", "kahan", "comp"),
         replica(replicas.Master, "TransformerEngine FusedAdam, fp32 master_weights", "master-weights", None),

@@ -104,7 +104,7 @@ class CheckpointParameter:
         if self.master is not None:
             return "master-weights"
         if self.remainder is not None:
-            return "split-master"
+            return "integer-remainder"
         second_low = any(name in SECOND_MOMENTS for name in self.average_lows)
         first_low = any(name not in SECOND_MOMENTS for name in self.average_lows)
         if self.low is not None:

@@ -233,7 +233,7 @@ def _strategy_of(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) 
         wider = state[composition.master].dtype.itemsize > entry.parameter.dtype.itemsize
         return "master-weights" if wider else "plain"
     if composition.residual is not None and (not state or state.get(composition.residual) is not None):
-        return "kahan" if composition.code is None else "split-master"
+        return "kahan" if composition.code is None else "integer-remainder"
     if composition.master is not None and not state:
         return "master-weights"
     if intent.stochastic:

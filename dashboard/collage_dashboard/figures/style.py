@@ -47,6 +47,7 @@ STRATEGY_COLOURS: Final = {
     "split-master-16bit": "#0B16F9",
     "split-master-8bit": "#6B63E0",
     "split-24bit-8bit": "#5C1C56",
+    "integer-remainder": "#F88C9D",
     "master-weights": "#009E73",
     "unknown": "#6B5A1E",
 }
