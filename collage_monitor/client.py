@@ -275,13 +275,25 @@ class Client:
         *,
         project: str | None = None,
         run_id: str | None = None,
+        alert: str | None = None,
         state: wire.IncidentState | None = None,
         cursor: str | None = None,
         limit: int = 100,
     ) -> wire.IncidentPage:
         """A page of alerts, from when they fired until they ended, newest first."""
-        query = {"project": project, "run": run_id, "state": state, "cursor": cursor, "limit": limit}
+        filters = {"project": project, "run": run_id, "alert": alert, "state": state}
+        query = {**filters, "cursor": cursor, "limit": limit}
         return self._get("/events", wire.IncidentPage, query)
+
+    def incident(self, incident_id: str) -> wire.Incident:
+        """One alert, from when it fired until it ended."""
+        return self._get(f"/events/{quoted(incident_id)}", wire.Incident)
+
+    def note(self, run_id: str, note: wire.NoteCreate) -> wire.Event:
+        """Write into a run's timeline."""
+        body = wire.encode_message(note, wire.JSON)
+        path = f"/runs/{quoted(run_id)}/notes"
+        return self._send("POST", path, wire.Event, content=body, content_type=wire.JSON)
 
     def firing(self, run_id: str) -> list[wire.Incident]:
         """What fires of one run now; the token that the run is sent with is enough."""

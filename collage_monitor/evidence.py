@@ -9,11 +9,12 @@ A process that holds the totals themselves, such as the server, needs no client:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from collage_monitor.client import Client
 from collage_monitor.judgement import EDQ_TOLERANCE, Evidence, finite, recent_points
-from collage_monitor.metrics import split_key
+from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import Onset, find_onset
 from collage_monitor.statistics import metric_keys
 from collage_monitor.wire import Number, Series, WatchInfo
@@ -92,26 +93,36 @@ def read_evidence(client: Client, run_id: str) -> Evidence:
     return Evidence(model, layers, run.watch, earliest, end[0] if end else None)
 
 
-def read_onset(client: Client, run_id: str) -> Onset | None:
-    """Since when a run's EDQ is what it is, if it changed.
+def read_onset(
+    client: Client,
+    run_id: str,
+    metric: str = "edq_ratio",
+    *,
+    first_step: int | None = None,
+    last_step: int | None = None,
+) -> Onset | None:
+    """Since when a metric of a run, or a logged scalar, is what it is, if it changed; the layers that changed too.
 
     Raises:
         CollageError: the server does not answer, or refuses.
     """
-    heatmap = client.heatmap(run_id, "edq_ratio", points=_HEATMAP_POINTS)
-    model = client.series(run_id, "edq_ratio", points=_HEATMAP_POINTS)
+    model = client.series(run_id, metric, points=_HEATMAP_POINTS, first_step=first_step, last_step=last_step)
+    entry = METRICS.get(split_key(metric)[0])
+    least = EDQ_TOLERANCE if entry is not None and entry.ideal is not None else 0.0
+    if entry is None:
+        return find_onset(model.first_steps, _numbers(model.values), least=least)
+    heatmap = client.heatmap(run_id, metric, points=_HEATMAP_POINTS, first_step=first_step, last_step=last_step)
     at = dict(zip(model.steps, model.values, strict=True))
-    nan = float("nan")
-
-    def numbers(values: list[Number | None]) -> list[float]:
-        return [nan if (number := finite(value)) is None else number for value in values]
-
     return find_onset(
         heatmap.first_steps,
-        numbers([at.get(step) for step in heatmap.steps]),
-        {name: numbers(row) for name, row in zip(heatmap.layers, heatmap.values, strict=True)},
-        least=EDQ_TOLERANCE,
+        _numbers([at.get(step) for step in heatmap.steps]),
+        {name: _numbers(row) for name, row in zip(heatmap.layers, heatmap.values, strict=True)},
+        least=least,
     )
+
+
+def _numbers(values: Sequence[Number | None]) -> list[float]:
+    return [float("nan") if (number := finite(value)) is None else number for value in values]
 
 
 def _begin_of_recent_past(client: Client, run_id: str, watch: WatchInfo | None) -> int | None:

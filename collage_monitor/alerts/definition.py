@@ -6,9 +6,13 @@ readers that agree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from string import Template
 from typing import Any, Final, Literal
+
+from collage_monitor.alerts.causes import Check, IncidentEvidence, Verdict, untold
+from collage_monitor.metrics import METRICS, SCALARS
 
 __all__ = [
     "Alert",
@@ -99,6 +103,7 @@ class Alert:
     other_causes: tuple[str, ...]
     first_step: str
     conditions: tuple[Condition, ...] = ()
+    checks: tuple[Check, ...] = ()
     keep_firing_seconds: float = 0.0
     settle_steps: int = 0
     on_by_default: bool = False
@@ -109,6 +114,35 @@ class Alert:
         window = duration(self.window_seconds * time_scale)
         names = {"window": window, "warm_up": self.warm_up_steps, "settle": self.settle_steps}
         return Template(self.expression).substitute(names)
+
+    def described(self) -> dict[str, Any]:
+        """The entry as plain values; its checks are code and stay out."""
+        return {
+            entry.name: list(map(asdict, self.conditions))
+            if entry.name == "conditions"
+            else getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name != "checks"
+        }
+
+    def metric(self, labels: Mapping[str, str]) -> str | None:
+        """The metric or logged scalar that is judged, by the labels of what fired; None where it is neither."""
+        for condition in self.conditions:
+            name = condition.series.partition("collage")[2][1:]
+            if name == "finding":
+                return labels.get("key")
+            name = name.removeprefix("worst_layer_")
+            label = next((labels[label] for label in ("state", "window") if label in labels), None)
+            if name in METRICS:
+                return f"{name}/{label}" if label else name
+            if name in SCALARS:
+                return name
+        return None
+
+    def weighed(self, evidence: IncidentEvidence) -> list[tuple[str, Verdict]]:
+        """Each of the other causes, and what speaks for or against it."""
+        checks = (*self.checks, *[_unchecked] * len(self.other_causes))
+        return [(cause, check(evidence)) for cause, check in zip(self.other_causes, checks, strict=False)]
 
 
 def about_runs(
@@ -147,6 +181,10 @@ def about_the_server(name: str, condition: Condition, *, window_seconds: float =
         scope="server",
         **texts,
     )
+
+
+def _unchecked(_evidence: IncidentEvidence) -> Verdict:
+    return untold("no check of it is known")
 
 
 def _one_of(conditions: tuple[Condition, ...], *, guarded: bool) -> str:

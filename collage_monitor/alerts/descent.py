@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
+import numpy as np
+
+from collage_monitor.alerts.causes import (
+    IncidentEvidence,
+    Verdict,
+    against,
+    for_it,
+    near_schedule_end,
+    restarted,
+    rose,
+    text_of,
+    untold,
+)
 from collage_monitor.alerts.definition import Condition, about_runs
 from collage_monitor.strategies import STRATEGIES
 
@@ -12,6 +26,134 @@ __all__ = ["ALERTS"]
 _GOOD = 0.9
 """From here on nearly all of the intended descent counts as arrived."""
 _STOCHASTIC = "|".join(name for name, entry in STRATEGIES.items() if entry.stochastic)
+
+_CATCHES_UP_STEPS = 3000
+"""Steps until an oracle's second moment, at β₂ = 0.999, is that of its own gradients: three time constants."""
+
+
+def _rate_lowered(evidence: IncidentEvidence) -> Verdict:
+    both = evidence.both("learning_rate")
+    if both is None:
+        return untold("learning_rate was not logged on both sides")
+    clause = f"learning_rate was {text_of(both[0])} before and {text_of(both[1])} after"
+    return for_it(clause) if both[1] < 0.9 * both[0] else against(clause)
+
+
+def _residuals_not_resumed(evidence: IncidentEvidence) -> Verdict:
+    attempt = restarted(evidence)
+    if attempt is None:
+        return against("no attempt began at these steps") if evidence.before else untold("no step is known")
+    began = f"attempt {attempt.attempt} began at step {attempt.first_step:,}"
+    kept = evidence.watch.fingerprint if evidence.watch else None
+    if kept is not None and not kept.residual:
+        return against(f"{began}, but this strategy keeps no residuals")
+    dropped, zero = evidence.now("residual_dropped_ratio"), evidence.both("residual_zero_ratio")
+    if dropped is None and zero is None:
+        return untold(f"{began}; nothing of residuals was reported")
+    if dropped is not None and dropped > 0.5:
+        return for_it(f"{began}, and {100 * dropped:.3g} % of the residuals were dropped")
+    if zero is not None:
+        clause = f"{began}; the share of residuals at 0 was {text_of(zero[0])} before and {text_of(zero[1])} after"
+        return for_it(clause) if zero[1] > zero[0] + 0.1 else against(clause)
+    return against(f"{began}, and residuals were not dropped")
+
+
+def _gaps_grew(evidence: IncidentEvidence) -> Verdict:
+    """The margin in octaves falls by what updates shrink and by what gaps grow."""
+    margin, size = evidence.both("half_ulp_margin"), evidence.both("intended_norm")
+    if margin is None or size is None or min(size) <= 0:
+        return untold("half_ulp_margin or intended_norm was not reported on both sides")
+    shrunk = math.log2(size[0] / size[1])
+    grown = margin[0] - margin[1] - shrunk
+    clause = f"gaps beside the weights are {2**grown:.3g} times those of before"
+    return for_it(clause) if grown > 0.5 else against(clause)
+
+
+def _warming_up(evidence: IncidentEvidence) -> Verdict:
+    rate, highest = evidence.both("learning_rate"), evidence.highest.get("learning_rate")
+    if rate is None or highest is None:
+        return untold("learning_rate was not logged on both sides")
+    clause = f"learning_rate was {text_of(rate[0])} before and {text_of(rate[1])} after"
+    rising = rate[1] > 1.02 * rate[0] and rate[1] > 0.9 * highest
+    return for_it(f"{clause}: it still rises") if rising else against(f"{clause}: it does not rise")
+
+
+def _interval_is_wide(evidence: IncidentEvidence) -> Verdict:
+    high = evidence.now("edq_ratio_high")
+    if high is None:
+        return untold("edq_ratio has no interval here")
+    clause = f"the interval of edq_ratio reaches up to {text_of(high)}"
+    return for_it(clause) if high > 0.9 else against(clause)
+
+
+def _rounds_at_random(evidence: IncidentEvidence) -> Verdict:
+    seen = evidence.watch.fingerprint.stochastic_rounding if evidence.watch and evidence.watch.fingerprint else None
+    if seen is None:
+        return untold("the agent could not see how weights are rounded")
+    return for_it("stochastic rounding was seen") if seen else against("rounding to nearest was seen")
+
+
+def _few_carry_it(evidence: IncidentEvidence) -> Verdict:
+    edq = evidence.now("edq_ratio")
+    if edq is None:
+        return untold("edq_ratio was not reported")
+    clause = f"edq_ratio is {text_of(edq)}"
+    return for_it(clause) if edq > 0.95 else against(clause)
+
+
+def _window_is_short(evidence: IncidentEvidence) -> Verdict:
+    """An update of |u| = 2^margin half gaps needs 2^(1 - margin) steps for one gap."""
+    margin, window = evidence.now("half_ulp_margin"), evidence.incident.labels.get("window", "")
+    if margin is None or not window.isdigit():
+        return untold("half_ulp_margin or the window was not reported")
+    needed = 2.0 ** (1 - margin)
+    clause = f"the median update needs {needed:.3g} steps for one gap, the window has {window}"
+    return for_it(clause) if needed > int(window) else against(clause)
+
+
+def _standing(evidence: IncidentEvidence) -> list[str]:
+    found = {name: values.get("edq_ratio") for name, values in evidence.layers.items()}
+    return [name for name, edq in found.items() if isinstance(edq, float | int) and edq < 0.02]
+
+
+def _norms_stand(evidence: IncidentEvidence) -> Verdict:
+    standing = _standing(evidence)
+    if not standing:
+        return untold("no layer stands still in the steps after")
+    norms = [name for name in standing if "norm" in f"{name} {evidence.types.get(name, '')}".lower()]
+    clause = f"{len(norms)} of the {len(standing)} layers that stand still belong to a normalisation"
+    return for_it(clause) if len(norms) == len(standing) else against(clause)
+
+
+def _frozen_in_effect(evidence: IncidentEvidence) -> Verdict:
+    sizes = {
+        name: float(size)
+        for name, values in evidence.layers.items()
+        if isinstance(size := values.get("update_to_weight_ratio"), float | int)
+    }
+    standing = [name for name in _standing(evidence) if name in sizes]
+    others = [size for name, size in sizes.items() if name not in standing]
+    if not standing or not others:
+        return untold("update_to_weight_ratio of these and of other layers was not reported")
+    share = max(sizes[name] for name in standing) / max(float(np.median(others)), np.finfo(float).tiny)
+    clause = f"their updates, beside their weights, are {share:.3g} times those of other layers"
+    return for_it(clause) if share < 1e-3 else against(clause)
+
+
+def _attached_late(evidence: IncidentEvidence) -> Verdict:
+    steps, last = evidence.now("oracle_steps"), evidence.after.last_step if evidence.after else None
+    if steps is None or last is None or evidence.run is None:
+        return untold("oracle_steps was not reported")
+    began = last - steps
+    if began <= (evidence.run.first_step or 1):
+        return against("the oracle is attached since the run began")
+    clause = f"the oracle attached {text_of(steps)} steps before, in the middle of the run"
+    return for_it(clause) if steps < _CATCHES_UP_STEPS else against(f"{clause}: long enough to catch up")
+
+
+def _oracle_restarted(evidence: IncidentEvidence) -> Verdict:
+    return rose(evidence, "oracle_restarts", by=0.0)
+
 
 ALERTS: Final = (
     about_runs(
@@ -32,6 +174,7 @@ ALERTS: Final = (
             "the run resumed from a checkpoint that did not keep the residuals",
             "weights grew past a power of two, where the gap doubles",
         ),
+        checks=(_rate_lowered, _residuals_not_resumed, _gaps_grew),
         first_step=(
             "Open the run's layer × step heatmap of edq_ratio, sorted by worst. If all layers fell at once, "
             "suspect the schedule or a resume; if single layers did, the size of their weights. Then compare "
@@ -53,6 +196,7 @@ ALERTS: Final = (
             "a learning-rate warm-up longer than the alert's: early updates are small by intent",
             "few sampled elements: check whether the 95 % interval of edq_ratio reaches above 0.9",
         ),
+        checks=(_warming_up, _interval_is_wide),
         first_step=(
             "Look at lost_update_ratio and half_ulp_margin of the worst layers. If their updates are below half a "
             "gap, switch to a strategy that keeps more of the weights (split-master or master-weights) at the next "
@@ -74,6 +218,7 @@ ALERTS: Final = (
             'the optimizer rounds stochastically without saying so: pass strategy="stochastic" to watch',
             "most updates are tiny and a few large ones carry the descent: edq_ratio then stays near 1",
         ),
+        checks=(_rounds_at_random, _few_carry_it),
         first_step=(
             "Compare edq_ratio. If it is low too, the descent itself is lost: change the strategy. If it is near "
             "1, watch state_decrement_ratio and the oracle before you decide."
@@ -94,6 +239,7 @@ ALERTS: Final = (
             "the window is short beside the gap over the update: watch a longer one",
             "the end of a learning-rate schedule: what is left to bring is small by intent",
         ),
+        checks=(_window_is_short, near_schedule_end),
         first_step=(
             "Compare edq_window_ratio of the same window: near 1 the descent arrives, and only its noise is large. "
             "If it is low too, keep more of the weights (light-stochastic or split-master)."
@@ -118,6 +264,7 @@ ALERTS: Final = (
             "normalisation weights near 1 under a small learning rate: they stand where the gap is widest",
             "a layer that is frozen in effect: its learning rate is next to nothing by intent",
         ),
+        checks=(_norms_stand, _frozen_in_effect),
         first_step=(
             "Ask for the worst layers by edq_ratio. Keep those in a wider format, raise their learning rate, or "
             "switch to a strategy with a residual."
@@ -137,6 +284,7 @@ ALERTS: Final = (
             "the oracle attached in the middle of a run, and its states have not caught up",
             "weights that are written between steps: oracle_restarts counts how often it began anew",
         ),
+        checks=(_attached_late, _oracle_restarted),
         first_step=(
             "Read state_decrement_ratio and oracle_step_norm_ratio. If a state does not decay, keep it wider "
             "(plus, full or fp32-states)."

@@ -4,9 +4,69 @@ from __future__ import annotations
 
 from typing import Final
 
+from collage_monitor.alerts.causes import IncidentEvidence, Verdict, against, for_it, untold
 from collage_monitor.alerts.definition import Condition, about_runs, about_the_server
 
 __all__ = ["ALERTS"]
+
+_LONG_STEP_SECONDS = 240.0
+
+
+def _paused(evidence: IncidentEvidence) -> Verdict:
+    run = evidence.run
+    if run is None:
+        return untold("the run is gone")
+    if evidence.step is not None and (run.last_step or 0) > evidence.step:
+        begun = [attempt for attempt in run.attempts if attempt.created_at > evidence.incident.started_at]
+        if begun:
+            return against(f"the run went on only as attempt {begun[0].attempt}")
+        return for_it(f"the same attempt went on, up to step {run.last_step:,}")
+    return untold("nothing has come since; an evaluation may still go on")
+
+
+def _long_steps(evidence: IncidentEvidence) -> Verdict:
+    run = evidence.run
+    if run is None or run.last_step is None or run.first_step is None or run.last_step <= run.first_step:
+        return untold("too few steps were reported")
+    until = evidence.incident.started_at if evidence.step == run.last_step else run.updated_at
+    seconds = max(until - run.created_at, 0.0) / (run.last_step - run.first_step)
+    between = seconds * (run.watch.every if run.watch else 1)
+    clause = f"measured steps are about {between:.3g} s apart"
+    return for_it(clause) if between > _LONG_STEP_SECONDS else against(clause)
+
+
+def _only_logs(evidence: IncidentEvidence) -> Verdict:
+    if evidence.watch is not None:
+        return against(f"{evidence.watch.optimizer} is watched")
+    return untold("no optimizer is watched; whether on purpose is not reported")
+
+
+def _slow_first_step(evidence: IncidentEvidence) -> Verdict:
+    if evidence.run is not None and evidence.run.latest:
+        return for_it("steps were measured since")
+    return untold("no step was measured since")
+
+
+def _not_governed(evidence: IncidentEvidence) -> Verdict:
+    if evidence.watch is None:
+        return untold("the agent did not say how it measures")
+    if evidence.watch.sample == "all":
+        return for_it('the agent measures with sample="all"')
+    return untold(f"the agent measures {evidence.watch.sample:,} elements a tensor; its budget is not reported")
+
+
+def _spool_overflowed(evidence: IncidentEvidence) -> Verdict:
+    gaps = [event for event in evidence.events if event.kind in {"gap", "reports_dropped"}]
+    return untold(gaps[-1].text if gaps else "the reason of each dropped report stays with the agent")
+
+
+def _replayed(_evidence: IncidentEvidence) -> Verdict:
+    return untold("who sent what was refused is in the server's log")
+
+
+def _other_programs(_evidence: IncidentEvidence) -> Verdict:
+    return untold("what else is on the disk is not reported")
+
 
 ALERTS: Final = (
     about_runs(
@@ -27,6 +87,7 @@ ALERTS: Final = (
             "a long evaluation or checkpoint, during which no step is taken",
             "steps so long that the next measured one is more than five minutes away: log the loss at each step",
         ),
+        checks=(_paused, _long_steps),
         first_step=(
             "Look at the run's streams: which rank came last? Then at that process: is it alive, and is the "
             "server's address reachable from there? What was not sent waits in its spool."
@@ -45,6 +106,7 @@ ALERTS: Final = (
             "a run that only logs, on purpose",
             "a first step that takes very long, such as compilation",
         ),
+        checks=(_only_logs, _slow_first_step),
         first_step=(
             "Check that watch was called with the optimizer that trains this model, and that its interval is not "
             "longer than the run; `collage-monitor doctor` tells what can be measured."
@@ -62,6 +124,7 @@ ALERTS: Final = (
             "tensors are measured."
         ),
         other_causes=('budget=None or sample="all": nothing is governed, as asked',),
+        checks=(_not_governed,),
         first_step=(
             "Look at agent_overhead_ratio and agent_interval. Raise the interval between measured steps, or lower "
             "the sample."
@@ -81,6 +144,7 @@ ALERTS: Final = (
             "training is not harmed; its curves have gaps."
         ),
         other_causes=("the server was away for longer than the spool holds",),
+        checks=(_spool_overflowed,),
         first_step="Look at reports_dropped and the run's timeline for the reason, and at the server's log.",
     ),
     about_the_server(
@@ -95,6 +159,7 @@ ALERTS: Final = (
             "closed (late). They are lost for the run that sent them."
         ),
         other_causes=("an agent of another version that replays an old spool",),
+        checks=(_replayed,),
         first_step="Look at the server's log for the reason, and at the timelines of the runs that send now.",
     ),
     about_the_server(
@@ -109,6 +174,7 @@ ALERTS: Final = (
             "their reports in spools until these are full, too."
         ),
         other_causes=("other programs on the same disk",),
+        checks=(_other_programs,),
         first_step=(
             "Delete runs, shorten the retention (COLLAGE_SERVER_RETENTION_RAW_DAYS), or make room; `/readyz` tells "
             "whether the server reads only."

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+from collage_monitor.alerts.causes import (
+    IncidentEvidence,
+    Verdict,
+    against,
+    for_it,
+    near_schedule_end,
+    restarted,
+    rose,
+    text_of,
+    untold,
+)
 from collage_monitor.alerts.definition import Condition, about_runs
 
 __all__ = ["ALERTS"]
@@ -12,6 +23,59 @@ __all__ = ["ALERTS"]
 def _finding(key: str, comparison: Literal["<", ">"], threshold: float) -> Condition:
     """A number that the judgement holds against a run; `/metrics` shows it only then."""
     return Condition("collage_finding", comparison, threshold, labels=(("key", "=", key),))
+
+
+def _gradients_grow(evidence: IncidentEvidence) -> Verdict:
+    return rose(evidence, "grad_norm", by=0.5)
+
+
+def _loaded_anew(evidence: IncidentEvidence) -> Verdict:
+    if evidence.before is None:
+        return untold("no step is known")
+    attempt = restarted(evidence)
+    if attempt is None:
+        return against("no attempt began at these steps")
+    began = f"attempt {attempt.attempt} began at step {attempt.first_step:,}"
+    return untold(f"{began}; whether that was meant to begin anew was not reported")
+
+
+def _written_from_outside(evidence: IncidentEvidence) -> Verdict:
+    return rose(evidence, "external_writes", by=0.0)
+
+
+def _always_infinite(evidence: IncidentEvidence) -> Verdict:
+    both = evidence.both(evidence.metric or "")
+    if both is None:
+        return untold("how many there were before was not reported")
+    clause = f"{text_of(both[0])} were not finite before, {text_of(both[1])} after"
+    return for_it(clause) if 0 < both[1] <= both[0] else against(clause)
+
+
+def _drawn_apart(evidence: IncidentEvidence) -> Verdict:
+    steps = [event.step for event in evidence.events if event.kind == "replica_mismatch" and event.step is not None]
+    first = evidence.run.first_step if evidence.run else None
+    if not steps or first is None:
+        return untold("at which step ranks first differed was not reported")
+    every = evidence.watch.every if evidence.watch else 1
+    clause = f"ranks first differ at step {min(steps):,}, the run began at {first:,}"
+    return for_it(clause) if min(steps) <= first + every else against(clause)
+
+
+def _order_of_additions(_evidence: IncidentEvidence) -> Verdict:
+    return untold("in which order devices add is not reported")
+
+
+def _loaded_on_purpose(evidence: IncidentEvidence) -> Verdict:
+    verdict = _loaded_anew(evidence)
+    return (
+        untold(f"{verdict.because}; weights can be loaded without a restart, too")
+        if verdict.holds is False
+        else verdict
+    )
+
+
+def _average_swapped(_evidence: IncidentEvidence) -> Verdict:
+    return untold("what writes the weights is not reported")
 
 
 ALERTS: Final = (
@@ -29,6 +93,7 @@ ALERTS: Final = (
         other_causes=(
             "gradients that grow in every step: few elements should have shrunk, and the ratio is noisy",
         ),
+        checks=(_gradients_grow,),
         first_step=(
             "Keep the second moment wider (plus, full or fp32-states), round it stochastically (light-stochastic), "
             "or lower β₂ to what its format can decay."
@@ -55,6 +120,7 @@ ALERTS: Final = (
             "a checkpoint of another optimizer was loaded on purpose, to begin anew",
             "weights were written from outside: external_writes then counts it",
         ),
+        checks=(_loaded_anew, _written_from_outside),
         first_step=(
             "Compare residual_dropped_ratio and residual_fill_ratio before and after the last resume. Save and "
             "load the optimizer's whole state, and resume from the last checkpoint that has the residuals."
@@ -71,6 +137,7 @@ ALERTS: Final = (
             "the weights stay as they are: the run trains without the decay that its settings state."
         ),
         other_causes=("the end of a learning-rate schedule, where decay is next to nothing by intent",),
+        checks=(near_schedule_end,),
         first_step=(
             "Look at decay_ratio by layer. Let the decay enter the update (every strategy here but plain does so), "
             "or keep the weights wider."
@@ -88,6 +155,7 @@ ALERTS: Final = (
         summary="weights or residuals are NaN or infinite",
         meaning="What is not finite spreads with the next forward pass and no step brings it back.",
         other_causes=("parameters that are meant to be infinite, such as masks kept among the weights",),
+        checks=(_always_infinite,),
         first_step=(
             "Stop the run. Find the first layer with nonfinite_params or residual_nonfinite, and resume from a "
             "checkpoint before that step with a lower learning rate or with clipping."
@@ -110,6 +178,7 @@ ALERTS: Final = (
             "weights that are drawn at random on each rank, without a common seed",
             "an operation whose order of additions differs between devices",
         ),
+        checks=(_drawn_apart, _order_of_additions),
         first_step=(
             "The run's timeline names the first layer, step and ranks. Take the machine of the odd rank out, and "
             "resume all ranks from one checkpoint."
@@ -132,6 +201,7 @@ ALERTS: Final = (
             "weights loaded on purpose in the middle of a run",
             "an average of weights that is swapped in for evaluation and out again",
         ),
+        checks=(_loaded_on_purpose, _average_swapped),
         first_step=(
             "Look at the steps at which external_writes grows. Load weights through the optimizer's own loading, "
             "and write averages to a copy."

@@ -4,9 +4,78 @@ from __future__ import annotations
 
 from typing import Final
 
+from collage_monitor.alerts.causes import (
+    IncidentEvidence,
+    Verdict,
+    against,
+    for_it,
+    text_of,
+    tokens_a_step,
+    untold,
+)
 from collage_monitor.alerts.definition import Condition, about_runs
 
 __all__ = ["ALERTS"]
+
+_LEARNT_LOSS = 0.01
+"""A loss below this hardly leaves a gradient."""
+
+
+def _data_changed(evidence: IncidentEvidence) -> Verdict:
+    tokens = tokens_a_step(evidence)
+    if tokens is None:
+        return untold("what the data are is not reported, and tokens were not logged")
+    clause = f"a step had {text_of(tokens[0])} tokens before and {text_of(tokens[1])} after"
+    if abs(tokens[1] - tokens[0]) > 0.1 * tokens[0]:
+        return for_it(clause)
+    return untold(f"{clause}; what the data are is not reported")
+
+
+def _batch_grew(evidence: IncidentEvidence) -> Verdict:
+    tokens = tokens_a_step(evidence)
+    if tokens is None:
+        return untold("tokens were not logged")
+    clause = f"a step had {text_of(tokens[0])} tokens before and {text_of(tokens[1])} after"
+    return for_it(clause) if tokens[1] > 1.5 * tokens[0] else against(clause)
+
+
+def _learnt_by_heart(evidence: IncidentEvidence) -> Verdict:
+    loss = evidence.now("loss")
+    if loss is None:
+        return untold("the loss was not logged")
+    clause = f"the loss is {text_of(loss)}"
+    return for_it(clause) if loss < _LEARNT_LOSS else against(clause)
+
+
+def _masked(_evidence: IncidentEvidence) -> Verdict:
+    return untold("how many tokens count in the loss is not reported")
+
+
+def _logged_in_parts(_evidence: IncidentEvidence) -> Verdict:
+    return untold("how the loss is made is not reported")
+
+
+def _one_empty_batch(evidence: IncidentEvidence) -> Verdict:
+    """A mean over nothing is NaN once; what has overflowed stays so."""
+    values = evidence.series.values if evidence.series else []
+    finite = [isinstance(value, float | int) for value in values]
+    if all(finite):
+        return untold("the points that are kept are all finite")
+    if any(finite[finite.index(False) :]):
+        return for_it("the loss was finite again afterwards")
+    return against(f"the loss was not finite at any of the {finite.count(False)} points since")
+
+
+def _scale_settles(evidence: IncidentEvidence) -> Verdict:
+    then, newest = (
+        evidence.now("skipped_steps"),
+        evidence.run.scalars.get("skipped_steps") if evidence.run else None,
+    )
+    if then is None or newest is None or not isinstance(newest.value, float | int):
+        return untold("skipped_steps was not logged after the alert")
+    clause = f"{text_of(then)} steps were skipped around the alert, {text_of(newest.value)} by step {newest.step:,}"
+    return for_it(clause) if newest.value <= 1.1 * then else against(f"{clause}: it goes on")
+
 
 ALERTS: Final = (
     about_runs(
@@ -24,6 +93,7 @@ ALERTS: Final = (
             "a change of the data or of the sequence length",
             "a loss that is summed rather than averaged over a larger batch",
         ),
+        checks=(_data_changed, _batch_grew),
         first_step=(
             "Compare loss and grad_norm by layer at the step where it began. Lower the learning rate, clip, or "
             "skip the batch, and resume from the last checkpoint before it."
@@ -41,6 +111,7 @@ ALERTS: Final = (
             "a small data set that is learnt by heart: the loss is 0",
             "a mask that leaves hardly any token to learn from",
         ),
+        checks=(_learnt_by_heart, _masked),
         first_step=(
             "Look at state_zero_ratio and at grad_norm by layer: where does it begin? In fp16, check the loss "
             "scale."
@@ -61,6 +132,7 @@ ALERTS: Final = (
             "another data set, or a curriculum's next stage",
             "a loss logged once for each micro-batch, of parts that differ",
         ),
+        checks=(_data_changed, _logged_in_parts),
         first_step=(
             "Compare grad_norm and update_to_weight_ratio before and after. If they rose first, lower the learning "
             "rate and resume before the rise; if not, look at the data."
@@ -77,6 +149,7 @@ ALERTS: Final = (
         summary="the loss is NaN or infinite",
         meaning="The forward pass overflows or divides by 0; each step from here on may spoil the weights.",
         other_causes=("a batch without a single target: the mean over nothing is NaN",),
+        checks=(_one_empty_batch,),
         first_step=(
             "Look at nonfinite_params: if it is 0, the weights are still whole. Stop, and resume from the last "
             "checkpoint with a finite loss."
@@ -94,6 +167,7 @@ ALERTS: Final = (
             "training goes on, but part of its data teaches nothing."
         ),
         other_causes=("a loss scale that starts far too high: it halves at each skip, and settles",),
+        checks=(_scale_settles,),
         first_step=(
             "Watch skipped_steps: if it goes on growing, gradients overflow at any scale. Look at grad_norm by "
             "layer, lower the learning rate, or train in bf16."

@@ -313,6 +313,7 @@ EventKind = Literal[
     "retention",
     "alert",
     "alert_resolved",
+    "note",
 ]
 AlertLabel = Annotated[str, Meta(max_length=512)]
 AlertText = Annotated[str, Meta(max_length=4096)]
@@ -324,8 +325,9 @@ class Event(Struct, kw_only=True, frozen=True):
     `attempt`: the job was launched. `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
     reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `retention`: fine
-    points expired. `alert`, `alert_resolved`: sent by Alertmanager. `step` is null if unknown; `layers` names
-    the layers concerned, eight at most.
+    points expired. `alert`, `alert_resolved`: by this server's evaluation or Alertmanager. `note`: what people
+    wrote; its text begins with the token that they used. `step` is null if unknown; `layers` names the layers
+    concerned, eight at most.
     """
 
     event: int

@@ -14,6 +14,7 @@ __all__ = [
     "IncidentPage",
     "IncidentSource",
     "IncidentState",
+    "NoteCreate",
     "Silence",
     "SilenceCreate",
     "SilenceList",
@@ -54,6 +55,13 @@ class IncidentPage(Struct, kw_only=True, frozen=True):
 
     events: list[Incident]
     cursor: str | None = None
+
+
+class NoteCreate(Struct, kw_only=True, frozen=True):
+    """Write into a run's timeline; `step`: what it is about, if that is one step."""
+
+    text: Annotated[str, Meta(min_length=1, max_length=2000)]
+    step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 
 class SilenceCreate(Struct, kw_only=True, frozen=True):

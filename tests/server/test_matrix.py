@@ -52,6 +52,8 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /api/v1/runs/{run_id}/export": READERS,
     "GET /api/v1/compare": READERS,
     "GET /api/v1/events": READERS,
+    "GET /api/v1/events/{incident_id}": READERS,
+    "POST /api/v1/runs/{run_id}/notes": {"operate", "admin"},
     "POST /api/v1/events/{incident_id}/acknowledge": {"operate", "admin"},
     "GET /api/v1/silences": READERS,
     "POST /api/v1/silences": {"operate", "admin"},
@@ -78,6 +80,7 @@ BODIES = {
         alerts=[wire.AlertmanagerAlert(status="firing", labels={"run_id": "mine-1"})]
     ),
     "acknowledge": None,
+    "notes": wire.NoteCreate(text="the cooling of node 3 failed"),
     "silences": wire.SilenceCreate(seconds=60.0, project="mine"),
     "tokens": wire.TokenCreate(name="another", role="read", projects=["mine"]),
 }

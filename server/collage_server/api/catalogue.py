@@ -37,7 +37,7 @@ def metrics_catalogue() -> Response:
 def alerts_catalogue() -> Response:
     """The alerts: name, condition, window, severity, meaning, first step."""
     alerts = importlib.import_module("collage_monitor.alerts")
-    return answer({"alerts": _plain(alerts.ALERTS)})
+    return answer({"alerts": [entry.described() for entry in alerts.ALERTS.values()]})
 
 
 def _plain(catalogue: Mapping[str, Any]) -> list[dict[str, Any]]:

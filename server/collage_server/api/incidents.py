@@ -23,6 +23,7 @@ from collage_server.store import IncidentQuery
 __all__ = ["router"]
 
 router = resource("alerts")
+IncidentId = Annotated[str, Path(max_length=64)]
 Filter = Annotated[str | None, Query(max_length=512)]
 _MOST_OF_A_RUN = 1000
 
@@ -32,6 +33,7 @@ def list_incidents(
     request: Request,
     project: Filter = None,
     run: Filter = None,
+    alert: Filter = None,
     state: wire.IncidentState | None = None,
     cursor: Filter = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -42,6 +44,7 @@ def list_incidents(
         project=project,
         projects=principal_of(request).projects,
         run_id=run,
+        alert=alert,
         state=state,
         cursor=cursor,
         limit=limit,
@@ -49,6 +52,14 @@ def list_incidents(
     found = components.store.incidents.read(query, components.clock())
     newest = f"{found[-1].started_at.hex()}~{found[-1].incident_id}" if len(found) == limit else None
     return answer(wire.IncidentPage(events=found, cursor=newest))
+
+
+@router.get("/events/{incident_id}", **describes(wire.Incident))
+def get_incident(request: Request, incident_id: IncidentId) -> Response:
+    """One incident."""
+    components = components_of(request)
+    projects = principal_of(request).projects
+    return answer(components.store.incidents.get(incident_id, components.clock(), projects))
 
 
 @router.get("/runs/{run_id}/alerts", **describes(wire.IncidentPage))
@@ -61,7 +72,7 @@ def firing_of_run(request: Request, run_id: RunId) -> Response:
 
 
 @router.post("/events/{incident_id}/acknowledge", **describes(wire.Incident))
-def acknowledge(request: Request, incident_id: Annotated[str, Path(max_length=64)]) -> Response:
+def acknowledge(request: Request, incident_id: IncidentId) -> Response:
     """Note that you take care of an incident; whoever was first stays."""
     components, principal = components_of(request), principal_of(request)
     now = components.clock()

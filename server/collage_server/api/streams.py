@@ -5,6 +5,7 @@ Alertmanager's alerts become events of the runs that they are about.
 
 from __future__ import annotations
 
+import secrets
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Annotated
@@ -73,10 +74,21 @@ def list_events(
     cursor: Annotated[int, Query(ge=0, le=2**31 - 1, description="What the last answer said; 0: all.")] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Response:
-    """Launches, gaps, dropped reports, skipped steps, replicas that differ, retention, alerts; oldest first."""
+    """Launches, gaps, dropped reports, skipped steps, replicas that differ, retention, alerts and notes, by age."""
     found = components_of(request).store.events.read(run_id, cursor, limit)
     newest = found[-1].event if found else cursor
     return answer(wire.EventPage(run_id=run_id, events=found, cursor=newest))
+
+
+@router.post("/runs/{run_id}/notes", **describes(wire.Event, wire.NoteCreate, status=201))
+async def create_note(request: Request, run_id: RunId) -> Response:
+    """Write into the run's timeline what people know of it; the event's text begins with who wrote it."""
+    note = await message(request, wire.NoteCreate)
+    components, author = components_of(request), principal_of(request).actor
+    new = NewEvent(
+        origin=f"note/{secrets.token_hex(8)}", kind="note", text=f"{author}: {note.text.strip()}", step=note.step
+    )
+    return answer(await run_in_threadpool(components.store.events.add_one, run_id, new, components.clock()), 201)
 
 
 @alerts_router.post("/alerts/alertmanager", **describes(wire.AlertmanagerAnswer, wire.AlertmanagerMessage))

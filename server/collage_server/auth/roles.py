@@ -57,6 +57,8 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
     ("GET", "/api/v1/runs/{run_id}/export"): "read",
     ("GET", "/api/v1/compare"): "read",
     ("GET", "/api/v1/events"): "read",
+    ("GET", "/api/v1/events/{incident_id}"): "read",
+    ("POST", "/api/v1/runs/{run_id}/notes"): "operate",
     ("POST", "/api/v1/events/{incident_id}/acknowledge"): "operate",
     ("GET", "/api/v1/silences"): "read",
     ("POST", "/api/v1/silences"): "operate",

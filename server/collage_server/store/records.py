@@ -276,6 +276,7 @@ class IncidentQuery:
     project: str | None = None
     projects: Collection[str] | None = None
     run_id: str | None = None
+    alert: str | None = None
     state: wire.IncidentState | None = None
     cursor: str | None = None
     limit: int = 100

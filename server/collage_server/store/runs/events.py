@@ -9,6 +9,7 @@ from sqlalchemy import Connection, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
+from collage_server.errors import Unprocessable
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import NewEvent
@@ -49,6 +50,23 @@ class EventStore:
         with self._database.writing() as connection:
             require_run(connection, run_id, lock=True)
             return add_events(connection, run_id, events, now)
+
+    def add_one(self, run_id: str, event: NewEvent, now: float) -> wire.Event:
+        """Add an event that is new, and return it as it is stored.
+
+        Raises:
+            Unprocessable: the run has as many events as it may.
+        """
+        mine = (_EVENT.c.run_id == run_id, _EVENT.c.origin == event.origin)
+        with self._database.writing() as connection:
+            require_run(connection, run_id, lock=True)
+            if not add_events(connection, run_id, [event], now):
+                limit = wire.LIMITS["events_per_run"]
+                raise Unprocessable(
+                    f"run {run_id!r} has {limit} events already, the most that are kept", limit=limit
+                )
+            number = connection.execute(select(_EVENT.c.event).where(*mine)).scalar_one()
+            return read_events(connection, run_id, number - 1, 1)[0]
 
     def read(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
         """What happened to a run, oldest first: events numbered above `after`."""

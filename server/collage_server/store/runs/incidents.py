@@ -117,6 +117,18 @@ class IncidentStore:
             rows = connection.execute(statement.order_by(*order).limit(query.limit)).all()
         return [_incident(row, silences) for row in rows]
 
+    def get(self, incident_id: str, now: float, projects: Collection[str] | None = None) -> wire.Incident:
+        """One incident.
+
+        Raises:
+            NotFound: there is no such incident in these projects (None: in any).
+        """
+        with self._database.reading() as connection:
+            row = connection.execute(select(_INCIDENT).where(_INCIDENT.c.incident_id == incident_id)).first()
+            if row is None or (projects is not None and row.project not in projects):
+                raise _unknown(incident_id)
+            return _incident(row, _silences(connection, now))
+
     def acknowledge(
         self, incident_id: str, by: str, now: float, projects: Collection[str] | None = None
     ) -> wire.Incident:
@@ -129,7 +141,7 @@ class IncidentStore:
         with self._database.writing() as connection:
             row = connection.execute(select(_INCIDENT).where(mine).with_for_update()).first()
             if row is None or (projects is not None and row.project not in projects):
-                raise NotFound(f"no incident {incident_id!r}; GET /api/v1/events lists them", field="incident_id")
+                raise _unknown(incident_id)
             if row.acknowledged_at is None:
                 connection.execute(update(_INCIDENT).where(mine).values(acknowledged_at=now, acknowledged_by=by))
                 row = connection.execute(select(_INCIDENT).where(mine)).one()
@@ -179,6 +191,10 @@ class IncidentStore:
             connection.execute(delete(table).where(table.c.name == name, table.c.holder == holder))
 
 
+def _unknown(incident_id: str) -> NotFound:
+    return NotFound(f"no incident {incident_id!r}; GET /api/v1/events lists them", field="incident_id")
+
+
 def _is_there(connection: Connection, run_id: str) -> bool:
     """Whether the run is there; it then stays until the transaction ends."""
     known = select(schema.run.c.run_id).where(schema.run.c.run_id == run_id).with_for_update()
@@ -186,7 +202,8 @@ def _is_there(connection: Connection, run_id: str) -> bool:
 
 
 def _filters(query: IncidentQuery) -> list[ColumnElement[bool]]:
-    columns = ((_INCIDENT.c.project, query.project), (_INCIDENT.c.run_id, query.run_id))
+    asked = (("project", query.project), ("run_id", query.run_id), ("alert", query.alert))
+    columns = [(_INCIDENT.c[name], value) for name, value in asked]
     filters: list[ColumnElement[bool]] = [column == value for column, value in columns if value is not None]
     if query.projects is not None:
         filters.append(_INCIDENT.c.project.in_(sorted(query.projects)))

@@ -1,0 +1,178 @@
+"""What a run reported around an incident, and whether that speaks for or against a cause the runbook names.
+
+A check is a small function beside its alert: it weighs one of the alert's `other_causes`. What was not reported
+decides nothing, and is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from collage_monitor import wire
+from collage_monitor.onset import Onset
+from collage_monitor.wire import Number, from_number
+
+__all__ = [
+    "Check",
+    "IncidentEvidence",
+    "Span",
+    "Verdict",
+    "against",
+    "for_it",
+    "near_schedule_end",
+    "restarted",
+    "rose",
+    "text_of",
+    "tokens_a_step",
+    "untold",
+]
+
+SCHEDULE_END: Final = 0.1
+"""Share of the run's largest learning rate, below which a schedule is at its end."""
+CHANGED: Final = 0.1
+"""Relative difference that counts as a change."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a cause holds, None where what was reported cannot tell; and what that rests on, a clause."""
+
+    holds: bool | None
+    because: str
+
+
+def for_it(because: str) -> Verdict:
+    """The cause is there."""
+    return Verdict(True, because)
+
+
+def against(because: str) -> Verdict:
+    """The cause is ruled out."""
+    return Verdict(False, because)
+
+
+def untold(because: str) -> Verdict:
+    """What was reported cannot tell."""
+    return Verdict(None, because)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps of a run merged into one point.
+
+    values: metrics merged, logged scalars averaged, by key. lowest, highest: over the single steps. attempt: the
+    newest one that had begun; ranks: those that reported, of world_size.
+    """
+
+    first_step: int
+    last_step: int
+    values: Mapping[str, Number | None] = field(default_factory=dict)
+    lowest: Mapping[str, Number | None] = field(default_factory=dict)
+    highest: Mapping[str, Number | None] = field(default_factory=dict)
+    attempt: int | None = None
+    ranks: int | None = None
+    world_size: int | None = None
+
+    def number(self, key: str) -> float | None:
+        """The value, None where it is undefined, not finite or not reported."""
+        return _finite(self.values.get(key))
+
+
+@dataclass(frozen=True)
+class IncidentEvidence:
+    """What was reported around an incident. `run` is None where the run is gone or the alert is about the server.
+
+    step: the run's step when the alert fired. metric: what the alert judges, with its `series` up to there. onset:
+    since when that is different. before, after: the steps beside the change, or beside the moment at which the
+    condition began to hold. highest: largest logged values since the run began. layers: metrics by layer after the
+    change; types: their module types. events: the run's, oldest first.
+    """
+
+    incident: wire.Incident
+    run: wire.Run | None = None
+    step: int | None = None
+    metric: str | None = None
+    series: wire.Series | None = None
+    onset: Onset | None = None
+    before: Span | None = None
+    after: Span | None = None
+    highest: Mapping[str, float] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, Number | None]] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    events: Sequence[wire.Event] = ()
+
+    @property
+    def watch(self) -> wire.WatchInfo | None:
+        """What the agent said of itself."""
+        return self.run.watch if self.run else None
+
+    def both(self, key: str) -> tuple[float, float] | None:
+        """The value before and after; None unless both are known."""
+        if self.before is None or self.after is None:
+            return None
+        before, after = self.before.number(key), self.after.number(key)
+        return None if before is None or after is None else (before, after)
+
+    def now(self, key: str) -> float | None:
+        """The value after the change."""
+        return self.after.number(key) if self.after else None
+
+
+Check = Callable[[IncidentEvidence], Verdict]
+
+
+def text_of(value: float) -> str:
+    """A number as a clause quotes it."""
+    return f"{value:,.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.4g}"
+
+
+def rose(evidence: IncidentEvidence, key: str, *, by: float = CHANGED) -> Verdict:
+    """Whether a value grew by more than this share."""
+    both = evidence.both(key)
+    if both is None:
+        return untold(f"{key} was not reported on both sides")
+    clause = f"{key} was {text_of(both[0])} before and {text_of(both[1])} after"
+    return for_it(clause) if both[1] > both[0] + by * abs(both[0]) else against(clause)
+
+
+def restarted(evidence: IncidentEvidence) -> wire.Attempt | None:
+    """The newest restart of the run among the steps looked at, up to the one at which the alert fired."""
+    if evidence.run is None or evidence.before is None:
+        return None
+    first, last = evidence.before.first_step, evidence.step
+    begun = [
+        attempt
+        for attempt in evidence.run.attempts
+        if attempt.attempt > 1 and first < attempt.first_step and (last is None or attempt.first_step <= last)
+    ]
+    return max(begun, key=lambda attempt: attempt.attempt, default=None)
+
+
+def near_schedule_end(evidence: IncidentEvidence) -> Verdict:
+    """Whether the learning rate is next to nothing beside the run's largest."""
+    rate, highest = evidence.now("learning_rate"), evidence.highest.get("learning_rate")
+    if rate is None or not highest:
+        return untold("learning_rate was not logged")
+    clause = f"learning_rate is {text_of(rate)}, {100 * rate / highest:.3g} % of the run's largest"
+    return for_it(clause) if rate < SCHEDULE_END * highest else against(clause)
+
+
+def tokens_a_step(evidence: IncidentEvidence) -> tuple[float, float] | None:
+    """Tokens of a step before and after, by the growth of the logged count."""
+    found = [_growth(span, "tokens") for span in (evidence.before, evidence.after)]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def _growth(span: Span | None, key: str) -> float | None:
+    if span is None or span.last_step <= span.first_step:
+        return None
+    low, high = _finite(span.lowest.get(key)), _finite(span.highest.get(key))
+    return None if low is None or high is None else (high - low) / (span.last_step - span.first_step)
+
+
+def _finite(value: Number | None) -> float | None:
+    plain = None if value is None else from_number(value)
+    return plain if plain is not None and math.isfinite(plain) else None

@@ -1,0 +1,217 @@
+"""What a run reported around an incident, read over HTTP: since when it changed, and the steps before and after.
+
+with Client(server_url, token) as client:
+    evidence = read_incident(client, client.incident(incident_id))
+    for cause, verdict in alert(evidence.incident.alert).weighed(evidence): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from collage_monitor import wire
+from collage_monitor.alerts import ALERTS, Alert
+from collage_monitor.alerts.causes import IncidentEvidence, Span
+from collage_monitor.client import Client
+from collage_monitor.errors import NotFound
+from collage_monitor.evidence import read_onset
+from collage_monitor.judgement import finite
+from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.onset import Onset
+from collage_monitor.wire import Number
+
+__all__ = ["COMPARED", "read_incident"]
+
+COMPARED: Final = (
+    "learning_rate",
+    "loss",
+    "grad_norm",
+    "grad_norm_unclipped",
+    "clip_ratio",
+    "param_norm",
+    "intended_norm",
+    "update_to_weight_ratio",
+    "edq_ratio",
+    "lost_update_ratio",
+    "half_ulp_margin",
+    "state_decrement_ratio",
+    "edq_oracle_ratio",
+    "oracle_steps",
+    "residual_zero_ratio",
+    "residual_dropped_ratio",
+    "residual_fill_ratio",
+    "nonfinite_params",
+    "residual_nonfinite",
+    "skipped_steps",
+    "external_writes",
+    "oracle_restarts",
+    "tokens",
+)
+"""What is compared before and after, as far as the run reported it; a labelled metric under each of its labels."""
+_OF_LAYERS: Final = ("edq_ratio", "update_to_weight_ratio")
+_POINTS: Final = 400
+_BESIDE: Final = 16
+"""Points of the series on either side that are merged."""
+_LOOK_BACK_SECONDS: Final = 3600.0
+_FEWEST_POINTS: Final = 48
+_STEPS_AFTER: Final = 32
+"""Measured steps after the alert that are looked at, too: they place the change."""
+_METRICS_A_QUESTION: Final = 20
+
+
+def read_incident(client: Client, incident: wire.Incident) -> IncidentEvidence:
+    """The evidence around an incident, from some ten questions.
+
+    Raises:
+        CollageError: the server does not answer, or refuses.
+    """
+    if incident.run_id is None:
+        return IncidentEvidence(incident)
+    try:
+        run = client.run(incident.run_id)
+        events = client.events(incident.run_id).events
+    except NotFound:
+        return IncidentEvidence(incident)
+    return _Reader(client, incident, run).read(events)
+
+
+class _Reader:
+    """Reads the evidence of one incident of one run."""
+
+    def __init__(self, client: Client, incident: wire.Incident, run: wire.Run) -> None:
+        self._client, self._incident, self._run = client, incident, run
+        self._alert: Alert | None = ALERTS.get(incident.alert)
+        self._step = incident.step if incident.step is not None else run.last_step
+
+    def read(self, events: Sequence[wire.Event]) -> IncidentEvidence:
+        run, incident = self._run, self._incident
+        metric = self._metric()
+        # An alert on no metric of the run is still about some of its steps.
+        key = metric or next((name for name in ("edq_ratio", "loss") if self._is_reported(name)), None)
+        if key is None or self._step is None:
+            return IncidentEvidence(incident, run, self._step, metric, events=events)
+        every = run.watch.every if run.watch else 1
+        last = self._step + _STEPS_AFTER * every
+        series = self._client.series(run.run_id, key, points=_POINTS, axis="time", last_step=last)
+        onset = self._onset(metric, series, last) if metric else None
+        ranges = _ranges(series, onset, self._split(series))
+        worlds = {stream.attempt: stream.world_size for stream in self._client.streams(run.run_id).streams}
+        before, after = (None if found is None else self._span(found, worlds) for found in ranges)
+        return IncidentEvidence(
+            incident,
+            run,
+            self._step,
+            metric,
+            series if metric else None,
+            onset,
+            before,
+            after,
+            highest=self._highest("learning_rate"),
+            layers=self._layers(after),
+            types={layer.name: layer.module_type for layer in self._client.layers(run.run_id).layers},
+            events=events,
+        )
+
+    def _metric(self) -> str | None:
+        metric = self._alert.metric(self._incident.labels) if self._alert else None
+        if metric == "grad_norm" and "grad_norm_unclipped" in self._run.scalars:
+            return "grad_norm_unclipped"
+        return metric if metric is not None and self._is_reported(metric) else None
+
+    def _is_reported(self, key: str) -> bool:
+        return key in self._run.latest or key in self._run.scalars
+
+    def _onset(self, metric: str, series: wire.Series, last: int) -> Onset | None:
+        """The change in the time that the alert looks at, else in the run up to it."""
+        for first in dict.fromkeys((self._look_back(series), None)):
+            onset = read_onset(self._client, self._run.run_id, metric, first_step=first, last_step=last)
+            if onset is not None and self._step is not None and onset.last_before < self._step:
+                return onset
+        return None
+
+    def _look_back(self, series: wire.Series) -> int | None:
+        fired = self._place(series, 0.0)
+        seconds = (
+            self._alert.for_seconds + max(self._alert.window_seconds, _LOOK_BACK_SECONDS) if self._alert else 0
+        )
+        place = min(self._place(series, seconds), fired - _FEWEST_POINTS)
+        return series.first_steps[place] if place > 0 else None
+
+    def _split(self, series: wire.Series) -> int:
+        """The point at which the condition began to hold."""
+        return self._place(series, self._alert.for_seconds if self._alert else 0.0)
+
+    def _place(self, series: wire.Series, seconds: float) -> int:
+        """The newest point that is at least so many seconds older than the alert."""
+        times = [finite(position) or 0.0 for position in series.positions]
+        fired = max((place for place, step in enumerate(series.steps) if step <= (self._step or 0)), default=0)
+        if not times:
+            return 0
+        return max(
+            (place for place, time in enumerate(times[: fired + 1]) if time <= times[fired] - seconds), default=0
+        )
+
+    def _span(self, steps: tuple[int, int], worlds: Mapping[int, int]) -> Span:
+        """What was reported over some steps, as one point."""
+        first, last = steps
+        values: dict[str, Number | None] = {}
+        lowest: dict[str, Number | None] = {}
+        highest: dict[str, Number | None] = {}
+        ranks: int | None = None
+        for own in self._merged(first, last):
+            if own.values:
+                values[own.metric] = own.values[0]
+                lowest[own.metric], highest[own.metric] = own.minimum[0], own.maximum[0]
+            for bound, found in (("low", own.low), ("high", own.high)):
+                if found:
+                    values[f"{own.metric}_{bound}"] = found[0]
+            ranks = own.ranks[0] if own.ranks else ranks
+        attempt = max((entry.attempt for entry in self._run.attempts if entry.first_step <= last), default=None)
+        world = worlds.get(attempt) if attempt is not None else None
+        return Span(first, last, values, lowest, highest, attempt, ranks, world)
+
+    def _merged(self, first: int, last: int) -> list[wire.Series]:
+        run = self._run
+        logged = {*run.scalars, *(["clip_ratio"] if "grad_norm_unclipped" in run.scalars else [])}
+        measured = [key for name in COMPARED for key in run.latest if split_key(key)[0] == name and name in METRICS]
+        keys = [*measured, *(name for name in COMPARED if name in logged)]
+        found: list[wire.Series] = []
+        for start in range(0, len(keys), _METRICS_A_QUESTION):
+            some = keys[start : start + _METRICS_A_QUESTION]
+            answer = self._client.series(run.run_id, some, points=1, first_step=first, last_step=last)
+            found += [answer, *(answer.more.values() if isinstance(answer.more, dict) else ())]
+        return found
+
+    def _highest(self, name: str) -> dict[str, float]:
+        if name not in self._run.scalars:
+            return {}
+        series = self._client.series(self._run.run_id, name, points=1, last_step=self._step)
+        value = finite(series.maximum[0]) if series.maximum else None
+        return {} if value is None else {name: value}
+
+    def _layers(self, span: Span | None) -> dict[str, dict[str, Number | None]]:
+        found: dict[str, dict[str, Number | None]] = {}
+        for key in _OF_LAYERS if span is not None else ():
+            if key not in self._run.latest or span is None:
+                continue
+            heatmap = self._client.heatmap(
+                self._run.run_id, key, points=1, first_step=span.first_step, last_step=span.last_step
+            )
+            for name, row in zip(heatmap.layers, heatmap.values, strict=True):
+                found.setdefault(name, {})[key] = row[0] if row else None
+        return found
+
+
+def _ranges(series: wire.Series, onset: Onset | None, split: int) -> list[tuple[int, int] | None]:
+    """The steps before and after: beside the change, or beside the point at which the condition began to hold."""
+    steps, firsts = series.steps, series.first_steps
+    if onset is None:
+        before, after = list(range(split + 1)), list(range(split + 1, len(steps)))
+    else:
+        before = [place for place, step in enumerate(steps) if step <= onset.last_before]
+        after = [place for place, step in enumerate(firsts) if step >= onset.settled]
+    return [
+        (firsts[places[0]], steps[places[-1]]) if places else None
+        for places in (before[-_BESIDE:], after[:_BESIDE])
+    ]
