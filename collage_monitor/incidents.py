@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from collage_monitor import wire
-from collage_monitor.alerts import ALERTS, Alert
+from collage_monitor.alerts import ALERTS, Alert, Condition
 from collage_monitor.alerts.causes import IncidentEvidence, Span
 from collage_monitor.client import Client
 from collage_monitor.errors import NotFound
@@ -19,9 +19,9 @@ from collage_monitor.evidence import read_onset
 from collage_monitor.judgement import finite
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import Onset
-from collage_monitor.wire import Number
+from collage_monitor.wire import Number, from_number
 
-__all__ = ["COMPARED", "read_incident"]
+__all__ = ["COMPARED", "SETTLED_STEPS", "read_incident"]
 
 COMPARED: Final = (
     "learning_rate",
@@ -49,13 +49,15 @@ COMPARED: Final = (
     "tokens",
 )
 """What is compared before and after, as far as the run reported it; a labelled metric under each of its labels."""
+_COUNTS: Final = frozenset({"skipped_steps", "external_writes", "oracle_restarts", "tokens"})
+"""Logged counts since the run began: the newest says more than the mean."""
 _OF_LAYERS: Final = ("edq_ratio", "update_to_weight_ratio")
 _POINTS: Final = 400
 _BESIDE: Final = 16
 """Points of the series on either side that are merged."""
 _LOOK_BACK_SECONDS: Final = 3600.0
 _FEWEST_POINTS: Final = 48
-_STEPS_AFTER: Final = 32
+SETTLED_STEPS: Final = 32
 """Measured steps after the alert that are looked at, too: they place the change."""
 _METRICS_A_QUESTION: Final = 20
 
@@ -92,10 +94,11 @@ class _Reader:
         if key is None or self._step is None:
             return IncidentEvidence(incident, run, self._step, metric, events=events)
         every = run.watch.every if run.watch else 1
-        last = self._step + _STEPS_AFTER * every
+        last = self._step + SETTLED_STEPS * every
         series = self._client.series(run.run_id, key, points=_POINTS, axis="time", last_step=last)
         onset = self._onset(metric, series, last) if metric else None
-        ranges = _ranges(series, onset, self._split(series))
+        split, held_since = self._split(series, metric)
+        ranges = _ranges(series, onset, split, self._place(series, 0.0))
         worlds = {stream.attempt: stream.world_size for stream in self._client.streams(run.run_id).streams}
         before, after = (None if found is None else self._span(found, worlds) for found in ranges)
         return IncidentEvidence(
@@ -105,6 +108,7 @@ class _Reader:
             metric,
             series if metric else None,
             onset,
+            held_since,
             before,
             after,
             highest=self._highest("learning_rate"),
@@ -138,9 +142,29 @@ class _Reader:
         place = min(self._place(series, seconds), fired - _FEWEST_POINTS)
         return series.first_steps[place] if place > 0 else None
 
-    def _split(self, series: wire.Series) -> int:
-        """The point at which the condition began to hold."""
-        return self._place(series, self._alert.for_seconds if self._alert else 0.0)
+    def _split(self, series: wire.Series, metric: str | None) -> tuple[int, int | None]:
+        """The last point before the condition held without a break, and its first step where values tell it.
+
+        Else it is as old as the alert's waiting time.
+        """
+        place = self._place(series, 0.0)
+        beyond = [self._is_beyond(value) for value in series.values[: place + 1]] if metric else []
+        if beyond and beyond[-1]:
+            while place > 0 and beyond[place] is not False:
+                place -= 1
+            return place, series.first_steps[place + 1 if beyond[place] is False else place]
+        return self._place(series, self._alert.for_seconds if self._alert else 0.0), None
+
+    def _is_beyond(self, value: Number | None) -> bool | None:
+        """Whether a value meets one of the alert's conditions; None where a single value does not tell."""
+        found = {condition.is_beyond(from_number(value)) for condition in self._conditions() if value is not None}
+        return True if True in found else None if None in found or not found else False
+
+    def _conditions(self) -> list[Condition]:
+        """Those about the metric of what fired."""
+        entry, key = self._alert, self._incident.labels.get("key")
+        conditions = entry.conditions if entry else ()
+        return [one for one in conditions if key is None or ("key", "=", key) in one.labels]
 
     def _place(self, series: wire.Series, seconds: float) -> int:
         """The newest point that is at least so many seconds older than the alert."""
@@ -161,7 +185,7 @@ class _Reader:
         ranks: int | None = None
         for own in self._merged(first, last):
             if own.values:
-                values[own.metric] = own.values[0]
+                values[own.metric] = own.maximum[0] if own.metric in _COUNTS else own.values[0]
                 lowest[own.metric], highest[own.metric] = own.minimum[0], own.maximum[0]
             for bound, found in (("low", own.low), ("high", own.high)):
                 if found:
@@ -203,10 +227,16 @@ class _Reader:
         return found
 
 
-def _ranges(series: wire.Series, onset: Onset | None, split: int) -> list[tuple[int, int] | None]:
-    """The steps before and after: beside the change, or beside the point at which the condition began to hold."""
+def _ranges(series: wire.Series, onset: Onset | None, split: int, fired: int) -> list[tuple[int, int] | None]:
+    """The steps before and after: beside the change, or beside the point at which the condition began to hold.
+
+    Where that is older than the run, its beginning and its end so far are compared.
+    """
     steps, firsts = series.steps, series.first_steps
-    if onset is None:
+    if onset is None and split == 0:
+        half = min(_BESIDE, (len(steps) + 1) // 2)
+        before, after = list(range(half)), list(range(max(half, fired + 1 - _BESIDE), fired + 1))
+    elif onset is None:
         before, after = list(range(split + 1)), list(range(split + 1, len(steps)))
     else:
         before = [place for place, step in enumerate(steps) if step <= onset.last_before]

@@ -86,9 +86,10 @@ class IncidentEvidence:
     """What was reported around an incident. `run` is None where the run is gone or the alert is about the server.
 
     step: the run's step when the alert fired. metric: what the alert judges, with its `series` up to there. onset:
-    since when that is different. before, after: the steps beside the change, or beside the moment at which the
-    condition began to hold. highest: largest logged values since the run began. layers: metrics by layer after the
-    change; types: their module types. events: the run's, oldest first.
+    since when that is different; held_since: the step from which the condition held without a break. before, after:
+    the steps beside the change, or beside the moment at which the condition began to hold. highest: largest logged
+    values since the run began. layers: metrics by layer after the change; types: their module types. events: the
+    run's, oldest first.
     """
 
     incident: wire.Incident
@@ -97,6 +98,7 @@ class IncidentEvidence:
     metric: str | None = None
     series: wire.Series | None = None
     onset: Onset | None = None
+    held_since: int | None = None
     before: Span | None = None
     after: Span | None = None
     highest: Mapping[str, float] = field(default_factory=dict)

@@ -6,6 +6,7 @@ readers that agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from string import Template
@@ -32,6 +33,8 @@ Label = tuple[str, Literal["=", "=~", "!~"], str]
 
 RECORDED: Final = {"collage:grad_norm": ("collage_grad_norm_unclipped", "collage_grad_norm")}
 """Series that the rules record: the first of these gauges that a run has."""
+_LABELS: Final = {"state": "state", "steps": "window"}
+"""What a gauge calls the label of a metric."""
 _SETTLE_STEPS: Final = 100
 
 
@@ -54,6 +57,15 @@ class Condition:
     labels: tuple[Label, ...] = ()
     quantile: float = 0.5
     quantile_from: float | None = None
+
+    def is_beyond(self, value: float) -> bool | None:
+        """Whether a single value is beyond the threshold; None where the measure needs the values around it."""
+        if self.measure == "not finite":
+            return not math.isfinite(value)
+        if self.measure not in {"value", "distance", "recent"}:
+            return None
+        measured = abs(value - 1) if self.measure == "distance" else value
+        return measured < self.threshold if self.comparison == "<" else measured > self.threshold
 
     def promql(self) -> str:
         """The condition as PromQL, `$window` in place of the window."""
@@ -132,8 +144,8 @@ class Alert:
             if name == "finding":
                 return labels.get("key")
             name = name.removeprefix("worst_layer_")
-            label = next((labels[label] for label in ("state", "window") if label in labels), None)
             if name in METRICS:
+                label = labels.get(_LABELS.get(METRICS[name].label or "", ""))
                 return f"{name}/{label}" if label else name
             if name in SCALARS:
                 return name

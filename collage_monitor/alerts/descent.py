@@ -65,7 +65,7 @@ def _gaps_grew(evidence: IncidentEvidence) -> Verdict:
         return untold("half_ulp_margin or intended_norm was not reported on both sides")
     shrunk = math.log2(size[0] / size[1])
     grown = margin[0] - margin[1] - shrunk
-    clause = f"gaps beside the weights are {2**grown:.3g} times those of before"
+    clause = f"gaps beside the weights grew by a factor of {2**grown:.3g}"
     return for_it(clause) if grown > 0.5 else against(clause)
 
 

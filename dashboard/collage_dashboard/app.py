@@ -11,7 +11,7 @@ from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import problem_page
 from collage_dashboard.guard import install_compression, install_guard
-from collage_dashboard.pages import comparison, run, runs
+from collage_dashboard.pages import comparison, incident, incidents, run, runs
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, read_address
 from collage_monitor.client import Client
@@ -61,7 +61,7 @@ def create_dashboard(
     install_compression(app.server)
     app.layout = _shell()
     _register_routing(app, reader)
-    for page in (runs, comparison, run):
+    for page in (runs, comparison, run, incidents, incident):
         page.register(app, reader)
     return app
 
@@ -75,6 +75,10 @@ def render(view: View, reader: Reader) -> Any:
             return run.layout(view, reader)
         if view.page == "runs":
             return runs.layout(view, reader)
+        if view.page == "incidents":
+            return incidents.layout(view, reader)
+        if view.page == "incident":
+            return incident.layout(view, reader)
     except CollageError as error:
         problem = explain(error)
         return problem_page(problem, retry=problem.temporary)
@@ -91,6 +95,7 @@ def _shell() -> dmc.MantineProvider:
                     className="wordmark",
                 ),
                 dcc.Link("Runs", href="/", className="nav"),
+                dcc.Link("Incidents", href="/incidents", className="nav"),
                 html.Div(className="spring"),
                 dmc.ColorSchemeToggle(
                     lightIcon="☀", darkIcon="☾", variant="subtle", color="gray", **{"aria-label": "Light or dark"}

@@ -13,7 +13,7 @@ from collage_monitor.client import Axis
 
 __all__ = ["FILTERS", "MAXIMUM_RUNS", "Order", "Page", "Tab", "View", "read_address", "write_address"]
 
-Page = Literal["runs", "compare", "run", "missing"]
+Page = Literal["runs", "compare", "run", "incidents", "incident", "missing"]
 Order = Literal["depth", "worst"]
 Tab = Literal["layers", "curves", "norms", "states", "classes", "oracle", "about"]
 MAXIMUM_RUNS: Final = 20
@@ -30,7 +30,8 @@ class View:
 
     `smoothing` in [0, 0.99] weighs the past in logged scalars only; measured metrics are never smoothed.
     `first_step` and `last_step` are the zoom. Of the table of runs: `query`, filters, and what it is sorted by,
-    with a "-" before it where the largest comes first.
+    with a "-" before it where the largest comes first. An incident is found by its id, or is the newest of an
+    `alert` on a run.
     """
 
     page: Page = "runs"
@@ -52,16 +53,20 @@ class View:
     state: str | None = None
     health: str | None = None
     sort: str = "-updated_at"
+    incident: str | None = None
+    alert: str | None = None
 
 
 def read_address(pathname: str | None, search: str | None) -> View:
     """The view behind an address; what it cannot read keeps its default, so an old link still opens."""
     given = parse_qsl((search or "").removeprefix("?"))
     values = dict(given)
-    page, runs = _place(pathname or "/", [value for name, value in given if name == "run"])
+    page, runs, incident = _place(pathname or "/", [value for name, value in given if name == "run"])
     return View(
         page=page,
         runs=runs,
+        incident=incident,
+        alert=values.get("alert"),
         metric=values.get("metric"),
         axis=_choice(values.get("axis"), get_args(Axis), "step"),
         layer=values.get("layer"),
@@ -83,8 +88,10 @@ def write_address(view: View) -> tuple[str, str]:
     pathname = "/"
     if view.page == "run":
         pathname = f"/run/{quote(view.runs[0], safe='')}"
-    elif view.page == "compare":
-        pathname = "/compare"
+    elif view.page in {"compare", "incidents", "incident"}:
+        pathname = f"/{view.page}"
+        if view.incident is not None:
+            pathname += f"/{quote(view.incident, safe='')}"
         pairs += [("run", run) for run in view.runs]
     defaults = View()
     for name, attribute in _QUERY:
@@ -107,18 +114,24 @@ _QUERY: Final = (
     ("q", "query"),
     *((name, name) for name in FILTERS),
     ("sort", "sort"),
+    ("alert", "alert"),
 )
 
 
-def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...]]:
+def _place(pathname: str, runs: Sequence[str]) -> tuple[Page, tuple[str, ...], str | None]:
+    """Page, runs and incident."""
     parts = [unquote(part) for part in pathname.split("/") if part]
     if not parts:
-        return "runs", ()
+        return "runs", (), None
     if parts == ["compare"]:
-        return "compare", tuple(dict.fromkeys(runs))[:MAXIMUM_RUNS]
+        return "compare", tuple(dict.fromkeys(runs))[:MAXIMUM_RUNS], None
     if len(parts) == 2 and parts[0] == "run":
-        return "run", (parts[1],)
-    return "missing", ()
+        return "run", (parts[1],), None
+    if parts == ["incidents"]:
+        return "incidents", tuple(runs[:1]), None
+    if parts[0] == "incident" and len(parts) <= 2:
+        return "incident", tuple(runs[:1]), parts[1] if len(parts) == 2 else None
+    return "missing", (), None
 
 
 def _choice(value: str | None, choices: tuple[_Choice, ...], default: _Choice) -> _Choice:

@@ -43,19 +43,24 @@ def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path,
     page.goto(dashboard_url + path)
     page.wait_for_selector(PAGES[path])
     page.wait_for_selector(".number-card, .facts, .run-cell, .problem")
+    assert serious_violations(page) == []
+
+
+def serious_violations(page):
+    """What axe finds at each width, and a page that is wider or has not one heading of its own."""
+    found = []
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_function(f"innerWidth === {width}")
         page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
-        found = Axe().run(page).response["violations"]
-        serious = [
-            (entry["id"], node["html"][:200], node["failureSummary"][:300])
-            for entry in found
+        found += [
+            (width, entry["id"], node["html"][:200], node["failureSummary"][:300])
+            for entry in Axe().run(page).response["violations"]
             if entry["impact"] in {"serious", "critical"}
             for node in entry["nodes"][:3]
         ]
-        assert serious == [], (path, width)
         assert page.locator("h1").count() == 1
+    return found
 
 
 def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):

@@ -12,7 +12,7 @@ from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, f
 from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, translucent
 from collage_monitor import wire
 
-__all__ = ["NamedCurve", "curves", "smooth"]
+__all__ = ["NamedCurve", "curves", "mark_steps", "smooth"]
 
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
@@ -76,6 +76,24 @@ def curves(
     return add_note(
         figure, f"{len(beyond)} points are not finite and cannot be drawn, the first at step {min(beyond)}"
     )
+
+
+def mark_steps(figure: go.Figure, marks: Sequence[tuple[int, str]]) -> go.Figure:
+    """A named line at each of these steps of a figure over steps; the names stand one below the other."""
+    ends = [float(at) for trace in figure.data for at in (trace.x or ()) if at is not None]
+    middle = (min(ends) + max(ends)) / 2 if ends else 0.0
+    for place, (step, name) in enumerate(marks):
+        figure.add_vline(x=step, line={"color": INK, "width": 1.5, "dash": "dash"})
+        figure.add_annotation(
+            x=step,
+            y=0.02 + 0.09 * place,
+            yref="paper",
+            text=literal(f"{name} at {step:,}"),
+            showarrow=False,
+            xanchor="right" if step > middle else "left",
+            yanchor="bottom",
+        )
+    return figure
 
 
 def smooth(values: Values, weight: float) -> Values:

@@ -77,7 +77,16 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="run-revision", data=_revision(row)),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
             pace_marker("run-pace", wait_of([row] if row else [], 0.0)),
-            html.Div([dcc.Link("Runs", href="/"), " / ", run.project], className="crumbs"),
+            html.Div(
+                [
+                    dcc.Link("Runs", href="/"),
+                    " / ",
+                    run.project,
+                    " · ",
+                    dcc.Link("Incidents", href=_incidents(run_id)),
+                ],
+                className="crumbs",
+            ),
             html.Div(head(run), id="run-head"),
             html.Div(id="run-alert"),
             html.Div(
@@ -178,6 +187,10 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         State({"type": "run-figure", **each}, "figure"),
         prevent_initial_call=True,
     )
+
+
+def _incidents(run_id: str) -> str:
+    return "".join(write_address(View(page="incidents", runs=(run_id,))))
 
 
 def _row(client: Client, run_id: str) -> wire.RunRow | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import Query
@@ -99,6 +100,12 @@ async def receive_alerts(request: Request) -> Response:
     return answer(await run_in_threadpool(_keep, components, principal, notification.alerts))
 
 
+def _last_step(components: Components, run_id: str) -> int | None:
+    with suppress(Gone, NotFound):
+        return components.store.runs.get(run_id).last_step
+    return None
+
+
 def _keep(
     components: Components, principal: Principal, alerts: Iterable[wire.AlertmanagerAlert]
 ) -> wire.AlertmanagerAnswer:
@@ -118,7 +125,7 @@ def _keep(
         if alert.status == "resolved":
             incidents.resolve(name, alert.labels, "alertmanager", now)
         else:
-            incidents.fire(new_incident(alert, project, now), now, told=True)
+            incidents.fire(new_incident(alert, project, now, _last_step(components, run_id)), now, told=True)
         by_run[run_id].append(alert_event(alert))
     for run_id, events in by_run.items():
         try:

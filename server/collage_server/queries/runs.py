@@ -125,8 +125,8 @@ def alert_event(alert: wire.AlertmanagerAlert) -> NewEvent:
     )
 
 
-def new_incident(alert: wire.AlertmanagerAlert, project: str, now: float) -> NewIncident:
-    """The incident of an alert that Alertmanager says is firing."""
+def new_incident(alert: wire.AlertmanagerAlert, project: str, now: float, step: int | None = None) -> NewIncident:
+    """The incident of an alert that Alertmanager says is firing; `step`: the run's now."""
     return NewIncident(
         alert=alert.labels.get("alertname", "alert"),
         severity=alert.labels.get("severity", "warning")[:16],
@@ -136,4 +136,5 @@ def new_incident(alert: wire.AlertmanagerAlert, project: str, now: float) -> New
         started_at=now,
         run_id=alert.labels.get("run_id", ""),
         project=project,
+        step=step,
     )

@@ -1,0 +1,348 @@
+"""The content of an incident's page: what fired, before and after, causes weighed, and the timeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import dash_mantine_components as dmc
+import msgspec
+from dash import dcc, html
+
+from collage_dashboard.components import scrollable
+from collage_dashboard.descriptions import UNDEFINED, count, describe, number, when
+from collage_dashboard.figures import NamedCurve, curves
+from collage_dashboard.figures.series import mark_steps
+from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
+from collage_dashboard.view import View, write_address
+from collage_monitor import wire
+from collage_monitor.alerts import ALERTS
+from collage_monitor.alerts.causes import IncidentEvidence, Span, Verdict
+from collage_monitor.incidents import COMPARED
+from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.onset import describe as describe_onset
+
+__all__ = ["badges", "body", "head", "lasted"]
+
+ALWAYS: Final = ("learning_rate", "grad_norm", "param_norm", "half_ulp_margin", "clip_ratio")
+"""Rows of the table that say so where they were not reported; others are left out then."""
+_GROWING: Final = frozenset({"tokens", "oracle_steps"})
+"""Counts that grow at every step: that they did says nothing."""
+_SEVERITIES: Final = {"info": "blue", "warning": "orange", "critical": "red"}
+_KINDS: Final = {
+    "attempt": "Attempt",
+    "rank_twice": "Rank reported twice",
+    "gap": "Gap",
+    "reports_dropped": "Reports dropped",
+    "skipped_steps": "Steps skipped",
+    "replica_mismatch": "Replicas differ",
+    "retention": "Retention",
+    "alert": "Alert fires",
+    "alert_resolved": "Alert ended",
+    "note": "Note",
+}
+_MOST_EVENTS: Final = 200
+_MOST_LAYERS: Final = 20
+_VERDICTS: Final[dict[bool | None, tuple[str, str, str]]] = {
+    True: ("✓", "supported", "Evidence for it: "),
+    False: ("✗", "ruled-out", "Ruled out: "),
+    None: ("?", "unknown", "Cannot be told from what was reported: "),
+}
+
+
+def badges(incident: wire.Incident) -> list[Any]:
+    """State, severity, and who takes care of it."""
+    firing = incident.state == "firing"
+    found = [
+        _badge("open" if firing else "ended", _SEVERITIES.get(incident.severity, "gray") if firing else "gray")
+    ]
+    found.append(_badge(incident.severity, "gray"))
+    if incident.acknowledged_by is not None:
+        found.append(_badge(f"acknowledged by {incident.acknowledged_by}", "blue"))
+    if incident.silenced:
+        found.append(_badge("silenced", "gray"))
+    return found
+
+
+def lasted(incident: wire.Incident) -> str:
+    """'12 min', or nothing while it lasts."""
+    if incident.resolved_at is None:
+        return UNDEFINED
+    seconds = max(incident.resolved_at - incident.started_at, 0.0)
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def head(incident: wire.Incident) -> html.Div:
+    """What fired, when, and the way to take care of it."""
+    entry = ALERTS.get(incident.alert)
+    summary = entry.summary if entry else incident.alert
+    ended = f", ended {when(incident.resolved_at)}" if incident.resolved_at is not None else ", and is open"
+    at = f" at step {count(incident.step)}" if incident.step is not None else ""
+    source = "this server's evaluation" if incident.source == "server" else "Alertmanager"
+    taken = incident.acknowledged_at is not None
+    acknowledge = dmc.Button(
+        "Acknowledged" if taken else "Acknowledge", id="incident-acknowledge", disabled=taken, size="sm"
+    )
+    return html.Div(
+        [
+            html.Div(
+                [
+                    html.Span(
+                        dmc.Title(f"{summary[0].upper()}{summary[1:]}", order=1, size="h2"), className="name"
+                    ),
+                    html.Div(className="spring"),
+                    acknowledge,
+                ],
+                className="toolbar",
+            ),
+            html.Div(badges(incident), className="badges"),
+            html.P(
+                f"{incident.alert} fired {when(incident.started_at)}{at}{ended}. Found by {source}.",
+                className="answer-line",
+            ),
+        ]
+    )
+
+
+def body(evidence: IncidentEvidence) -> list[Any]:
+    """Everything below the head."""
+    entry = ALERTS.get(evidence.incident.alert)
+    parts: list[Any] = [_change(evidence)]
+    left = [_picture(evidence), _compared(evidence), _layers(evidence)]
+    right = [_causes(evidence), _first_step(evidence), _timeline(evidence)]
+    if entry is not None:
+        parts.append(html.P(entry.meaning, className="reasons"))
+    parts.append(
+        html.Div(
+            [
+                html.Div([part for part in column if part is not None], className="stack")
+                for column in (left, right)
+            ],
+            className="incident-columns",
+        )
+    )
+    return parts
+
+
+def _change(evidence: IncidentEvidence) -> html.Div:
+    """What changed, in a sentence; and what was said when the alert fired."""
+    incident = evidence.incident
+    if evidence.onset is not None and evidence.metric is not None:
+        text = describe_onset(evidence.onset, describe(evidence.metric).title)
+    elif incident.run_id is None:
+        text = "This alert is about the server, not about a run"
+    elif evidence.run is None:
+        text = "The run is gone, and with it what it reported"
+    elif evidence.metric is None:
+        text = "The alert judges nothing that stands in a curve of the run"
+    elif evidence.held_since is not None:
+        text = (
+            f"{describe(evidence.metric).title} is beyond the alert's threshold since step {evidence.held_since:,}"
+        )
+    else:
+        title = describe(evidence.metric).title
+        text = f"No abrupt change of {title} was found: it crept, or it was so from the start"
+    return html.Div(
+        [html.Div(f"{text}.", className="answer"), html.P(f"Said then: {incident.text}", className="reasons")]
+    )
+
+
+def _picture(evidence: IncidentEvidence) -> Any:
+    if evidence.series is None or evidence.metric is None or not evidence.series.steps:
+        return None
+    watch = evidence.watch
+    colour = strategy_colour(
+        watch.strategy or watch.observed_strategy if watch else None, watch.dtype if watch else None
+    )
+    series = msgspec.structs.replace(
+        evidence.series, axis="step", positions=[float(step) for step in evidence.series.steps]
+    )
+    name = evidence.run.name if evidence.run else ""
+    drawn = curves(evidence.metric, [NamedCurve(name, colour, series)])
+    onset = evidence.onset
+    marks = [(onset.first_changed, "changed")] if onset else []
+    marks += [(evidence.held_since, "beyond since")] if not onset and evidence.held_since is not None else []
+    marks += [(evidence.step, "fired")] if evidence.step is not None else []
+    graph = dcc.Graph(id="incident-figure", figure=mark_steps(drawn, marks), config=GRAPH_CONFIG)
+    return _card(describe(evidence.metric).title, html.Div(graph, className="figure-place"), "chart-card")
+
+
+def _compared(evidence: IncidentEvidence) -> Any:
+    before, after = evidence.before, evidence.after
+    if before is None and after is None:
+        return None
+    heads = ("", f"Before{_over(before)}", f"After{_over(after)}", "Change")
+    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text) for text in heads]))
+    rows = [*_values(before, after), *_ranks(evidence)]
+    table = dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=4)
+    how = "Beside the change." if evidence.onset else "Beside the steps in which the alert waits, or all there is."
+    note = dmc.Text(f"{how} Metrics merged, logged values averaged.", size="xs", className="quiet", px=10, pt=6)
+    return _card("Before and after", [scrollable([table], "Before and after"), note], "comparison-table")
+
+
+def _over(span: Span | None) -> str:
+    if span is None:
+        return ": no step"
+    return f", steps {span.first_step:,} to {span.last_step:,}"
+
+
+def _values(before: Span | None, after: Span | None) -> list[Any]:
+    reported = {**(before.values if before else {}), **(after.values if after else {})}
+    rows = []
+    for name in COMPARED:
+        keys = [key for key in reported if split_key(key)[0] == name] if name in METRICS else [name]
+        for key in keys or [name]:
+            old, new = (span.values.get(key) if span else None for span in (before, after))
+            if old is not None or new is not None:
+                change = "" if key in _GROWING else _difference(old, new)
+                rows.append(_line(describe(key).title, number(old), number(new), change))
+            elif key in ALWAYS:
+                rows.append(_line(describe(key).title, "not reported", "not reported", ""))
+    return rows
+
+
+def _ranks(evidence: IncidentEvidence) -> list[Any]:
+    """Attempts, resumes and ranks."""
+    spans = (evidence.before, evidence.after)
+    attempts = [span.attempt if span else None for span in spans]
+    resumes = [None if attempt is None else attempt - 1 for attempt in attempts]
+    ranks = [_of(span.ranks, span.world_size) if span else UNDEFINED for span in spans]
+    shown = [UNDEFINED if value is None else str(value) for value in attempts + resumes]
+    return [
+        _line("Attempts begun", shown[0], shown[1], _difference(*attempts)),
+        _line("Resumes", shown[2], shown[3], _difference(*resumes)),
+        _line("Ranks that reported", ranks[0], ranks[1], "" if ranks[0] == ranks[1] else "changed"),
+    ]
+
+
+def _of(ranks: int | None, world: int | None) -> str:
+    if ranks is None:
+        return "not reported"
+    return f"{ranks} of {world}" if world else str(ranks)
+
+
+def _line(title: str, before: str, after: str, change: str) -> dmc.TableTr:
+    cells = (html.Span(title), before, after, html.Span(change, className="changed" if change else ""))
+    return dmc.TableTr([dmc.TableTd(cell) for cell in cells])
+
+
+def _difference(before: wire.Number | None, after: wire.Number | None) -> str:
+    """What a value became, where it changed by more than a tenth; nothing where it is hardly different."""
+    if not isinstance(before, int | float) or not isinstance(after, int | float):
+        return ""
+    if not (math.isfinite(before) and math.isfinite(after)) or abs(after - before) <= 0.1 * abs(before):
+        return ""
+    if before > 0 and after > 0 and not isinstance(before, int):
+        return f"× {number(after / before, 3)}"
+    return f"{'+' if after > before else '−'} {number(abs(after - before), 3)}"
+
+
+def _layers(evidence: IncidentEvidence) -> Any:
+    onset, run = evidence.onset, evidence.run
+    if onset is None or run is None:
+        return None
+    if not onset.layers:
+        return _card("Layers that changed", html.P("No single layer changed clearly.", className="quiet pad"))
+    rows = [
+        dmc.TableTr(
+            [
+                dmc.TableTd(
+                    dcc.Link(
+                        change.layer,
+                        href="".join(write_address(View(page="run", runs=(run.run_id,), layer=change.layer))),
+                    ),
+                    className="text",
+                ),
+                dmc.TableTd(number(change.before)),
+                dmc.TableTd(number(change.after)),
+            ]
+        )
+        for change in onset.layers[:_MOST_LAYERS]
+    ]
+    heads = (describe(evidence.metric or "").title, "Before", "After")
+    head = dmc.TableThead(
+        dmc.TableTr([dmc.TableTh(text, className="" if place else "text") for place, text in enumerate(heads)])
+    )
+    more = len(onset.layers) - _MOST_LAYERS
+    note = [dmc.Text(f"and {more} more", size="xs", className="quiet", px=10, pt=6)] if more > 0 else []
+    table = dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=4)
+    title = f"Layers that changed, {len(onset.layers)} of {len(evidence.types)}"
+    return _card(title, [scrollable([table], "Layers that changed"), *note], "comparison-table")
+
+
+def _causes(evidence: IncidentEvidence) -> Any:
+    entry = ALERTS.get(evidence.incident.alert)
+    if entry is None:
+        return None
+    items = [_cause(cause, verdict) for cause, verdict in entry.weighed(evidence)]
+    return _card("What else it may be", html.Ul(items, className="causes"))
+
+
+def _cause(cause: str, verdict: Verdict) -> html.Li:
+    sign, kind, words = _VERDICTS[verdict.holds]
+    hidden: dict[str, Any] = {"aria-hidden": "true"}
+    return html.Li(
+        [
+            html.Span(sign, className=f"mark mark-{kind}", **hidden),
+            html.Div(
+                [
+                    html.Div(f"{cause[0].upper()}{cause[1:]}."),
+                    html.Div([html.Strong(words), f"{verdict.because}."], className="quiet because"),
+                ]
+            ),
+        ],
+        className=f"cause cause-{kind}",
+    )
+
+
+def _first_step(evidence: IncidentEvidence) -> Any:
+    entry = ALERTS.get(evidence.incident.alert)
+    return None if entry is None else _card("What to do first", html.P(entry.first_step, className="pad"))
+
+
+def _timeline(evidence: IncidentEvidence) -> Any:
+    run, events = evidence.run, list(evidence.events)[-_MOST_EVENTS:]
+    if run is None:
+        return None
+    rows = [_event(event, evidence.incident) for event in events]
+    if run.notes:
+        notes = dmc.TableTd(
+            html.Div([html.Strong("Notes of the run"), html.Div(run.notes, className="notes")]), className="text"
+        )
+        rows.insert(0, dmc.TableTr([dmc.TableTd("", className="text"), dmc.TableTd("", className="text"), notes]))
+    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in ("When", "Step", "What")]))
+    left_out = len(evidence.events) - len(events)
+    note = (
+        [dmc.Text(f"{left_out} older events are left out", size="xs", className="quiet", px=10)] if left_out else []
+    )
+    return _card(
+        "Timeline",
+        [scrollable([dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=4)], "Timeline"), *note],
+        "comparison-table timeline",
+    )
+
+
+def _event(event: wire.Event, incident: wire.Incident) -> dmc.TableTr:
+    own = event.kind in {"alert", "alert_resolved"} and event.text.startswith(f"{incident.alert} ")
+    resumed = event.kind == "attempt" and (event.attempt or 1) > 1
+    title = "Resumed" if resumed else _KINDS[event.kind]
+    what = html.Div([html.Strong(title), html.Div([event.text, *_named(event.layers)], className="quiet")])
+    cells = (when(event.time), UNDEFINED if event.step is None else count(event.step), what)
+    return dmc.TableTr([dmc.TableTd(cell, className="text") for cell in cells], className="own" if own else "")
+
+
+def _named(layers: Sequence[str]) -> list[Any]:
+    return [f" ({', '.join(layers)})"] if layers else []
+
+
+def _card(title: str, content: Any, kind: str = "") -> dmc.Paper:
+    parts = content if isinstance(content, list) else [content]
+    return dmc.Paper([html.H2(title, className="card-title"), *parts], className=f"card {kind}", withBorder=True)
+
+
+def _badge(text: str, colour: str) -> dmc.Badge:
+    return dmc.Badge(text, color=colour, variant="light", radius="sm", tt="none")

@@ -1,0 +1,135 @@
+"""All incidents: those that are open above, then those that have ended; of one run, project or alert if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import dash
+import dash_mantine_components as dmc
+from dash import Input, Output, State, dcc, html, no_update
+
+from collage_dashboard.components import LIVE_MILLISECONDS, limits_note, notice, pace_marker, page, scrollable
+from collage_dashboard.descriptions import when
+from collage_dashboard.pages.incident_content import badges, lasted
+from collage_dashboard.reader import Reader, explain
+from collage_dashboard.view import View, read_address, write_address
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.errors import CollageError
+
+__all__ = ["layout", "register"]
+
+_MOST: Final = 100
+
+
+def layout(view: View, reader: Reader) -> html.Div:
+    """The page with its incidents.
+
+    Raises:
+        CollageError: the server does not answer or refuses.
+    """
+    pathname, search = write_address(view)
+    found = reader.ask_together(*_questions(view))
+    about = [view.alert, f"run {view.runs[0]}" if view.runs else None, view.project]
+    return page(
+        [
+            dcc.Store(id="incidents-shown", data={"pathname": pathname, "search": search}),
+            dcc.Store(id="incidents-revision", data=_revision(found)),
+            pace_marker("incidents-pace", LIVE_MILLISECONDS),
+            dmc.Title("Incidents", order=1, size="h2", mt=8),
+            html.Div(", ".join(filter(None, about)) or "of all runs and of the server", className="crumbs"),
+            html.Div(id="incidents-alert"),
+            html.Div(_content(found), id="incidents-content"),
+            limits_note(),
+        ],
+        "Incidents",
+    )
+
+
+def register(app: dash.Dash, reader: Reader) -> None:
+    """Bind the refresh to the application."""
+
+    @app.callback(
+        Output("incidents-revision", "data"),
+        Output("incidents-content", "children"),
+        Output("incidents-alert", "children"),
+        Input("tick", "data"),
+        State("incidents-shown", "data"),
+        State("incidents-revision", "data"),
+        prevent_initial_call=True,
+    )
+    def look(_tick: int | None, shown: dict[str, str], known: list[Any]) -> tuple[Any, ...]:
+        view = read_address(shown["pathname"], shown["search"])
+        try:
+            found = reader.ask_together(*_questions(view))
+        except CollageError as error:
+            return [], no_update, notice(explain(error))
+        if _revision(found) == known:
+            raise dash.exceptions.PreventUpdate
+        return _revision(found), _content(found), None
+
+
+def _questions(view: View) -> list[Any]:
+    def of(state: wire.IncidentState) -> Any:
+        def ask(client: Client) -> wire.IncidentPage:
+            run = view.runs[0] if view.runs else None
+            return client.incidents(project=view.project, run_id=run, alert=view.alert, state=state, limit=_MOST)
+
+        return ask
+
+    return [of("firing"), of("resolved")]
+
+
+def _revision(found: Sequence[wire.IncidentPage]) -> list[Any]:
+    return [
+        [one.incident_id, one.state, one.acknowledged_by, one.silenced] for part in found for one in part.events
+    ]
+
+
+def _content(found: Sequence[wire.IncidentPage]) -> list[Any]:
+    firing, ended = found
+    if not firing.events and not ended.events:
+        text = "No alert has fired here. That does not prove health: an alert sees only what it was made for."
+        return [html.P(text, className="headline")]
+    count = len(firing.events)
+    said = "No incident is open." if not count else f"{count} incident{'' if count == 1 else 's'} open."
+    parts: list[Any] = [html.Div(said, className="headline", role="status")]
+    for title, part in (("Open", firing), ("Ended", ended)):
+        if part.events:
+            parts.append(_table(title, part))
+    return parts
+
+
+def _table(title: str, part: wire.IncidentPage) -> dmc.Paper:
+    heads = ("Alert", "Run", "Fired", "Lasted", "State", "Why")
+    head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in heads]))
+    rows = [_row(incident) for incident in part.events]
+    note = f"The newest {_MOST}; `collage-monitor alerts` lists the others." if part.cursor else ""
+    return dmc.Paper(
+        [
+            html.H2(title, className="card-title"),
+            scrollable([dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=6)], f"{title} incidents"),
+            *([dmc.Text(note, size="xs", className="quiet", px=10, pt=6)] if note else []),
+        ],
+        className="card comparison-table incident-table",
+        withBorder=True,
+        mb="md",
+    )
+
+
+def _row(incident: wire.Incident) -> dmc.TableTr:
+    address = write_address(View(page="incident", incident=incident.incident_id))[0]
+    name = incident.labels.get("run") or incident.run_id
+    run: Any = "the server"
+    if incident.run_id is not None:
+        run = dcc.Link(name, href=write_address(View(page="run", runs=(incident.run_id,)))[0], title=name)
+    cells = (
+        dcc.Link(incident.alert, href=address),
+        run,
+        when(incident.started_at),
+        lasted(incident),
+        html.Div(badges(incident), className="badges"),
+        html.Span(incident.text, title=incident.text),
+    )
+    return dmc.TableTr([dmc.TableTd(cell, className="text") for cell in cells])

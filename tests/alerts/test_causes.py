@@ -1,0 +1,251 @@
+"""Each cause that the runbook names: what speaks for it, what against it, and what decides nothing."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from collage_monitor import wire
+from collage_monitor.alerts import ALERTS, Alert
+from collage_monitor.alerts.causes import IncidentEvidence, Span
+
+WATCH = wire.WatchInfo(optimizer="AdamW", every=10)
+RUN = wire.Run(
+    run_id="r1",
+    project="p",
+    name="a run",
+    group=None,
+    tags=[],
+    notes="",
+    seed=None,
+    config={},
+    state="running",
+    created_at=0.0,
+    updated_at=1000.0,
+    first_step=1,
+    last_step=1000,
+    attempts=[wire.Attempt(run_id="r1", attempt=1, launch_id="a", first_step=1, created_at=0.0)],
+    watch=WATCH,
+    latest={"edq_ratio": 1.0},
+    scalars={},
+)
+RESUMED = [*RUN.attempts, wire.Attempt(run_id="r1", attempt=2, launch_id="b", first_step=500, created_at=9e9)]
+
+
+def evidence(before=None, after=None, *, labels=None, run=RUN, series=None, **more):
+    """What was reported: values by key before and after."""
+    incident = wire.Incident(
+        incident_id="1",
+        alert="",
+        severity="warning",
+        source="server",
+        state="firing",
+        text="",
+        started_at=900.0,
+        run_id="r1",
+        labels=labels or {},
+        step=900,
+    )
+    if series is not None:
+        steps = list(range(len(series)))
+        places: list = [float(step) for step in steps]
+        more["series"] = wire.Series(
+            run_id="r1",
+            metric="loss",
+            layer=None,
+            axis="step",
+            first_steps=steps,
+            steps=steps,
+            positions=places,
+            values=series,
+            minimum=series,
+            maximum=series,
+        )
+    spans = [Span(first, first + 200, values or {}) for first, values in ((400, before), (600, after))]
+    return IncidentEvidence(incident, run, 900, before=spans[0], after=spans[1], **more)
+
+
+def run_with(**more):
+    return msgspec.structs.replace(RUN, **more)
+
+
+def watched(**more):
+    return run_with(watch=msgspec.structs.replace(WATCH, **more))
+
+
+def fingerprint(**more):
+    return watched(fingerprint=wire.Fingerprint(**{"states": {}, "implementation": "foreach", **more}))
+
+
+def tokens(before, after):
+    """Spans of 200 steps with so many tokens a step."""
+    spans = [
+        Span(first, first + 200, {}, {"tokens": 0.0}, {"tokens": 200.0 * size})
+        for first, size in ((400, before), (600, after))
+    ]
+    return IncidentEvidence(evidence().incident, RUN, 900, before=spans[0], after=spans[1])
+
+
+def scaled(then, newest):
+    return evidence(
+        {},
+        {"skipped_steps": then},
+        run=run_with(scalars={"skipped_steps": wire.LoggedScalar(step=1000, value=newest)}),
+    )
+
+
+def mismatch(step):
+    return evidence(events=[wire.Event(event=1, time=0.0, kind="replica_mismatch", text="", step=step)])
+
+
+LAYERS = {f"blocks.{place}.mlp.weight": {"edq_ratio": 1.0, "update_to_weight_ratio": 1e-3} for place in range(4)}
+STILL_NORM = LAYERS | {"blocks.0.norm.weight": {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-9}}
+STILL_MLP = LAYERS | {"blocks.9.mlp.weight": {"edq_ratio": 0.0, "update_to_weight_ratio": 1e-3}}
+RATE = {"learning_rate": 1.0}
+GAP = {"half_ulp_margin": 2.0, "intended_norm": 1.0}
+CASES = {
+    ("CollageEdqDrop", 0): (evidence(RATE, {"learning_rate": 0.1}), evidence(RATE, RATE), evidence()),
+    ("CollageEdqDrop", 1): (
+        evidence({}, {"residual_dropped_ratio": 0.9}, run=run_with(attempts=RESUMED)),
+        evidence(),
+        evidence(run=run_with(attempts=RESUMED)),
+    ),
+    ("CollageEdqDrop", 2): (
+        evidence(GAP, {"half_ulp_margin": 1.0, "intended_norm": 1.0}),
+        evidence(GAP, {"half_ulp_margin": 1.0, "intended_norm": 0.5}),
+        evidence(GAP, {}),
+    ),
+    ("CollageEdqLow", 0): (
+        evidence({"learning_rate": 0.5}, RATE, highest=RATE),
+        evidence(RATE, RATE, highest=RATE),
+        evidence(RATE, {}),
+    ),
+    ("CollageEdqLow", 1): (
+        evidence({}, {"edq_ratio_high": 0.95}),
+        evidence({}, {"edq_ratio_high": 0.85}),
+        evidence({}, {"edq_ratio": 0.8}),
+    ),
+    ("CollageUpdatesLost", 0): (
+        evidence(run=fingerprint(stochastic_rounding=True)),
+        evidence(run=fingerprint(stochastic_rounding=False)),
+        evidence(),
+    ),
+    ("CollageUpdatesLost", 1): (evidence({}, {"edq_ratio": 0.99}), evidence({}, {"edq_ratio": 0.5}), evidence()),
+    ("CollageWindowUpdatesLost", 0): (
+        evidence({}, {"half_ulp_margin": -9.0}, labels={"window": "64"}),
+        evidence({}, {"half_ulp_margin": -1.0}, labels={"window": "64"}),
+        evidence({}, {"half_ulp_margin": -1.0}),
+    ),
+    ("CollageWindowUpdatesLost", 1): (
+        evidence({}, {"learning_rate": 0.01}, highest=RATE),
+        evidence({}, RATE, highest=RATE),
+        evidence(),
+    ),
+    ("CollageLayersStandStill", 0): (evidence(layers=STILL_NORM), evidence(layers=STILL_MLP), evidence()),
+    ("CollageLayersStandStill", 1): (evidence(layers=STILL_NORM), evidence(layers=STILL_MLP), evidence()),
+    ("CollageOracleDrift", 0): (
+        evidence({}, {"oracle_steps": 100.0}),
+        evidence({}, {"oracle_steps": 800.0}),
+        evidence(),
+    ),
+    ("CollageOracleDrift", 1): (
+        evidence({"oracle_restarts": 1.0}, {"oracle_restarts": 2.0}),
+        evidence({"oracle_restarts": 1.0}, {"oracle_restarts": 1.0}),
+        evidence(),
+    ),
+    ("CollageSecondMomentStuck", 0): (
+        evidence({"grad_norm": 1.0}, {"grad_norm": 2.0}),
+        evidence({"grad_norm": 1.0}, {"grad_norm": 1.2}),
+        evidence(),
+    ),
+    ("CollageResidualsOff", 0): (None, evidence(), evidence(run=run_with(attempts=RESUMED))),
+    ("CollageResidualsOff", 1): (
+        evidence({"external_writes": 0.0}, {"external_writes": 3.0}),
+        evidence({"external_writes": 3.0}, {"external_writes": 3.0}),
+        evidence(),
+    ),
+    ("CollageDecayLost", 0): (
+        evidence({}, {"learning_rate": 0.01}, highest=RATE),
+        evidence({}, RATE, highest=RATE),
+        evidence(),
+    ),
+    ("CollageNotFinite", 0): (
+        evidence({"nonfinite_params": 3.0}, {"nonfinite_params": 3.0}, metric="nonfinite_params"),
+        evidence({"nonfinite_params": 0.0}, {"nonfinite_params": 3.0}, metric="nonfinite_params"),
+        evidence(),
+    ),
+    ("CollageReplicaMismatch", 0): (mismatch(10), mismatch(500), evidence()),
+    ("CollageReplicaMismatch", 1): (None, None, evidence()),
+    ("CollageExternalWrites", 0): (None, None, evidence()),
+    ("CollageExternalWrites", 1): (None, None, evidence()),
+    ("CollageGradientExploding", 0): (tokens(10, 20), None, tokens(10, 10)),
+    ("CollageGradientExploding", 1): (tokens(10, 20), tokens(10, 10), evidence()),
+    ("CollageGradientVanishing", 0): (evidence({}, {"loss": 1e-4}), evidence({}, {"loss": 2.0}), evidence()),
+    ("CollageGradientVanishing", 1): (None, None, evidence()),
+    ("CollageLossUnstable", 0): (tokens(10, 20), None, evidence()),
+    ("CollageLossUnstable", 1): (None, None, evidence()),
+    ("CollageLossNotFinite", 0): (
+        evidence(series=[2.0, "NaN", 2.0]),
+        evidence(series=[2.0, "NaN", "NaN"]),
+        evidence(series=[2.0, 2.0]),
+    ),
+    ("CollageStepsSkipped", 0): (scaled(30.0, 31.0), scaled(30.0, 90.0), evidence()),
+    ("CollageRunStalled", 0): (
+        evidence(),
+        evidence(run=run_with(attempts=RESUMED)),
+        evidence(run=run_with(last_step=900)),
+    ),
+    ("CollageRunStalled", 1): (
+        evidence(run=run_with(updated_at=1e6)),
+        evidence(),
+        evidence(run=run_with(last_step=None)),
+    ),
+    ("CollageRunWithoutData", 0): (None, evidence(), evidence(run=run_with(watch=None))),
+    ("CollageRunWithoutData", 1): (evidence(), None, evidence(run=run_with(latest={}))),
+    ("CollageAgentOverBudget", 0): (evidence(run=watched(sample="all")), None, evidence()),
+    ("CollageReportsDropped", 0): (None, None, evidence()),
+    ("CollageIngestFailing", 0): (None, None, evidence(run=None)),
+    ("CollageDiskNearlyFull", 0): (None, None, evidence(run=None)),
+}
+"""(alert, place of the cause) → evidence for it, against it, and some that decides nothing; None: there is none."""
+
+
+def test_every_cause_of_the_catalogue_has_a_check_and_a_case():
+    assert set(CASES) == {
+        (name, place) for name, entry in ALERTS.items() for place in range(len(entry.other_causes))
+    }
+    for entry in ALERTS.values():
+        assert len(entry.checks) == len(entry.other_causes), entry.name
+
+
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_a_cause_is_supported_ruled_out_or_left_open(name, place):
+    for given, expected in zip(CASES[name, place], (True, False, None), strict=True):
+        if given is not None:
+            cause, verdict = ALERTS[name].weighed(given)[place]
+            assert cause == ALERTS[name].other_causes[place]
+            assert verdict.holds is expected, verdict
+            assert verdict.because
+            assert not verdict.because.endswith(".")
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_nothing_reported_decides_no_cause(name):
+    found = ALERTS[name].weighed(IncidentEvidence(evidence().incident))
+    assert [verdict.holds for _, verdict in found] == [None] * len(found)
+
+
+def test_an_alert_of_another_package_needs_no_checks():
+    entry = ALERTS["CollageEdqDrop"]
+    bare = Alert(**{**{name: getattr(entry, name) for name in entry.__dataclass_fields__}, "checks": ()})
+    assert [verdict.holds for _, verdict in bare.weighed(evidence())] == [None] * 3
+
+
+def test_the_metric_that_an_alert_judges():
+    assert ALERTS["CollageEdqDrop"].metric({"state": "exp_avg_sq"}) == "edq_ratio"
+    assert ALERTS["CollageLayersStandStill"].metric({"worst": "1"}) == "edq_ratio"
+    stuck = ALERTS["CollageSecondMomentStuck"]
+    assert stuck.metric({"state": "exp_avg_sq"}) == "state_decrement_ratio/exp_avg_sq"
+    assert ALERTS["CollageNotFinite"].metric({"key": "residual_nonfinite"}) == "residual_nonfinite"
+    assert ALERTS["CollageLossUnstable"].metric({}) == "loss"
+    assert ALERTS["CollageRunStalled"].metric({}) is None

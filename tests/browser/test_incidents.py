@@ -1,0 +1,147 @@
+"""The incident page: where an alert leads, what it says of before and after, its causes, and what one may write."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from tests.browser.test_layout import serious_violations
+from tests.dashboard.generated import GeneratedRun
+from tests.waiting import until
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = '<img src=x onerror="alert(1)">' + "n" * 250
+NOTE = '<b>cooling</b> of node 3 failed & "swapped"'
+DROP = 400
+
+
+@dataclass
+class Dropping(GeneratedRun):
+    """Half of its layers lose half of their updates from DROP on, where the learning rate falls to a tenth."""
+
+    def totals(self, step):
+        found = super().totals(step)
+        if step > DROP:
+            left = np.where(np.arange(len(self.layers)) % 2, 0.5, 1.0)
+            for key in ("intended_effective_sum", "effective_squared_sum", "intended_visible_sum"):
+                found[key] = found[key] * left
+        return found
+
+    def scalars(self, step):
+        return super().scalars(step) | {"learning_rate": 2e-4 if step <= DROP else 2e-5}
+
+
+@dataclass
+class Overflowed(GeneratedRun):
+    """Its weights are infinite from half of the run on: this server's own evaluation finds that at once."""
+
+    def totals(self, step):
+        found = super().totals(step)
+        return found | {"nonfinite_parameters": np.full(len(self.layers), float(3 * (step > self.steps / 2)))}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return [
+        Dropping(HOSTILE, "plus", steps=600, state="running", run_id="run-drop"),
+        Overflowed("overflowed", "plus", state="running", run_id="run-inf"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def client(server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as own:
+        labels = {"alertname": "CollageEdqDrop", "run_id": "run-drop", "run": HOSTILE, "severity": "warning"}
+        sent = wire.AlertmanagerAlert(
+            status="firing", labels=labels, annotations={"summary": f"EDQ fell: {HOSTILE}"}
+        )
+        own._post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[sent]), wire.AlertmanagerAnswer)
+        yield own
+
+
+def test_an_alerts_link_leads_to_what_changed(watched, client):
+    page = watched.page
+    page.goto(f"{watched.url}/incident?run=run-drop&alert=CollageEdqDrop")
+    page.get_by_role("heading", level=1, name="The effective descent quality fell").wait_for()
+    page.locator(".answer", has_text="changed between steps 400 and 410: 1.000 before, 0.7").wait_for()
+    table = page.get_by_role("region", name="Before and after")
+    rate = table.get_by_role("row", name="Learning rate")
+    assert [cell.inner_text() for cell in rate.get_by_role("cell").all()] == [
+        "Learning rate",
+        "0.0002000",
+        "2.000e−05",
+        "× 0.100",
+    ]
+    assert "not reported" in table.get_by_role("row", name="Clip ratio").inner_text()
+    assert table.get_by_role("row", name="Ranks that reported").inner_text().split("\t")[1:3] == [
+        "1 of 1",
+        "1 of 1",
+    ]
+    page.get_by_role("heading", name="Layers that changed, 6 of 12").wait_for()
+    causes = page.locator(".cause")
+    assert causes.count() == 3
+    assert "Evidence for it: learning_rate was 0.0002 before and 2e-05 after" in causes.nth(0).inner_text()
+    assert "Ruled out: no attempt began" in causes.nth(1).inner_text()
+    assert "Ruled out: gaps beside the weights grew by a factor of" in causes.nth(2).inner_text()
+    page.wait_for_selector("#incident-figure .scatterlayer .trace")
+    page.get_by_role("region", name="Layers that changed").get_by_role("link").first.click()
+    page.wait_for_url("**/run/run-drop?layer=*")
+
+
+def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watched, client):
+    (incident,) = until(
+        lambda: client.incidents(run_id="run-inf", alert="CollageNotFinite").events, "the server's evaluation"
+    )
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-inf")
+    page.get_by_role("main").get_by_role("link", name="Incidents").click()
+    page.get_by_text("incident open.").wait_for()
+    page.get_by_role("link", name="CollageNotFinite").click()
+    page.locator(".answer", has_text="Non-finite weights is beyond the alert's threshold since step 110").wait_for()
+    page.locator(".cause", has_text="Ruled out: 0 were not finite before, 36 after").wait_for()
+    page.get_by_role("button", name="Acknowledge").click()
+    page.get_by_text("acknowledged by server-token").wait_for()
+    assert client.incident(incident.incident_id).acknowledged_by == "server-token"
+    page.get_by_label("Note for the run's timeline").fill(NOTE)
+    page.get_by_role("button", name="Add note").click()
+    timeline = page.get_by_role("region", name="Timeline")
+    timeline.get_by_text(f"server-token: {NOTE}").wait_for()
+    assert [event.text for event in client.events("run-inf").events if event.kind == "note"] == [
+        f"server-token: {NOTE}"
+    ]
+    assert page.get_by_label("Note for the run's timeline").input_value() == ""
+    timeline.get_by_text("CollageNotFinite firing").wait_for()
+
+
+def test_a_token_that_may_only_read_is_told_so(open_page, dashboard, server_url, client, tmp_path):
+    made = client.create_token(wire.TokenCreate(name="reader", role="read", projects=None))
+    (tmp_path / "token").write_text(made.secret)
+    with dashboard(server_url[0], tmp_path / "token", tmp_path) as url:
+        page = open_page(url).page
+        page.goto(f"{url}/incident?run=run-drop&alert=CollageEdqDrop")
+        page.get_by_role("button", name="Acknowledge").click()
+        page.get_by_text("This token may not change anything").wait_for()
+    (incident,) = client.incidents(run_id="run-drop").events
+    assert incident.acknowledged_by is None
+
+
+PAGES = {"/incidents": ".incident-table", "/incident?run=run-drop&alert=CollageEdqDrop": ".cause"}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", PAGES)
+def test_pages_of_incidents_fit_and_can_be_used_by_everyone(open_page, dashboard_url, client, path, scheme):
+    page = open_page(dashboard_url, scheme=scheme).page
+    page.goto(dashboard_url + path)
+    page.wait_for_selector(PAGES[path])
+    assert serious_violations(page) == []
+
+
+def test_an_incident_that_nobody_knows_says_what_is_kept(watched, client):
+    page = watched.page
+    page.goto(f"{watched.url}/incident/never-fired")
+    page.get_by_role("heading", name="No such incident is known here").wait_for()
