@@ -125,6 +125,7 @@ def test_a_token_that_may_only_read_is_told_so(open_page, dashboard, server_url,
         page.goto(f"{url}/incident?run=run-drop&alert=CollageEdqDrop")
         page.get_by_role("button", name="Acknowledge").click()
         page.get_by_text("This token may not change anything").wait_for()
+        page.goto("about:blank")
     (incident,) = client.incidents(run_id="run-drop").events
     assert incident.acknowledged_by is None
 

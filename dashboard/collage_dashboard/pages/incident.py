@@ -49,7 +49,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         className="grow",
         **{"aria-label": "Note for the run's timeline"},
     )
-    actions: list[Any] = [dmc.Button("Add note", id="incident-note-add", variant="light"), note]
+    actions: list[Any] = [dmc.Button("Add note", id="incident-note-add", variant="default"), note]
     crumbs: list[Any] = [dcc.Link("Incidents", href="/incidents")]
     if incident.run_id is not None:
         name = incident.labels.get("run") or incident.run_id

@@ -85,7 +85,7 @@ def head(incident: wire.Incident) -> html.Div:
     source = "this server's evaluation" if incident.source == "server" else "Alertmanager"
     taken = incident.acknowledged_at is not None
     acknowledge = dmc.Button(
-        "Acknowledged" if taken else "Acknowledge", id="incident-acknowledge", disabled=taken, size="sm"
+        "Acknowledged" if taken else "Acknowledge", id="incident-acknowledge", disabled=taken, color="#1864ab"
     )
     return html.Div(
         [
