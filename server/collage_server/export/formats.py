@@ -173,27 +173,36 @@ def csv_bytes(store: Store, plan: ExportPlan) -> Iterator[bytes]:
     """The export, some rows at a time; absent values are empty cells, non-finite ones as on the wire."""
     names = column_names(plan)
     yield _text([[*place_names(plan), *names]])
+    titles = {name: _text([[name]])[:-1] for name in ["", *(layer.name for layer in plan.layers)]}
+    titles[""] = b""
     for columns in read_rows(store, plan):
-        yield _text(_rows(plan, columns, names))
+        yield b"\n".join([*map(b",".join, _rows(plan, columns, names, titles)), b""])
 
 
-def _rows(plan: ExportPlan, columns: TableRows, names: list[str]) -> Iterator[tuple[object, ...]]:
-    cells = [_cells(columns, name) for name in names]
-    places = (columns.steps.tolist(), columns.first_steps.tolist(), columns.times.tolist(), columns.ranks.tolist())
-    rank = "" if columns.rank is None else columns.rank
-    ranks = [[rank] * len(columns.layers)] if plan.ranks else []
-    return zip(*places, columns.layers, *ranks, *cells, strict=True)
+def _rows(
+    plan: ExportPlan, columns: TableRows, names: list[str], titles: Mapping[str, bytes]
+) -> Iterator[tuple[bytes, ...]]:
+    places = map(_encoded, (columns.steps, columns.first_steps, columns.times, columns.ranks))
+    layers = [titles[name] for name in columns.layers]
+    rank = b"" if columns.rank is None else b"%d" % columns.rank
+    ranks = [[rank] * len(layers)] if plan.ranks else []
+    return zip(*places, layers, *ranks, *(_cells(*columns.values[name]) for name in names), strict=True)
 
 
-def _cells(columns: TableRows, name: str) -> list[float | str]:
-    values, there = columns.values[name]
-    return [_cell(value) if present else "" for value, present in zip(values.tolist(), there.tolist(), strict=True)]
+def _cells(values: FloatArray, there: NDArray[np.bool_]) -> list[bytes]:
+    cells = _encoded(values)
+    for row in np.flatnonzero(~(there & np.isfinite(values))).tolist():
+        cells[row] = _non_finite(values[row]) if there[row] else b""
+    return cells
 
 
-def _cell(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def _encoded(values: NDArray[np.generic]) -> list[bytes]:
+    """Numbers as text, all at once: an eighth of what `repr` costs."""
+    return wire.encode_json(values.tolist())[1:-1].split(b",") if len(values) else []
+
+
+def _non_finite(value: float) -> bytes:
+    return b"NaN" if math.isnan(value) else b"Infinity" if value > 0 else b"-Infinity"
 
 
 def _text(rows: object) -> bytes:
@@ -299,7 +308,8 @@ def _write(store: Store, plan: ExportPlan) -> Iterator[bytes]:
     places += [("rank", pyarrow.int64())] if plan.ranks else []
     schema = pyarrow.schema(places + [(name, pyarrow.float64()) for name in names])
     sink = _Sink()
-    with parquet.ParquetWriter(sink, schema, compression="zstd") as writer:
+    # Few totals come twice: a dictionary of them is made in vain.
+    with parquet.ParquetWriter(sink, schema, compression="zstd", use_dictionary=["layer"]) as writer:
         for columns in read_rows(store, plan):
             writer.write_table(_table(pyarrow, schema, columns, names))
             yield sink.taken()

@@ -19,7 +19,7 @@ IntArray = NDArray[np.int64]
 
 _NUMBERS: Final = 2**22
 """Numbers of totals by layer that one batch holds at most, unless a single step has more."""
-_POINTS: Final = 256
+_POINTS: Final = 4096
 _STEPS: Final = 4096
 
 
@@ -150,7 +150,7 @@ def _layers(snapshot: Snapshot, plan: ExportPlan, selection: Selection, points: 
     run_id, names = plan.run.run_id, tuple(layer.name for layer in plan.layers)
     by_layer = replace(selection, by_layer=True, layers=names)
     keys = list(points.totals)
-    group = max(_NUMBERS // (_POINTS * len(names)), 1)
+    group = max(_NUMBERS // (len(points.steps) * len(names)), 1)
     found: dict[str, FloatArray] = {}
     for start in range(0, len(keys), group):
         part = snapshot.points([run_id], keys[start : start + group], by_layer)[run_id]

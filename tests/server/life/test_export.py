@@ -14,7 +14,7 @@ from collage_server.store import Selection
 
 from collage_monitor import wire
 from tests.server.reads import model_points
-from tests.server.samples import LAYERS, STATISTICS, block, model_of, report
+from tests.server.samples import LAYERS, STATISTICS, block, layer, model_of, report
 from tests.waiting import until
 
 
@@ -213,3 +213,21 @@ def test_parquet_without_its_library_says_what_to_install(filled, monkeypatch):
     error = filled.get("/runs/r1/export?format=parquet", status=422)
     assert error.field == "format"
     assert "collage-monitor[parquet]" in error.message
+
+
+def test_names_that_csv_must_quote_come_back(server):
+    names = ["a,b", 'say "x"', "plain"]
+    server.run()
+    server.attempt()
+    server.stream(layers=[layer(name) for name in names])
+    server.reports([report(0, 10)])
+    assert [row["layer"] for row in table_of(server)] == ["", *names]
+
+
+def test_a_run_of_few_layers_is_read_in_few_batches(server):
+    """Each batch costs a dozen statements, however few points it has."""
+    server.filled(steps=range(1, 601))
+    plan = export_steps.plan_export(server.app.state.components.store, "r1", layers=True)
+    assert [len(batch.steps) for batch in export_steps.read_batches(server.app.state.components.store, plan)] == [
+        600
+    ]
