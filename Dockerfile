@@ -1,5 +1,5 @@
 # Server and dashboard in one image; the agent runs where the training runs. BASE_IMAGE: any Debian with Python 3.11+.
-ARG BASE_IMAGE=python:3.12-slim
+ARG BASE_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 FROM ${BASE_IMAGE}
 
 WORKDIR /opt/collage-monitor
@@ -13,7 +13,7 @@ RUN python3 -m pip install --no-cache-dir --constraint constraints.txt ".[server
     && useradd --create-home --uid 10001 collage \
     && install --directory --owner collage /data
 
-USER collage
+USER 10001
 VOLUME /data
 EXPOSE 7420 7421
 ENTRYPOINT ["collage-monitor"]

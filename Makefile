@@ -34,13 +34,14 @@ test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 quick: $(VENV)/.stamp-dev  ## The fast half, for while you work: no test that starts processes or is marked slow
 	$(BIN)/python -m pytest -n 2 --quick -m "not slow and not nightly and not gpu"
 
-check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, compose file
+check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, compose file, Dockerfile
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/sizes.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+	$(BIN)/hadolint Dockerfile
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .

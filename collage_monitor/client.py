@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +45,16 @@ class ExportStream:
     lines: int | None
 
 
+def _trusted_certificates() -> ssl.SSLContext:
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise CollageError(
+            f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE')!r} holds no certificates to trust ({error}); "
+            "name a PEM file, or unset it"
+        ) from error
+
+
 class Client:
     """Speaks to a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
 
@@ -50,7 +62,8 @@ class Client:
     `transport` replaces the network (tests).
 
     Raises:
-        CollageError: a token that no header can carry. White space around it is left out.
+        CollageError: a token that no header can carry (white space around it is left out), or certificates of
+            SSL_CERT_FILE that cannot be read.
     """
 
     def __init__(
@@ -64,7 +77,13 @@ class Client:
         headers = {"Authorization": f"Bearer {_sendable(token)}"} if token else {}
         self.server_url = server_url.rstrip("/")
         self._http = httpx.Client(
-            base_url=self.server_url, headers=headers, timeout=timeout_seconds, transport=transport, trust_env=False
+            base_url=self.server_url,
+            headers=headers,
+            timeout=timeout_seconds,
+            transport=transport,
+            # No proxy of the environment, but its certificates: a team's server may have one of its own making.
+            trust_env=False,
+            verify=_trusted_certificates(),
         )
 
     def __enter__(self) -> Client:

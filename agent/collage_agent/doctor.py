@@ -260,10 +260,11 @@ def _token(folder: Path, token: str | None) -> Check:
 def _server(address: str, token: str | None, *, given: bool) -> Iterator[Check]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        with httpx.Client(base_url=address, timeout=_TIMEOUT_SECONDS, trust_env=False) as client:
+        trusted = httpx.create_ssl_context()
+        with httpx.Client(base_url=address, timeout=_TIMEOUT_SECONDS, trust_env=False, verify=trusted) as client:
             health = client.get("/healthz")
             runs = client.get("/api/v1/runs", params={"limit": 1}, headers=headers)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         yield Check(
             "server",
             "problem" if given else "note",

@@ -96,3 +96,29 @@ def test_a_host_without_a_name_for_its_user_and_a_name_that_would_steer_the_term
     assert json.loads(made)["token"]["created_by"] == f"host:{os.getuid()}"
     [line] = call("list", *host).stdout.splitlines()
     assert "n\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}m" in line
+
+
+def test_a_file_keeps_its_token_for_as_long_as_it_counts(call, tmp_path):
+    host, file = ("--host", "--dir", tmp_path), tmp_path / "secret"
+    create = ("create", *host, "--name", "scraper", "--all-projects", "--file", file)
+    made = call(*create, "--role", "read")
+    first = file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert first.strip() not in made.output
+    call(*create, "--role", "read")
+    assert file.read_text() == first
+    call("revoke", *host, made.stderr.split()[0])
+    second = call(*create, "--role", "read").stderr.split()[0]
+    assert file.read_text() != first
+    # Of another role, and of no database at all, it does not count.
+    call(*create, "--role", "ingest")
+    assert len({first, file.read_text()}) == 2
+    assert second in call("list", *host).stdout
+    file.write_text("something else\n")
+    call(*create, "--role", "ingest")
+    assert file.read_text().startswith("collage_")
+
+
+def test_a_file_is_for_the_host_itself(call, tmp_path):
+    result = call("create", "--name", "x", "--role", "read", "--all-projects", "--file", tmp_path / "t", code=2)
+    assert "--host" in result.output

@@ -116,6 +116,7 @@ class HttpTransport:
                 ),
                 # A proxy named in the environment must not stand between two processes of one machine.
                 trust_env=not is_loopback(self._address),
+                verify=httpx.create_ssl_context(),
             )
         return self._client
 

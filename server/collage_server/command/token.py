@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from collage_monitor.errors import ServerUnreachable
 from collage_monitor.local import data_folder, find_token, read_token, server_address
 from collage_server.app import make_store
 from collage_server.auth import administration
+from collage_server.auth.principals import digest_of
 from collage_server.settings import settings_from_environment
 from collage_server.store import AccessStore
 
@@ -84,6 +86,15 @@ class _HostTokens:
         """Every token."""
         return wire.TokenList(tokens=self._store.tokens())
 
+    def counts(self, file: Path, role: str) -> bool:
+        """Whether the file holds the secret of a token of this role that is not revoked."""
+        try:
+            secret = file.read_text(encoding="ascii").strip()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return False
+        known = self._store.valid_tokens().get(digest_of(secret))
+        return known is not None and known.role == role
+
     def revoke(self, token_id: str) -> wire.Token:
         """Revoke a token; running servers notice within five seconds."""
         return administration.revoke_token(self._store, token_id, time.time(), self._actor)
@@ -122,15 +133,35 @@ def token() -> None:
 @click.option("--role", type=click.Choice(wire.ROLES), required=True)
 @click.option("--project", "projects", multiple=True, help="A project it is for; repeat it.")
 @click.option("--all-projects", is_flag=True, help="For every project, now and later.")
+@click.option(
+    "--file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --host: write the secret there, for its owner alone, unless one of the role is there that counts.",
+)
 def create_token(
-    name: str, role: str, projects: tuple[str, ...], all_projects: bool, as_json: bool, **place: Any
+    name: str,
+    role: str,
+    projects: tuple[str, ...],
+    all_projects: bool,
+    file: Path | None,
+    as_json: bool,
+    **place: Any,
 ) -> None:
     """Make a token and print its secret, once."""
+    if file is not None and not place["on_host"]:
+        raise click.UsageError("--file looks into the database itself whether its token counts; give --host, too")
     if bool(projects) == (all_projects or role == "admin"):
         raise click.UsageError("give --project NAME, once or more, or --all-projects (an admin token is for all)")
     create = wire.TokenCreate(name=name, role=cast(wire.Role, role), projects=list(projects) or None)
     with _tokens(**place) as tokens:
+        if file is not None and isinstance(tokens, _HostTokens) and tokens.counts(file, role):
+            click.echo(f"{file} holds a token of role {role} that counts; it stays", err=True)
+            return
         created = tokens.create(create)
+    if file is not None:
+        _write(file, created.secret)
+        click.echo(f"{_line(created.token)}\n{file} holds it", err=True)
+        return
     if as_json:
         click.echo(wire.encode_json(created))
         return
@@ -139,6 +170,14 @@ def create_token(
         f"{_line(created.token)}\nThe token is the first line, shown only now; set it as COLLAGE_TOKEN.",
         err=True,
     )
+
+
+def _write(file: Path, secret: str) -> None:
+    """Replace the file as a whole; nobody else may read it."""
+    descriptor, made = tempfile.mkstemp(prefix=".token-", dir=file.parent)
+    with os.fdopen(descriptor, "w", encoding="ascii") as opened:
+        opened.write(secret + "\n")
+    os.replace(made, file)
 
 
 @token.command("list")

@@ -1,0 +1,129 @@
+"""docker-compose.yml and its files: what may be known of them without a container engine."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.system import require
+from tests.waiting import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES = COMPOSE["services"]
+ONCE = {"secrets", "tokens"}
+SCRIPT = (ROOT / "server/deploy/secrets.sh").read_text()
+DOCKERFILE = dict(re.findall(r"^(?:ARG )?(\w+)[ =](\S+)$", (ROOT / "Dockerfile").read_text(), re.M))
+PINNED = re.compile(r"[\w./-]+:[\w.-]*\d[\w.-]*@sha256:[0-9a-f]{64}")
+
+
+def user_of(name):
+    """The number of the user that a service runs as; our image's stands in its Dockerfile."""
+    return SERVICES[name].get("user", DOCKERFILE["USER"]).partition(":")[0]
+
+
+def mounts(name):
+    return dict(reversed(entry.removesuffix(":ro").rsplit(":", 1)) for entry in SERVICES[name].get("volumes", []))
+
+
+def test_every_image_is_pinned_by_its_digest():
+    images = [entry["image"] for entry in SERVICES.values() if "build" not in entry]
+    images.append(DOCKERFILE["BASE_IMAGE"])
+    assert [image for image in images if not PINNED.fullmatch(image)] == []
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES.keys() - ONCE))
+def test_a_service_is_not_root_and_says_whether_it_is_well(name):
+    service = SERVICES[name]
+    assert user_of(name) != "0"
+    assert service["cap_drop"] == ["ALL"]
+    assert service["healthcheck"]["test"]
+    assert service["restart"] == "unless-stopped"
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES.keys() - ONCE))
+def test_a_service_reads_its_own_secrets_alone_and_they_are_its_user_s(name):
+    folders = {target for target in mounts(name) if target.startswith("/secrets/")}
+    assert all(f":{folder}:ro" in " ".join(SERVICES[name]["volumes"]) for folder in folders)
+    owners = dict(reversed(pair) for pair in re.findall(r"^ +own (\d+) (\w+)$", SCRIPT, re.M))
+    owners |= dict(re.findall(r"^ +token (\w+) (\d+) \w+$", SCRIPT, re.M))
+    assert {owners[folder.removeprefix("/secrets/")] for folder in folders} <= {user_of(name)}
+    extra = {"server": {"agents", "people"}, "proxy": {"certificate"}}.get(name, set())
+    assert {folder.removeprefix("/secrets/") for folder in folders} <= {name, *extra}
+
+
+def test_tokens_have_the_least_role_that_does():
+    assert dict(re.findall(r"^ +token (\w+) \d+ (\w+)$", SCRIPT, re.M)) == {
+        "agents": "ingest",
+        "dashboard": "read",
+        "prometheus": "read",
+        "alertmanager": "ingest",
+    }
+
+
+def test_only_the_proxy_listens_beyond_this_machine_and_only_when_told():
+    for name, service in SERVICES.items():
+        for port in service.get("ports", []):
+            assert port.startswith("${COLLAGE_ADDRESS:-127.0.0.1}:" if name == "proxy" else "127.0.0.1:")
+
+
+def test_the_server_believes_the_proxy_s_address_and_no_other():
+    address = SERVICES["proxy"]["networks"]["services"]["ipv4_address"]
+    assert SERVICES["server"]["environment"]["COLLAGE_SERVER_TRUSTED_PROXIES"] == address
+
+
+def test_what_is_mounted_from_here_is_here():
+    paths = [source for name in SERVICES for source in mounts(name).values() if source.startswith("./")]
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.prometheus
+def test_amtool_is_content_and_prometheus_finds_it():
+    done = subprocess.run(
+        [require("amtool"), "check-config", ROOT / "server/prometheus/alertmanager.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = yaml.safe_load((ROOT / "server/prometheus/prometheus.yml").read_text())
+    assert told["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] == ["alertmanager:9093"]
+
+
+@pytest.mark.prometheus
+def test_every_query_of_grafana_s_dashboard_asks_for_what_is_exported(tmp_path):
+    """promtool reads each as a rule; each name is one of /metrics or of the recording rules."""
+    rules = [{"record": f"asked:{place}", "expr": query} for place, query in enumerate(grafana_queries())]
+    (tmp_path / "asked.yml").write_text(json.dumps({"groups": [{"name": "asked", "rules": rules}]}))
+    done = subprocess.run(
+        [require("promtool"), "check", "rules", tmp_path / "asked.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (ROOT / "tests/server/exposition.txt").read_text()
+    exported = set(re.findall(r"^# TYPE (\S+) ", page, re.M)) | {"collage_server_commit_seconds_bucket"}
+    exported |= set(re.findall(r"record: (\S+)", (ROOT / "server/prometheus/collage.rules.yml").read_text()))
+    assert {name for query in grafana_queries() for name in names_of(query)} <= exported
+
+
+def grafana_queries():
+    """The dashboard's queries, every project and run chosen."""
+    board = json.loads((ROOT / "server/deploy/grafana/dashboard.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    chosen = [
+        re.sub(r"^label_values\((.+), \w+\)$", r"\1", entry["definition"]) for entry in board["templating"]["list"]
+    ]
+    return [re.sub(r"\$(project|run)\b", ".*", query) for query in [*asked, *chosen]]
+
+
+def names_of(query):
+    """The metrics that a query asks for."""
+    return set(re.findall(r"\bcollage[_:][a-z_]+", query))

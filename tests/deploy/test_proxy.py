@@ -1,0 +1,181 @@
+"""The proxy as it is shipped, before a real server: TLS, who asks, and its limits, over real sockets."""
+
+import os
+import socket
+import ssl
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from collage_agent.settings import DeliveryLimits
+from collage_agent.transport.http import HttpTransport
+from collage_server.api import bodies
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.errors import CollageError, ServerUnreachable
+from tests.deploy.secrets import ROOT, Secrets
+from tests.ports import free_port, running
+from tests.server.guarded import OWN
+from tests.server.migrated import put_migrated
+from tests.server.sockets import HEAD, everything, listening, status_of
+from tests.system import require
+from tests.waiting import PATIENCE_SECONDS, until
+
+CONFIGURATION = ROOT / "server/deploy/nginx.conf"
+ELSEWHERE = "127.0.0.9"
+CLOSE = b"Connection: close\r\n\r\n"
+
+
+class Proxied:
+    """A server behind the proxy: the proxy's ports, and what its certificate needs."""
+
+    def __init__(self, server, secrets, ports):
+        self.server = server
+        self.secrets = secrets
+        self.ports = ports
+        self.certificate = secrets.folder / "certificate/certificate.pem"
+
+    @property
+    def url(self):
+        return f"https://localhost:{self.ports['server']}"
+
+    def connect(self, source="127.0.0.1", service="server"):
+        trusted = ssl.create_default_context(cafile=self.certificate)
+        place = ("127.0.0.1", self.ports[service])
+        plain = socket.create_connection(place, timeout=PATIENCE_SECONDS, source_address=(source, 0))
+        return trusted.wrap_socket(plain, server_hostname="localhost")
+
+    def ask(self, request, **place):
+        with self.connect(**place) as client:
+            client.sendall(request)
+            return everything(client)
+
+    def begun(self, size):
+        """A connection that has sent the beginning of a body, and the server has it."""
+        before = self.server.components.in_flight.arriving
+        client = self.connect()
+        client.sendall(head(f"Content-Length: {2 * size}") + b"\x80" * size)
+        until(lambda: self.server.components.in_flight.arriving >= before + size, "the body's beginning")
+        return client
+
+
+def head(*lines, method="POST", path="/api/v1/streams/none/reports"):
+    told = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {OWN}"]
+    return "\r\n".join([*told, "Content-Type: application/msgpack", *lines, "", ""]).encode()
+
+
+def configuration(folder, secrets, ports, upstream, changed):
+    """The shipped file with this test's places, and whatever else is changed; all of it must stand there."""
+    text = CONFIGURATION.read_text()
+    places = {
+        # First, because the other places of a test may lie below it.
+        "/tmp/": f"{folder}/",
+        "/secrets/": f"{secrets.folder}/",
+        "listen 7420": f"listen 127.0.0.1:{ports['server']}",
+        "listen 7421": f"listen 127.0.0.1:{ports['dashboard']}",
+        "listen 7422": f"listen 127.0.0.1:{ports['grafana']}",
+        "127.0.0.1:7429": f"127.0.0.1:{ports['health']}",
+        **dict.fromkeys(("server:7420", "dashboard:7421", "grafana:3000"), f"127.0.0.1:{upstream}"),
+    }
+    for shipped, here in (places | changed).items():
+        assert shipped in text, shipped
+        text = text.replace(shipped, here)
+    return text
+
+
+@contextmanager
+def proxied(tmp_path, **changed):
+    """`Proxied`; `changed` by what stands in the shipped file."""
+    program = require("nginx")
+    secrets, ports = Secrets(tmp_path), {name: free_port() for name in ("server", "dashboard", "grafana", "health")}
+    assert secrets.run("start", COLLAGE_NAME="localhost").returncode == 0
+    (tmp_path / "data").mkdir()
+    put_migrated(tmp_path / "data")
+    with listening(tmp_path / "data", token=OWN, trusted_proxies=("127.0.0.1",)) as server:
+        written = tmp_path / "nginx.conf"
+        written.write_text(configuration(tmp_path, secrets, ports, server.port, changed))
+        options = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
+        arguments = [program, "-p", str(tmp_path), "-e", "stderr", "-c", str(written), "-g", options]
+        with running(arguments, f"http://127.0.0.1:{ports['health']}/healthz", tmp_path / "nginx.log"):
+            yield Proxied(server, secrets, ports)
+
+
+def test_every_client_takes_the_certificate_that_it_is_told_to_trust(tmp_path, monkeypatch):
+    with proxied(tmp_path) as proxy:
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with Client(proxy.url, OWN) as client, pytest.raises(ServerUnreachable):
+            client.tokens()
+        monkeypatch.setenv("SSL_CERT_FILE", str(proxy.certificate))
+        with Client(proxy.url, OWN) as client:
+            assert client.tokens().tokens == []
+        transport = HttpTransport(proxy.url, lambda: OWN, DeliveryLimits())
+        assert transport.answers()
+        transport.close()
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))
+        with pytest.raises(CollageError, match="SSL_CERT_FILE"):
+            Client(proxy.url, OWN)
+
+
+def test_the_server_knows_who_asked_whatever_they_say(tmp_path):
+    body = wire.encode_message(wire.TokenCreate(name="x", role="read", projects=None))
+    with proxied(tmp_path) as proxy:
+        told = head("X-Forwarded-For: 192.0.2.1", f"Content-Length: {len(body)}", path="/api/v1/tokens")
+        with proxy.connect(ELSEWHERE) as client:
+            client.sendall(told + body)
+            assert status_of(client.recv(65536)) == 201
+        with httpx.Client(base_url=f"http://127.0.0.1:{proxy.server.port}", trust_env=False) as direct:
+            acts = direct.get("/api/v1/audit", headers={"Authorization": f"Bearer {OWN}"}).json()["acts"]
+    assert [act["client"] for act in acts] == [ELSEWHERE]
+
+
+def test_the_dashboard_s_port_asks_for_the_team_s_password_and_keeps_it(tmp_path):
+    with proxied(tmp_path) as proxy:
+        address = f"https://localhost:{proxy.ports['dashboard']}"
+        password = (proxy.secrets.folder / "people/dashboard-password").read_text().strip()
+        trusted = ssl.create_default_context(cafile=proxy.certificate)
+        with httpx.Client(base_url=address, trust_env=False, verify=trusted) as client:
+            refused = client.get("/healthz")
+            assert refused.status_code == 401
+            assert "Basic" in refused.headers["WWW-Authenticate"]
+            assert client.get("/healthz", auth=("team", password)).is_success
+            # What stands behind it never sees the password: to it nobody has signed in.
+            behind = client.get("/api/v1/runs", auth=("team", password))
+    assert behind.status_code == 401
+    assert behind.json()["error"]["code"]
+
+
+def test_heads_and_bodies_beyond_their_size_are_refused(tmp_path):
+    with proxied(tmp_path) as proxy:
+        assert status_of(proxy.ask(HEAD + b"X-Long: " + b"x" * 2**17 + b"\r\n" + CLOSE)) == 400
+        many = b"".join(b"x-%d: %s\r\n" % (place, b"x" * 2**12) for place in range(20))
+        assert status_of(proxy.ask(HEAD + many + CLOSE)) == 400
+        assert status_of(proxy.ask(HEAD + b"X-Long: " + b"x" * 2**13 + b"\r\n" + CLOSE)) == 200
+        assert status_of(proxy.ask(head(f"Content-Length: {2**24 + 1}"))) == 413
+
+
+def test_who_is_silent_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(bodies, "_PATIENCE_SECONDS", 0.2)
+    short = {
+        "client_header_timeout 10s": "client_header_timeout 1s",
+        "keepalive_timeout 10s": "keepalive_timeout 1s",
+    }
+    with proxied(tmp_path, **short) as proxy:
+        with proxy.connect() as half, proxy.connect() as idle:
+            half.sendall(HEAD)
+            idle.sendall(HEAD + b"\r\n")
+            assert everything(idle).count(b"HTTP/1.1 200") == 1
+            assert b"HTTP/1.1 200" not in everything(half)
+        # The server's own deadline for bodies holds through the proxy.
+        with proxy.begun(10) as slow:
+            assert b"did not arrive within" in everything(slow)
+
+
+def test_one_address_has_its_share_of_requests_and_another_its_own(tmp_path):
+    with proxied(tmp_path, **{"limit_conn address 200": "limit_conn address 2"}) as proxy:
+        held = [proxy.begun(100) for _ in range(2)]
+        assert status_of(proxy.ask(HEAD + CLOSE)) == 429
+        assert status_of(proxy.ask(HEAD + CLOSE, source=ELSEWHERE)) == 200
+        for client in held:
+            client.close()
+        until(lambda: status_of(proxy.ask(HEAD + CLOSE)) == 200, "the share, given back")
