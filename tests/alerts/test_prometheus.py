@@ -10,6 +10,7 @@ from collage_server.alerting import rules
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
 from collage_monitor.local import ensure_token, read_token, token_path
+from tests.deploy.test_compose import grafana_queries, names_of
 from tests.ports import command, free_port, running
 from tests.system import require
 from tests.waiting import until
@@ -35,7 +36,7 @@ receivers:
 
 
 class Prometheus:
-    """The two questions that the test asks."""
+    """The questions that the test asks."""
 
     def __init__(self, http):
         self._http = http
@@ -43,6 +44,9 @@ class Prometheus:
     def query(self, expression):
         result = self._http.get("/query", params={"query": expression}).json()["data"]["result"]
         return [float(entry["value"][1]) for entry in result]
+
+    def names(self):
+        return set(self._http.get("/label/__name__/values").json()["data"])
 
     def firing(self):
         alerts = self._http.get("/alerts").json()["data"]["alerts"]
@@ -118,6 +122,11 @@ def test_the_rule_fires_when_edq_falls(services, tmp_path):
         before = prometheus.query("collage_edq_ratio")
         assert before > [0.95]
         assert "CollageEdqDrop" not in prometheus.firing()
+        # Grafana's dashboard finds something wherever the server exports what it asks for.
+        known = prometheus.names()
+        answered = {query: prometheus.query(query) for query in grafana_queries() if names_of(query) <= known}
+        assert len(answered) > 12
+        assert [query for query, found in answered.items() if not found and names_of(query)] == []
         # Updates of a thousandth of the size stand below half a gap of most weights: they are rounded away.
         optimizer.param_groups[0]["lr"] = 1e-5
         train_until(lambda: "CollageEdqDrop" in prometheus.firing(), "CollageEdqDrop fires")
