@@ -46,13 +46,12 @@ class ExportStream:
 
 
 def _trusted_certificates() -> ssl.SSLContext:
+    """Of the environment its certificates alone: a team's server may have one of its own making."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:
-        raise CollageError(
-            f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE')!r} holds no certificates to trust ({error}); "
-            "name a PEM file, or unset it"
-        ) from error
+        known = os.environ.get("SSL_CERT_FILE")
+        raise CollageError(f"SSL_CERT_FILE={known!r} cannot be read ({error}); name a PEM file") from error
 
 
 class Client:
@@ -62,8 +61,7 @@ class Client:
     `transport` replaces the network (tests).
 
     Raises:
-        CollageError: a token that no header can carry (white space around it is left out), or certificates of
-            SSL_CERT_FILE that cannot be read.
+        CollageError: a token that no header can carry (white space around it is left out), or no SSL_CERT_FILE.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class Client:
             headers=headers,
             timeout=timeout_seconds,
             transport=transport,
-            # No proxy of the environment, but its certificates: a team's server may have one of its own making.
             trust_env=False,
             verify=_trusted_certificates(),
         )
