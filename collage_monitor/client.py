@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import quote
 
@@ -17,6 +14,7 @@ import msgspec
 
 from collage_monitor import wire
 from collage_monitor.backoff import Backoff
+from collage_monitor.certificates import trusted_certificates
 from collage_monitor.errors import (
     CollageError,
     NotAuthorised,
@@ -45,15 +43,6 @@ class ExportStream:
     lines: int | None
 
 
-def _trusted_certificates() -> ssl.SSLContext:
-    """Of the environment its certificates alone: a team's server may have one of its own making."""
-    try:
-        return httpx.create_ssl_context()
-    except OSError as error:
-        known = os.environ.get("SSL_CERT_FILE")
-        raise CollageError(f"SSL_CERT_FILE={known!r} cannot be read ({error}); name a PEM file") from error
-
-
 class Client:
     """Speaks to a Collage Monitor server. Thread-safe; close it, or use it as a context manager.
 
@@ -61,7 +50,7 @@ class Client:
     `transport` replaces the network (tests).
 
     Raises:
-        CollageError: a token that no header can carry (white space around it is left out), or no SSL_CERT_FILE.
+        CollageError: a token that no header can carry. White space around it is left out.
     """
 
     def __init__(
@@ -80,15 +69,13 @@ class Client:
             timeout=timeout_seconds,
             transport=transport,
             trust_env=False,
-            verify=_trusted_certificates(),
+            verify=trusted_certificates(self.server_url),
         )
 
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:

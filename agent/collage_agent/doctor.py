@@ -23,7 +23,9 @@ from msgspec import Struct
 
 from collage_agent.settings import read_settings, watch_defaults
 from collage_agent.transport.spool import waiting_spools
+from collage_monitor.certificates import trusted_certificates
 from collage_monitor.environment import ATTACH, VARIABLES, launch_variables
+from collage_monitor.errors import ServerUnreachable
 from collage_monitor.local import data_folder, find_token, server_address, token_path
 
 __all__ = ["TRIED", "Check", "Status", "Tried", "delivery_checks", "machine_checks", "optimizer_checks"]
@@ -260,11 +262,11 @@ def _token(folder: Path, token: str | None) -> Check:
 def _server(address: str, token: str | None, *, given: bool) -> Iterator[Check]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        trusted = httpx.create_ssl_context()
+        trusted = trusted_certificates(address)
         with httpx.Client(base_url=address, timeout=_TIMEOUT_SECONDS, trust_env=False, verify=trusted) as client:
             health = client.get("/healthz")
             runs = client.get("/api/v1/runs", params={"limit": 1}, headers=headers)
-    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ServerUnreachable) as error:
         yield Check(
             "server",
             "problem" if given else "note",

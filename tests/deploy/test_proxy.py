@@ -13,7 +13,7 @@ from collage_server.api import bodies
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.errors import CollageError, ServerUnreachable
+from collage_monitor.errors import ServerUnreachable
 from tests.deploy.secrets import ROOT, Secrets
 from tests.ports import free_port, running
 from tests.server.guarded import OWN
@@ -113,8 +113,11 @@ def test_every_client_takes_the_certificate_that_it_is_told_to_trust(tmp_path, m
         assert transport.answers()
         transport.close()
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))
-        with pytest.raises(CollageError, match="SSL_CERT_FILE"):
+        with pytest.raises(ServerUnreachable, match="SSL_CERT_FILE"):
             Client(proxy.url, OWN)
+        # It says nothing about a server without TLS.
+        with Client(f"http://127.0.0.1:{proxy.server.port}", OWN) as client:
+            assert client.tokens().tokens == []
 
 
 def test_the_server_knows_who_asked_whatever_they_say(tmp_path):

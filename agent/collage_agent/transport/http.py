@@ -14,6 +14,7 @@ import httpx
 from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.envelope import WORKER_THREAD_NAME, Envelope
 from collage_monitor.backoff import Backoff
+from collage_monitor.certificates import trusted_certificates
 from collage_monitor.client import quoted, refusal
 from collage_monitor.errors import ServerRefusal, ServerUnreachable, Unavailable, WireError
 from collage_monitor.local import is_loopback
@@ -57,7 +58,7 @@ class HttpTransport:
 
     def answers(self) -> bool:
         """Whether a Collage Monitor server answers at the address; quick, without a retry."""
-        with contextlib.suppress(httpx.HTTPError, WireError, OSError):
+        with contextlib.suppress(httpx.HTTPError, WireError, OSError, ServerUnreachable):
             response = self._opened().get("/healthz", timeout=self._limits.connect_timeout_seconds)
             return response.is_success and bool(decode_message(response.content, Health, JSON).version)
         return False
@@ -116,7 +117,7 @@ class HttpTransport:
                 ),
                 # A proxy named in the environment must not stand between two processes of one machine.
                 trust_env=not is_loopback(self._address),
-                verify=httpx.create_ssl_context(),
+                verify=trusted_certificates(self._address),
             )
         return self._client
 
