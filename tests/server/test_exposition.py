@@ -14,7 +14,7 @@ from sqlalchemy import event
 
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS
-from tests.server.samples import report, watch
+from tests.server.samples import LAYERS, block, layer, report, watch
 from tests.waiting import PATIENCE_SECONDS
 
 EXPECTED = Path(__file__).with_name("exposition.txt")
@@ -136,9 +136,28 @@ def test_the_newest_report_says_what_the_newest_step_says(server, monkeypatch):
     for rank in range(2):
         server.stream("ranks", stream_id=f"rank-{rank}", rank=rank, world_size=2)
         server.reports([report(0, 10, rank=rank), *([report(1, 20)] if rank else [])], f"rank-{rank}")
+    several_ranks(server)
     page = stable(server.get("/metrics"))
     assert page == put_together(server, monkeypatch)
-    assert page.count("collage_edq_ratio{") == 6
+    assert page.count("collage_edq_ratio{") == 9
+
+
+def several_ranks(server):
+    """Replicas; ranks of which one lags behind and goes on logging; shards of which each knows its own layers."""
+    for run_id, replicas, layers in (
+        ("replicas", (0, 1, 2), [LAYERS] * 3),
+        ("lagging", (0, 0, 0), [LAYERS] * 3),
+        ("own-layers", (0, 0, 0), [LAYERS[:2], LAYERS[1:], LAYERS[:1]]),
+    ):
+        server.run(run_id)
+        server.attempt(run_id)
+        for rank, (replica, names) in enumerate(zip(replicas, layers, strict=True)):
+            stream_id = f"{run_id}-{rank}"
+            given = [layer(name, replica) for name in names]
+            server.stream(run_id, stream_id=stream_id, rank=rank, world_size=3, replica=replica, layers=given)
+            steps = (10, 20) if run_id != "lagging" or rank else (10,)
+            reports = [report(i, step, values=block(step, rank, len(names))) for i, step in enumerate(steps)]
+            server.reports([*reports, report(9, steps[-1] + 5, measured=False)], stream_id)
 
 
 def test_many_runs_take_as_many_statements_as_one(server):
@@ -152,10 +171,13 @@ def test_many_runs_take_as_many_statements_as_one(server):
         event.remove(engine, "before_cursor_execute", listener)
         return len(counted)
 
+    server.app.state.components.overviews.stop(PATIENCE_SECONDS)
+    server.app.state.components.sealer.stop(PATIENCE_SECONDS)
     server.filled("r0", "s0")
     alone = statements()
     for i in range(1, 20):
         server.filled(f"r{i}", f"s{i}")
+    several_ranks(server)
     assert statements() == alone
 
 

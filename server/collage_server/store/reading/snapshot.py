@@ -108,8 +108,8 @@ class Snapshot:
         return read_newest_scalars(self._connection, read_views(self._connection, run_ids, keys=()), count)
 
     def newest_reports(self, run_ids: Sequence[str]) -> dict[str, NewestReport]:
-        """The newest measured step of those runs of which one report says it all."""
-        return read_newest_reports(self._connection, run_ids)
+        """The newest measured step of those runs of which one report a rank says it all."""
+        return read_newest_reports(self._connection, run_ids, self._stale_after_seconds)
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step; read again only when `run_latest` has moved since the last call."""
