@@ -13,7 +13,7 @@ from collage_monitor.definitions import Strategy
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 
-__all__ = ["STRATEGIES", "advice", "catalogue_of", "recommend", "strategy"]
+__all__ = ["STRATEGIES", "advice", "catalogue_of", "recommend", "strategy", "strategy_title"]
 
 
 _STRATEGIES = (
@@ -135,3 +135,10 @@ def strategy(name: str) -> Strategy:
         return STRATEGIES[name]
     except KeyError:
         raise CatalogueError(f"no strategy is called {name!r}; choose one of {', '.join(STRATEGIES)}") from None
+
+
+def strategy_title(name: str | None, dtype: str | None = None) -> str:
+    """'Collage plus · bfloat16'; a name that no catalogue has stands for itself."""
+    entry = STRATEGIES.get(name or "unknown")
+    title = entry.title if entry else str(name)
+    return f"{title} · {dtype}" if dtype and dtype != "unknown" else title

@@ -18,7 +18,7 @@ import numpy as np
 
 from collage_monitor.definitions import Array, Definition, Interval, Statistic, active_elements, sums
 
-__all__ = ["ACTIVE", "DEFINITION", "MINIMUM_BLOCKS", "MOST_UNSEEN", "bounds", "needed_for"]
+__all__ = ["ACTIVE", "DEFINITION", "MINIMUM_BLOCKS", "MOST_UNSEEN", "bounds", "needed_for", "student_quantile"]
 
 Totals = Mapping[str, Array]
 
@@ -30,6 +30,8 @@ _REFERENCE: Final = "variance_denominator/edq_ratio"
 """The variance of Σ u² on the sample that `unseen_variance` is about."""
 _NORMAL_QUANTILE = 1.959963984540054
 _FEWEST_DEGREES = 4.0
+_FEW_DEGREES: Final = {1: 12.706204736, 2: 4.302652730, 3: 3.182446305}
+"""Student's quantile where its expansion is too far off."""
 _FEWEST_IN_EFFECT: Final = 10.0
 _FEWEST_SOURCES: Final = 4.0
 """Blocks in effect that a ratio's denominator and its variance must come from, for Student's quantile to cover."""
@@ -144,17 +146,22 @@ def _blocks_in_effect(name: str, totals: Totals, b: Array, fraction: Array, bloc
 
 
 def _quantile(blocks: Array) -> Array:
-    """Student's 97.5 % quantile for so many blocks in effect, of degrees of freedom one less.
+    """Student's 97.5 % quantile for so many blocks in effect, of degrees of freedom one less."""
+    return student_quantile(np.maximum(blocks - 1.0, _FEWEST_DEGREES))
 
-    From the normal one by its expansion in 1 / degrees: within 0.003 from 5 on.
+
+def student_quantile(degrees: Array | float) -> Array:
+    """Student's 97.5 % quantile for so many degrees of freedom, 1 or more.
+
+    From the normal one by its expansion in 1 / degrees, within 0.003 from 5 on; whole numbers below 4 exactly.
     """
-    degrees = np.maximum(blocks - 1.0, _FEWEST_DEGREES)
+    freedom = np.asarray(degrees, np.float64)
     z = _NORMAL_QUANTILE
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    quantile: Array = z + first / degrees + second / degrees**2 + third / degrees**3
-    return quantile
+    quantile: Array = z + first / freedom + second / freedom**2 + third / freedom**3
+    return np.select([freedom == few for few in _FEW_DEGREES], list(_FEW_DEGREES.values()), quantile)
 
 
 def _wilson(

@@ -83,6 +83,7 @@ class RunRow(Struct, kw_only=True, frozen=True):
     last_step: int | None
     scalars: dict[str, LoggedScalar]
     overview: Overview | None
+    seed: int | None = None
 
 
 class RunTable(Struct, kw_only=True, frozen=True):

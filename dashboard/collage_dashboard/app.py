@@ -95,6 +95,7 @@ def _shell() -> dmc.MantineProvider:
                     className="wordmark",
                 ),
                 dcc.Link("Runs", href="/", className="nav"),
+                dcc.Link("Strategies", href="/compare", className="nav"),
                 dcc.Link("Incidents", href="/incidents", className="nav"),
                 html.Div(className="spring"),
                 dmc.ColorSchemeToggle(

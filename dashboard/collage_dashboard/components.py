@@ -67,7 +67,9 @@ def number_card(key: str, entries: Sequence[Entry], *, title: str = "", note: st
     rows: list[Any] = [_entry(entry, big=big) for entry in entries[:_ENTRIES_SHOWN]]
     if len(entries) > _ENTRIES_SHOWN:
         rows.append(
-            dmc.Text(f"and {len(entries) - _ENTRIES_SHOWN} more in the table below", size="xs", className="quiet")
+            dmc.Text(
+                f"and {len(entries) - _ENTRIES_SHOWN} more in the table below", size="xs", className="quiet more"
+            )
         )
     return dmc.Paper(
         [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from collage_dashboard.figures.style import DASHES, strategy_colour
-from collage_monitor.strategies import STRATEGIES
+from collage_monitor.strategies import STRATEGIES, strategy_title
 
 __all__ = ["RunStyle", "identify", "is_stochastic", "strategy_title"]
 
@@ -56,13 +56,6 @@ def identify(runs: Sequence[NamedRun]) -> list[RunStyle]:
         identities.append(RunStyle(run.run_id, label, colour, DASHES[used[colour] % len(DASHES)]))
         used[colour] += 1
     return identities
-
-
-def strategy_title(name: str | None, dtype: str | None = None) -> str:
-    """'Collage plus · bfloat16'."""
-    entry = STRATEGIES.get(name or "unknown")
-    title = entry.title if entry else str(name)
-    return f"{title} · {dtype}" if dtype and dtype != "unknown" else title
 
 
 def is_stochastic(name: str | None) -> bool:

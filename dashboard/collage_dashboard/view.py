@@ -11,24 +11,26 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 from collage_monitor import wire
 from collage_monitor.client import Axis
 
-__all__ = ["FILTERS", "MAXIMUM_RUNS", "Order", "Page", "Tab", "View", "read_address", "write_address"]
+__all__ = ["FILTERS", "Lines", "MAXIMUM_RUNS", "Order", "Page", "Tab", "View", "read_address", "write_address"]
 
 Page = Literal["runs", "compare", "run", "incidents", "incident", "missing"]
 Order = Literal["depth", "worst"]
 Tab = Literal["layers", "curves", "norms", "states", "classes", "oracle", "about"]
+Lines = Literal["run", "strategy"]
 MAXIMUM_RUNS: Final = 20
 """Runs that one comparison shows; more curves than this cannot be told apart."""
 FILTERS: Final = ("project", "strategy", "group", "tag", "state", "health")
 """What the table of runs can be filtered by."""
 _SORTS: Final = frozenset(get_args(wire.RunSort))
-_Choice = TypeVar("_Choice", bound=str)
+_Choice = TypeVar("_Choice", bound=str | None)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is looked at. None: `metric` the page's own choice, `layer` the whole model, `step` all steps.
+    """What is looked at. None: `metric` and `lines` the page's own choice, `layer` the whole model, `step` all.
 
-    `smoothing` in [0, 0.99] weighs the past in logged scalars only; measured metrics are never smoothed.
+    `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
+    in logged scalars only; measured metrics are never smoothed.
     `first_step` and `last_step` are the zoom. Of the table of runs: `query`, filters, and what it is sorted by,
     with a "-" before it where the largest comes first. An incident is found by its id, or is the newest of an
     `alert` on a run.
@@ -41,6 +43,7 @@ class View:
     layer: str | None = None
     step: int | None = None
     smoothing: float = 0.0
+    lines: Lines | None = None
     order: Order = "depth"
     tab: Tab = "layers"
     first_step: int | None = None
@@ -72,6 +75,7 @@ def read_address(pathname: str | None, search: str | None) -> View:
         layer=values.get("layer"),
         step=_whole(values.get("step")),
         smoothing=_share(values.get("smoothing")),
+        lines=_choice(values.get("lines"), (*get_args(Lines), None), None),
         order=_choice(values.get("order"), get_args(Order), "depth"),
         tab=_choice(values.get("tab"), get_args(Tab), "layers"),
         first_step=_whole(values.get("from")),
@@ -107,6 +111,7 @@ _QUERY: Final = (
     ("layer", "layer"),
     ("step", "step"),
     ("smoothing", "smoothing"),
+    ("lines", "lines"),
     ("order", "order"),
     ("tab", "tab"),
     ("from", "first_step"),

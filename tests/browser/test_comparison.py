@@ -153,7 +153,7 @@ def test_an_unknown_run_says_so(watched):
     watched.page.get_by_text("Nothing is stored under this address").wait_for()
 
 
-def test_without_a_server_the_page_says_how_to_start_one_and_recovers_by_itself(watched, lonely):
+def test_without_a_server_the_page_says_how_to_start_one_and_recovers_by_itself(lonely, watched):
     address, server = lonely
     page = watched.page
     page.goto(address)

@@ -121,7 +121,8 @@ class GeneratedRun:
         if step % (5 * self.every) == 0:
             values["validation_loss"] = float(self.final["loss"] + 3.0 * decay)
         if step == self.every:
-            values["bytes_per_parameter"] = {"plain": 8.0, "light": 10.0, "plus": 12.0}.get(self.strategy, 16.0)
+            sizes = {"plain": 8.0, "light": 10.0, "plus": 12.0} if self.dtype == "bfloat16" else {}
+            values["bytes_per_parameter"] = sizes.get(self.strategy, 16.0)
         return values
 
     def model_totals(self, step):

@@ -49,7 +49,9 @@ def charts(search, looked, drawn=()):
     """What is asked for the curves and the table of a comparison, after a look, where `drawn` stands already."""
     revision = looked["compare-revision"]["data"]
     kept = looked.get("compare-rows", {"data": "[]"})["data"]
-    outputs = [("compare-drawn", "data"), ("compare-table", "children")]
+    outputs = [("compare-drawn", "data")]
+    outputs += [(f"compare-{name}", "children") for name in ("table", "advice", "strategies", "otherwise")]
+    outputs += [(f"compare-cost-{place}", "figure") for place in range(2)]
     outputs += [(f"compare-answer-{place}", "data") for place in range(4)]
     inputs = [("compare-shown", "data", search), ("compare-revision", "data", revision)]
     return question(outputs, inputs, [("compare-rows", "data", kept), ("compare-drawn", "data", list(drawn))])

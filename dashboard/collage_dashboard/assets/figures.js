@@ -15,9 +15,37 @@
     return { ...next, layout };
   }
 
+  // What was zoomed to on the x axis; nothing for any other change of a layout.
+  function zoomOf(change) {
+    if (!change) return null;
+    if (change["xaxis.autorange"]) return { "xaxis.autorange": true };
+    const ends = change["xaxis.range"] || [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+    return ends[0] === undefined ? null : { "xaxis.range": [...ends], "xaxis.autorange": false };
+  }
+
+  function shows(plot, zoom) {
+    const axis = plot.layout.xaxis;
+    if (zoom["xaxis.autorange"]) return axis.autorange !== false;
+    return axis.autorange === false && axis.range.every((end, place) => end === zoom["xaxis.range"][place]);
+  }
+
+  // The charts of a page share their x axis: a zoom of one is that of all.
+  function linkZoom(...changes) {
+    const no = window.dash_clientside.no_update;
+    const [trigger] = window.dash_clientside.callback_context.triggered;
+    const zoom = trigger && zoomOf(trigger.value);
+    if (!zoom) return no;
+    for (let place = 0; place < changes.length; place++) {
+      const plot = document.querySelector(`#compare-chart-${place} .js-plotly-plot`);
+      if (plot && plot.data.length && !shows(plot, zoom)) window.Plotly.relayout(plot, zoom);
+    }
+    return no;
+  }
+
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     collage: {
       keepZoom: (figure, current) => (figure ? carry(figure, current) : window.dash_clientside.no_update),
+      linkZoom,
     },
   });
 })();

@@ -1,7 +1,7 @@
-"""The comparison: numbers and a sentence for each run, curves of several strategies, and the table behind them.
+"""The strategies: which to train with, what each costs and does to the loss, and the curves behind.
 
-Numbers and sentences are what the server keeps of each run: the page opens with them. All curves and the table come
-from one question, and what is there already is not asked for again.
+What the server keeps of each run makes the first screen. All curves and the tables come from one question, and
+what is there already is not asked for again; at unequal steps it is that question that tells the losses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import dash
 import dash_mantine_components as dmc
-import plotly.graph_objects as go
 from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
@@ -22,6 +21,7 @@ from collage_dashboard.components import (
     axis_control,
     chart_card,
     chart_note,
+    labelled,
     limits_note,
     notice,
     pace_marker,
@@ -31,31 +31,44 @@ from collage_dashboard.components import (
     wait_of,
 )
 from collage_dashboard.descriptions import describe, metric_choices
-from collage_dashboard.figures import NamedCurve, curves
-from collage_dashboard.figures.style import digest, empty_figure
+from collage_dashboard.figures.style import digest
 from collage_dashboard.identities import identify
-from collage_dashboard.pages.comparison_content import (
-    lacks_throughput,
-    legend,
-    numbers,
-    table,
-    verdicts,
-    with_throughput,
+from collage_dashboard.pages.comparison_content import legend, numbers, table, verdicts
+from collage_dashboard.pages.comparison_curves import (
+    CHARTS,
+    DEFAULT_METRIC,
+    LOSS,
+    charted,
+    completed,
+    draw_curves,
+    figure,
+    lines_of,
+    read_curves,
+)
+from collage_dashboard.pages.strategies_content import (
+    COSTS,
+    advice,
+    choices,
+    cost_cards,
+    cost_figures,
+    otherwise,
+    strategy_styles,
+    strategy_table,
 )
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from collage_monitor import wire
-from collage_monitor.errors import CollageError, NotAuthorised, ServerRefusal
+from collage_monitor.errors import CollageError
 from collage_monitor.metrics import METRICS
+from collage_monitor.recommendation import recommendation
+from collage_monitor.strategy_results import StrategyResult, results_of, run_results
 
 __all__ = ["CHARTS", "DEFAULT_METRIC", "figure", "layout", "register"]
 
-CHARTS: Final = ("edq_ratio", "lost_update_ratio", "validation_loss")
-"""The curves that always stand there; a fourth one is the reader's choice."""
-DEFAULT_METRIC: Final = "state_decrement_ratio/exp_avg_sq"
 _PICKABLE: Final = 50
-POINTS: Final = 300
-"""Of a curve: as many as half a screen shows."""
+_PICKABLE_GROUPS: Final = 200
+"""Runs, the newest, whose groups are offered."""
+Results = Sequence[StrategyResult]
 _NOTHING_PICKED: Final = Problem(
     "Pick runs to compare", "Tick two or more runs in the table of runs, then press Compare."
 )
@@ -68,10 +81,13 @@ def layout(view: View, reader: Reader) -> html.Div:
         CollageError: the server does not answer or refuses.
     """
     if not view.runs:
-        return problem_page(_NOTHING_PICKED)
+        recent = reader.ask(lambda client: client.run_table(limit=_PICKABLE_GROUPS)).rows
+        return page([problem_page(_NOTHING_PICKED), choices(recent)], "Strategies")
     rows = _rows(reader, view.runs)
     search = write_address(view)[1]
-    shown_numbers, shown_verdicts, shown_legend = _said(rows)
+    shown_numbers, shown_verdicts, shown_legend = _said(view, rows)
+    results = results_of(run_results(rows))
+    said = recommendation(results)
     return page(
         [
             dcc.Location(id="compare-address", refresh=False),
@@ -81,35 +97,31 @@ def layout(view: View, reader: Reader) -> html.Div:
             pace_marker("compare-pace", wait_of(rows, 0.0)),
             *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
             dcc.Store(id="compare-drawn", data=[]),
-            html.Div([dcc.Link("Runs", href="/"), " / Comparison"], className="crumbs"),
+            html.Div([dcc.Link("Runs", href="/"), " / Strategies"], className="crumbs"),
             html.Div(_picker(view, rows), className="toolbar"),
             html.Div(_missing(view, rows), id="compare-alert"),
+            html.Div(advice(said), id="compare-advice"),
+            cost_cards(results, said),
+            html.Div(strategy_table(results), id="compare-strategies"),
+            html.H2("Runs", className="part"),
             html.Div(shown_numbers, id="compare-numbers", className="numbers-place"),
             html.Div(shown_verdicts, id="compare-verdicts"),
             html.Div(
-                [axis_control("compare-axis", view), smoothing_control("compare-smoothing", view)],
+                [
+                    _lines_control(view, rows),
+                    axis_control("compare-axis", view),
+                    smoothing_control("compare-smoothing", view),
+                ],
                 className="controls",
             ),
             html.Div(shown_legend, id="compare-legend", className="legend"),
             html.Div(_charts(view, rows), className="charts"),
+            html.Div(id="compare-otherwise"),
             html.Div(id="compare-table"),
             limits_note(),
         ],
         f"Comparison of {len(view.runs)} {'run' if len(view.runs) == 1 else 'runs'}",
     )
-
-
-def figure(comparison: wire.Comparison, smoothing: float, metric: str | None = None) -> go.Figure:
-    """The curves of a comparison under the names and colours that the runs have everywhere on the page.
-
-    `metric`: one of those that were compared; None: the first of them.
-    """
-    chosen = metric or comparison.metric
-    lines = [
-        NamedCurve(identity.label, identity.colour, _series(run, chosen), identity.dash)
-        for identity, run in zip(identify(comparison.runs), comparison.runs, strict=True)
-    ]
-    return curves(chosen, lines, smoothing=smoothing, legend=False)
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
@@ -142,7 +154,8 @@ def register(app: dash.Dash, reader: Reader) -> None:
         found = _revision(view, rows)
         if found == known:
             raise dash.exceptions.PreventUpdate
-        return found, _kept(rows), _missing(view, rows), str(wait_of(rows, time.monotonic() - start)), *_said(rows)
+        wait = str(wait_of(rows, time.monotonic() - start))
+        return found, _kept(rows), _missing(view, rows), wait, *_said(view, rows)
 
 
 def _register_charts(app: dash.Dash, reader: Reader) -> None:
@@ -151,7 +164,8 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
 
     @app.callback(
         Output("compare-drawn", "data"),
-        Output("compare-table", "children"),
+        *(Output(f"compare-{name}", "children") for name in ("table", "advice", "strategies", "otherwise")),
+        *(Output(f"compare-cost-{place}", "figure") for place in range(len(COSTS))),
         *(Output(f"compare-answer-{place}", "data") for place in places),
         Input("compare-shown", "data"),
         Input("compare-revision", "data"),
@@ -162,22 +176,25 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         view = read_address("/compare", search)
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
-        rows = wire.decode_message(kept.encode(), list[wire.RunRow], wire.JSON)
-        metrics = (*CHARTS, view.metric or DEFAULT_METRIC)
+        rows = _read(kept)
+        metrics = (*charted(rows), view.metric or DEFAULT_METRIC)
         wanted = [f"{revision['at']} {write_address(replace(view, metric=metric))[1]}" for metric in metrics]
         before = drawn or [["", ""]] * len(metrics)
         asked = [place for place in places if before[place][0] != wanted[place]]
         if not asked:
             raise dash.exceptions.PreventUpdate
         try:
-            found = _compared(reader, view, rows, [metrics[place] for place in asked])
-            shown = _table(reader, rows, found[metrics[0]]) if 0 in asked else no_update
+            found = read_curves(reader, view, rows, [metrics[place] for place in asked])
+            runs = completed(reader, found[metrics[LOSS]]) if LOSS in asked else None
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
-        figures = {place: _drawn(found[metrics[place]], metrics[place], view) for place in asked}
+        results = results_of(run_results(rows, runs or ()))
+        shown = [no_update] * (4 + len(COSTS)) if runs is None else _answered(rows, runs, results)
+        means = results if lines_of(view, rows) == "strategy" else ()
+        figures = {place: draw_curves(found[metrics[place]], metrics[place], view, means) for place in asked}
         now = [[wanted[place], digest(figures[place]) if place in asked else before[place][1]] for place in places]
         changed = [now[place][1] != before[place][1] for place in places]
-        return now, shown, *(figures[place] if changed[place] else no_update for place in places)
+        return now, *shown, *(figures[place] if changed[place] else no_update for place in places)
 
     for place in places:
         app.clientside_callback(  # type: ignore[no-untyped-call]
@@ -187,6 +204,13 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
             State(f"compare-chart-{place}", "figure"),
             prevent_initial_call=True,
         )
+
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("collage", "linkZoom"),
+        Output("compare-legend", "id"),
+        *(Input(f"compare-chart-{place}", "relayoutData") for place in places),
+        prevent_initial_call=True,
+    )
 
 
 def _register_search(app: dash.Dash, reader: Reader) -> None:
@@ -213,37 +237,44 @@ def _register_navigation(app: dash.Dash) -> None:
         Output("compare-address", "search"),
         Output("compare-shown", "data"),
         Output("compare-runs", "value"),
+        Output("compare-lines", "value"),
         Output("compare-axis", "value"),
         Output("compare-smoothing", "value"),
         Output("compare-metric", "value"),
         Input("compare-address", "search"),
         Input("compare-runs", "value"),
+        Input("compare-lines", "value"),
         Input("compare-axis", "value"),
         Input("compare-smoothing", "value"),
         Input("compare-metric", "value"),
         State("compare-address", "pathname"),
         State("compare-shown", "data"),
+        State("compare-rows", "data"),
         prevent_initial_call=True,
     )
     def navigate(
         search: str | None,
         runs: list[str] | None,
+        lines: str,
         axis: str,
         smoothing: float,
         metric: str | None,
         pathname: str | None,
         shown: str,
+        kept: str,
     ) -> tuple[Any, ...]:
         if pathname != "/compare":
             raise dash.exceptions.PreventUpdate
         if dash.ctx.triggered_id == "compare-address":
             view = read_address(pathname, search)
         else:
-            chosen = read_address(pathname, f"?axis={axis}")
+            before = read_address(pathname, shown)
+            chosen = read_address(pathname, f"?axis={axis}&lines={lines}")
             view = replace(
-                read_address(pathname, shown),
+                before,
                 runs=tuple(runs or ())[:MAXIMUM_RUNS],
                 axis=chosen.axis,
+                lines=chosen.lines if dash.ctx.triggered_id == "compare-lines" else before.lines,
                 smoothing=smoothing or 0.0,
                 metric=None if metric == DEFAULT_METRIC else metric,
             )
@@ -252,7 +283,8 @@ def _register_navigation(app: dash.Dash) -> None:
             view, wanted = read_address(pathname, shown), shown
         elif wanted == shown:
             raise dash.exceptions.PreventUpdate
-        return wanted, wanted, list(view.runs), view.axis, view.smoothing, view.metric or DEFAULT_METRIC
+        by = lines_of(view, _read(kept))
+        return wanted, wanted, list(view.runs), by, view.axis, view.smoothing, view.metric or DEFAULT_METRIC
 
 
 def _rows(reader: Reader, run_ids: Sequence[str]) -> list[wire.RunRow]:
@@ -270,6 +302,7 @@ def _revision(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Any]:
     return {
         "at": sha256("\n".join(seen).encode()).hexdigest()[:16],
         "failed": False,
+        "lines": lines_of(view, rows),
         "gone": [run_id for run_id in view.runs if run_id not in there],
     }
 
@@ -285,12 +318,16 @@ def _missing(view: View, rows: Sequence[wire.RunRow]) -> Any:
     )
 
 
-def _said(rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
+def _said(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
     """(numbers, verdicts, legend) of the runs, from what the server keeps of each."""
     if not rows:
         return None, None, None
     overviews = _overviews(rows)
-    return numbers(rows, overviews), verdicts(rows, overviews), legend(rows)
+    by_run = lines_of(view, rows) == "run"
+    styles = (
+        identify([_RunNames(row) for row in rows]) if by_run else strategy_styles(results_of(run_results(rows)))
+    )
+    return numbers(rows, overviews), verdicts(rows, overviews), legend(styles)
 
 
 def _overviews(rows: Sequence[wire.RunRow]) -> dict[str, wire.Overview]:
@@ -301,50 +338,25 @@ def _kept(rows: Sequence[wire.RunRow]) -> str:
     return wire.encode_json(rows).decode()
 
 
-def _compared(
-    reader: Reader, view: View, rows: Sequence[wire.RunRow], metrics: Sequence[str]
-) -> dict[str, wire.Comparison | str]:
-    """By metric the comparison that holds it, from one question; in words why not, where the server refuses it."""
-    there = [row.run_id for row in rows]
-    if not there:
-        return dict.fromkeys(metrics, "none of these runs is there")
-    try:
-        answer = reader.ask(lambda client: client.compare(there, metrics, axis=view.axis, points=POINTS))
-    except NotAuthorised:
-        raise
-    except ServerRefusal as error:
-        if len(metrics) == 1:
-            return {metrics[0]: str(error)}
-        # One that is refused shall not spoil the others.
-        alone = [_compared(reader, view, rows, [metric]) for metric in metrics]
-        return {metric: found for one in alone for metric, found in one.items()}
-    return dict.fromkeys(metrics, answer)
+def _read(kept: str) -> list[wire.RunRow]:
+    return wire.decode_message(kept.encode(), list[wire.RunRow], wire.JSON)
 
 
-def _drawn(found: wire.Comparison | str, metric: str, view: View) -> go.Figure:
-    return empty_figure(found) if isinstance(found, str) else figure(found, view.smoothing, metric)
-
-
-def _series(run: wire.ComparedRun, metric: str) -> wire.Series:
-    return run.series if run.series.metric == metric else (run.series.more or {})[metric]
-
-
-def _table(reader: Reader, rows: Sequence[wire.RunRow], found: wire.Comparison | str) -> Any:
-    """The table, with a throughput for those runs that log only their tokens."""
-    if isinstance(found, str):
-        return None
-    runs: Sequence[wire.ComparedRun] = found.runs
-    if lacks_throughput(runs):
-        there = [run.run_id for run in runs]
-        runs = with_throughput(
-            runs, reader.ask(lambda client: client.compare(there, "tokens", axis="time", points=2))
-        )
-    return table(runs, _overviews(rows))
+def _answered(rows: Sequence[wire.RunRow], runs: Sequence[wire.ComparedRun], results: Results) -> tuple[Any, ...]:
+    """The tables and the answer, now that the curves are there."""
+    said = recommendation(results)
+    return (
+        table(runs, _overviews(rows)),
+        advice(said),
+        strategy_table(results),
+        otherwise(runs),
+        *cost_figures(results, said),
+    )
 
 
 def _picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
     return [
-        dmc.Title("Comparison", order=1, size="h2"),
+        dmc.Title("Strategies", order=1, size="h2"),
         dmc.MultiSelect(
             id="compare-runs",
             data=_choices(rows),
@@ -367,11 +379,22 @@ def _choices(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
     ]
 
 
+def _lines_control(view: View, rows: Sequence[wire.RunRow]) -> Any:
+    data = [{"value": "run", "label": "A run"}, {"value": "strategy", "label": "Mean of a strategy"}]
+    control = dmc.SegmentedControl(id="compare-lines", data=data, value=lines_of(view, rows), size="xs")
+    return labelled("A curve is", control)
+
+
 def _charts(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
     strategies = [row.strategy or row.observed_strategy for row in rows]
     cards = [
-        chart_card(key, f"compare-chart-{place}", note=chart_note(key, strategies))
-        for place, key in enumerate(CHARTS)
+        chart_card(
+            key,
+            f"compare-chart-{place}",
+            note=chart_note(key, strategies),
+            title="Loss" if place == LOSS and key != CHARTS[LOSS] else "",
+        )
+        for place, key in enumerate(charted(rows))
     ]
     measured = {key for row in rows if row.overview for key in row.overview.numbers}
     metrics = measured | {name for name, entry in METRICS.items() if not entry.label} | {DEFAULT_METRIC}

@@ -12,13 +12,14 @@ from dash import html
 
 from collage_dashboard.components import Entry, number_card, over_steps, run_label, scrollable, verdict_line
 from collage_dashboard.descriptions import count, describe, finite, interval, number, state_key
-from collage_dashboard.identities import NamedRun, identify, is_stochastic, strategy_title
+from collage_dashboard.identities import NamedRun, RunStyle, identify, is_stochastic, strategy_title
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 
 __all__ = [
     "COLUMNS",
     "Column",
+    "curve_of",
     "lacks_throughput",
     "legend",
     "numbers",
@@ -114,9 +115,14 @@ def verdicts(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
     return html.Div(lines, style={"marginTop": "16px"})
 
 
-def legend(runs: Sequence[NamedRun]) -> list[Any]:
+def legend(styles: Sequence[RunStyle]) -> list[Any]:
     """One legend for all charts."""
-    return [run_label(identity) for identity in identify(runs)]
+    return [run_label(style) for style in styles]
+
+
+def curve_of(run: wire.ComparedRun, metric: str) -> wire.Series:
+    """The curve of a metric that was compared."""
+    return run.series if run.series.metric == metric else (run.series.more or {})[metric]
 
 
 def with_recent(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> list[wire.ComparedRun]:

@@ -1,0 +1,132 @@
+"""Which precision strategy to train with: a sentence about runs side by side, and the reasons for it.
+
+What a verdict holds against a run counts beside its loss: a state that cannot decay shows in the loss late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from collage_monitor.judgement import percent
+from collage_monitor.seeds import Estimate
+from collage_monitor.strategies import recommend
+from collage_monitor.strategy_results import StrategyResult
+
+__all__ = ["NOTICEABLE_LOSS_SHARE", "Recommendation", "recommendation", "signed"]
+
+NOTICEABLE_LOSS_SHARE: Final = 0.005
+"""Of the reference's loss: between strategies whose gaps are below this, memory decides."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to train with: `chosen`, None where none can be named; a sentence, and what it rests on."""
+
+    chosen: StrategyResult | None
+    text: str
+    reasons: tuple[str, ...] = ()
+
+
+def recommendation(results: Sequence[StrategyResult]) -> Recommendation:
+    """The strategy that needs the fewest bytes of those that nothing speaks against.
+
+    Against a strategy speak a verdict of one of its runs, and a loss above the reference's by more than
+    `NOTICEABLE_LOSS_SHARE` of it. What is not known to be healthy is not recommended.
+    """
+    reference = next((result for result in results if result.is_reference), None)
+    fit = [result for result in results if _against(result, reference) is None]
+    reasons = [_reason(result, reference) for result in results]
+    if not fit:
+        return Recommendation(None, _none_fits(results), tuple(reasons))
+    chosen = fit[0]
+    size = chosen.bytes_per_parameter
+    words = f"Train with {chosen.title}: of what was compared, "
+    words += "only it is known to keep its updates" if len(fit) == 1 else "it keeps its updates in the fewest bytes"
+    if len(results) == 1:
+        words = f"{chosen.title} keeps its updates, and nothing is beside it to compare it with"
+    words += f" ({size.value:.3g} a parameter)" if size else ""
+    words += _of_the_gap(chosen, reference)
+    return Recommendation(chosen, f"{words}.", (*reasons, *_not_compared(chosen, results)))
+
+
+def signed(value: float, digits: int = 3) -> str:
+    """A difference with its sign, a true minus, and so many significant digits: '+0.0931', '−0.002', '+1e−05'."""
+    text = f"{value:+.{digits if abs(value) >= 1e-3 else 1}g}" if abs(value) >= 1e-12 else "0"
+    return text.replace("-", "−")
+
+
+def _of_the_gap(result: StrategyResult, reference: StrategyResult | None) -> str:
+    """', and its loss is …', with how sure that is."""
+    if result.is_reference:
+        return ", and it is the reference"
+    if reference is None:
+        return ". Without an fp32 or master-weights run beside it, what it costs in loss is not known"
+    if result.gap is None:
+        return ", but its loss cannot be compared with the reference's yet"
+    gap = result.gap
+    words = f", and its loss differs by {signed(gap.value)} from {reference.title}'s"
+    if gap.low is None or gap.high is None:
+        return f"{words}, from one {'pair of runs' if gap.paired else 'run'}: chance is not known"
+    over = f"{gap.count} pairs of runs" if gap.paired else f"{gap.count} runs or more each"
+    words += f" (95 %: {signed(gap.low)} to {signed(gap.high)}, {over})"
+    limit = _noticeable(reference)
+    return f"{words}; more seeds would tell if it is worse" if limit is not None and gap.high > limit else words
+
+
+def _reason(result: StrategyResult, reference: StrategyResult | None) -> str:
+    """One line about a strategy: its cost, its gap, and what speaks against it, if anything."""
+    size = result.bytes_per_parameter
+    parts = [f"{size.value:.3g} bytes a parameter"] if size else []
+    if result.is_reference:
+        parts.append("the reference")
+    elif result.gap is not None:
+        parts.append(f"loss {signed(result.gap.value)}{_share(result.gap, reference)}")
+    parts.append(_against(result, reference) or "nothing speaks against it")
+    return f"{result.title}: {', '.join(parts)}"
+
+
+def _against(result: StrategyResult, reference: StrategyResult | None) -> str | None:
+    """What keeps a strategy from being recommended."""
+    if result.health != "healthy":
+        told = next(run for run in result.runs if run.health == result.health)
+        words = told.headline.rstrip(".")
+        words = words if words[1:2].isupper() else words[:1].lower() + words[1:]
+        share = f"{sum(run.health == result.health for run in result.runs)} of {len(result.runs)} runs: "
+        return f"{share if len(result.runs) > 1 else ''}{words}"
+    limit = _noticeable(reference)
+    if result.gap is not None and limit is not None and result.gap.value > limit:
+        return f"its loss is more than {percent(NOTICEABLE_LOSS_SHARE)} above the reference's"
+    return None
+
+
+def _noticeable(reference: StrategyResult | None) -> float | None:
+    return NOTICEABLE_LOSS_SHARE * abs(reference.loss.value) if reference and reference.loss else None
+
+
+def _share(gap: Estimate, reference: StrategyResult | None) -> str:
+    if reference is None or reference.loss is None or reference.loss.value == 0:
+        return ""
+    return f" ({signed(100 * gap.value / abs(reference.loss.value), 2)} %)"
+
+
+def _none_fits(results: Sequence[StrategyResult]) -> str:
+    if not results:
+        return "No run to compare yet."
+    if all(result.health == "unknown" for result in results):
+        return "No strategy can be named yet: no run is known to keep its updates."
+    best = recommend()
+    more = f" Try {best.name} ({best.bytes_per_parameter} bytes a parameter)." if best else ""
+    tried = any(best is not None and result.strategy == best.name for result in results)
+    return f"None of the compared strategies is known to keep its updates.{'' if tried else more}"
+
+
+def _not_compared(chosen: StrategyResult, results: Sequence[StrategyResult]) -> list[str]:
+    """The most exact strategy of no more bytes, if nobody has tried it here."""
+    size = chosen.bytes_per_parameter
+    best = recommend(round(size.value, 1)) if size and chosen.dtype != "float16" else None
+    if best is None or any(result.strategy == best.name for result in results):
+        return []
+    known = f"{best.title}: not compared here; in {best.bytes_per_parameter} bytes a parameter the most exact"
+    return [f"{known} on given gradients (docs/numerics.md). Try CollageAdamW(strategy={best.name!r})"]

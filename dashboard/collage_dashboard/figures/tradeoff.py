@@ -1,0 +1,193 @@
+"""What a strategy costs against what it does to the loss: a point a strategy, 95 % intervals over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import plotly.graph_objects as go
+
+from collage_dashboard.descriptions import describe, interval, number
+from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, strategy_colour
+from collage_monitor.seeds import Estimate
+from collage_monitor.strategies import strategy_title
+from collage_monitor.strategy_results import StrategyResult
+
+__all__ = ["Cost", "short_titles", "tradeoff"]
+
+Cost = Literal["bytes_per_parameter", "tokens_per_second"]
+_NOT_LOGGED: Final[dict[Cost, str]] = {
+    "bytes_per_parameter": "no run tells its bytes a parameter",
+    "tokens_per_second": "no throughput logged: collage_agent.log({“tokens”: …})",
+}
+_PLOT_PIXELS: Final = (400.0, 230.0)
+"""A small plot's width and height: in a larger one labels have more room."""
+_DOT, _LETTER_PIXELS, _LINE_PIXELS = 6.0, 6.3, 13.0
+_LEAST_REACH: Final = 0.02
+"""Half of an axis, as a share of the values on it, at least."""
+_PLACES: Final = (
+    "top right",
+    "top left",
+    "bottom right",
+    "bottom left",
+    "middle right",
+    "middle left",
+    "top center",
+    "bottom center",
+)
+Range = tuple[float, float]
+_EXACT: Final = Estimate(0.0, 1)
+
+
+@dataclass(frozen=True)
+class _Point:
+    result: StrategyResult
+    title: str
+    cost: Estimate
+    loss: Estimate
+
+
+def tradeoff(
+    results: Sequence[StrategyResult], cost: Cost, *, chosen: StrategyResult | None = None, height: int = 300
+) -> go.Figure:
+    """Loss above the reference against `cost`; without a reference the loss itself. `chosen` has a ring."""
+    referred = any(result.is_reference for result in results)
+    points = []
+    for result, title in zip(results, short_titles(results), strict=True):
+        spent, loss = getattr(result, cost), result.loss
+        if referred:
+            loss = _EXACT if result.is_reference and result.loss else result.gap
+        if spent is not None and loss is not None:
+            points.append(_Point(result, title, spent, loss))
+    if not points:
+        known = any(getattr(result, cost) is not None for result in results)
+        return empty_figure("no loss to compare yet" if known else _NOT_LOGGED[cost], height=height)
+    points.sort(key=lambda point: point.result != chosen)
+    across, up = (_room([getattr(point, name) for point in points]) for name in ("cost", "loss"))
+    places = _label_places(points, across, up)
+    figure = base_figure(
+        [_trace(point, place, point.result == chosen) for point, place in zip(points, places, strict=True)],
+        revision=cost,
+        height=height,
+        hovermode="closest",
+        showlegend=False,
+        margin={"l": 56, "r": 16, "t": 16, "b": 44},
+        xaxis=axis(describe(cost).axis_title, range=list(across)),
+        yaxis=axis("loss above the reference" if referred else "loss", range=list(up)),
+    )
+    if referred:
+        figure.add_hline(y=0, line={"color": INK, "width": 1, "dash": "dot"})
+    left_out = len(results) - len(points)
+    words = "strategy is" if left_out == 1 else "strategies are"
+    return add_note(figure, f"{left_out} {words} left out: a number is missing") if left_out else figure
+
+
+def short_titles(results: Sequence[StrategyResult]) -> list[str]:
+    """The strategies' titles, with the dtype where the strategy is there in several."""
+    names = [result.strategy for result in results]
+    return [
+        result.title if names.count(result.strategy) > 1 else strategy_title(result.strategy) for result in results
+    ]
+
+
+def _trace(point: _Point, place: str | None, is_chosen: bool) -> go.Scatter:
+    colour = strategy_colour(point.result.strategy, point.result.dtype)
+    title = literal(point.title)
+    return go.Scatter(
+        x=[point.cost.value],
+        y=[point.loss.value],
+        name=title,
+        mode="markers+text" if place else "markers",
+        text=[f"<b>{title}</b>" if is_chosen else title],
+        textposition=place or "top center",
+        textfont={"size": 11},
+        cliponaxis=False,
+        marker={
+            "color": colour,
+            "size": 13 if is_chosen else 10,
+            "symbol": "diamond" if point.result.is_reference else "circle",
+            "line": {"color": INK, "width": 2.5 if is_chosen else 0},
+        },
+        error_x=_bar(point.cost, colour),
+        error_y=_bar(point.loss, colour),
+        customdata=[_hover(point)],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+def _bar(estimate: Estimate, colour: str) -> dict[str, Any] | None:
+    if estimate.low is None or estimate.high is None:
+        return None
+    return {
+        "type": "data",
+        "array": [estimate.high - estimate.value],
+        "color": colour,
+        "thickness": 1.5,
+        "width": 4,
+    }
+
+
+def _hover(point: _Point) -> str:
+    lines = [f"<b>{literal(point.result.title)}</b>"]
+    for name, found in (("loss", point.loss), ("cost", point.cost)):
+        bounds = interval(found.low, found.high)
+        lines.append(f"{name} {number(found.value)}{f' (95 %: {bounds})' if bounds else ''}")
+    runs = len(point.result.runs)
+    return "<br>".join([*lines, f"{runs} {'run' if runs == 1 else 'runs'}"])
+
+
+def _room(estimates: Sequence[Estimate]) -> Range:
+    """The ends of an axis with room beside its outermost points; a speck of a difference does not look large on it.
+
+    Intervals count up to the reach of the points: two seeds' are so wide that nothing else could be seen. What goes
+    beyond is cut at the edge.
+    """
+    values = [found.value for found in estimates]
+    middle, reach = (min(values) + max(values)) / 2, (max(values) - min(values)) / 2
+    reach = max(reach, _LEAST_REACH * abs(middle), _LEAST_REACH * max(abs(value) for value in values), 1e-9)
+    ends = [end for found in estimates for end in (found.low, found.high) if end is not None]
+    low = max(min([*values, *ends]), middle - 2 * reach)
+    high = min(max([*values, *ends]), middle + 2 * reach)
+    margin = 0.25 * reach
+    return min(low, middle - reach) - margin, max(high, middle + reach) + margin
+
+
+def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[str | None]:
+    """Where each point's label stands, so that none covers another or a point; None where there is no room.
+
+    The chosen strategy's label is placed first.
+    """
+    centres = [
+        (
+            (point.cost.value - across[0]) / (across[1] - across[0]) * _PLOT_PIXELS[0],
+            (point.loss.value - up[0]) / (up[1] - up[0]) * _PLOT_PIXELS[1],
+        )
+        for point in points
+    ]
+    taken = [(x - _DOT, y - _DOT, x + _DOT, y + _DOT) for x, y in centres]
+    found: list[str | None] = []
+    for point, (x, y) in zip(points, centres, strict=True):
+        boxes = {place: _box(x, y, len(point.title), place) for place in _PLACES}
+        free = [
+            place
+            for place, box in boxes.items()
+            if box[0] >= 0 and box[2] <= _PLOT_PIXELS[0] and not any(_overlap(box, other) for other in taken)
+        ]
+        found.append(free[0] if free else None)
+        if free:
+            taken.append(boxes[free[0]])
+    return found
+
+
+def _box(x: float, y: float, characters: int, place: str) -> tuple[float, float, float, float]:
+    """The rectangle of a label in pixels, (left, bottom, right, top)."""
+    vertical, _, side = place.partition(" ")
+    width, height = characters * _LETTER_PIXELS, _LINE_PIXELS
+    left = {"left": x - _DOT - width, "right": x + _DOT, "center": x - width / 2}[side]
+    bottom = {"top": y + _DOT, "middle": y - height / 2, "bottom": y - _DOT - height}[vertical]
+    return left, bottom, left + width, bottom + height
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

@@ -1,0 +1,130 @@
+"""The curves of a comparison: one question for all of them, and a figure a metric, a line a run or a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import plotly.graph_objects as go
+
+from collage_dashboard.figures import NamedCurve, curves
+from collage_dashboard.figures.style import empty_figure
+from collage_dashboard.identities import identify
+from collage_dashboard.pages.comparison_content import curve_of, lacks_throughput, with_throughput
+from collage_dashboard.pages.strategies_content import strategy_styles
+from collage_dashboard.reader import Reader
+from collage_dashboard.view import Lines, View
+from collage_monitor import wire
+from collage_monitor.errors import NotAuthorised, ServerRefusal
+from collage_monitor.seeds import curve_over_seeds
+from collage_monitor.strategy_results import StrategyResult, loss_name
+
+__all__ = [
+    "CHARTS",
+    "DEFAULT_METRIC",
+    "LOSS",
+    "POINTS",
+    "charted",
+    "completed",
+    "draw_curves",
+    "figure",
+    "lines_of",
+    "read_curves",
+]
+
+CHARTS: Final = ("edq_ratio", "lost_update_ratio", "validation_loss")
+"""The curves that always stand there; a fourth one is the reader's choice."""
+LOSS: Final = 2
+"""The place of the loss among them: the training loss where not every run logs a validation loss."""
+DEFAULT_METRIC: Final = "state_decrement_ratio/exp_avg_sq"
+POINTS: Final = 300
+"""Of a curve: as many as half a screen shows."""
+
+
+def figure(
+    comparison: wire.Comparison,
+    smoothing: float,
+    metric: str | None = None,
+    *,
+    results: Sequence[StrategyResult] = (),
+) -> go.Figure:
+    """The curves of a comparison under the names and colours that the runs have everywhere on the page.
+
+    `metric`: one of those that were compared; None: the first of them. With `results` a strategy has one curve, the
+    mean over its runs.
+    """
+    chosen = metric or comparison.metric
+    if results:
+        by_id = {run.run_id: run for run in comparison.runs}
+        means = [
+            NamedCurve(style.label, style.colour, _mean_curve(result, by_id, chosen))
+            for style, result in zip(strategy_styles(results), results, strict=True)
+        ]
+        return curves(chosen, means, smoothing=smoothing, legend=False)
+    lines = [
+        NamedCurve(identity.label, identity.colour, curve_of(run, chosen), identity.dash)
+        for identity, run in zip(identify(comparison.runs), comparison.runs, strict=True)
+    ]
+    return curves(chosen, lines, smoothing=smoothing, legend=False)
+
+
+def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
+    """What a curve stands for: a strategy where its runs have seeds of their own, unless the reader chose."""
+    if view.lines is not None:
+        return view.lines
+    seeds: dict[tuple[str | None, str | None], list[int | None]] = {}
+    for row in rows:
+        seeds.setdefault((row.strategy or row.observed_strategy, row.dtype), []).append(row.seed)
+    several = any(len(own) > 1 and None not in own and len(set(own)) == len(own) for own in seeds.values())
+    return "strategy" if several else "run"
+
+
+def charted(rows: Sequence[wire.RunRow]) -> tuple[str, ...]:
+    """`CHARTS`, with the loss that these runs are compared by."""
+    return (*CHARTS[:LOSS], loss_name(rows)) if rows else CHARTS
+
+
+def read_curves(
+    reader: Reader, view: View, rows: Sequence[wire.RunRow], metrics: Sequence[str]
+) -> dict[str, wire.Comparison | str]:
+    """By metric the comparison that holds it, from one question; in words why not, where the server refuses it."""
+    there = [row.run_id for row in rows]
+    if not there:
+        return dict.fromkeys(metrics, "none of these runs is there")
+    try:
+        answer = reader.ask(lambda client: client.compare(there, metrics, axis=view.axis, points=POINTS))
+    except NotAuthorised:
+        raise
+    except ServerRefusal as error:
+        if len(metrics) == 1:
+            return {metrics[0]: str(error)}
+        # One that is refused shall not spoil the others.
+        alone = [read_curves(reader, view, rows, [metric]) for metric in metrics]
+        return {metric: found for one in alone for metric, found in one.items()}
+    return dict.fromkeys(metrics, answer)
+
+
+def draw_curves(
+    found: wire.Comparison | str, metric: str, view: View, results: Sequence[StrategyResult] = ()
+) -> go.Figure:
+    """The figure of a metric, or why the server refused it; with `results` a curve is a strategy's mean."""
+    if isinstance(found, str):
+        return empty_figure(found)
+    return figure(found, view.smoothing, metric, results=results)
+
+
+def _mean_curve(result: StrategyResult, runs: Mapping[str, wire.ComparedRun], metric: str) -> wire.Series:
+    own = [curve_of(runs[run.run_id], metric) for run in result.runs if run.run_id in runs]
+    return own[0] if len(own) == 1 else curve_over_seeds(own)
+
+
+def completed(reader: Reader, found: wire.Comparison | str) -> Sequence[wire.ComparedRun] | None:
+    """The compared runs, with a throughput for those that log only their tokens; None where they were refused."""
+    if isinstance(found, str):
+        return None
+    if not lacks_throughput(found.runs):
+        return found.runs
+    there = [run.run_id for run in found.runs]
+    return with_throughput(
+        found.runs, reader.ask(lambda client: client.compare(there, "tokens", axis="time", points=2))
+    )

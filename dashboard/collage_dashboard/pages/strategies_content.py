@@ -1,0 +1,289 @@
+"""The strategies of a comparison: what to train with and why, a row each, and the same steps kept otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import dash_mantine_components as dmc
+from dash import dcc, html
+
+from collage_dashboard.components import run_label, scrollable, verdict_mark
+from collage_dashboard.descriptions import UNDEFINED, describe, number, state_key
+from collage_dashboard.figures import tradeoff
+from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
+from collage_dashboard.figures.tradeoff import Cost
+from collage_dashboard.identities import RunStyle, identify, strategy_title
+from collage_dashboard.view import MAXIMUM_RUNS, View, write_address
+from collage_monitor import wire
+from collage_monitor.metrics import split_key
+from collage_monitor.recommendation import Recommendation, signed
+from collage_monitor.seeds import Estimate
+from collage_monitor.strategy_results import StrategyResult
+
+__all__ = [
+    "COSTS",
+    "STRATEGY_COLUMNS",
+    "advice",
+    "choices",
+    "cost_cards",
+    "cost_figures",
+    "otherwise",
+    "strategy_styles",
+    "strategy_table",
+]
+
+COSTS: Final[tuple[Cost, ...]] = ("bytes_per_parameter", "tokens_per_second")
+_OTHERWISE: Final = "counterfactual_edq_ratio"
+_NOISE: Final = "counterfactual_variance_ratio"
+_METHODS: Final = {
+    "plain/bf16": "Plain, bf16",
+    "light/bf16": "A pair of bf16, as light's",
+    "stochastic/bf16": "Stochastic rounding, bf16",
+    "plain/fp8": "Plain, fp8",
+}
+Cell = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class StrategyColumn:
+    """A column of the table of strategies: its title, its help, and (value, smaller line) of a strategy."""
+
+    title: str
+    help: str
+    cell: Callable[[StrategyResult], Cell]
+
+
+def strategy_styles(results: Sequence[StrategyResult]) -> list[RunStyle]:
+    """How each strategy looks where one line stands for all of its runs."""
+    return [
+        RunStyle(result.title, _labelled(result), strategy_colour(result.strategy, result.dtype), "solid")
+        for result in results
+    ]
+
+
+def advice(found: Recommendation) -> Any:
+    """What to train with, in a sentence, and a line about each strategy that it rests on."""
+    mark, kind = verdict_mark("healthy" if found.chosen else "unknown")
+    sentence = html.Div(
+        [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), html.Div(found.text)], className="verdict"
+    )
+    return html.Div(
+        [
+            html.Div(sentence, className="answer"),
+            html.Ul([html.Li(reason) for reason in found.reasons], className="reasons"),
+        ]
+    )
+
+
+_HIDDEN: Final[dict[str, Any]] = {"aria-hidden": "true"}
+
+
+def cost_figures(results: Sequence[StrategyResult], found: Recommendation) -> list[Any]:
+    """The loss against each cost, in the order of `COSTS`; what was found to be best is marked."""
+    return [tradeoff(results, cost, chosen=found.chosen) for cost in COSTS]
+
+
+def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
+    """A row a strategy, what it costs first; numbers are means over its runs."""
+    head = [dmc.TableTh("Strategy"), dmc.TableTh("Verdict", className="text")]
+    head += [dmc.TableTh(html.Span(column.title, title=column.help)) for column in STRATEGY_COLUMNS]
+    rows = [
+        dmc.TableTr(
+            [
+                dmc.TableTd(run_label(style)),
+                dmc.TableTd(_health(result), className="text"),
+                *(dmc.TableTd(_cell(column.cell(result))) for column in STRATEGY_COLUMNS),
+            ]
+        )
+        for result, style in zip(results, strategy_styles(results), strict=True)
+    ]
+    return _card(
+        head,
+        rows,
+        "Strategies",
+        "Means over a strategy's runs, ± the standard deviation of one; below the gap its 95 % interval. "
+        "Runs of one strategy count as its seeds: compare runs that differ in nothing else. "
+        + _where_losses_stand(results),
+    )
+
+
+def otherwise(runs: Sequence[wire.ComparedRun]) -> Any:
+    """What other ways of keeping the weights would have kept of each run's own steps; or why nobody knows."""
+    title = html.H2("The same steps, kept otherwise", className="card-title", title=describe(_OTHERWISE).help)
+    measured = [run for run in runs if any(split_key(key)[0] == _OTHERWISE for key in run.merged)]
+    if not measured:
+        return _without_counterfactuals(title)
+    methods = [method for method in _METHODS if any(_kept(run, method) is not None for run in measured)]
+    head = [dmc.TableTh("Run"), *(dmc.TableTh(_METHODS[method]) for method in methods)]
+    head.append(dmc.TableTh(html.Span("Predicted lost, plain", title=describe(_PREDICTED).help)))
+    rows = [
+        dmc.TableTr(
+            [
+                dmc.TableTd(run_label(identity)),
+                *(dmc.TableTd(_cell(_otherwise_cell(run, method))) for method in methods),
+                dmc.TableTd(number(run.merged.get(_PREDICTED))),
+            ]
+        )
+        for run, identity in zip(runs, identify(runs), strict=True)
+        if run in measured
+    ]
+    return _card(head, rows, "The same steps, kept otherwise", _ABOUT_OTHERWISE, title)
+
+
+_PREDICTED: Final = "predicted_plain_lost_ratio"
+_ABOUT_OTHERWISE: Final = (
+    "EDQ that each way of keeping the weights would have had on the run's own updates, over all its steps that "
+    "measured it, about one in a hundred. One run answers for all: an fp32 run tells if it can do "
+    "without its fp32 weights. "
+    "Stochastic rounding keeps 1 in the mean; its noise, in units of the update's square, stands below. Optimizer "
+    "states are not in it: light and plus keep their weights alike and differ in the second moment. Kahan's "
+    "compensation is not measured this way. The last column is the share of updates below half a gap."
+)
+
+
+def _without_counterfactuals(title: Any) -> dmc.Paper:
+    text = (
+        "Not measured in these runs. It needs no option: a watched run measures it at about one step in a hundred, "
+        "where the agent knows the intended update (with intent “before-after” it does not). Train for a few "
+        "hundred steps, or measure at steps divisible by 100: collage_agent.watch(model, optimizer, every=10)."
+    )
+    return dmc.Paper(
+        [title, dmc.Text(text, size="sm", className="quiet", mt=8)], className="card", withBorder=True, mt=14
+    )
+
+
+def _kept(run: wire.ComparedRun, method: str) -> wire.Number | None:
+    return run.merged.get(f"{_OTHERWISE}/{method}")
+
+
+def _otherwise_cell(run: wire.ComparedRun, method: str) -> Cell:
+    noise = run.merged.get(f"{_NOISE}/{method}")
+    return number(_kept(run, method)), f"noise {number(noise, 3)}" if noise is not None else ""
+
+
+def _labelled(result: StrategyResult) -> str:
+    return f"{result.title} ({len(result.runs)} runs)" if len(result.runs) > 1 else result.title
+
+
+def _health(result: StrategyResult) -> list[Any]:
+    mark, kind = verdict_mark(result.health)
+    return [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), result.health]
+
+
+def _where_losses_stand(results: Sequence[StrategyResult]) -> str:
+    steps = {run.loss_step for result in results for run in result.runs if run.loss_step is not None}
+    return f"Losses are those at step {steps.pop():,}." if len(steps) == 1 else ""
+
+
+def _mean(found: Estimate | None, digits: int = 3) -> Cell:
+    if found is None:
+        return UNDEFINED, ""
+    return number(found.value, digits), f"± {number(found.spread, 2)}" if found.spread else ""
+
+
+def _gap(result: StrategyResult) -> Cell:
+    if result.is_reference:
+        return "reference", ""
+    gap = result.gap
+    if gap is None:
+        return UNDEFINED, ""
+    if gap.low is None or gap.high is None:
+        return signed(gap.value), ""
+    return signed(gap.value), f"{signed(gap.low)} … {signed(gap.high)}{', paired' if gap.paired else ''}"
+
+
+def _over(metric: str) -> Callable[[StrategyResult], Cell]:
+    return lambda result: _mean(result.over_runs(metric))
+
+
+def _state(result: StrategyResult) -> Cell:
+    key = state_key(key for run in result.runs for key in run.numbers)
+    return _mean(result.over_runs(key))
+
+
+STRATEGY_COLUMNS: Final = (
+    StrategyColumn(
+        "Bytes per parameter",
+        describe("bytes_per_parameter").help,
+        lambda result: _mean(result.bytes_per_parameter),
+    ),
+    StrategyColumn("Tokens/s", "As logged by the training loops.", lambda result: _mean(result.tokens_per_second)),
+    StrategyColumn("Loss gap", "Loss above the reference's, at a step that all runs have reached.", _gap),
+    StrategyColumn("Loss", "Validation loss where all runs log one, else training loss.", lambda r: _mean(r.loss)),
+    StrategyColumn("EDQ", describe("edq_ratio").help, _over("edq_ratio")),
+    StrategyColumn("Updates lost", describe("lost_update_ratio").help, _over("lost_update_ratio")),
+    StrategyColumn("State decrement", describe("state_decrement_ratio/exp_avg_sq").help, _state),
+)
+
+
+def _cell(cell: Cell) -> list[Any]:
+    value, detail = cell
+    return [value, html.Span(detail, className="detail")] if detail else [value]
+
+
+def _card(head: list[Any], rows: list[Any], label: str, note: str, title: Any = None) -> dmc.Paper:
+    table = dmc.Table(
+        [dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(rows)],
+        highlightOnHover=True,
+        verticalSpacing="xs",
+        horizontalSpacing=8,
+    )
+    return dmc.Paper(
+        [
+            *([title] if title is not None else []),
+            scrollable([table], label),
+            dmc.Text(note, size="xs", className="quiet", px=10, pt=8),
+        ],
+        className="card comparison-table",
+        withBorder=True,
+        mt=14,
+    )
+
+
+def cost_cards(results: Sequence[StrategyResult], found: Recommendation) -> html.Div:
+    """The two pictures: loss against bytes, loss against throughput."""
+    cards = [
+        dmc.Paper(
+            [
+                html.H2(f"Loss against {describe(cost).title.lower()}", className="card-title"),
+                html.Div(
+                    dcc.Graph(id=f"compare-cost-{place}", figure=figure, config=GRAPH_CONFIG),
+                    className="figure-place",
+                ),
+            ],
+            className="card chart-card",
+            withBorder=True,
+        )
+        for place, (cost, figure) in enumerate(zip(COSTS, cost_figures(results, found), strict=True))
+    ]
+    return html.Div(cards, className="two")
+
+
+def choices(rows: Sequence[wire.RunRow]) -> Any:
+    """Runs that were made to be compared, newest first: those of one project and group, else of one project."""
+    found: dict[tuple[str, str | None], list[wire.RunRow]] = {}
+    for row in rows:
+        found.setdefault((row.project, row.group), []).append(row)
+    lines = [_choice(*named, own) for named, own in found.items() if len(own) > 1]
+    if not lines:
+        return None
+    return html.Div(
+        [html.P("Or compare runs of one group:", className="quiet"), html.Ul(lines[:_GROUPS_SHOWN])],
+        className="choices",
+    )
+
+
+_GROUPS_SHOWN: Final = 12
+
+
+def _choice(project: str, group: str | None, rows: Sequence[wire.RunRow]) -> html.Li:
+    address = write_address(View(page="compare", runs=tuple(row.run_id for row in rows)[:MAXIMUM_RUNS]))
+    kinds = dict.fromkeys(strategy_title(row.strategy or row.observed_strategy) for row in rows)
+    return html.Li(
+        [
+            dcc.Link(f"{project} / {group}" if group else project, href="".join(address)),
+            html.Span(f" {len(rows)} runs: {', '.join(kinds)}", className="quiet"),
+        ]
+    )

@@ -1,0 +1,172 @@
+"""Which strategy is recommended, and what is said for and against each."""
+
+import msgspec
+import pytest
+
+from collage_monitor import wire
+from collage_monitor.recommendation import recommendation, signed
+from collage_monitor.strategy_results import loss_name, results_of, run_results
+
+BYTES = {"plain": 8.0, "light": 10.0, "plus": 12.0, "split-master": 12.0, "master-weights": 16.0}
+STUCK = "Exp_avg_sq stuck since step 10."
+
+
+def row(strategy, loss, *, dtype="bfloat16", health="healthy", headline="Updates arrive.", seed=None, step=100):
+    """A run as the table of runs has it."""
+    size = 16.0 if dtype == "float32" else BYTES[strategy]
+    scalars = {"bytes_per_parameter": wire.LoggedScalar(step=1, value=size)}
+    scalars |= {"validation_loss": wire.LoggedScalar(step=step, value=loss)}
+    scalars |= {"tokens_per_second": wire.LoggedScalar(step=step, value=1000.0)}
+    run_id = f"{strategy}-{dtype}-{seed}"
+    return wire.RunRow(
+        run_id=run_id,
+        project="p",
+        name=run_id,
+        group="g",
+        tags=[],
+        notes="",
+        state="finished",
+        strategy=strategy,
+        observed_strategy=strategy,
+        dtype=dtype,
+        created_at=0.0,
+        updated_at=0.0,
+        last_step=step,
+        scalars=scalars,
+        overview=wire.Overview(run_id=run_id, health=health, headline=headline, numbers={"edq_ratio": 0.9}),
+        seed=seed,
+    )
+
+
+def compared(run, steps, values, name="validation_loss"):
+    """The same run with the curve of its loss."""
+    series = wire.Series(
+        run_id=run.run_id,
+        metric=name,
+        layer=None,
+        axis="step",
+        first_steps=steps,
+        steps=steps,
+        positions=steps,
+        values=values,
+        minimum=values,
+        maximum=values,
+    )
+    return wire.ComparedRun(
+        run_id=run.run_id,
+        name=run.name,
+        strategy=run.strategy,
+        dtype=run.dtype,
+        state=run.state,
+        last_step=run.last_step,
+        reports=1,
+        merged={},
+        scalars=run.scalars,
+        mean_scalars={"tokens_per_second": 1100.0},
+        series=series,
+    )
+
+
+REFERENCE = row("plain", 2.42, dtype="float32")
+DEMO = [
+    REFERENCE,
+    row("plain", 2.51, health="losing updates", headline="Loses 57 % of its updates."),
+    row("light", 2.421, health="states are stuck", headline=STUCK),
+    row("plus", 2.419),
+    row("master-weights", 2.42),
+]
+
+
+def results(rows, runs=()):
+    return results_of(run_results(rows, runs))
+
+
+def found(rows, runs=()):
+    return recommendation(results(rows, runs))
+
+
+def test_the_cheapest_that_nothing_speaks_against_is_recommended_and_each_has_its_reason():
+    said = found(DEMO)
+    assert said.chosen.strategy == "plus"
+    assert said.text == (
+        "Train with Collage plus · bfloat16: of what was compared, it keeps its updates in the fewest bytes "
+        "(12 a parameter), and its loss differs by −0.001 from Plain · float32's, from one run: "
+        "chance is not known.".replace("one run", "one pair of runs")
+    )
+    assert said.reasons == (
+        "Plain · bfloat16: 8 bytes a parameter, loss +0.09 (+3.7 %), loses 57 % of its updates",
+        "Collage light · bfloat16: 10 bytes a parameter, loss +0.001 (+0.041 %), exp_avg_sq stuck since step 10",
+        "Collage plus · bfloat16: 12 bytes a parameter, loss −0.001 (−0.041 %), nothing speaks against it",
+        "fp32 master weights · bfloat16: 16 bytes a parameter, loss 0 (0 %), nothing speaks against it",
+        "Plain · float32: 16 bytes a parameter, the reference, nothing speaks against it",
+        "Split fp32 master: not compared here; in 12 bytes a parameter the most exact on given gradients "
+        "(docs/numerics.md). Try CollageAdamW(strategy='split-master')",
+    )
+
+
+def test_a_loss_that_is_noticeably_higher_speaks_against_a_healthy_strategy():
+    said = found([REFERENCE, row("plus", 2.42 * 1.006), row("master-weights", 2.42 * 1.004)])
+    assert said.chosen.strategy == "master-weights"
+    assert "its loss is more than 0.5 % above the reference's" in said.reasons[0]
+
+
+def test_one_unhealthy_seed_speaks_against_a_strategy():
+    seeds = [row("plus", 2.42, seed=1), row("plus", 2.42, seed=2, health="losing updates", headline="EDQ is low.")]
+    said = found([REFERENCE, *seeds])
+    assert said.chosen.is_reference
+    assert "1 of 2 runs: EDQ is low" in said.reasons[0]
+    assert "only it is known to keep its updates" in said.text
+
+
+def test_seeds_are_paired_and_a_wide_interval_asks_for_more():
+    rows = [row("plain", loss, dtype="float32", seed=seed) for seed, loss in enumerate((2.40, 2.44, 2.42))]
+    rows += [row("plus", loss, seed=seed) for seed, loss in enumerate((2.41, 2.44, 2.44))]
+    plus, _ = results(rows)
+    assert (plus.gap.count, plus.gap.paired) == (3, True)
+    assert plus.gap.value == pytest.approx(0.01)
+    said = found(rows)
+    assert "(95 %: −0.0148 to +0.0348, 3 pairs of runs)" in said.text
+    assert "more seeds would tell if it is worse" in said.text
+
+
+def test_runs_that_have_come_unequally_far_are_compared_where_all_have_been():
+    late = row("plus", 2.2, step=300)
+    rows = [REFERENCE, late]
+    assert results(rows)[0].gap is None, "two last losses at two steps do not compare"
+    runs = [compared(REFERENCE, [50, 100], [2.6, 2.42]), compared(late, [50, 100, 300], [2.61, 2.43, 2.2])]
+    plus, reference = results(rows, runs)
+    assert plus.gap.value == pytest.approx(0.01)
+    assert plus.runs[0].loss_step == reference.runs[0].loss_step == 100
+    assert plus.tokens_per_second.value == 1100.0
+
+
+def test_a_training_loss_is_the_mean_of_the_last_tenth_of_its_steps():
+    noisy = msgspec.structs.replace(
+        REFERENCE, scalars={"loss": wire.LoggedScalar(step=100, value=9.0)}, run_id="noisy"
+    )
+    assert loss_name([REFERENCE, noisy]) == "loss"
+    steps = list(range(10, 101, 10))
+    [result] = run_results([noisy], [compared(noisy, steps, [5.0] * 8 + [2.0, 3.0], "loss")])
+    assert result.loss == 2.5
+    [broken] = run_results([noisy], [compared(noisy, steps, [5.0] * 9 + ["NaN"], "loss")])
+    assert broken.loss is None
+
+
+def test_nothing_is_recommended_that_is_not_known_to_be_well():
+    unknown = [msgspec.structs.replace(entry, overview=None) for entry in DEMO]
+    assert found(unknown).text == "No strategy can be named yet: no run is known to keep its updates."
+    losing = found([DEMO[1]])
+    assert losing.chosen is None
+    assert losing.text.endswith("Try split-master (12 bytes a parameter).")
+    assert found([]).text == "No run to compare yet."
+
+
+def test_without_a_reference_the_loss_is_said_to_be_unknown():
+    said = found([row("plus", 2.42)])
+    assert said.text.startswith("Collage plus · bfloat16 keeps its updates, and nothing is beside it")
+    assert "what it costs in loss is not known" in said.text
+    assert found([row("split-master", 2.42)]).reasons[1:] == (), "the most exact one is already there"
+
+
+def test_differences_have_a_sign_and_a_true_minus():
+    assert [signed(value) for value in (0.09312, -0.002, 0.0)] == ["+0.0931", "−0.002", "0"]

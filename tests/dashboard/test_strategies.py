@@ -1,0 +1,128 @@
+"""The strategies page: what it recommends and why, its pictures, and the same steps kept otherwise."""
+
+import msgspec
+import pytest
+from collage_dashboard.app import render
+from collage_dashboard.pages.comparison_curves import figure, lines_of
+from collage_dashboard.pages.strategies_content import STRATEGY_COLUMNS, cost_figures, otherwise, strategy_table
+from collage_dashboard.view import View, read_address
+
+from collage_monitor.recommendation import recommendation
+from collage_monitor.strategy_results import results_of, run_results
+from tests.dashboard.generated import GeneratedRun
+from tests.dashboard.walk import by_id, components, text
+
+DEMO = ("run-plain", "run-light", "run-plus", "run-master-weights", "run-fp32-reference")
+
+
+@pytest.fixture
+def rows(server):
+    """The demo's runs as rows of the table of runs."""
+    return server.client().run_table(run_ids=DEMO).rows
+
+
+@pytest.fixture
+def seeds(server):
+    """Two seeds of plain and of the reference, as rows and side by side."""
+    names = {"plain": ("plain", "bfloat16"), "reference": ("plain", "float32")}
+    for seed in (1, 2):
+        for name, (strategy, dtype) in names.items():
+            run = GeneratedRun(f"{name} {seed}", strategy, dtype, run_id=f"{name}-{seed}")
+            server.runs[run.run_id] = run
+    ids = [f"{name}-{seed}" for name in names for seed in (1, 2)]
+    found = server.client().run_table(run_ids=ids).rows
+    return [msgspec.structs.replace(row, seed=int(row.run_id[-1])) for row in found], ids
+
+
+def test_the_page_opens_with_its_recommendation_and_a_row_a_strategy(server, reader):
+    page = render(read_address("/compare", "?" + "&".join(f"run={run}" for run in DEMO)), reader)
+    said = text(by_id(page, "compare-advice"))
+    assert said.count("Train with Collage plus · bfloat16") == 1
+    assert "Collage light · bfloat16: 10 bytes a parameter, loss +0.009 (+0.36 %), exp_avg_sq stuck" in said
+    table = text(by_id(page, "compare-strategies"))
+    assert [table.count(name) for name in ("Plain · bfloat16", "Plain · float32", "Collage plus")] == [1, 1, 1]
+    for column in STRATEGY_COLUMNS:
+        assert column.title in table
+    assert "Losses are those at step 200." in table
+    assert len(server.asked) == 1
+
+
+def test_the_pictures_have_a_point_a_strategy_in_its_colour_and_mark_the_chosen(rows):
+    results = results_of(run_results(rows))
+    by_bytes, by_speed = cost_figures(results, recommendation(results))
+    assert [trace.name for trace in by_bytes.data] == [
+        "Collage plus",
+        "Plain · bfloat16",
+        "Collage light",
+        "fp32 master weights",
+        "Plain · float32",
+    ]
+    assert [trace.x[0] for trace in by_bytes.data] == [12.0, 8.0, 10.0, 16.0, 16.0]
+    assert by_bytes.data[1].y[0] == pytest.approx(2.55 - 2.415)
+    assert by_bytes.data[-1].y[0] == 0.0
+    marked = [trace.name for trace in by_bytes.data if trace.marker.line.width]
+    assert marked == ["Collage plus"]
+    assert {trace.marker.color for trace in by_bytes.data} == {trace.marker.color for trace in by_speed.data}
+    near = [(trace.x[0], trace.textposition) for trace in by_bytes.data if trace.x[0] == 16]
+    assert len(set(near)) == 2, "labels of near points keep apart"
+
+
+def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():
+    def row(name, seed, loss, speed):
+        run = GeneratedRun(f"{name}{seed}", "plain", name, run_id=f"{name}-{seed}")
+        from tests.dashboard.fake_server import FakeServer
+
+        [found] = FakeServer([run]).client().run_table().rows
+        scalars = dict(found.scalars)
+        for key, value in (("validation_loss", loss), ("tokens_per_second", speed)):
+            scalars[key] = msgspec.structs.replace(scalars[key], value=value)
+        return msgspec.structs.replace(found, seed=seed, scalars=scalars)
+
+    found = [row("float32", seed, 2.0 + seed / 10, 100.0 * seed) for seed in (1, 2)]
+    found += [row("bfloat16", seed, 2.5 + seed / 9, 110.0 * seed) for seed in (1, 2)]
+    results = results_of(run_results(found))
+    _, by_speed = cost_figures(results, recommendation(results))
+    bars = {trace.name: trace.error_y.array for trace in by_speed.data}
+    assert bars["Plain · bfloat16"][0] == pytest.approx(12.706 * (1 / 90) / 2, rel=1e-3)
+    assert bars["Plain · float32"] is None, "the reference differs from itself by nothing"
+    low, high = by_speed.layout.xaxis.range
+    assert high - low < 10 * 15
+    assert "12.7" not in text(strategy_table(results))
+    assert "paired" in text(strategy_table(results))
+
+
+def test_seeds_make_a_curve_a_strategy_unless_the_reader_wants_each_run(server, seeds):
+    found, ids = seeds
+    assert lines_of(View(page="compare"), found) == "strategy"
+    assert lines_of(read_address("/compare", "?lines=run"), found) == "run"
+    compared = server.client().compare(ids, ["edq_ratio", "validation_loss"])
+    drawn = figure(compared, 0.0, results=results_of(run_results(found, compared.runs)))
+    curves = [trace.name for trace in drawn.data if trace.showlegend is not False]
+    assert curves == ["Plain · bfloat16 (2 runs)", "Plain · float32 (2 runs)"]
+    assert any("95 % interval" in trace.name for trace in drawn.data)
+    alone = [msgspec.structs.replace(row, seed=None) for row in found]
+    assert lines_of(View(page="compare"), alone) == "run"
+
+
+def test_the_same_steps_kept_otherwise_shows_only_what_was_measured(server):
+    [run] = server.client().compare(["run-fp32-reference"], "edq_ratio").runs
+    said = text(otherwise([run]))
+    assert "Not measured in these runs. It needs no option" in said
+    assert "every=10" in said
+    merged = run.merged | {
+        "counterfactual_edq_ratio/plain/bf16": 0.91,
+        "counterfactual_edq_ratio/stochastic/bf16": 1.0,
+        "counterfactual_variance_ratio/stochastic/bf16": 0.53,
+    }
+    said = text(otherwise([msgspec.structs.replace(run, merged=merged)]))
+    assert "Plain, bf16" in said
+    assert "0.9100" in said
+    assert "noise 0.530" in said
+    assert "fp8" not in said
+
+
+def test_without_runs_the_page_offers_those_that_belong_together(reader):
+    page = render(View(page="compare"), reader)
+    links = [part.href for part in components(page) if "run=" in str(getattr(part, "href", ""))]
+    assert links == ["/compare?run=" + "&run=".join((*DEMO, "run-live"))]
+    assert "6 runs: Plain, Collage light, Collage plus, fp32 master weights, Stochastic rounding" in text(page)
