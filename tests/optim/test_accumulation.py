@@ -9,7 +9,7 @@ from collage_agent.optim import STRATEGIES, CollageAdamW
 from benchmarks.accumulation import measure
 from collage_monitor.strategies import recommend
 from tests.reference.adamw import ReferenceAdamW
-from tests.reference.kept import kept
+from tests.reference.stored import reference_value
 from tests.reference.streams import STREAMS, Course, Courses
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def errors(stream, strategy, arithmetic, beta2=0.999, steps=1000):
         optimizer.step()
         reference.step(gradient)
     state = optimizer.state[parameter]
-    second = kept(state, "exp_avg_sq")
+    second = reference_value(state, "exp_avg_sq")
     moved, exact = optimizer.stored_parameter(parameter) - origin, reference.parameter - origin
     return (
         float((moved - exact).norm() / exact.norm()),

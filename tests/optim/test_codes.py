@@ -6,7 +6,7 @@ from collage_agent.optim import StateStorage, codes
 from collage_agent.optim.arithmetic import WideArithmetic
 from collage_agent.optim.random_numbers import Draws, Seeding
 
-from tests.reference.kept import kept
+from tests.reference.stored import reference_value
 
 WIDE = WideArithmetic()
 ROOTS = 63_488
@@ -36,9 +36,9 @@ def split(value, dtype):
 def test_a_split_master_is_every_fp32_number():
     value = torch.cat([any_numbers(), of_bits(0x00000001, 0x80000001, 0x7F7FFFFF, 0xFF7F8000, 0x7F800000)])
     high, low = split(value, torch.int16)
-    assert torch.equal(codes.value_kept({"parameter_low": low}, "parameter", high), value.double())
+    assert torch.equal(codes.stored_value({"parameter_low": low}, "parameter", high), value.double())
     finite = value.isfinite()
-    assert torch.equal(kept({"parameter_low": low}, "parameter", high)[finite], value.double()[finite])
+    assert torch.equal(reference_value({"parameter_low": low}, "parameter", high)[finite], value.double()[finite])
 
 
 def test_the_visible_part_is_rounded_to_nearest_and_ties_away_from_zero():
@@ -57,7 +57,7 @@ def test_what_is_not_finite_stays_so(dtype):
     high, low = split(of_bits(0x7FFFFFFF, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000), dtype)
     assert high[:3].isnan().all()
     assert high[3:].tolist() == [float("inf"), -float("inf")]
-    again = codes.value_kept({"parameter_low": low}, "parameter", high)
+    again = codes.stored_value({"parameter_low": low}, "parameter", high)
     assert again[:3].isnan().all()
     assert again[3:].tolist() == [float("inf"), -float("inf")]
 
@@ -66,9 +66,9 @@ def test_24_bits_are_within_half_of_their_last():
     value = any_numbers()
     value = value[value.abs().gt(1e-30) & value.abs().lt(1e30)]
     high, low = split(value, torch.int8)
-    found = kept({"parameter_low": low}, "parameter", high)
+    found = reference_value({"parameter_low": low}, "parameter", high)
     assert ((found - value).abs() <= value.double().abs() * 2.0**-16).all()
-    assert torch.equal(codes.value_kept({"parameter_low": low}, "parameter", high), found)
+    assert torch.equal(codes.stored_value({"parameter_low": low}, "parameter", high), found)
     again = split(found.float(), torch.int8)
     assert torch.equal(again[0], high)
     assert torch.equal(again[1], low)
@@ -76,9 +76,9 @@ def test_24_bits_are_within_half_of_their_last():
 
 def test_all_16_bit_roots():
     code = torch.arange(ROOTS).to(torch.int16)
-    value = codes.value_kept({"exp_avg_sq": code}, "exp_avg_sq")
+    value = codes.stored_value({"exp_avg_sq": code}, "exp_avg_sq")
     # Squares below 2^-126 lose bits, and below 2^-149 all of them.
-    torch.testing.assert_close(value, kept({"exp_avg_sq": code}, "exp_avg_sq"), rtol=0, atol=2.0**-149)
+    torch.testing.assert_close(value, reference_value({"exp_avg_sq": code}, "exp_avg_sq"), rtol=0, atol=2.0**-149)
     assert value.isfinite().all()
     assert (value.diff() > 0).all()
     normal = value >= 2.0**-110
@@ -104,7 +104,7 @@ def test_rounded_at_random_the_mean_is_right(storage, second):
     state = codes.state_of("average", value, StateStorage[storage], second, value.bfloat16())
     for step in range(400):
         codes.store(WIDE, value.clone(), state, "average", StateStorage[storage], draws(value, step=step))
-        found = kept(state, "average")
+        found = reference_value(state, "average")
         found = found.sqrt() if second else found
         total += found
     exact = value.double().sqrt() if second else value.double()
@@ -119,7 +119,7 @@ def test_blocks_keep_small_values_beside_large_ones():
     value[0], value[200] = 1.0, -1e-3
     state = codes.state_of("exp_avg", value, StateStorage.BLOCKS, False, value.bfloat16())
     assert state["exp_avg_scale"].tolist() == pytest.approx([1.0, 1e-3, 1e-6])
-    found = kept(state, "exp_avg")
+    found = reference_value(state, "exp_avg")
     torch.testing.assert_close(found[256:], value[256:].double(), rtol=1e-6, atol=0)
     torch.testing.assert_close(found[128:256], value[128:256].double(), rtol=0, atol=1e-3 / 127)
     assert found[200] == pytest.approx(-1e-3)
@@ -131,7 +131,7 @@ def test_a_tie_that_the_visible_weight_rounded_to_even_loses_one_bit():
     visible = master.bfloat16()
     low = torch.empty(3, dtype=torch.int16)
     codes.store_low(master, visible, low)
-    found = codes.value_kept({"parameter_low": low}, "parameter", visible)
+    found = codes.stored_value({"parameter_low": low}, "parameter", visible)
     assert (found - master.double()).tolist() == [-(2.0**-23), 0.0, 0.0]
 
 

@@ -101,7 +101,9 @@ def test_a_tied_weight_is_stepped_once_and_resumes(strategy):
     assert_same_bits(optimizer, resumed)
 
 
-@pytest.mark.parametrize("strategy", [name for name, kept in STRATEGIES.items() if not kept.stochastic])
+@pytest.mark.parametrize(
+    "strategy", [name for name, reference_value in STRATEGIES.items() if not reference_value.stochastic]
+)
 def test_steps_in_the_backward_pass_are_the_same_steps(strategy):
     """One optimizer a parameter, stepped as soon as its gradient is there, which is freed at once."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from collage_agent.optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, StateStorage, codes
-from collage_agent.optim.codes import value_kept
+from collage_agent.optim.codes import stored_value
 from collage_agent.optim.guards import DeferredReads, UpdateGuard, log_once
 
 from tests.agent.test_no_synchronisation import Listening
@@ -122,17 +122,23 @@ def losses(caplog, chosen, steps=STEPS):
     strategy, scale, rate, drift, falls = chosen
     generator = torch.Generator().manual_seed(5)
     start = (torch.randn(ELEMENTS, generator=generator) * scale).bfloat16()
-    kept, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
+    reference_value, exact = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.double())
     options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
-    optimizers = CollageAdamW([kept], strategy=strategy, **options), torch.optim.AdamW([exact], **options)
+    optimizers = (
+        CollageAdamW([reference_value], strategy=strategy, **options),
+        torch.optim.AdamW([exact], **options),
+    )
     direction = torch.randn(ELEMENTS, generator=generator)
     for step in range(steps):
         gradient = (direction * drift + torch.randn(ELEMENTS, generator=generator)).mul_(1e-3).bfloat16()
-        kept.grad, exact.grad = gradient, gradient.double()
+        reference_value.grad, exact.grad = gradient, gradient.double()
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = rate * falls(step / steps)
             optimizer.step()
-        way, gone = exact.detach() - start.double(), optimizers[0].stored_parameter(kept) - start.double()
+        way, gone = (
+            exact.detach() - start.double(),
+            optimizers[0].stored_parameter(reference_value) - start.double(),
+        )
         warned = any("of what the updates move" in line for line in caplog.messages)
         yield 1 - float(gone @ way / (way @ way)), warned
 
@@ -198,7 +204,9 @@ def test_every_rule_is_looked_at_by_what_it_moves(caplog):
     assert "100 % of what the updates move" in said[0]
 
 
-@pytest.mark.parametrize("strategy", [name for name, kept in STRATEGIES.items() if not kept.stochastic_parameter])
+@pytest.mark.parametrize(
+    "strategy", [name for name, reference_value in STRATEGIES.items() if not reference_value.stochastic_parameter]
+)
 def test_what_is_looked_at_is_what_the_step_moves(monkeypatch, strategy):
     """Whatever the storage: weights and averages enter as the values that they stand for."""
     seen = []
@@ -211,7 +219,7 @@ def test_what_is_looked_at_is_what_the_step_moves(monkeypatch, strategy):
     expected = []
     for member in members:
         state = optimizer.state[member]
-        averages = {name: value_kept(state, name) for name in ("exp_avg", "exp_avg_sq")}
+        averages = {name: stored_value(state, name) for name in ("exp_avg", "exp_avg_sq")}
         moved, _ = exact(group, averages, optimizer.stored_parameter(member), member.grad, 3)
         apart = max(1, member.numel() // 256)
         expected.append((member.detach().clone().flatten()[::apart][:256], moved.flatten()[::apart][:256]))
@@ -271,11 +279,11 @@ def test_a_few_elements_of_a_large_tensor_are_decoded(monkeypatch):
     """Whole ones in fp64, then sliced, took fourteen times the parameters' memory."""
     sizes = []
 
-    def seen(held, name, real=codes.value_kept):
+    def seen(held, name, real=codes.stored_value):
         sizes.append(held[name].numel())
         return real(held, name)
 
-    monkeypatch.setattr(codes, "value_kept", seen)
+    monkeypatch.setattr(codes, "stored_value", seen)
     parameter = torch.nn.Parameter(torch.ones(100_000, dtype=torch.bfloat16))
     optimizer = CollageAdamW([parameter], lr=1e-3, strategy="plus")
     for _ in range(4):

@@ -10,7 +10,7 @@ import torch
 from collage_agent.optim import STRATEGIES, CollageAdamW, StateStorage
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, tensors_of, train
-from tests.reference.kept import kept
+from tests.reference.stored import reference_value
 
 BYTES = {
     "plain": 8,
@@ -156,15 +156,15 @@ def test_checkpoints_load_across_strategies(source, target):
             atol=0,
         )
         for name in ("exp_avg", "exp_avg_sq"):
-            allowed = PRECISION[STRATEGIES[target].kept(name == "exp_avg_sq")]
-            if STRATEGIES[source].kept(name == "exp_avg_sq") is StateStorage.BLOCKS:
+            allowed = PRECISION[STRATEGIES[target].moment_storage(name == "exp_avg_sq")]
+            if STRATEGIES[source].moment_storage(name == "exp_avg_sq") is StateStorage.BLOCKS:
                 # What blocks stand for is worked out in fp32.
                 allowed = max(allowed, 2.0**-20)
-            size = float(kept(old, name).abs().max())
-            blocks = STRATEGIES[target].kept(name == "exp_avg_sq") is StateStorage.BLOCKS
+            size = float(reference_value(old, name).abs().max())
+            blocks = STRATEGIES[target].moment_storage(name == "exp_avg_sq") is StateStorage.BLOCKS
             torch.testing.assert_close(
-                kept(new, name),
-                kept(old, name),
+                reference_value(new, name),
+                reference_value(old, name),
                 rtol=0 if blocks else allowed,
                 atol=size * 2e-2 if blocks else 1e-30,
             )

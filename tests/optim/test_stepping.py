@@ -9,7 +9,7 @@ from collage_agent.optim import STRATEGIES, CollageAdamW, stepping
 from collage_agent.optim.stepping import chunk_elements
 
 from tests.optim.models import assert_same_bits, give_gradients, parameters, train
-from tests.reference.kept import kept
+from tests.reference.stored import reference_value
 
 NEAREST = [name for name, strategy in STRATEGIES.items() if not strategy.stochastic]
 LONG = chunk_elements(torch.device("cpu")) + 4099
@@ -62,7 +62,9 @@ def test_stored_parameter_of_each_strategy():
         train(optimizer, [member], 3)
         state = optimizer.state[member]
         expected = (
-            state["master_parameter"].double() if "master_parameter" in state else kept(state, "parameter", member)
+            state["master_parameter"].double()
+            if "master_parameter" in state
+            else reference_value(state, "parameter", member)
         )
         stored = optimizer.stored_parameter(member)
         assert stored.dtype == torch.float64
@@ -75,9 +77,9 @@ def test_stored_parameter_of_each_strategy():
             assert torch.equal(stored.to(torch.float32).bfloat16(), member.detach())
 
 
-def one_published_step(kept, gradient, step, options):
+def one_published_step(reference_value, gradient, step, options):
     """The published algorithm with both expansions, operation by operation in bf16."""
-    parameter, low, first, second, second_low = kept
+    parameter, low, first, second, second_low = reference_value
     lr, (beta1, beta2), eps, weight_decay = (options[key] for key in ("lr", "betas", "eps", "weight_decay"))
     first = first * beta1 + gradient * (1 - beta1)
     high, rest = split(torch.tensor([beta2], dtype=torch.float64), torch.bfloat16)
@@ -93,15 +95,15 @@ def one_published_step(kept, gradient, step, options):
 def test_plus_in_storage_arithmetic_is_the_published_algorithm():
     options: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     (member,) = parameters(shapes=((500,),))
-    kept = [member.detach().clone()] + [torch.zeros_like(member.detach()) for _ in range(4)]
+    reference_value = [member.detach().clone()] + [torch.zeros_like(member.detach()) for _ in range(4)]
     optimizer = CollageAdamW([member], strategy="plus", arithmetic="storage", **options)
     for step in range(1, 31):
         give_gradients([member], step=step)
-        kept = list(one_published_step(kept, member.grad, step, options))
+        reference_value = list(one_published_step(reference_value, member.grad, step, options))
         optimizer.step()
     state = optimizer.state[member]
     found = [member.detach()] + [state[key] for key in ("parameter_low", "exp_avg", "exp_avg_sq", "exp_avg_sq_low")]
-    for ours, expected in zip(found, kept, strict=True):
+    for ours, expected in zip(found, reference_value, strict=True):
         assert torch.equal(ours, expected)
 
 

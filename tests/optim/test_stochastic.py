@@ -7,7 +7,7 @@ import torch
 from collage_agent.numerics import neighbour, round_to, stochastic_round
 from collage_agent.optim import STRATEGIES, CollageAdamW, CollageLion, CollageSGD, random_numbers
 from collage_agent.optim.arithmetic import WideArithmetic, Workspace
-from collage_agent.optim.codes import value_kept
+from collage_agent.optim.codes import stored_value
 from collage_agent.optim.random_numbers import Draws, Seeding, mixed_seed
 
 from collage_monitor.strategies import STRATEGIES as CATALOGUE
@@ -271,11 +271,11 @@ def test_second_moment_decays_in_the_mean(strategy, arithmetic):
     optimizer = CollageAdamW([member], lr=0.0, strategy=strategy, arithmetic=arithmetic)
     member.grad = torch.ones_like(member)
     optimizer.step()
-    before = value_kept(optimizer.state[member], "exp_avg_sq").mean()
+    before = stored_value(optimizer.state[member], "exp_avg_sq").mean()
     member.grad = torch.zeros_like(member)
     for _ in range(300):
         optimizer.step()
-    left = value_kept(optimizer.state[member], "exp_avg_sq").mean() / before
+    left = stored_value(optimizer.state[member], "exp_avg_sq").mean() / before
     assert left == pytest.approx(0.999**300, rel=0.01)
 
 

@@ -18,7 +18,7 @@ from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, 
 from collage_agent.audit.reading import Checkpoint, CheckpointError, _StandIn, read_checkpoint
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Moment, StorageStrategy
 from collage_agent.optim.checkpoints import convert
-from collage_agent.optim.codes import value_kept
+from collage_agent.optim.codes import stored_value
 from collage_agent.optim.stepping import component_names
 from collage_agent.optim.strategies import SCALE_SUFFIX, check_dtype, strategy_named
 
@@ -250,7 +250,7 @@ def _name_of(entry: CheckpointParameter, own: Mapping[str, Tensor], moments: Map
 
 def _stored(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     master = state.get(MASTER_PARAMETER)
-    return master.to(torch.float64) if master is not None else value_kept(state, "parameter", weight)
+    return master.to(torch.float64) if master is not None else stored_value(state, "parameter", weight)
 
 
 def _tell(
@@ -268,7 +268,7 @@ def _tell(
     tally.bytes_after += _bytes([visible, *(value for key, value in new.items() if key != "step")])
     tally.compare("weight", _stored(weight, own), _stored(visible, new))
     for name in moments:
-        tally.compare(name, value_kept(own, name), value_kept(new, name))
+        tally.compare(name, stored_value(own, name), stored_value(new, name))
     for key in (*_BESIDE_WEIGHT, *(name + LOW_COMPONENT_SUFFIX for name in moments)):
         if key in new and key not in held:
             whole = "weight" if key in _BESIDE_WEIGHT else key.removesuffix(LOW_COMPONENT_SUFFIX)

@@ -84,7 +84,10 @@ def _missing_components(parameters: Sequence[CheckpointParameter]) -> Iterator[F
         if (needed == PARAMETER_LOW and entry.low is None) or (needed == MASTER_PARAMETER and entry.master is None):
             missing.setdefault(f"{needed} (strategy {strategy.name!r})", []).append(entry.name)
         for name in entry.averages:
-            if strategy.kept(name in SECOND_MOMENTS) is StateStorage.PAIR and name not in entry.average_lows:
+            if (
+                strategy.moment_storage(name in SECOND_MOMENTS) is StateStorage.PAIR
+                and name not in entry.average_lows
+            ):
                 missing.setdefault(f"the low component of {name} (strategy {strategy.name!r})", []).append(
                     entry.name
                 )

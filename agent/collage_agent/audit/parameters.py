@@ -118,7 +118,7 @@ class CheckpointParameter:
         if component != strategy.parameter_state:
             return False
         seen = {name: self._storage_of(name) for name in self.averages}
-        return all(seen[name] is strategy.kept(name in SECOND_MOMENTS) for name in seen)
+        return all(seen[name] is strategy.moment_storage(name in SECOND_MOMENTS) for name in seen)
 
     def _storage_of(self, average: str) -> StateStorage:
         if average in self.average_lows:

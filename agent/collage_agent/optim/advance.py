@@ -54,7 +54,7 @@ def advance_in_wide(
     if step.maximize:
         gradient.neg_()
     moments = {
-        moment.name: codes.load(arithmetic, chunk, moment.name, step.strategy.kept(moment.second))
+        moment.name: codes.load(arithmetic, chunk, moment.name, step.strategy.moment_storage(moment.second))
         for moment in step.moments
     }
     if step.strategy.parameter is StateStorage.WIDE:
@@ -65,13 +65,13 @@ def advance_in_wide(
     draws = None if noise is None else Draws(noise, arithmetic, gradient)
     _store_parameter(step, arithmetic, value, displacement, chunk, draws)
     for moment in step.moments:
-        kept = step.strategy.kept(moment.second)
-        if moment.second and kept not in (StateStorage.SINGLE, StateStorage.WIDE):
+        storage = step.strategy.moment_storage(moment.second)
+        if moment.second and storage not in (StateStorage.SINGLE, StateStorage.WIDE):
             # The square of a finite gradient may be infinite: as a pair that would be infinity minus infinity, as
             # the scale of a block zero times infinity.
             moments[moment.name].clamp_(max=torch.finfo(chunk["parameter"].dtype).max)
         drawn = draws if step.strategy.stochastic_moment(moment.second) else None
-        codes.store(arithmetic, moments[moment.name], chunk, moment.name, kept, drawn)
+        codes.store(arithmetic, moments[moment.name], chunk, moment.name, storage, drawn)
 
 
 def _store_parameter(
@@ -83,8 +83,8 @@ def _store_parameter(
     draws: Draws | None,
 ) -> None:
     """Store `value` + `displacement`, both used up, as the strategy keeps a weight."""
-    parameter, kept = chunk["parameter"], step.strategy.parameter
-    if kept is StateStorage.COMPENSATED:
+    parameter, storage = chunk["parameter"], step.strategy.parameter
+    if storage is StateStorage.COMPENSATED:
         # The compensation takes the displacement up before the weight does: two small numbers, added in fp32.
         low = chunk[PARAMETER_LOW]
         pending = arithmetic.load(low).add_(displacement)
@@ -92,24 +92,24 @@ def _store_parameter(
         parameter.copy_(arithmetic.load(parameter).add_(pending))
         low.copy_(pending.sub_(before.neg_().add_(parameter)))
         return
-    if draws is not None and kept is StateStorage.SPLIT:
+    if draws is not None and storage is StateStorage.SPLIT:
         total = codes.move_at_random(arithmetic, value, displacement, draws)
-        codes.store(arithmetic, total, chunk, "parameter", kept)
+        codes.store(arithmetic, total, chunk, "parameter", storage)
         return
     if draws is not None and step.strategy.stochastic_parameter:
-        if kept is StateStorage.PAIR:
+        if storage is StateStorage.PAIR:
             # Rounded at random, a pair may hold more bits than fp32: small numbers first.
             value = arithmetic.load(parameter)
             displacement = arithmetic.load(chunk[PARAMETER_LOW]).add_(displacement)
         total = arithmetic.total(value, displacement)
         error = _sum_error(arithmetic, value, displacement, total)
-        _store_at_random(arithmetic, total, error, chunk, kept, draws)
+        _store_at_random(arithmetic, total, error, chunk, storage, draws)
         return
     total = arithmetic.total(value, displacement)
-    if kept is StateStorage.WIDE:
+    if storage is StateStorage.WIDE:
         chunk[MASTER_PARAMETER].copy_(total)
-        kept = StateStorage.SINGLE
-    codes.store(arithmetic, total, chunk, "parameter", kept, None)
+        storage = StateStorage.SINGLE
+    codes.store(arithmetic, total, chunk, "parameter", storage, None)
 
 
 def _sum_error(arithmetic: WideArithmetic, a: Tensor, b: Tensor, total: Tensor) -> Tensor:
@@ -123,15 +123,15 @@ def _sum_error(arithmetic: WideArithmetic, a: Tensor, b: Tensor, total: Tensor) 
 
 
 def _store_at_random(
-    arithmetic: WideArithmetic, total: Tensor, error: Tensor, chunk: State, kept: StateStorage, draws: Draws
+    arithmetic: WideArithmetic, total: Tensor, error: Tensor, chunk: State, storage: StateStorage, draws: Draws
 ) -> None:
     """Keep the weight `total` + `error`, its last component rounded at random. Both are used up."""
     parameter = chunk["parameter"]
-    if kept is StateStorage.PAIR:
+    if storage is StateStorage.PAIR:
         parameter.copy_(total)
         rest = arithmetic.on(torch.add, arithmetic.rest(total, parameter), error)
         codes.round_at_random(arithmetic, rest, chunk[PARAMETER_LOW], draws)
-    elif kept is StateStorage.SPLIT_24:
+    elif storage is StateStorage.SPLIT_24:
         rounded = codes.round_sum_at_random(arithmetic, total, error, draws, 8)
         codes.store_split(arithmetic, rounded, parameter, chunk[PARAMETER_LOW])
     elif parameter.dtype == torch.bfloat16:

@@ -291,8 +291,8 @@ class CollageOptimizer(Optimizer):
         double = torch.get_default_dtype() == torch.float64
         state = {"step": torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)}
         for moment in self._moments(group):
-            kept = strategy.kept(moment.second)
-            state.update(codes.empty_state(moment.name, kept, moment.second, parameter))
+            storage = strategy.moment_storage(moment.second)
+            state.update(codes.empty_state(moment.name, storage, moment.second, parameter))
         if strategy.parameter_state == MASTER_PARAMETER:
             state[MASTER_PARAMETER] = parameter.detach().to(torch.float32, copy=True)
         elif strategy.parameter_state == PARAMETER_LOW:
@@ -307,7 +307,7 @@ class CollageOptimizer(Optimizer):
         state: State = self.state.get(p, {})
         if MASTER_PARAMETER in state:
             return state[MASTER_PARAMETER].detach().to(torch.float64, copy=True)
-        return codes.value_kept(state, "parameter", p)
+        return codes.stored_value(state, "parameter", p)
 
     def exact_rule(self) -> Callable[..., tuple[Tensor, State]]:
         """The function that makes this optimizer's step in fp64: `exact_displacement`."""

@@ -164,23 +164,23 @@ def convert(
     """
     converted = {"step": state["step"]}
     for name, second in moments.items():
-        converted.update(_kept(state, name, strategy.kept(second), second, parameter))
+        converted.update(_average_of(state, name, strategy.moment_storage(second), second, parameter))
     converted.update(_parameter_components(state, parameter, strategy))
     converted.update({key: state[key] for key in OF_WRAPPERS if key in state})
     return converted
 
 
-def _kept(
-    state: dict[str, Tensor], name: str, kept: StateStorage, second: bool, parameter: Tensor
+def _average_of(
+    state: dict[str, Tensor], name: str, storage: StateStorage, second: bool, parameter: Tensor
 ) -> dict[str, Tensor]:
     """The entries of one average."""
-    empty = codes.empty_state(name, kept, second, parameter)
+    empty = codes.empty_state(name, storage, second, parameter)
     if name not in state:
         return empty
     held = {key: state[key] for key in (name, name + LOW_COMPONENT_SUFFIX, name + SCALE_SUFFIX) if key in state}
     if {key: tensor.dtype for key, tensor in held.items()} == {key: tensor.dtype for key, tensor in empty.items()}:
         return held
-    return codes.state_of(name, codes.value_kept(held, name).to(torch.float32), kept, second, parameter)
+    return codes.state_of(name, codes.stored_value(held, name).to(torch.float32), storage, second, parameter)
 
 
 def _parameter_components(
@@ -201,7 +201,7 @@ def _parameter_components(
         state = {key: tensor for key, tensor in state.items() if key != PARAMETER_LOW}
     stored = state.get(MASTER_PARAMETER)
     if stored is None:
-        stored = codes.value_kept(state, "parameter", visible)
+        stored = codes.stored_value(state, "parameter", visible)
     if needed == MASTER_PARAMETER:
         return {needed: stored.to(torch.float32)}
     low = codes.empty_low(strategy.parameter, visible)

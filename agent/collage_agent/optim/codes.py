@@ -32,7 +32,7 @@ __all__ = [
     "store",
     "store_low",
     "store_split",
-    "value_kept",
+    "stored_value",
 ]
 
 BLOCK_ELEMENTS = 128
@@ -47,14 +47,14 @@ _FINE_FROM, _FINE_UP_TO = 32 << _MANTISSA_BITS, 72 << _MANTISSA_BITS
 """Between which bits of a scaled root its codes are four times as dense: roots from 2^-32 to 2^8."""
 
 
-def load(arithmetic: WideArithmetic, chunk: State, name: str, kept: StateStorage) -> Tensor:
+def load(arithmetic: WideArithmetic, chunk: State, name: str, storage: StateStorage) -> Tensor:
     """A fresh wide copy of what is kept under a name, weights and averages alike."""
     low = chunk.get(name + LOW_COMPONENT_SUFFIX)
-    if kept.is_split and low is not None:
+    if storage.is_split and low is not None:
         return load_split(arithmetic, chunk[name], low)
-    if kept is StateStorage.ROOT:
+    if storage is StateStorage.ROOT:
         return load_root(arithmetic, chunk[name])
-    if kept is StateStorage.BLOCKS:
+    if storage is StateStorage.BLOCKS:
         return load_blocks(arithmetic, chunk[name], chunk[name + SCALE_SUFFIX])
     return arithmetic.load(chunk[name], low)
 
@@ -64,16 +64,16 @@ def store(
     value: Tensor,
     chunk: State,
     name: str,
-    kept: StateStorage,
+    storage: StateStorage,
     draws: Draws | None = None,
 ) -> None:
     """Keep a wide value, used up: rounded to nearest, or at random with the numbers that are drawn."""
     high, low = chunk[name], chunk.get(name + LOW_COMPONENT_SUFFIX)
-    if kept.is_split and low is not None:
+    if storage.is_split and low is not None:
         store_split(arithmetic, value, high, low, draws)
-    elif kept is StateStorage.ROOT:
+    elif storage is StateStorage.ROOT:
         store_root(arithmetic, value, high, draws)
-    elif kept is StateStorage.BLOCKS:
+    elif storage is StateStorage.BLOCKS:
         store_blocks(arithmetic, value, high, chunk[name + SCALE_SUFFIX], draws)
     elif draws is not None:
         round_at_random(arithmetic, value, high, draws)
@@ -305,18 +305,18 @@ def round_sum_at_random(
     return chosen
 
 
-def empty_state(name: str, kept: StateStorage, second: bool, parameter: Tensor) -> dict[str, Tensor]:
+def empty_state(name: str, storage: StateStorage, second: bool, parameter: Tensor) -> dict[str, Tensor]:
     """The state entries of an average that is zero, kept that way beside `parameter`.
 
     Raises ValueError for blocks of a sharded tensor, whose scales could not be cut as its elements are.
     """
-    dtype = {StateStorage.WIDE: torch.float32, StateStorage.ROOT: torch.int16}.get(kept, parameter.dtype)
-    if kept is StateStorage.BLOCKS:
+    dtype = {StateStorage.WIDE: torch.float32, StateStorage.ROOT: torch.int16}.get(storage, parameter.dtype)
+    if storage is StateStorage.BLOCKS:
         dtype = torch.uint8 if second else torch.int8
     state = {name: torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)}
-    if kept.has_low:
-        state[name + LOW_COMPONENT_SUFFIX] = empty_low(kept, parameter)
-    if kept is StateStorage.BLOCKS:
+    if storage.has_low:
+        state[name + LOW_COMPONENT_SUFFIX] = empty_low(storage, parameter)
+    if storage is StateStorage.BLOCKS:
         if hasattr(parameter, "to_local"):
             raise ValueError(
                 f"{name} in 8-bit blocks is not for sharded parameters, whose blocks could not be cut as they are: "
@@ -327,24 +327,24 @@ def empty_state(name: str, kept: StateStorage, second: bool, parameter: Tensor) 
     return state
 
 
-def state_of(name: str, value: Tensor, kept: StateStorage, second: bool, parameter: Tensor) -> dict[str, Tensor]:
+def state_of(name: str, value: Tensor, storage: StateStorage, second: bool, parameter: Tensor) -> dict[str, Tensor]:
     """The state entries that keep an average's `value`, fp32 of the parameter's shape, rounded to nearest."""
-    state = empty_state(name, kept, second, parameter)
-    store(WideArithmetic(), value, state, name, kept)
+    state = empty_state(name, storage, second, parameter)
+    store(WideArithmetic(), value, state, name, storage)
     return state
 
 
-def empty_low(kept: StateStorage, parameter: Tensor) -> Tensor:
+def empty_low(storage: StateStorage, parameter: Tensor) -> Tensor:
     """A second component of zero, in the dtype that this storage has beside `parameter`."""
     integers = {StateStorage.SPLIT: torch.int16, StateStorage.SPLIT_24: torch.int8}
-    dtype = integers.get(kept, parameter.dtype)
+    dtype = integers.get(storage, parameter.dtype)
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def decoded(state: Mapping[str, Tensor], name: str, high: Tensor | None = None) -> Tensor | None:
     """What integers under `name`, or beside it, stand for: fp32 of its shape, new; None where there are none.
 
-    high: the weight itself, for name "parameter". The dtypes say what is kept: see `StateStorage`. Of a sharded
+    high: the weight itself, for name "parameter". The dtypes say what is stored: see `StateStorage`. Of a sharded
     tensor the result is sharded alike.
     """
     first = (state[name] if high is None else high).detach()
@@ -364,7 +364,7 @@ def decoded(state: Mapping[str, Tensor], name: str, high: Tensor | None = None) 
     return None
 
 
-def value_kept(state: Mapping[str, Tensor], name: str, high: Tensor | None = None) -> Tensor:
+def stored_value(state: Mapping[str, Tensor], name: str, high: Tensor | None = None) -> Tensor:
     """The value that a state keeps under `name`, exactly, whatever the storage: fp64 of its shape, new.
 
     high: the weight itself, for name "parameter".

@@ -170,8 +170,8 @@ def _components(structure: Structure) -> State:
         codes.store(WideArithmetic(), value, found, "parameter", strategy.parameter)
     for moment in structure.moments:
         average = drawn().abs().mul_(1e-2) if moment.second else drawn()
-        kept = strategy.kept(moment.second)
-        found.update(codes.state_of(moment.name, average, kept, moment.second, found["parameter"]))
+        storage = strategy.moment_storage(moment.second)
+        found.update(codes.state_of(moment.name, average, storage, moment.second, found["parameter"]))
     return {name: tensor.to(structure.device_type) for name, tensor in found.items()}
 
 

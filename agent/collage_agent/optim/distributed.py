@@ -86,7 +86,7 @@ def load_distributed(checkpoint: str | Path, model: nn.Module, optimizer: Collag
                 states.setdefault(names[name], {}).setdefault(MASTER_PARAMETER, loaded.to(torch.float32))
     groups = _groups(optimizer, {where: get_element(request, path) for path, where in options.items()}, names)
     number_of = {parameter: number for number, parameter in enumerate(ordered)}
-    state = {number_of[parameter]: kept for parameter, kept in states.items() if parameter in number_of}
+    state = {number_of[parameter]: own for parameter, own in states.items() if parameter in number_of}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

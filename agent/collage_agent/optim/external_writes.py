@@ -333,9 +333,9 @@ def _differs(entry: _Entry, now: Tensor) -> bool | Tensor:
     return not torch.equal(now, left) if reads_at_once(now.device) else now.ne(left).any()
 
 
-def _rounds_elsewhere(kept: Tensor, weight: Tensor) -> Tensor:
+def _rounds_elsewhere(master: Tensor, weight: Tensor) -> Tensor:
     """Where a master weight does not round to the weight; a NaN rounds to a NaN."""
-    rounded = kept.to(weight.dtype)
+    rounded = master.to(weight.dtype)
     return rounded.ne(weight).logical_and_(rounded.isnan().logical_and_(weight.isnan()).logical_not_())
 
 

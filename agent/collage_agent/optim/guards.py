@@ -60,16 +60,17 @@ def log_once(finding: str) -> None:
 def check_moments(strategy: StorageStrategy, rule_name: str, moments: tuple[Moment, ...]) -> None:
     """Raise ValueError when one of our simpler strategies keeps all that the rule has in the same way."""
 
-    def kept_by(candidate: StorageStrategy) -> tuple[object, ...]:
+    def storages_of(candidate: StorageStrategy) -> tuple[object, ...]:
         averages = [
-            (candidate.kept(moment.second), candidate.stochastic_moment(moment.second)) for moment in moments
+            (candidate.moment_storage(moment.second), candidate.stochastic_moment(moment.second))
+            for moment in moments
         ]
         return candidate.parameter, candidate.stochastic_parameter, *averages
 
     for simpler in STRATEGIES.values():
         if simpler.name == strategy.name:
             return
-        if kept_by(simpler) == kept_by(strategy):
+        if storages_of(simpler) == storages_of(strategy):
             raise ValueError(
                 f"strategy {strategy.name!r} differs from {simpler.name!r} only in how it keeps moving averages "
                 f"of a kind of which {rule_name} has none: use {simpler.name!r}, which is the same then"
@@ -106,15 +107,15 @@ def range_findings(strategy: StorageStrategy, moments: Sequence[Moment], dtype: 
     if dtype not in (torch.bfloat16, torch.float16):
         return
     for moment in moments:
-        kept = strategy.kept(moment.second)
-        if moment.decay is None or kept is StateStorage.WIDE or strategy.stochastic_moment(moment.second):
+        storage = strategy.moment_storage(moment.second)
+        if moment.decay is None or storage is StateStorage.WIDE or strategy.stochastic_moment(moment.second):
             continue
-        limit = _smallest_forgetting(kept, dtype)
+        limit = _smallest_forgetting(storage, dtype)
         if 1 - moment.decay < limit:
             yield (
                 f"{moment.name} with decay {moment.decay} is more than {strategy.name!r} can hold in {dtype}: "
                 f"it decays too little or not at all below 1 - decay = 2**{math.log2(limit):.0f}; "
-                f"use {_better(kept, moment.second)}"
+                f"use {_better(storage, moment.second)}"
             )
         if moment.second and dtype == torch.float16:
             smallest = math.sqrt(2.0**-25 / (1 - moment.decay))
@@ -124,7 +125,7 @@ def range_findings(strategy: StorageStrategy, moments: Sequence[Moment], dtype: 
             )
 
 
-def _smallest_forgetting(kept: StateStorage, dtype: torch.dtype) -> float:
+def _smallest_forgetting(storage: StateStorage, dtype: torch.dtype) -> float:
     """The smallest 1 - decay that an average follows: 2**-8 as one bfloat16 number, 2**-15 as a pair or 24 bits.
 
     Measured on averages left without gradient for 1 / (1 - decay) steps: log(reached) / log(exact) is 1.38 at
@@ -132,11 +133,11 @@ def _smallest_forgetting(kept: StateStorage, dtype: torch.dtype) -> float:
     for a pair.
     """
     bits = format_of(dtype).mantissa_bits + 1
-    return 2.0 ** -(2 * bits - 1) if kept in (StateStorage.PAIR, StateStorage.SPLIT_24) else 2.0**-bits
+    return 2.0 ** -(2 * bits - 1) if storage in (StateStorage.PAIR, StateStorage.SPLIT_24) else 2.0**-bits
 
 
-def _better(kept: StateStorage, second: bool) -> str:
-    if kept in (StateStorage.PAIR, StateStorage.SPLIT_24):
+def _better(storage: StateStorage, second: bool) -> str:
+    if storage in (StateStorage.PAIR, StateStorage.SPLIT_24):
         return "strategy 'fp32-states' or 'master-weights'"
     return (
         "strategy 'split-master', 'split-master-16bit' or 'fp32-states'"
@@ -146,7 +147,7 @@ def _better(kept: StateStorage, second: bool) -> str:
 
 
 @dataclass
-class _Look:
+class _UpdateHistory:
     """When a group was last looked at, at which rate, and the way of its updates until then, as far as known."""
 
     step: int = 0
@@ -169,7 +170,7 @@ class UpdateGuard:
     def __init__(self) -> None:
         self.told = False
         self._steps = 0
-        self._looks: dict[int, _Look] = {}
+        self._histories: dict[int, _UpdateHistory] = {}
         self._reads = DeferredReads()
 
     def begin(self) -> None:
@@ -181,12 +182,12 @@ class UpdateGuard:
         """Whether the updates of group `number` are to be looked at in this step."""
         if self.told or strategy.parameter is StateStorage.WIDE or strategy.stochastic_parameter:
             return False
-        look = self._looks.setdefault(number, _Look())
-        rate, before = float(group["lr"]), look.rate
-        look.rate = rate
+        history = self._histories.setdefault(number, _UpdateHistory())
+        rate, before = float(group["lr"]), history.rate
+        history.rate = rate
         if rate > before or not rate or self._steps < _FIRST_LOOK:
             return False
-        return self._steps >= 2 * look.step or rate <= look.looked_at / _FALL
+        return self._steps >= 2 * history.step or rate <= history.looked_at / _FALL
 
     def look(
         self,
@@ -197,20 +198,20 @@ class UpdateGuard:
         displacement: Tensor,
     ) -> None:
         """Judge a sample: `weight` as it is visible, [n] in its own dtype, `displacement` [n] fp64."""
-        look, size = self._looks[number], displacement.abs()
-        lost = size.lt(half_gap_kept(strategy, weight, displacement)).logical_and_(size.isfinite())
+        history, size = self._histories[number], displacement.abs()
+        lost = size.lt(stored_half_gap(strategy, weight, displacement)).logical_and_(size.isfinite())
         sums = torch.stack((size.nan_to_num_(0.0, 0.0, 0.0).sum(), size.mul_(lost).sum()))
-        falls = group["lr"] < look.looked_at
-        since = self._steps - look.step
+        falls = group["lr"] < history.looked_at
+        since = self._steps - history.step
         # A rate that stays is looked at again after as many steps, one that falls after about as many as before.
         ahead = since if falls else self._steps
-        look.step, look.looked_at = self._steps, float(group["lr"])
-        judge = functools.partial(self._judge, look, strategy, look.looked_at, since, ahead, weight.dtype)
+        history.step, history.looked_at = self._steps, float(group["lr"])
+        judge = functools.partial(self._judge, history, strategy, history.looked_at, since, ahead, weight.dtype)
         self._reads.add(sums, judge)
 
     def _judge(
         self,
-        look: _Look,
+        history: _UpdateHistory,
         strategy: StorageStrategy,
         rate: float,
         since: int,
@@ -219,10 +220,10 @@ class UpdateGuard:
         sums: Tensor,
     ) -> None:
         moved, lost = sums.tolist()
-        look.moved += since * moved
-        look.lost += since * lost
-        whole = look.moved + ahead * moved
-        share = (look.lost + ahead * lost) / whole if whole else 0.0
+        history.moved += since * moved
+        history.lost += since * lost
+        whole = history.moved + ahead * moved
+        share = (history.lost + ahead * lost) / whole if whole else 0.0
         if share > _LOST_SHARE and not self.told:
             self.told = True
             now = lost / moved if moved else 0.0
@@ -237,7 +238,7 @@ class UpdateGuard:
             )
 
 
-def half_gap_kept(strategy: StorageStrategy, weight: Tensor, direction: Tensor) -> Tensor:
+def stored_half_gap(strategy: StorageStrategy, weight: Tensor, direction: Tensor) -> Tensor:
     """Half a gap of what a strategy keeps of a weight, in the sign of `direction`: fp64, of the weight's shape.
 
     A pair's low component is at most half a gap of the weight, and has the weight's precision: it is taken as large

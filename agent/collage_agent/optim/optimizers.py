@@ -56,10 +56,10 @@ class CollageAdamW(CollageOptimizer):
         **torch_options: Any,
     ) -> None:
         options = checked_adam_options(lr, betas, eps, weight_decay, torch_options)
-        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
-        kept["on_external_write"] = on_external_write
-        kept["decoupled_weight_decay"] = self.rule.decoupled
-        super().__init__(params, {**options, "amsgrad": amsgrad, "maximize": maximize, **kept})
+        own_options = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        own_options["on_external_write"] = on_external_write
+        own_options["decoupled_weight_decay"] = self.rule.decoupled
+        super().__init__(params, {**options, "amsgrad": amsgrad, "maximize": maximize, **own_options})
 
 
 class CollageAdam(CollageAdamW):
@@ -108,10 +108,10 @@ class CollageLion(CollageOptimizer):
         check_torch_options(torch_options)
         check_learning_rate(lr)
         check_not_negative("weight_decay", weight_decay)
-        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
-        kept["on_external_write"] = on_external_write
+        own_options = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        own_options["on_external_write"] = on_external_write
         options = {"lr": lr, "betas": checked_betas(betas), "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, {**options, **kept})
+        super().__init__(params, {**options, **own_options})
 
 
 class CollageSGD(CollageOptimizer):
@@ -148,9 +148,9 @@ class CollageSGD(CollageOptimizer):
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
-        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
-        kept["on_external_write"] = on_external_write
-        super().__init__(params, {"lr": lr, **options, "maximize": maximize, **kept})
+        own_options = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        own_options["on_external_write"] = on_external_write
+        super().__init__(params, {"lr": lr, **options, "maximize": maximize, **own_options})
 
 
 class RuleOptimizer(CollageOptimizer):
@@ -178,9 +178,9 @@ class RuleOptimizer(CollageOptimizer):
         if not options.keys() <= known.keys():
             unknown = ", ".join(sorted(options.keys() - known.keys()))
             raise TypeError(f"rule {rule!r} has no option {unknown}; it has {', '.join(known)}")
-        kept = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
-        kept["on_external_write"] = on_external_write
-        super().__init__(params, {**known, **options, "rule": rule, "maximize": maximize, **kept})
+        own_options = {"strategy": strategy, "arithmetic": arithmetic, "seed": seed, "compiled": compiled}
+        own_options["on_external_write"] = on_external_write
+        super().__init__(params, {**known, **options, "rule": rule, "maximize": maximize, **own_options})
 
     @classmethod
     def rule_of(cls, group: Group) -> UpdateRule:

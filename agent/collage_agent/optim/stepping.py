@@ -103,11 +103,11 @@ def component_names(strategy: StorageStrategy, moments: tuple[Moment, ...]) -> l
     """The state keys of all elementwise components that a step reads and writes."""
     names = []
     for moment in moments:
-        kept = strategy.kept(moment.second)
+        storage = strategy.moment_storage(moment.second)
         names.append(moment.name)
-        if kept.has_low:
+        if storage.has_low:
             names.append(moment.name + LOW_COMPONENT_SUFFIX)
-        if kept is StateStorage.BLOCKS:
+        if storage is StateStorage.BLOCKS:
             names.append(moment.name + SCALE_SUFFIX)
     if strategy.parameter_state is not None:
         names.append(strategy.parameter_state)
@@ -128,8 +128,8 @@ def sampled(members: Sequence[Member], names: list[str], averages: list[str]) ->
             # Before they are decoded: whole tensors in fp64 would take many times the parameters' memory.
             held = {name: _few(tensor) for name, tensor in held.items()}
         stored = held.get(MASTER_PARAMETER)
-        values = {name: codes.value_kept(held, name) for name in averages}
-        values["weight"] = codes.value_kept(held, "parameter") if stored is None else stored.to(torch.float64)
+        values = {name: codes.stored_value(held, name) for name in averages}
+        values["weight"] = codes.stored_value(held, "parameter") if stored is None else stored.to(torch.float64)
         for name, tensor in {**held, **values}.items():
             if name in parts:
                 parts[name].append(_few(tensor))

@@ -103,13 +103,13 @@ class StorageStrategy:
         """Whether anything is kept in fp32."""
         return StateStorage.WIDE in self.storages
 
-    def kept(self, second_moment: bool) -> StateStorage:
+    def moment_storage(self, second_moment: bool) -> StateStorage:
         """How a moving average is kept, by its kind."""
         return self.second_moment if second_moment else self.first_moment
 
     def stochastic_moment(self, second_moment: bool) -> bool:
         """Whether a moving average of that kind is rounded at random."""
-        return self.stochastic and self.kept(second_moment) in _ROUNDED_AT_RANDOM
+        return self.stochastic and self.moment_storage(second_moment) in _ROUNDED_AT_RANDOM
 
     @property
     def stochastic_parameter(self) -> bool:
@@ -119,7 +119,7 @@ class StorageStrategy:
     @property
     def is_coded(self) -> bool:
         """Whether integers hold a value, or a part of it."""
-        return any(kept.is_coded for kept in self.storages)
+        return any(storage.is_coded for storage in self.storages)
 
     @property
     def storages(self) -> tuple[StateStorage, StateStorage, StateStorage]:
@@ -201,7 +201,7 @@ def check_arithmetic(strategy: StorageStrategy, arithmetic: str) -> None:
 
 def check_dtype(strategy: StorageStrategy, dtype: torch.dtype) -> None:
     """Raise ValueError when parameters of `dtype` cannot be kept that way."""
-    if dtype == torch.float16 and any(kept.is_split for kept in strategy.storages):
+    if dtype == torch.float16 and any(storage.is_split for storage in strategy.storages):
         raise ValueError(
             f"strategy {strategy.name!r} keeps the bits of fp32 below a bfloat16 number, and float16 is no leading "
             "part of fp32: use bfloat16 parameters, or strategy 'master-weights'"

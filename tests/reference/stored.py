@@ -6,7 +6,7 @@ import torch
 BLOCK = 128
 
 
-def kept(state, name, high=None):
+def reference_value(state, name, high=None):
     """The value kept under `name` as fp64, of the state's shape; `high` is the weight for "parameter"."""
     first = (state[name] if high is None else high).detach()
     low, scale = state.get(f"{name}_low"), state.get(f"{name}_scale")
