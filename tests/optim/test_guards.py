@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from typing import Any
 
 import pytest
@@ -261,6 +262,16 @@ def test_said_once(caplog):
 def test_float16_second_moments(caplog):
     said = findings(caplog, lambda: CollageAdamW(parameters(torch.float16), strategy="light"))
     assert any("is zero for gradients below 5.5e-03 (decay 0.999)" in line for line in said)
+
+
+def test_what_is_advised_for_float16_exists_there(caplog):
+    """Bits below a bfloat16 number cannot complete a float16 one."""
+    options = {"lr": 1e-7, "betas": (0.9, 0.9999), "strategy": "light"}
+    said = findings(caplog, lambda: CollageAdamW(parameters(torch.float16, scale=1.0), **options), steps=24)
+    advised = [set(re.findall(r"'([\w-]+)'", line.rpartition("use ")[2])) for line in said]
+    assert advised == [{"fp32-states", "master-weights"}, {"fp32-states", "master-weights"}, {"master-weights"}]
+    for name in set.union(*advised):
+        CollageAdamW(parameters(torch.float16), strategy=name)
 
 
 @pytest.mark.parametrize(

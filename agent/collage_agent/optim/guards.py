@@ -115,7 +115,7 @@ def range_findings(strategy: StorageStrategy, moments: Sequence[Moment], dtype: 
             yield (
                 f"{moment.name} with decay {moment.decay} is more than {strategy.name!r} can hold in {dtype}: "
                 f"it decays too little or not at all below 1 - decay = 2**{math.log2(limit):.0f}; "
-                f"use {_better(storage, moment.second)}"
+                f"use {_better(storage, moment.second, dtype)}"
             )
         if moment.second and dtype == torch.float16:
             smallest = math.sqrt(2.0**-25 / (1 - moment.decay))
@@ -136,8 +136,8 @@ def _smallest_forgetting(storage: StateStorage, dtype: torch.dtype) -> float:
     return 2.0 ** -(2 * bits - 1) if storage in (StateStorage.PAIR, StateStorage.SPLIT_24) else 2.0**-bits
 
 
-def _better(storage: StateStorage, second: bool) -> str:
-    if storage in (StateStorage.PAIR, StateStorage.SPLIT_24):
+def _better(storage: StateStorage, second: bool, dtype: torch.dtype) -> str:
+    if storage in (StateStorage.PAIR, StateStorage.SPLIT_24) or dtype == torch.float16:
         return "strategy 'fp32-states' or 'master-weights'"
     return (
         "strategy 'split-master', 'split-master-16bit' or 'fp32-states'"
@@ -234,7 +234,10 @@ class UpdateGuard:
                 100 * now,
                 strategy.name,
                 dtype,
-                "use strategy 'split-master' or 'master-weights'",
+                # What a strategy needs stands beside it; float16 is no leading part of fp32, which cannot be split.
+                "use strategy 'master-weights' (16 bytes a parameter)"
+                if dtype == torch.float16
+                else "use strategy 'split-master' or 'master-weights' (12 or 16 bytes a parameter)",
             )
 
 
