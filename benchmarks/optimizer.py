@@ -212,6 +212,8 @@ def measure(options: Options) -> Measuring:
         yield Figure(f"{name} / {base}", "ratio", ratio(times, name, base), limit)
     noticing = noticing_share(own_step(options.seed, "plus"), options.rounds or ROUNDS)
     yield Figure("noticing external writes / plus eager", "ratio", noticing, NOTICING_LIMIT)
+    noticing = noticing_share(own_step(options.seed, "plus", compiled=True), options.rounds or ROUNDS)
+    yield Figure("noticing external writes / plus compiled", "ratio", noticing)
     for name, share in memory.items():
         yield Figure(f"extra memory of {name} / the parameters", "ratio", (share,), EXTRA_MEMORY_LIMIT)
     elements = sum(parameter.numel() for parameter in parameters(options.seed))

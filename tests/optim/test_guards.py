@@ -266,7 +266,7 @@ def test_float16_second_moments(caplog):
 
 def test_what_is_advised_for_float16_exists_there(caplog):
     """Bits below a bfloat16 number cannot complete a float16 one."""
-    options = {"lr": 1e-7, "betas": (0.9, 0.9999), "strategy": "light"}
+    options: dict[str, Any] = {"lr": 1e-7, "betas": (0.9, 0.9999), "strategy": "light"}
     said = findings(caplog, lambda: CollageAdamW(parameters(torch.float16, scale=1.0), **options), steps=24)
     advised = [set(re.findall(r"'([\w-]+)'", line.rpartition("use ")[2])) for line in said]
     assert advised == [{"fp32-states", "master-weights"}, {"fp32-states", "master-weights"}, {"master-weights"}]
