@@ -265,7 +265,8 @@ def _server(address: str, token: str | None, *, given: bool) -> Iterator[Check]:
         trusted = trusted_certificates(address)
         with httpx.Client(base_url=address, timeout=_TIMEOUT_SECONDS, trust_env=False, verify=trusted) as client:
             health = client.get("/healthz")
-            runs = client.get("/api/v1/runs", params={"limit": 1}, headers=headers)
+            # Whoever may send may ask for this, and need not read runs.
+            answer = client.get("/api/v1/metrics-catalogue", headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL, ServerUnreachable) as error:
         yield Check(
             "server",
@@ -276,19 +277,19 @@ def _server(address: str, token: str | None, *, given: bool) -> Iterator[Check]:
         return
     if not health.is_success:
         yield Check("server", "problem", f"{address} answers {health.status_code} to /healthz", "look at its log")
-    elif runs.status_code in (401, 403):
+    elif answer.status_code in (401, 403):
         yield Check(
             "server",
             "problem",
-            f"{address} {'refuses the' if token else 'asks for a'} token ({runs.status_code}): "
+            f"{address} {'refuses the' if token else 'asks for a'} token ({answer.status_code}): "
             "reports would wait on disk",
             "set COLLAGE_TOKEN to one that the server gave out, or COLLAGE_DIR to its data folder if it runs here",
         )
-    elif not runs.is_success:
+    elif not answer.is_success:
         yield Check(
             "server",
             "problem",
-            f"{address} answers {runs.status_code} to /api/v1/runs; is it a Collage Monitor server?",
+            f"{address} answers {answer.status_code} to /api/v1/metrics-catalogue; is it a Collage Monitor server?",
             "set COLLAGE_SERVER_URL",
         )
     else:

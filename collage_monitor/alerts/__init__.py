@@ -2,7 +2,8 @@
 
 Conditions are PromQL over the gauges of `/metrics`. `$window` stands for the window, `$warm_up` for the number of
 first steps at which a run is not judged, `$settle` for those after a resume. Other packages add alerts: entry-point
-group `collage_monitor.alerts`.
+group `collage_monitor.alerts`. Made with `about_runs` or `about_the_server` of `Condition`s, they are evaluated by
+Prometheus and by the server; an `Alert` of a PromQL expression alone is left to Prometheus, and the server says so.
 """
 
 from __future__ import annotations
@@ -11,11 +12,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from collage_monitor.alerts import descent, operation, states, training
-from collage_monitor.alerts.definition import RECORDED, Alert, Condition, Severity, duration
+from collage_monitor.alerts.definition import (
+    RECORDED,
+    Alert,
+    Condition,
+    Severity,
+    about_runs,
+    about_the_server,
+    duration,
+)
 from collage_monitor.errors import CatalogueError
 from collage_monitor.extensions import extensions
 
-__all__ = ["ALERTS", "Alert", "Condition", "RECORDED", "SEVERITIES", "Severity", "alert", "chosen", "duration"]
+__all__ = [
+    "ALERTS",
+    "Alert",
+    "Condition",
+    "RECORDED",
+    "SEVERITIES",
+    "Severity",
+    "about_runs",
+    "about_the_server",
+    "alert",
+    "chosen",
+    "duration",
+]
 
 SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
 _ALERTS = (*descent.ALERTS, *states.ALERTS, *training.ALERTS, *operation.ALERTS)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collage_monitor.alerts import Alert
+from collage_monitor.alerts import Condition, about_runs
 
 __all__ = ["ALERT"]
 
-ALERT = Alert(
-    name="StatesStuck",
-    expression='collage_state_decrement_ratio{state="exp_avg_sq"} < 0.5 and on(run_id) collage_step > $warm_up',
-    window_seconds=0.0,
+ALERT = about_runs(
+    "StatesStuck",
+    Condition("collage_state_decrement_ratio", "<", 0.5, labels=(("state", "=", "exp_avg_sq"),)),
     for_seconds=1800.0,
     warm_up_steps=1000,
     severity="warning",

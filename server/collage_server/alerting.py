@@ -82,6 +82,8 @@ def _section(entry: Alert) -> Iterator[str]:
         yield f"- A run is not judged in its first {entry.warm_up_steps} steps."
     if entry.settle_steps:
         yield f"- Nor in the {entry.settle_steps} steps after a resume."
+    if not entry.conditions:
+        yield "- Prometheus alone evaluates it; the server does not."
     yield from ("", "What else it may be:", "")
     yield from (f"- {cause}" for cause in entry.other_causes)
     yield from ("", f"What to do first: {entry.first_step}")

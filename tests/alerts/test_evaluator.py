@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from collage_server.alerts import AlertEvaluator
 from collage_server.health import samples
@@ -181,3 +183,14 @@ def test_a_token_silences_its_own_projects_alone(tmp_path):
             assert opened.ask("POST", "/api/v1/silences", secret, create).status_code == status
         reader, _ = opened.token("read", ["theirs"])
         assert opened.ask("GET", "/api/v1/silences", reader).json() == {"silences": []}
+
+
+def test_an_alert_of_an_expression_alone_is_left_to_prometheus_and_named(low, caplog):
+    entry = replace(alert("CollageEdqLow"), name="Mine", conditions=())
+    components = low.app.state.components
+    work = AlertEvaluator(
+        components.store, lambda: samples(components), [entry], clock=low.clock, interval_seconds=SECONDS
+    )
+    assert "Prometheus alone evaluates Mine" in caplog.text
+    rounds(low, work, 11 * 60)
+    assert incidents(low) == []

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from collage_agent.doctor import delivery_checks
 from collage_agent.settings import DeliveryLimits
 from collage_agent.transport.http import HttpTransport
 from collage_server.api import bodies
@@ -109,6 +110,13 @@ def test_every_client_takes_the_certificate_that_it_is_told_to_trust(tmp_path, m
         monkeypatch.setenv("SSL_CERT_FILE", str(proxy.certificate))
         with Client(proxy.url, OWN) as client:
             assert client.tokens().tokens == []
+            agents = client.create_token(wire.TokenCreate(name="agents", role="ingest", projects=None))
+        environment = {
+            "COLLAGE_SERVER_URL": proxy.url,
+            "COLLAGE_TOKEN": agents.secret,
+            "COLLAGE_DIR": str(tmp_path),
+        }
+        assert [check.status for check in delivery_checks(environment) if check.name == "server"] == ["ok"]
         transport = HttpTransport(proxy.url, lambda: OWN, DeliveryLimits())
         assert transport.answers()
         transport.close()
@@ -117,7 +125,7 @@ def test_every_client_takes_the_certificate_that_it_is_told_to_trust(tmp_path, m
             Client(proxy.url, OWN)
         # It says nothing about a server without TLS.
         with Client(f"http://127.0.0.1:{proxy.server.port}", OWN) as client:
-            assert client.tokens().tokens == []
+            assert client.tokens().tokens == [agents.token]
 
 
 def test_the_server_knows_who_asked_whatever_they_say(tmp_path):

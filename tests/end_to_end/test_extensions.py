@@ -16,6 +16,7 @@ assert "alert: StatesStuck" in rules()
 stuck = 'collage_state_decrement_ratio{state=\\\\"exp_avg_sq\\\\"} < 0.5'
 assert stuck + " and on(run_id) collage_step > 1000" in rules()
 assert "## StatesStuck" in runbook()
+assert ALERTS["StatesStuck"].conditions and "Prometheus alone" not in runbook()
 """
 
 

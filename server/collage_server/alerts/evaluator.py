@@ -45,6 +45,11 @@ class AlertEvaluator(BackgroundThread):
         self._store = store
         self._samples = samples
         self._alerts = list(alerts)
+        unread = [entry.name for entry in self._alerts if not entry.conditions]
+        if unread:
+            _LOG.warning(
+                "Prometheus alone evaluates %s: made with about_runs, the server would, too", ", ".join(unread)
+            )
         self._clock = clock
         self._time_scale = time_scale
         self._round_seconds = interval_seconds
