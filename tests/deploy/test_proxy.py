@@ -152,8 +152,11 @@ def test_the_dashboard_s_port_asks_for_the_team_s_password_and_keeps_it(tmp_path
             assert client.get("/healthz", auth=("team", password)).is_success
             # What stands behind it never sees the password: to it nobody has signed in.
             behind = client.get("/api/v1/runs", auth=("team", password))
+            # It does see under which name it was asked: a foreign one is its to refuse.
+            foreign = client.get("/docs", auth=("team", password), headers={"Host": "evil.example"})
     assert behind.status_code == 401
     assert behind.json()["error"]["code"]
+    assert foreign.status_code == 403
 
 
 def test_heads_and_bodies_beyond_their_size_are_refused(tmp_path):
