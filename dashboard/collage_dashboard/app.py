@@ -13,6 +13,7 @@ from collage_dashboard.components import problem_page
 from collage_dashboard.guard import install_compression, install_guard
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
 from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.sign_in import ClientOfToken, forget_token, install_sign_in, token_of_session
 from collage_dashboard.view import View, read_address
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
@@ -36,12 +37,16 @@ _MISSING: Final = Problem("No such page", "This address leads nowhere.")
 
 
 def create_dashboard(
-    client_factory: Callable[[], Client], *, allowed_hosts: frozenset[str] | None = None
+    client_factory: Callable[[], Client],
+    *,
+    allowed_hosts: frozenset[str] | None = None,
+    sign_in: ClientOfToken | None = None,
 ) -> dash.Dash:
     """A dashboard that reads through the client that `client_factory` makes on first use.
 
     Every file that the browser loads comes from this process. `allowed_hosts` are the names under which it answers
-    (None: any); a callback must come from a page of its own.
+    (None: any); a callback must come from a page of its own. With `sign_in` nothing is shown before a person has
+    shown a token, and the client that it makes of that token reads in place of the other.
     """
     app = dash.Dash(
         __name__,
@@ -58,8 +63,12 @@ def create_dashboard(
     )
     reader = Reader(client_factory)
     install_guard(app.server, allowed_hosts)
+    if sign_in is not None:
+        make = sign_in
+        reader = Reader(lambda: make(token_of_session()), whose=token_of_session, on_unknown=forget_token)
+        install_sign_in(app.server, make)
     install_compression(app.server)
-    app.layout = _shell()
+    app.layout = _shell(signed_in=sign_in is not None)
     _register_routing(app, reader)
     for page in (runs, comparison, run, incidents, incident):
         page.register(app, reader)
@@ -85,7 +94,8 @@ def render(view: View, reader: Reader) -> Any:
     return problem_page(_MISSING)
 
 
-def _shell() -> dmc.MantineProvider:
+def _shell(*, signed_in: bool) -> dmc.MantineProvider:
+    leave = html.Form(html.Button("Sign out", className="sign-out"), action="/sign-out", method="post")
     header = html.Header(
         html.Div(
             [
@@ -98,6 +108,7 @@ def _shell() -> dmc.MantineProvider:
                 dcc.Link("Strategies", href="/compare", className="nav"),
                 dcc.Link("Incidents", href="/incidents", className="nav"),
                 html.Div(className="spring"),
+                *([leave] if signed_in else []),
                 dmc.ColorSchemeToggle(
                     lightIcon="☀", darkIcon="☾", variant="subtle", color="gray", **{"aria-label": "Light or dark"}
                 ),

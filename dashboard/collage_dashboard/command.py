@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import click
 
 from collage_dashboard.app import create_dashboard
 from collage_dashboard.guard import LOOPBACK_HOSTS
+from collage_dashboard.sign_in import ClientOfToken
 from collage_monitor.client import Client
 from collage_monitor.local import DASHBOARD_PORT, find_token, server_address
 
@@ -28,6 +30,8 @@ _TIMEOUT_SECONDS = 20.0
 @click.option("--token", envvar="COLLAGE_TOKEN", help="Token; default for a local server: its own.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token; read when needed.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name under which browsers reach it.")
+@click.option("--sign-in", is_flag=True, help="Ask for a token on this machine too; beyond it that is always so.")
+@click.option("--trusted-proxy", help="Address of the proxy with TLS before it, whose X-Forwarded headers count.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 def dashboard(
     host: str,
@@ -36,12 +40,14 @@ def dashboard(
     token: str | None,
     token_file: Path | None,
     allowed_hosts: tuple[str, ...],
+    sign_in: bool,
+    trusted_proxy: str | None,
     as_json: bool,
 ) -> None:
     """Show runs in the browser, read from a server over HTTP.
 
-    Whoever can open the page can read every run that the token can: beyond this machine, put it behind a proxy
-    that asks who is there.
+    On this machine alone, whoever can open the page can do what the token may. Beyond it everybody signs in with a
+    token of their own, and nothing is shown before.
     """
     from waitress.server import create_server
 
@@ -57,19 +63,40 @@ def dashboard(
         known = token or (_read(token_file) if token_file else find_token(server_url))
         return Client(server_url, known, timeout_seconds=_TIMEOUT_SECONDS)
 
-    app = create_dashboard(client, allowed_hosts=frozenset(allowed_hosts) | LOOPBACK_HOSTS)
+    def client_of(own: str) -> Client:
+        return Client(server_url, own, timeout_seconds=_TIMEOUT_SECONDS)
+
+    beyond = host not in LOOPBACK_HOSTS
+    asked: ClientOfToken | None = client_of if beyond or sign_in else None
+    names = frozenset(allowed_hosts) | LOOPBACK_HOSTS
+    app = create_dashboard(client, allowed_hosts=names, sign_in=asked)
+    proxied = _behind(trusted_proxy) if trusted_proxy else {}
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     try:
-        server = create_server(app.server, host=host, port=port, threads=_THREADS, ident="collage-monitor")
+        server = create_server(
+            app.server, host=host, port=port, threads=_THREADS, ident="collage-monitor", **proxied
+        )
     except OSError as error:
         raise click.ClickException(
             f"cannot listen on {host}:{port} ({error.strerror or error}); another --port?"
         ) from error
     address = f"http://{host}:{server.effective_port}"
-    if host not in LOOPBACK_HOSTS:
-        click.echo("plain HTTP beyond this machine: put a proxy with TLS and a sign-in before it", err=True)
+    if beyond and not trusted_proxy:
+        click.echo(
+            "plain HTTP beyond this machine: tokens travel readable; put a proxy with TLS before it and name it "
+            "with --trusted-proxy",
+            err=True,
+        )
+    if asked is not None:
+        click.echo("everybody signs in with a token of their own; that of the dashboard is not used", err=True)
     click.echo(json.dumps({"dashboard_url": address}) if as_json else f"dashboard {address}  (server {server_url})")
     server.run()
+
+
+def _behind(proxy: str) -> dict[str, Any]:
+    """What waitress needs so that the proxy's word counts on who asks, and whether by HTTPS."""
+    headers = {"x-forwarded-for", "x-forwarded-proto"}
+    return {"trusted_proxy": proxy, "trusted_proxy_headers": headers, "clear_untrusted_proxy_headers": True}
 
 
 def _read(path: Path) -> str | None:

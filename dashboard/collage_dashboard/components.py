@@ -15,6 +15,7 @@ from collage_dashboard.identities import RunStyle, is_stochastic
 from collage_dashboard.reader import Problem
 from collage_dashboard.view import View
 from collage_monitor import wire
+from collage_monitor.errors import CollageError, NotAuthorised
 from collage_monitor.judgement import LIMITS
 
 __all__ = [
@@ -35,10 +36,12 @@ __all__ = [
     "pace_marker",
     "page",
     "problem_page",
+    "refusal",
     "run_label",
     "scrollable",
     "smoothing_control",
     "state_badge",
+    "tags_of",
     "verdict_line",
     "verdict_mark",
     "wait_of",
@@ -193,6 +196,17 @@ def notice(problem: Problem | None) -> Any:
     if problem is None:
         return None
     return dmc.Alert(f"{problem.text} What is shown was read before.", title=problem.title, color="orange", mb="md")
+
+
+def tags_of(text: str) -> list[str]:
+    """Tags of a text with commas between them, each once."""
+    return list(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+
+
+def refusal(error: CollageError) -> dmc.Alert:
+    """Why nothing was written."""
+    title = "This token may not change anything" if isinstance(error, NotAuthorised) else "Not written"
+    return dmc.Alert(str(error), title=title, color="orange", mb="md")
 
 
 def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> html.Div:

@@ -33,7 +33,10 @@ def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
             names = ", ".join(sorted(allowed_hosts))
             return Response(f"host {host!r} is not served here; use one of {names}\n", 403, mimetype="text/plain")
         origin = request.headers.get("Origin")
-        if request.method not in {"GET", "HEAD"} and origin and urlsplit(origin).netloc != request.host:
+        # Without referrers a page's own form has the origin "null"; that it is its own the browser says elsewhere.
+        own = origin == "null" and request.headers.get("Sec-Fetch-Site") == "same-origin"
+        foreign = origin is not None and not own and urlsplit(origin).netloc != request.host
+        if request.method not in {"GET", "HEAD"} and foreign:
             return Response(f"origin {origin!r} may not call this dashboard\n", 403, mimetype="text/plain")
         return None
 

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
+
+from cachetools import LRUCache
 
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotAuthorised, NotFound, ServerUnreachable, Unavailable
@@ -14,6 +16,7 @@ from collage_monitor.errors import CollageError, NotAuthorised, NotFound, Server
 __all__ = ["Problem", "Reader", "explain"]
 
 _Answer = TypeVar("_Answer")
+_MOST_CLIENTS: Final = 64
 _START: Final = "collage-monitor up"
 
 
@@ -28,12 +31,23 @@ class Problem:
 
 
 class Reader:
-    """Asks the server. Thread-safe; after a refused token the client is made anew: a changed file counts."""
+    """Asks the server. Thread-safe; after a refused token the client is made anew: a changed file counts.
 
-    def __init__(self, client_factory: Callable[[], Client]) -> None:
+    whose: tells the askers of one process apart, each gets a client of its own; asked in the caller's thread.
+    on_unknown: called there when the server does not know the asker's token.
+    """
+
+    def __init__(
+        self,
+        client_factory: Callable[[], Client],
+        whose: Callable[[], str] = str,
+        on_unknown: Callable[[], None] = lambda: None,
+    ) -> None:
         self._factory = client_factory
+        self._whose = whose
+        self._on_unknown = on_unknown
         self._lock = threading.Lock()
-        self._client: Client | None = None
+        self._clients: LRUCache[str, Client] = LRUCache(_MOST_CLIENTS)
 
     def ask(self, question: Callable[[Client], _Answer]) -> _Answer:
         """The answer to `question`.
@@ -41,14 +55,8 @@ class Reader:
         Raises:
             CollageError: the server does not answer, or refuses.
         """
-        client = self._current()
-        try:
-            return question(client)
-        except NotAuthorised:
-            with self._lock:
-                if self._client is client:
-                    self._client = None
-            raise
+        [answer] = self.ask_together(question)
+        return cast(_Answer, answer)
 
     def ask_together(self, *questions: Callable[[Client], Any]) -> list[Any]:
         """The answers to several questions, asked at the same time.
@@ -56,14 +64,27 @@ class Reader:
         Raises:
             CollageError: the first that went wrong.
         """
-        with ThreadPoolExecutor(len(questions)) as threads:
-            return [answer.result() for answer in [threads.submit(self.ask, question) for question in questions]]
+        whose = self._whose()
+        client = self._client_of(whose)
+        try:
+            if len(questions) == 1:
+                return [questions[0](client)]
+            with ThreadPoolExecutor(len(questions)) as threads:
+                return [answer.result() for answer in [threads.submit(asked, client) for asked in questions]]
+        except NotAuthorised as error:
+            with self._lock:
+                if self._clients.get(whose) is client:
+                    del self._clients[whose]
+            if error.status == 401:
+                self._on_unknown()
+            raise
 
-    def _current(self) -> Client:
+    def _client_of(self, whose: str) -> Client:
         with self._lock:
-            if self._client is None:
-                self._client = self._factory()
-            return self._client
+            client = self._clients.get(whose)
+            if client is None:
+                client = self._clients[whose] = self._factory()
+            return client
 
 
 def explain(error: CollageError) -> Problem:

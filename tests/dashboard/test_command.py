@@ -84,3 +84,24 @@ def test_beyond_loopback_names_must_be_stated(served):
     assert served == {}
     CliRunner().invoke(command.dashboard, ["--host", "0.0.0.0", "--token", "t", "--allowed-host", "box.lan"])
     assert served["allowed_hosts"] == {"127.0.0.1", "localhost", "::1", "box.lan"}
+
+
+def test_beyond_loopback_nothing_is_open_without_a_sign_in(served):
+    for arguments, asked in (
+        (["--host", "0.0.0.0", "--allowed-host", "box.lan"], True),
+        (["--sign-in"], True),
+        ([], False),
+    ):
+        result = CliRunner().invoke(
+            command.dashboard, [*arguments, "--server-url", "http://127.0.0.1:9", "--token", "t"]
+        )
+        assert result.exit_code == 0, result.output
+        assert (served["sign_in"] is not None) is asked
+    with served["factory"]() as client:
+        assert client._http.headers["Authorization"] == "Bearer t"
+
+
+def test_behind_a_proxy_its_word_on_https_counts(served):
+    CliRunner().invoke(command.dashboard, ["--token", "t", "--trusted-proxy", "10.0.0.1"])
+    assert served["trusted_proxy"] == "10.0.0.1"
+    assert served["trusted_proxy_headers"] == {"x-forwarded-for", "x-forwarded-proto"}

@@ -19,11 +19,13 @@
     asked.set(question, performance.now());
     clearTimeout(timer);
     clock = clock || setInterval(tell, 500);
-    const done = () => {
+    const done = (given) => {
       asked.delete(question);
+      // The session is over: opened anew, the page asks who is there.
+      if (given && given.status === 401) window.location.reload();
       settle();
     };
-    answer.then(done, done);
+    answer.then(done, () => done());
     return answer;
   };
 

@@ -16,13 +16,14 @@ from collage_dashboard.components import (
     pace_marker,
     page,
     problem_page,
+    refusal,
 )
 from collage_dashboard.pages.incident_content import body, head
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.errors import CollageError, NotAuthorised, NotFound
+from collage_monitor.errors import CollageError, NotFound
 from collage_monitor.incidents import SETTLED_STEPS, read_incident
 
 __all__ = ["layout", "register"]
@@ -145,13 +146,8 @@ def _register_writing(app: dash.Dash, reader: Reader) -> None:
                 raise dash.exceptions.PreventUpdate
             reader.ask(lambda client: _add_note(client, shown, text))
         except CollageError as error:
-            return no_update, _refusal(error), no_update
+            return no_update, refusal(error), no_update
         return (written or 0) + 1, None, ""
-
-
-def _refusal(error: CollageError) -> Any:
-    title = "This token may not change anything" if isinstance(error, NotAuthorised) else "Not written"
-    return dmc.Alert(str(error), title=title, color="orange", mb="md")
 
 
 def _add_note(client: Client, incident_id: str, text: str) -> None:

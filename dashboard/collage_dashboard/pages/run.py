@@ -18,6 +18,7 @@ from collage_dashboard.components import (
     notice,
     pace_marker,
     page,
+    refusal,
     smoothing_control,
     wait_of,
 )
@@ -106,6 +107,7 @@ def layout(view: View, reader: Reader) -> html.Div:
 def register(app: dash.Dash, reader: Reader) -> None:
     """Bind address, controls and refresh to the application."""
     _register_navigation(app, reader)
+    _register_writing(app, reader)
     _register_figures(app, reader)
 
     @app.callback(
@@ -151,6 +153,27 @@ def register(app: dash.Dash, reader: Reader) -> None:
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         return head(run), summary(run, overview), wire.encode_json(run).decode()
+
+
+def _register_writing(app: dash.Dash, reader: Reader) -> None:
+    @app.callback(
+        Output({"type": "run-saved", "index": MATCH}, "children"),
+        Input({"type": "run-save", "index": MATCH}, "n_clicks"),
+        State({"type": "run-tags", "index": MATCH}, "value"),
+        State({"type": "run-notes", "index": MATCH}, "value"),
+        State("run-shown", "data"),
+        prevent_initial_call=True,
+    )
+    def save(clicks: int | None, tags: list[str] | None, notes: str | None, shown: dict[str, str]) -> Any:
+        if not clicks:
+            raise dash.exceptions.PreventUpdate
+        run_id = read_address(shown["pathname"], "").runs[0]
+        update = wire.RunUpdate(tags=tags or [], notes=notes or "")
+        try:
+            reader.ask(lambda client: client.update_run(run_id, update))
+        except CollageError as error:
+            return refusal(error)
+        return "Saved."
 
 
 def _register_figures(app: dash.Dash, reader: Reader) -> None:

@@ -137,13 +137,11 @@ def _to_layer(run: wire.Run, layer: str) -> tuple[str, str]:
     return write_address(View(page="run", runs=(run.run_id,), layer=layer))
 
 
-def about(run: wire.Run) -> dmc.Paper:
-    """Everything else that is known about the run."""
+def about(run: wire.Run) -> html.Div:
+    """What people write about the run, and everything else that is known of it."""
     watch = run.watch
     facts: list[tuple[str, str]] = [("Run", run.run_id), ("Project", run.project)]
     facts += [("Group", run.group)] if run.group else []
-    facts += [("Tags", ", ".join(run.tags))] if run.tags else []
-    facts += [("Notes", run.notes)] if run.notes else []
     facts += [("Created", when(run.created_at)), ("Seed", "–" if run.seed is None else str(run.seed))]
     if watch is not None:
         facts += _watch_facts(watch)
@@ -153,7 +151,24 @@ def about(run: wire.Run) -> dmc.Paper:
     ]
     facts += [(name, _scalar(name, entry)) for name, entry in sorted(run.scalars.items())]
     facts += [(f"config: {name}", json.dumps(value)) for name, value in sorted(run.config.items())]
-    return dmc.Paper(_table(facts), className="card facts", withBorder=True, mt=24)
+    return html.Div([_written(run), dmc.Paper(_table(facts), className="card facts", withBorder=True, mt=14)])
+
+
+def _written(run: wire.Run) -> dmc.Paper:
+    """Tags and notes, edited where they stand."""
+    tags = dmc.TagsInput(
+        id={"type": "run-tags", "index": 0}, label="Tags", value=run.tags, placeholder="Enter adds one", maxTags=64
+    )
+    notes = dmc.Textarea(
+        id={"type": "run-notes", "index": 0}, label="Notes", value=run.notes, autosize=True, minRows=2, maxRows=12
+    )
+    save = dmc.Button("Save", id={"type": "run-save", "index": 0}, variant="default", mt="sm")
+    return dmc.Paper(
+        [tags, notes, save, html.Span(id={"type": "run-saved", "index": 0}, role="status", className="saved")],
+        className="card written",
+        withBorder=True,
+        mt=24,
+    )
 
 
 def _beside(key: str, run: wire.Run, overview: wire.Overview) -> str:

@@ -18,6 +18,8 @@ from collage_dashboard.components import (
     pace_marker,
     page,
     problem_page,
+    refusal,
+    tags_of,
     verdict_mark,
     wait_of,
 )
@@ -37,6 +39,7 @@ BLOCK: Final = 50
 ROW_PIXELS: Final = 42
 HEADER_PIXELS: Final = 48
 _FOUR_DIGITS: Final = {"function": "fourDigits(params.value)"}
+_LARGE: Final = {"cellEditor": "agLargeTextCellEditor", "cellEditorPopup": True}
 _DISPUTED: Final = {"disputed": "params.data && params.data.disputed"}
 _STATES: Final = ("running", "finished", "failed", "stale")
 _LABELS: Final = {"health": "Verdict"}
@@ -126,6 +129,8 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
         _number("validation_loss", "Validation loss"),
         _number("bytes_per_parameter", "Bytes a parameter"),
         _number("last_step", "Step", "Newest step that was reported."),
+        _editable("tags", "Tags", 150, "Tags, with commas between. Double-click or press Enter to edit."),
+        _editable("notes", "Notes", 180, "Notes. Double-click or press Enter to edit.", **_LARGE),
         {
             "field": "updated_at",
             "headerName": "Last data (UTC)",
@@ -207,7 +212,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         except CollageError as error:
             failed = {**(known or {}), "failed": True}
             return failed, no_update, notice(explain(error)), no_update, no_update, str(pace(0.0))
-        found = _revision(table)
+        found = {**_revision(table), "edits": (known or {}).get("edits", 0)}
         if found == known:
             raise dash.exceptions.PreventUpdate
         empty = _is_empty(table, view)
@@ -242,6 +247,24 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
             return {"rowData": [], "rowCount": start}, notice(explain(error))
         return {"rowData": rows(table.rows), "rowCount": table.total}, no_update
 
+    @app.callback(
+        Output("runs-revision", "data", allow_duplicate=True),
+        Output("runs-alert", "children", allow_duplicate=True),
+        Input("runs-grid", "cellValueChanged"),
+        State("runs-revision", "data"),
+        prevent_initial_call=True,
+    )
+    def edit(changes: list[dict[str, Any]] | None, known: dict[str, Any]) -> tuple[Any, ...]:
+        """Keep what was written into a cell; what the server refuses is read anew."""
+        refused = None
+        for change in changes or ():
+            try:
+                _keep(reader, change)
+            except CollageError as error:
+                refused = refusal(error)
+        edits = int((known or {}).get("edits", 0)) + 1
+        return {**(known or {}), "edits": edits, "failed": False}, refused
+
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("flow", "reload"),
         Output("runs-grid", "id"),
@@ -256,6 +279,13 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         State("runs-address", "search"),
         prevent_initial_call=True,
     )
+
+
+def _keep(reader: Reader, change: dict[str, Any]) -> None:
+    """Send what was written into a cell."""
+    run_id, value = str(change["rowId"]), str(change.get("value") or "")
+    update = wire.RunUpdate(tags=tags_of(value)) if change["colId"] == "tags" else wire.RunUpdate(notes=value)
+    reader.ask(lambda client: client.update_run(run_id, update))
 
 
 def _register_choices(app: dash.Dash) -> None:
@@ -306,7 +336,7 @@ def _revision(table: wire.RunTable) -> dict[str, Any]:
     newest = table.rows[0] if table.rows else None
     at = f"{newest.run_id} {newest.updated_at} {newest.state}" if newest else ""
     judged = newest.overview.last_step if newest and newest.overview else None
-    return {"at": f"{at} {judged} {table.total} {sorted(table.live.items())}", "failed": False}
+    return {"at": f"{at} {judged} {table.total} {sorted(table.live.items())}", "edits": 0, "failed": False}
 
 
 def _is_empty(table: wire.RunTable, view: View) -> bool:
@@ -340,6 +370,8 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
         "headline": run.overview.headline if run.overview else "Not evaluated yet.",
         "trend": run.overview.trend if run.overview else [],
         "last_step": run.last_step,
+        "tags": ", ".join(run.tags),
+        "notes": run.notes,
         "edq_ratio": numbers.get("edq_ratio"),
         "state_decrement_ratio": numbers.get(state_key(numbers)),
         "lost_update_ratio": numbers.get("lost_update_ratio"),
@@ -354,6 +386,11 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
 
 def _text(field: str, header: str, width: int) -> dict[str, Any]:
     return {"field": field, "headerName": header, "width": width, "tooltipField": field}
+
+
+def _editable(field: str, header: str, width: int, help_line: str, **more: Any) -> dict[str, Any]:
+    own = {"headerTooltip": help_line, "editable": True, "sortable": False}
+    return {**_text(field, header, width), **own, **more}
 
 
 def _number(field: str, header: str, help_line: str = "") -> dict[str, Any]:
@@ -409,7 +446,7 @@ def _grid(view: View) -> dag.AgGrid:
             "headerHeight": HEADER_PIXELS,
             "tooltipShowDelay": 300,
             "animateRows": False,
-            "suppressCellFocus": True,
+            "stopEditingWhenCellsLoseFocus": True,
             "cacheBlockSize": BLOCK,
             "maxBlocksInCache": 4,
             "maxConcurrentDatasourceRequests": 1,

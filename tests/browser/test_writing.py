@@ -1,0 +1,83 @@
+"""Tags and notes, edited where they stand: in the table of runs and on a run's page."""
+
+import pytest
+
+from collage_monitor import wire
+from collage_monitor.client import Client
+from tests.dashboard.generated import GeneratedRun
+from tests.waiting import until
+
+pytestmark = pytest.mark.browser
+
+HOSTILE_TAG = "<img src=x onerror=alert(1)>"
+NOTES = 'first <b>line</b>\nsecond & "last"'
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return [GeneratedRun("plain", "plain", run_id="run-plain"), GeneratedRun("plus", "plus", run_id="run-plus")]
+
+
+@pytest.fixture(scope="module")
+def client(server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as own:
+        yield own
+
+
+def cell(page, run_id, column):
+    return page.locator(f'.ag-row[row-id="{run_id}"] .ag-cell[col-id="{column}"]')
+
+
+def test_a_run_is_described_in_the_table(watched, client):
+    page = watched.page
+    page.set_viewport_size({"width": 2400, "height": 900})
+    page.goto(watched.url)
+    cell(page, "run-plain", "tags").dblclick()
+    page.keyboard.press("Control+A")
+    page.keyboard.type(f"baseline, {HOSTILE_TAG}, baseline")
+    page.keyboard.press("Enter")
+    until(lambda: client.run("run-plain").tags == ["baseline", HOSTILE_TAG], "the tags are kept")
+    cell(page, "run-plain", "tags").get_by_text(f"baseline, {HOSTILE_TAG}", exact=True).wait_for()
+    cell(page, "run-plain", "notes").click()
+    page.keyboard.press("Enter")
+    page.keyboard.type("by keyboard alone")
+    page.keyboard.press("Enter")
+    until(lambda: client.run("run-plain").notes == "by keyboard alone", "the notes are kept")
+    page.reload()
+    cell(page, "run-plain", "notes").get_by_text("by keyboard alone").wait_for()
+
+
+def test_a_run_is_described_on_its_page(watched, client):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plus?tab=about")
+    tags = page.get_by_role("textbox", name="Tags")
+    tags.fill(HOSTILE_TAG)
+    tags.press("Enter")
+    page.get_by_label("Notes").fill(NOTES)
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("Saved.").wait_for()
+    run = client.run("run-plus")
+    assert run.tags == ["test", HOSTILE_TAG]
+    assert run.notes == NOTES
+    page.reload()
+    page.get_by_text(HOSTILE_TAG, exact=True).wait_for()
+    assert page.get_by_label("Notes").input_value() == NOTES
+
+
+def test_what_the_token_may_not_change_stays_and_is_said(open_page, dashboard, server_url, client, tmp_path):
+    made = client.create_token(wire.TokenCreate(name="reader", role="read", projects=None))
+    (tmp_path / "token").write_text(made.secret)
+    before = client.run("run-plain").tags
+    with dashboard(server_url[0], tmp_path / "token", tmp_path) as url:
+        page = open_page(url, width=2400).page
+        page.goto(url)
+        cell(page, "run-plain", "tags").dblclick()
+        page.keyboard.type("mine")
+        page.keyboard.press("Enter")
+        page.get_by_text("This token may not change anything").wait_for()
+        page.goto(f"{url}/run/run-plain?tab=about")
+        page.get_by_role("button", name="Save").click()
+        page.get_by_text("This token may not change anything").wait_for()
+        page.goto("about:blank")
+    assert client.run("run-plain").tags == before
