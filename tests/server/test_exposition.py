@@ -121,6 +121,8 @@ def put_together(server, monkeypatch):
 
 def test_the_newest_report_says_what_the_newest_step_says(server, monkeypatch):
     """Of one process or several, shown and hidden, sealed and not: read together or one by one, the page is one."""
+    # What others leave of the disk changes between two pages.
+    monkeypatch.setattr(DiskGuard, "left_ratio", 0.5)
     server.app.state.components.overviews.stop(PATIENCE_SECONDS)
     server.filled("plain", "s0", steps=[10, 20])
     server.filled("nothing", "s1", steps=[])
