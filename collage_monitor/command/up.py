@@ -85,7 +85,11 @@ class Services:
     def _start(self, *arguments: str) -> None:
         with_token = [*arguments, "--token-file", str(token_path(self.folder))]
         command = [sys.executable, "-c", "from collage_monitor.command import main; main()", *with_token]
-        self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
+        # What the server sends about incidents leads to their pages.
+        environment = {"COLLAGE_SERVER_DASHBOARD_URL": self.dashboard_url, **os.environ}
+        self._processes.append(
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+        )
 
     def _wait_for(self, address: str) -> None:
         deadline = time.monotonic() + _START_SECONDS

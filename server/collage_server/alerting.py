@@ -11,16 +11,21 @@ from collections.abc import Iterator
 import click
 
 from collage_monitor.alerts import ALERTS, RECORDED, Alert, duration
+from collage_monitor.local import DASHBOARD_PORT
 
 __all__ = ["rules", "runbook"]
 
 _SERVER = "this server"
 _RUN = "run {{ $labels.run }} ({{ $labels.run_id }}) of project {{ $labels.project }}"
 _RUNBOOK = "docs/alerts.md"
+_DASHBOARD = f"http://127.0.0.1:{DASHBOARD_PORT}"
 
 
-def rules(time_scale: float = 1.0) -> str:
-    """The Prometheus rule file as YAML. `time_scale` < 1 shortens every window and waiting time alike."""
+def rules(time_scale: float = 1.0, dashboard_url: str = _DASHBOARD) -> str:
+    """The Prometheus rule file as YAML. `time_scale` < 1 shortens every window and waiting time alike.
+
+    dashboard_url: where people reach the dashboard; the annotation `page` leads there.
+    """
     lines = [
         "# Generated from the alert catalogue (`python -m collage_server.alerting rules`): change that.",
         "groups:",
@@ -30,7 +35,7 @@ def rules(time_scale: float = 1.0) -> str:
     for name, sources in RECORDED.items():
         lines += [f"      - record: {name}", f"        expr: {json.dumps(' or '.join(sources))}"]
     for entry in ALERTS.values():
-        lines += _rule(entry, time_scale)
+        lines += _rule(entry, time_scale, dashboard_url.rstrip("/"))
     return "\n".join(lines) + "\n"
 
 
@@ -51,7 +56,7 @@ def runbook() -> str:
     return "\n".join(head) + "\n"
 
 
-def _rule(entry: Alert, time_scale: float) -> Iterator[str]:
+def _rule(entry: Alert, time_scale: float, dashboard_url: str) -> Iterator[str]:
     subject = _RUN if entry.scope == "run" else _SERVER
     summary = f"{subject}: {entry.summary}"
     description = f'{entry.meaning} Now: {{{{ $value | printf "%.3f" }}}}. First: {entry.first_step}'
@@ -67,6 +72,8 @@ def _rule(entry: Alert, time_scale: float) -> Iterator[str]:
     yield f"          summary: {json.dumps(summary, ensure_ascii=False)}"
     yield f"          description: {json.dumps(description, ensure_ascii=False)}"
     yield f"          runbook: {_RUNBOOK}#{entry.name.lower()}"
+    run = "&run={{ $labels.run_id | urlquery }}" if entry.scope == "run" else ""
+    yield f"          page: {json.dumps(f'{dashboard_url}/incident?alert={entry.name}{run}')}"
 
 
 def _section(entry: Alert) -> Iterator[str]:
@@ -92,9 +99,10 @@ def _section(entry: Alert) -> Iterator[str]:
 @click.command()
 @click.argument("document", type=click.Choice(["rules", "runbook"]))
 @click.option("--time-scale", default=1.0, show_default=True, help="Shorten windows and waits by this factor.")
-def main(document: str, time_scale: float) -> None:
+@click.option("--dashboard-url", default=_DASHBOARD, show_default=True, help="Where people reach the dashboard.")
+def main(document: str, time_scale: float, dashboard_url: str) -> None:
     """Print the Prometheus rules or the runbook."""
-    click.echo(rules(time_scale) if document == "rules" else runbook(), nl=False)
+    click.echo(rules(time_scale, dashboard_url) if document == "rules" else runbook(), nl=False)
 
 
 if __name__ == "__main__":

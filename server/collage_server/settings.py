@@ -104,7 +104,8 @@ class Settings:
 
     `alerts` says which entries of the catalogue this server evaluates, every `alert_interval_seconds`: those on by
     default, these and all from a severity on, or none. Messages go to `alert_webhook` (JSON), `alert_slack`, and by
-    e-mail through `alert_smtp` to `alert_email`, whose first address is the sender, too.
+    e-mail through `alert_smtp` to `alert_email`, whose first address is the sender, too. Each leads to the
+    incident's page, if `dashboard_url` says where people reach the dashboard.
 
     `retention_raw_days` is how long single measured points are kept, `retention_coarse_days` how long points of 16,
     both for good when None; points of 256 always are. Beyond `disk_budget_bytes` of data, or with less than
@@ -147,6 +148,7 @@ class Settings:
     alert_slack: _WebAddress | None = field(default=None, repr=False)
     alert_smtp: _MailServer | None = field(default=None, repr=False)
     alert_email: _MailAddresses | None = None
+    dashboard_url: _WebAddress | None = None
     log_format: _LogFormat = "text"
     log_level: _LogLevel = "info"
 

@@ -75,6 +75,13 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
+def test_every_rule_leads_to_the_incidents_page():
+    for rule in yaml.safe_load(rules(dashboard_url="https://box.lan/"))["groups"][0]["rules"]:
+        if "alert" in rule:
+            run = "&run={{ $labels.run_id | urlquery }}" * (ALERTS[rule["alert"]].scope == "run")
+            assert rule["annotations"]["page"] == f"https://box.lan/incident?alert={rule['alert']}{run}"
+
+
 def test_a_time_scale_shortens_windows_and_waits():
     parsed = [rule for rule in yaml.safe_load(rules(0.001))["groups"][0]["rules"] if "alert" in rule]
     assert parsed[0]["for"] == "300ms"

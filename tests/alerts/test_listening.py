@@ -82,8 +82,10 @@ def test_a_training_hears_of_each_alert_once_and_survives_its_callback(client, t
     listed = CliRunner().invoke(alerts, ["--server-url", client.server_url, "--token", str(read_token(tmp_path))])
     assert "CollageNotFinite: firing, critical, since" in listed.output, listed.output
     assert f"run {run.run_id} of p" in listed.output
-    options = ["--run", run.run_id, "--silence-hours", "1", "--json"]
     own = ["--server-url", client.server_url, "--token", str(read_token(tmp_path))]
+    led = CliRunner().invoke(alerts, [*own, "--dashboard-url", "http://box.lan"])
+    assert led.output.count("  http://box.lan/incident/") == 2
+    options = ["--run", run.run_id, "--silence-hours", "1", "--json"]
     silenced = json.loads(CliRunner().invoke(alerts, [*own, *options]).output)["events"]
     assert [entry["silenced"] for entry in silenced] == [True, True]
     taken = CliRunner().invoke(alerts, [*own, "--acknowledge", silenced[0]["incident_id"]])

@@ -70,6 +70,19 @@ def test_a_webhook_gets_the_incident_and_what_to_do():
     assert body["first_step"].startswith("Look at")
 
 
+def test_each_message_leads_to_the_incidents_page(tmp_path):
+    with web_server() as (address, requests):
+        webhook, slack = targets_of(
+            settings_with(
+                tmp_path, alert_webhook=address, alert_slack=address, dashboard_url="https://box.lan/monitor/"
+            )
+        )
+        webhook.send(INCIDENT)
+        slack.send(INCIDENT)
+    assert requests[0][2]["page"] == "https://box.lan/monitor/incident/1"
+    assert "\nhttps://box.lan/monitor/incident/1\n" in requests[1][2]["text"]
+
+
 def test_slack_gets_a_text_without_marks_of_its_own():
     with web_server() as (address, requests):
         SlackTarget(address).send(INCIDENT)

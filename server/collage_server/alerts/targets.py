@@ -13,7 +13,7 @@ import ssl
 from abc import ABC, abstractmethod
 from email.message import EmailMessage
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import httpx
 
@@ -42,12 +42,13 @@ class Target(ABC):
 
 
 class WebhookTarget(Target):
-    """JSON by POST: {"version": 1, "incident": {…}, "meaning", "first_step", "runbook"}."""
+    """JSON by POST: {"version": 1, "incident": {…}, "meaning", "first_step", "runbook", "page"}."""
 
     name = "webhook"
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, dashboard_url: str | None = None) -> None:
         self._url = url
+        self._dashboard_url = dashboard_url
 
     def send(self, incident: wire.Incident) -> None:
         """Post the message; anything but an answer 2xx is a failure."""
@@ -62,6 +63,7 @@ class WebhookTarget(Target):
             "meaning": entry.meaning if entry else None,
             "first_step": entry.first_step if entry else None,
             "runbook": f"docs/alerts.md#{incident.alert.lower()}" if entry else None,
+            "page": page_of(incident, self._dashboard_url),
         }
 
 
@@ -73,7 +75,9 @@ class SlackTarget(WebhookTarget):
     def body(self, incident: wire.Incident) -> dict[str, Any]:
         """What is sent."""
         # Slack reads <…> and & as its own marks.
-        text = _as_text(incident).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        text = (
+            _as_text(incident, self._dashboard_url).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        )
         return {"text": text}
 
 
@@ -82,7 +86,8 @@ class EmailTarget(Target):
 
     name = "email"
 
-    def __init__(self, server: str, sender: str, recipients: list[str]) -> None:
+    def __init__(self, server: str, sender: str, recipients: list[str], dashboard_url: str | None = None) -> None:
+        self._dashboard_url = dashboard_url
         self._server = urlsplit(server)
         self._sender = sender
         self._recipients = recipients
@@ -93,7 +98,7 @@ class EmailTarget(Target):
         message["From"] = self._sender
         message["To"] = ", ".join(self._recipients)
         message["Subject"] = " ".join(_title(incident).split())
-        message.set_content(_as_text(incident))
+        message.set_content(_as_text(incident, self._dashboard_url))
         secure = self._server.scheme == "smtps"
         kind = smtplib.SMTP_SSL if secure else smtplib.SMTP
         host, port = self._server.hostname or "", self._server.port or (465 if secure else 25)
@@ -109,13 +114,14 @@ class EmailTarget(Target):
 def targets_of(settings: Settings) -> list[Target]:
     """The targets that the settings name; none by default."""
     found: list[Target] = []
+    dashboard = settings.dashboard_url
     if settings.alert_webhook:
-        found.append(WebhookTarget(settings.alert_webhook))
+        found.append(WebhookTarget(settings.alert_webhook, dashboard))
     if settings.alert_slack:
-        found.append(SlackTarget(settings.alert_slack))
+        found.append(SlackTarget(settings.alert_slack, dashboard))
     if settings.alert_smtp and settings.alert_email:
         addresses = [address.strip() for address in settings.alert_email.split(",")]
-        found.append(EmailTarget(settings.alert_smtp, addresses[0], addresses))
+        found.append(EmailTarget(settings.alert_smtp, addresses[0], addresses, dashboard))
     return found
 
 
@@ -125,9 +131,16 @@ def _title(incident: wire.Incident) -> str:
     return f"{incident.alert} {state} ({incident.severity}): {about}"
 
 
-def _as_text(incident: wire.Incident) -> str:
+def page_of(incident: wire.Incident, dashboard_url: str | None) -> str | None:
+    """Where the dashboard shows the incident; None where nobody said where the dashboard is."""
+    return None if dashboard_url is None else f"{dashboard_url.rstrip('/')}/incident/{quote(incident.incident_id)}"
+
+
+def _as_text(incident: wire.Incident, dashboard_url: str | None = None) -> str:
     entry = ALERTS.get(incident.alert)
     lines = [_title(incident), incident.text]
+    if page := page_of(incident, dashboard_url):
+        lines.append(page)
     if incident.project:
         lines.append(f"project {incident.project}, run {incident.run_id}, step {incident.step}")
     if entry and incident.state == "firing":
