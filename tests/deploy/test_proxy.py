@@ -93,7 +93,8 @@ def proxied(tmp_path, **changed):
     assert secrets.run("start", COLLAGE_NAME="localhost").returncode == 0
     (tmp_path / "data").mkdir()
     put_migrated(tmp_path / "data")
-    with listening(tmp_path / "data", token=OWN, trusted_proxies=("127.0.0.1",)) as server:
+    settings = {"token": OWN, "trusted_proxies": ("127.0.0.1",), "allowed_hosts": ("monitor.example",)}
+    with listening(tmp_path / "data", **settings) as server:
         written = tmp_path / "nginx.conf"
         written.write_text(configuration(tmp_path, secrets, ports, server.port, changed))
         options = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
