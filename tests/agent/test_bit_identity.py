@@ -34,7 +34,7 @@ OPTIMIZERS = {
 def run(make, watched: bool, scheduled: bool = False, **options):
     random.seed(1)
     np.random.seed(1)
-    model = small_gpt()
+    model = small_gpt(layers=1)
     optimizer = make(model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) if scheduled else None
     handle = watch(model, optimizer, budget=None, **options) if watched else None

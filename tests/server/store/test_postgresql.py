@@ -279,9 +279,10 @@ def test_a_sealer_that_loses_its_claim_makes_nothing_visible(store, database, cl
 
 
 def test_a_claim_outlasts_the_time_that_a_transaction_may_idle(store, database, cluster):
-    cluster.execute(f"ALTER DATABASE {store.engine.url.database} SET idle_in_transaction_session_timeout = '50ms'")
+    StoreContract.fill(store)
     other = opened(database)
-    StoreContract.fill(other)
+    cluster.execute(f"ALTER DATABASE {store.engine.url.database} SET idle_in_transaction_session_timeout = '1s'")
+    other.engine.dispose()
     with other._claim("r1") as mine, other.engine.connect() as later:
         assert mine
         later.execute(text("SELECT 1"))
