@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up test quick check format nightly exhaustive torture gpu bench clean
+.PHONY: demo up test quick costs check format nightly exhaustive torture gpu bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -31,8 +31,11 @@ test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
 
-quick: $(VENV)/.stamp-dev  ## The fast half, for while you work: no test that starts processes or is marked slow
+quick: $(VENV)/.stamp-dev  ## The fast half, for while you work: the cheapest of the tests that start no processes
 	$(BIN)/python -m pytest -n 2 --quick -m "not slow and not nightly and not gpu"
+
+costs: $(VENV)/.stamp-dev  ## Record what those tests cost (tests/costs.json), on a quiet machine
+	$(BIN)/python -m pytest -n 2 --quick --record-costs -m "not slow and not nightly and not gpu"
 
 check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, compose file, Dockerfile
 	$(BIN)/ruff format --check .

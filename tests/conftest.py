@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.costs import CostRecorder, is_costly
 from tests.lanes import is_slow, starts_processes
 
 
@@ -46,7 +47,13 @@ def _announce(home: Path, address: str) -> None:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="leave out what starts processes or is marked slow")
+    parser.addoption("--quick", action="store_true", help="leave out what starts processes")
+    parser.addoption("--record-costs", action="store_true", help="write tests/costs.json anew")
+
+
+def pytest_configure(config):
+    if config.getoption("--record-costs"):
+        config.pluginmanager.register(CostRecorder())
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -56,10 +63,14 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """What starts processes is slow and comes first; a CUDA test says why it is skipped without a device."""
+def pytest_collection_modifyitems(items, config):
+    """What starts processes or costs much is slow and comes first; a CUDA test says why it is skipped.
+
+    What is recorded again must not depend on the last record.
+    """
+    recording = config.getoption("--record-costs")
     for item in items:
-        if is_slow(item):
+        if is_slow(item) or (not recording and is_costly(item)):
             item.add_marker(pytest.mark.slow)
     # First the modules that start processes, then the other slow ones, so that no worker is left alone with one of
     # them at the end. A module stays in one piece, and with it what its tests share.

@@ -1,7 +1,7 @@
-"""Which tests `make quick` leaves out: those that start processes, browsers or databases, and those marked `slow`.
+"""Which tests `make quick` leaves out, beside the costly: those that start processes, browsers or databases.
 
-The first kind is found, not listed: a test is slow if its module, or the module of a fixture that it uses, can
-start a process, itself or through another module of the tests.
+They are found, not listed: a test is slow if its module, or the module of a fixture that it uses, can start a
+process, itself or through another module of the tests. Others are marked `slow` by hand, or by what they cost.
 """
 
 import inspect
