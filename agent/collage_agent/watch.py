@@ -28,7 +28,7 @@ from collage_agent.watching.governor import Governor
 from collage_agent.watching.history import History
 from collage_agent.watching.hooks import OptimizerHooks, steps_taken
 from collage_agent.watching.iterations import Iterations
-from collage_agent.watching.verdict import evidence_of, since, summarise, verdict
+from collage_agent.watching.verdict import edq_change, evidence_of, summarise, verdict
 from collage_monitor import wire
 from collage_monitor.judgement import Evidence, Judgement, judge
 from collage_monitor.table import Table
@@ -191,7 +191,7 @@ class Watch:
             return f"nothing is measured: {self._advice}"
         past = self._history.past()
         evidence = evidence_of(past, self._layout, self.info)
-        return verdict(evidence, self.summary(), since(past, self._layout))
+        return verdict(evidence, self.summary(), edq_change(past, self._layout))
 
     def __repr__(self) -> str:
         at = "not started" if self.step is None else f"at step {self.step}"

@@ -34,7 +34,7 @@ def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: i
     finite. Keys are `name`_…/FORMAT. NaN in the blocks of a tensor whose copy is not known. No synchronisation.
     """
     keys, found = [], []
-    for key, known in copies.known.items():
+    for key, nan_where_unknown in copies.nan_where_unknown.items():
         kind = COPIES[key]
         change = _copy(copies.after, kind, block).to(torch.float64)
         change = change.sub_(_copy(copies.before, kind, block))
@@ -45,7 +45,7 @@ def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: i
         rows[1].copy_(change.ne(0))
         torch.mul(intended, intended, out=rows[2]).mul_(rows[0])
         torch.mul(intended, change, out=rows[3])
-        found.append(block_sums(rows, block).mul_(known))
+        found.append(block_sums(rows, block).mul_(nan_where_unknown))
         keys += [f"{name}_{part}/{key}" for part in _SUMS]
     return named(keys, torch.cat(found))
 

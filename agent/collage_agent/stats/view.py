@@ -48,12 +48,13 @@ class StoredWeights:
 class Copies:
     """The low-precision copies of sampled elements: what they are made of before and after, and in which formats.
 
-    known: fp64 [blocks] of each format, 1, or NaN where a copy of the block's tensor depends on what is not here.
+    nan_where_unknown: of each format fp64 [blocks], 1, or NaN where a copy of the block's tensor depends on what
+    is not here.
     """
 
     before: StoredWeights
     after: StoredWeights
-    known: Mapping[str, Tensor]
+    nan_where_unknown: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

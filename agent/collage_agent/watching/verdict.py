@@ -30,7 +30,7 @@ from collage_monitor.onset import describe, find_onset
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES, advice
 
-__all__ = ["evidence_of", "since", "summarise", "verdict"]
+__all__ = ["edq_change", "evidence_of", "summarise", "verdict"]
 
 
 _WORST: Final = 3
@@ -80,8 +80,8 @@ def evidence_of(past: Past | None, layout: Layout | None, info: wire.WatchInfo) 
     )
 
 
-def since(past: Past | None, layout: Layout | None) -> str | None:
-    """Since when EDQ is what it is, and in which layers, if it changed while it was watched."""
+def edq_change(past: Past | None, layout: Layout | None) -> str | None:
+    """A sentence that says since when EDQ is what it is, and in which layers; None if it did not change."""
     if past is None or layout is None:
         return None
     edq = finish("edq_ratio", past.totals).T
@@ -93,8 +93,8 @@ def since(past: Past | None, layout: Layout | None) -> str | None:
 
 
 def verdict(evidence: Evidence, summary: Mapping[str, Any], changed: str | None = None) -> str:
-    """Several lines for people. `summary` is that of the last measured step, for what only it has; `changed` says
-    since when something is different."""
+    """Several lines for people. `summary` is that of the last measured step, for what only it has; `changed` is the
+    sentence of `edq_change`."""
     info = evidence.watch
     assert info is not None
     believed = f", believed to be {info.strategy}" if info.strategy not in (None, info.observed_strategy) else ""
