@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import dash
@@ -11,6 +12,7 @@ from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import problem_page
 from collage_dashboard.guard import install_compression, install_guard
+from collage_dashboard.opening import DOCUMENT, OpeningDash
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.sign_in import ClientOfToken, forget_token, install_sign_in, token_of_session
@@ -20,19 +22,6 @@ from collage_monitor.errors import CollageError
 
 __all__ = ["create_dashboard"]
 
-_INDEX: Final = """<!DOCTYPE html>
-<html lang="en">
-  <head>
-    {%metas%}
-    <title>{%title%}</title>
-    <link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
-    {%css%}
-  </head>
-  <body>
-    {%app_entry%}
-    <footer>{%config%}{%scripts%}{%renderer%}</footer>
-  </body>
-</html>"""
 _MISSING: Final = Problem("No such page", "This address leads nowhere.")
 
 
@@ -48,7 +37,7 @@ def create_dashboard(
     (None: any); a callback must come from a page of its own. With `sign_in` nothing is shown before a person has
     shown a token, and the client that it makes of that token reads in place of the other.
     """
-    app = dash.Dash(
+    app = OpeningDash(
         __name__,
         title="Collage Monitor",
         update_title="",
@@ -56,7 +45,7 @@ def create_dashboard(
         pages_folder="",
         serve_locally=True,
         suppress_callback_exceptions=True,
-        index_string=_INDEX,
+        index_string=DOCUMENT,
         health_endpoint="healthz",
         add_log_handler=False,
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
@@ -68,7 +57,11 @@ def create_dashboard(
         reader = Reader(lambda: make(token_of_session()), whose=token_of_session, on_unknown=forget_token)
         install_sign_in(app.server, make)
     install_compression(app.server)
-    app.layout = _shell(signed_in=sign_in is not None)
+    shell = partial(_shell, signed_in=sign_in is not None)
+    app.layout = shell()
+    app.open_page = lambda pathname, search: shell(
+        render(read_address(pathname, search), reader), pathname=pathname, search=search
+    )
     _register_routing(app, reader)
     for page in (runs, comparison, run, incidents, incident):
         page.register(app, reader)
@@ -94,7 +87,8 @@ def render(view: View, reader: Reader) -> Any:
     return problem_page(_MISSING)
 
 
-def _shell(*, signed_in: bool) -> dmc.MantineProvider:
+def _shell(page: Any = None, *, signed_in: bool, **address: str) -> dmc.MantineProvider:
+    """What stands on all pages, around `page`; without one, the browser tells its address and gets its page."""
     leave = html.Form(html.Button("Sign out", className="sign-out"), action="/sign-out", method="post")
     header = html.Header(
         html.Div(
@@ -119,13 +113,12 @@ def _shell(*, signed_in: bool) -> dmc.MantineProvider:
     )
     return dmc.MantineProvider(
         [
-            dcc.Location(id="address", refresh=False),
+            dcc.Location(id="address", refresh=False, **address),
             dcc.Store(id="tick"),
             dcc.Store(id="retry-tick"),
             dcc.Store(id="runs-picked", storage_type="session"),
             header,
-            html.Div(id="waiting", role="status", className="waiting"),
-            html.Main(id="page", className="page"),
+            html.Main(page, id="page", className="page"),
         ],
         defaultColorScheme="auto",
         theme={
@@ -142,6 +135,7 @@ def _register_routing(app: dash.Dash, reader: Reader) -> None:
         Input("address", "pathname"),
         Input("retry-tick", "data"),
         State("address", "search"),
+        prevent_initial_call=True,  # The layout came with its page, or the address is told as a change.
     )
     def show(pathname: str | None, _tick: int | None, search: str | None) -> Any:
         return render(read_address(pathname, search), reader)

@@ -4,6 +4,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from tests.dashboard.generated import GeneratedRun, demo_runs
+from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.browser
 
@@ -76,6 +77,21 @@ def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):
         page.wait_for_selector(PAGES.get(path, ".scatterlayer .trace"))
         page.wait_for_selector(".number-card, .run-cell")
         assert page.evaluate("window.shift") <= 0.1, path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_says_its_answer_before_any_script_has_run(browser, dashboard_url, scheme):
+    context = browser.new_context(java_script_enabled=False, color_scheme=scheme)
+    page = context.new_page()
+    page.set_default_timeout(1e3 * PATIENCE_SECONDS)
+    page.goto(dashboard_url)
+    page.locator(".runs-words .verdict-cell", has_text="not finite since step 110").wait_for()
+    page.get_by_role("link", name=NOT_FINITE, exact=True).click()
+    page.locator(".answer", has_text="Loss is not finite since step 110").wait_for()
+    assert page.locator(".number-card").count() == 4
+    page.goto(f"{dashboard_url}/compare?run=run-plain&run=run-plus")
+    page.locator(".verdict", has_text="of its updates").wait_for()
+    context.close()
 
 
 def test_a_loss_that_is_nan_is_named_with_its_step(open_page, dashboard_url):

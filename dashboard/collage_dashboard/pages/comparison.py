@@ -90,7 +90,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     said = recommendation(results)
     return page(
         [
-            dcc.Location(id="compare-address", refresh=False),
+            dcc.Location(id="compare-address", refresh=False, search=search),
             dcc.Store(id="compare-shown", data=search),
             dcc.Store(id="compare-revision", data=_revision(view, rows)),
             dcc.Store(id="compare-rows", data=_kept(rows)),

@@ -73,7 +73,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     )
     return page(
         [
-            dcc.Location(id="run-address", refresh=False),
+            dcc.Location(id="run-address", refresh=False, search=search),
             dcc.Store(id="run-shown", data={"pathname": pathname, "search": search}),
             dcc.Store(id="run-revision", data=_revision(row)),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),

@@ -36,6 +36,8 @@ __all__ = ["columns", "compare_link", "headline_of", "layout", "register", "rows
 
 BLOCK: Final = 50
 """Rows that one question reads."""
+_ROWS_IN_WORDS: Final = 25
+"""As many as a tall screen shows."""
 ROW_PIXELS: Final = 42
 HEADER_PIXELS: Final = 48
 _FOUR_DIGITS: Final = {"function": "fourDigits(params.value)"}
@@ -57,11 +59,19 @@ def layout(view: View, reader: Reader) -> html.Div:
     Raises:
         CollageError: the server does not answer or refuses.
     """
-    filters, table = reader.ask_together(lambda client: client.run_filters(), lambda client: _head(client, view))
+    filters, first, *newest = reader.ask_together(
+        lambda client: client.run_filters(),
+        lambda client: _block(client, view, view.sort, 0, BLOCK),
+        *([lambda client: _head(client, view)] if view.sort != View().sort else []),
+    )
+    table = newest[0] if newest else first
+    shown = rows(first.rows)
     return page(
         [
             dcc.Location(id="runs-address", refresh=False, search=write_address(view)[1]),
             dcc.Store(id="runs-revision", data=_revision(table)),
+            dcc.Store(id="runs-first", data={"sort": view.sort, "rowData": shown, "rowCount": first.total}),
+            dcc.Store(id="runs-wanted"),
             pace_marker("runs-pace", _wait(table, view)),
             html.Div(
                 [
@@ -82,7 +92,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div([_filter(name, view, filters) for name in FILTERS], className="filters"),
             html.Div(headline_of(table), id="runs-count", className="headline", role="status"),
             html.Div(id="runs-alert"),
-            html.Div(_grid(view), id="runs-table", style=_shown(not _is_empty(table, view))),
+            html.Div(_grid(view, shown), id="runs-table", style=_shown(not _is_empty(table, view))),
             html.Div(problem_page(_NO_RUNS, order=2), id="runs-empty", style=_shown(_is_empty(table, view))),
             limits_note(),
         ],
@@ -221,10 +231,20 @@ def register(app: dash.Dash, reader: Reader) -> None:
 
 
 def _register_rows(app: dash.Dash, reader: Reader) -> None:
-    @app.callback(
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "firstRows"),
         Output("runs-grid", "getRowsResponse"),
-        Output("runs-alert", "children", allow_duplicate=True),
+        Output("runs-first", "data"),
+        Output("runs-wanted", "data"),
         Input("runs-grid", "getRowsRequest"),
+        State("runs-first", "data"),
+        prevent_initial_call=True,
+    )
+
+    @app.callback(
+        Output("runs-grid", "getRowsResponse", allow_duplicate=True),
+        Output("runs-alert", "children", allow_duplicate=True),
+        Input("runs-wanted", "data"),
         State("runs-address", "search"),
         prevent_initial_call=True,
     )
@@ -232,17 +252,9 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         if request is None:
             raise dash.exceptions.PreventUpdate
         view, start = read_address("/", search), int(request["startRow"])
-        sort = next(iter(request.get("sortModel") or ()), {"colId": "updated_at", "sort": "desc"})
+        limit = min(int(request["endRow"]) - start, 500)
         try:
-            table = reader.ask(
-                lambda client: client.run_table(
-                    **_filters(view),
-                    sort=sort["colId"],
-                    descending=sort["sort"] == "desc",
-                    offset=start,
-                    limit=min(int(request["endRow"]) - start, 500),
-                )
-            )
+            table = reader.ask(lambda client: _block(client, view, request["sort"], start, limit))
         except CollageError as error:
             return {"rowData": [], "rowCount": start}, notice(explain(error))
         return {"rowData": rows(table.rows), "rowCount": table.total}, no_update
@@ -329,6 +341,12 @@ def _filters(view: View) -> dict[str, Any]:
 def _head(client: Client, view: View) -> wire.RunTable:
     """How many runs there are, and the one that changed last."""
     return client.run_table(**_filters(view), limit=1)
+
+
+def _block(client: Client, view: View, sort: str, start: int, limit: int) -> wire.RunTable:
+    """Rows of the table as the view filters them."""
+    descending, column = sort.startswith("-"), sort.removeprefix("-")
+    return client.run_table(**_filters(view), sort=column, descending=descending, offset=start, limit=limit)
 
 
 def _revision(table: wire.RunTable) -> dict[str, Any]:
@@ -429,8 +447,9 @@ def _filter(name: str, view: View, filters: wire.RunFilters) -> Any:
     )
 
 
-def _grid(view: View) -> dag.AgGrid:
-    return dag.AgGrid(
+def _grid(view: View, first: Sequence[dict[str, Any]]) -> dag.AgGrid:
+    """The grid; until it can be drawn, its first rows in words stand in its place."""
+    grid = dag.AgGrid(
         id="runs-grid",
         columnDefs=columns(view.sort),
         rowModelType="infinite",
@@ -455,3 +474,35 @@ def _grid(view: View) -> dag.AgGrid:
         className="runs-grid",
         style={"height": "calc(100vh - 290px)", "minHeight": "260px"},
     )
+    grid.words = _words(first[:_ROWS_IN_WORDS])
+    return grid
+
+
+def _words(first: Sequence[dict[str, Any]]) -> dmc.Table:
+    heads = ("Run", "Strategy", "State", "Verdict")
+    body = [
+        dmc.TableTr(
+            [
+                dmc.TableTd(
+                    [_dot(row["colour"]), dcc.Link(row["name"], href=row["address"])], className="run-cell"
+                ),
+                dmc.TableTd(row["strategy"]),
+                dmc.TableTd(row["state"]),
+                dmc.TableTd([_sign(row["mark"]), row["headline"]], className="verdict-cell"),
+            ]
+        )
+        for row in first
+    ]
+    return dmc.Table(
+        [dmc.TableThead(dmc.TableTr([dmc.TableTh(name) for name in heads])), dmc.TableTbody(body)],
+        className="runs-words",
+    )
+
+
+def _dot(colour: str) -> html.Span:
+    return html.Span(className="dot", style={"--run-colour": colour})
+
+
+def _sign(mark: tuple[str, str]) -> html.Span:
+    hidden: dict[str, Any] = {"aria-hidden": "true"}
+    return html.Span(mark[0], className=f"mark mark-{mark[1]}", **hidden)
