@@ -96,6 +96,7 @@
   }
 
   let filtered = null;
+  let sorted = null;
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     flow: {
       title: (page) => {
@@ -135,6 +136,9 @@
         const no = window.dash_clientside.no_update;
         if (!request || !request.sortModel) return no;
         const wanted = sortText(request);
+        // Asked again in the same order, the grid was not sorted by its reader: the address may be ahead of it.
+        if (wanted === sorted) return no;
+        sorted = wanted;
         const given = new URLSearchParams(search || "");
         if ((given.get("sort") || "-updated_at") === wanted) return no;
         if (wanted === "-updated_at") given.delete("sort");
