@@ -10,7 +10,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from html import escape
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import dash
 import dash_mantine_components as dmc
@@ -19,8 +19,9 @@ from dash.development.base_component import Component
 from flask import Response, request, stream_with_context
 from plotly.io.json import to_json_plotly
 
-__all__ = ["DOCUMENT", "OpeningDash", "words"]
+__all__ = ["DOCUMENT", "OpeningDash", "told_by", "words"]
 
+_Part = TypeVar("_Part", bound=Component)
 logger = logging.getLogger(__name__)
 
 _GAP: Final = "<!--opening-->"
@@ -109,9 +110,15 @@ class OpeningDash(dash.Dash):
 def words(tree: Any) -> str:
     """The HTML of what of `tree` can be read without the application; all text and attributes are escaped.
 
-    A component with an attribute `words`, which does not travel, is replaced by these.
+    What is `told_by` other components is replaced by these.
     """
     return "".join(_written(tree))
+
+
+def told_by(part: _Part, other: Component) -> _Part:
+    """The same component, which `other` tells in words until the application can draw it; that does not travel."""
+    vars(part)["words"] = other
+    return part
 
 
 def _written(tree: Any) -> Iterator[str]:

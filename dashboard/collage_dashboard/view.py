@@ -11,10 +11,22 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 from collage_monitor import wire
 from collage_monitor.client import Axis
 
-__all__ = ["FILTERS", "Lines", "MAXIMUM_RUNS", "Order", "Page", "Tab", "View", "read_address", "write_address"]
+__all__ = [
+    "FILTERS",
+    "Lines",
+    "MAXIMUM_RUNS",
+    "Order",
+    "Page",
+    "Rows",
+    "Tab",
+    "View",
+    "read_address",
+    "write_address",
+]
 
 Page = Literal["runs", "compare", "run", "incidents", "incident", "missing"]
 Order = Literal["depth", "worst"]
+Rows = Literal["all", "block", "type"]
 Tab = Literal["layers", "curves", "norms", "states", "classes", "oracle", "about"]
 Lines = Literal["run", "strategy"]
 MAXIMUM_RUNS: Final = 20
@@ -29,6 +41,7 @@ _Choice = TypeVar("_Choice", bound=str | None)
 class View:
     """What is looked at. None: `metric` and `lines` the page's own choice, `layer` the whole model, `step` all.
 
+    `order` and `rows`: how a heatmap's layers are sorted, and what they are grouped by.
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
     in logged scalars only; measured metrics are never smoothed.
     `first_step` and `last_step` are the zoom. Of the table of runs: `query`, filters, and what it is sorted by,
@@ -45,6 +58,7 @@ class View:
     smoothing: float = 0.0
     lines: Lines | None = None
     order: Order = "depth"
+    rows: Rows = "all"
     tab: Tab = "layers"
     first_step: int | None = None
     last_step: int | None = None
@@ -77,6 +91,7 @@ def read_address(pathname: str | None, search: str | None) -> View:
         smoothing=_share(values.get("smoothing")),
         lines=_choice(values.get("lines"), (*get_args(Lines), None), None),
         order=_choice(values.get("order"), get_args(Order), "depth"),
+        rows=_choice(values.get("rows"), get_args(Rows), "all"),
         tab=_choice(values.get("tab"), get_args(Tab), "layers"),
         first_step=_whole(values.get("from")),
         last_step=_whole(values.get("to")),
@@ -113,6 +128,7 @@ _QUERY: Final = (
     ("smoothing", "smoothing"),
     ("lines", "lines"),
     ("order", "order"),
+    ("rows", "rows"),
     ("tab", "tab"),
     ("from", "first_step"),
     ("to", "last_step"),

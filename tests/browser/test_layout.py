@@ -103,6 +103,19 @@ def test_a_loss_that_is_nan_is_named_with_its_step(open_page, dashboard_url):
     page.get_by_text("10 points are not finite and cannot be drawn, the first at step 110").wait_for()
 
 
+def test_layers_are_grouped_and_sorted_as_the_address_says(open_page, dashboard_url):
+    page = open_page(dashboard_url).page
+    page.goto(f"{dashboard_url}/run/run-plain?order=worst&layer=blocks.0.mlp.up.weight")
+    rows = "document.querySelector('#run-panel .js-plotly-plot')?.data[0]?.y"
+    page.wait_for_function(f"{rows}?.at(-1) === 'embedding.weight'")
+    page.locator("#run-rows").get_by_text("By block").click()
+    page.wait_for_function("location.search.includes('rows=block')")
+    page.wait_for_function(f"{rows}[0] === '▾ blocks.1' && {rows}[6] === '▾ head'")
+    page.locator("#run-panel .ytick", has_text="▸ blocks.0.mlp.up.weight").wait_for()
+    page.go_back()
+    page.wait_for_function(f"{rows}[0] === 'blocks.1.norm.weight'")
+
+
 def test_a_zoom_reads_finer_data_and_stands_in_the_address(open_page, dashboard_url):
     page = open_page(dashboard_url).page
     page.goto(f"{dashboard_url}/run/run-plain")

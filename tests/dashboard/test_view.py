@@ -33,6 +33,7 @@ pages = st.one_of(
         first_step=st.none() | st.integers(0, 10**9),
         last_step=st.none() | st.integers(0, 10**9),
         order=st.sampled_from(["depth", "worst"]),
+        rows=st.sampled_from(["all", "block", "type"]),
         tab=st.sampled_from(["layers", "curves", "norms", "states", "classes", "oracle", "about"]),
     ),
 )

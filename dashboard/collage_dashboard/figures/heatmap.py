@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import plotly.graph_objects as go
@@ -21,7 +21,7 @@ from collage_dashboard.figures.style import (
 )
 from collage_monitor import wire
 
-__all__ = ["REACH", "heatmap", "short_layer", "short_layers"]
+__all__ = ["REACH", "block_of", "heatmap", "short_layer", "short_layers"]
 
 ROW_PIXELS: Final = 18
 SMALLEST_HEIGHT: Final = 240
@@ -30,21 +30,27 @@ _LABEL_CHARACTERS = 34
 REACH: Final = 0.5
 """How far from its ideal a metric has the full colour: fixed, so that a colour means the same in every heatmap."""
 _SMALLEST_NORM = 1e-300
+_GROUP = "▾ "
 
 
-def heatmap(answer: wire.Heatmap, *, selected: str | None = None) -> go.Figure:
+def heatmap(
+    answer: wire.Heatmap, *, selected: str | None = None, groups: Mapping[str, str] | None = None
+) -> go.Figure:
     """The heatmap of one metric; its height follows the number of layers up to a screen, then rows get thinner.
 
-    A metric without an ideal is coloured by its logarithm. Undefined cells stay empty.
+    A metric without an ideal is coloured by its logarithm. Undefined cells stay empty. `groups`, by layer: layers
+    of one group stand together under its name, groups and layers in the answer's order.
     """
     description = describe(answer.metric)
-    height = min(max(SMALLEST_HEIGHT, ROW_PIXELS * len(answer.layers) + 90), LARGEST_HEIGHT)
-    cells = [[finite(value) for value in row] for row in answer.values]
+    rows = _rows(answer.layers, groups)
+    height = min(max(SMALLEST_HEIGHT, ROW_PIXELS * len(rows) + 90), LARGEST_HEIGHT)
+    by_layer = dict(zip(answer.layers, answer.values, strict=True))
+    cells = [[finite(value) for value in by_layer.get(row, [None] * len(answer.steps))] for row in rows]
     known = [value for row in cells for value in row if value is not None]
     if not known:
         return empty_figure("no layer has a value yet", height=SMALLEST_HEIGHT)
     logarithmic = _is_logarithmic(description)
-    gap = 1 if len(answer.steps) <= 80 and len(answer.layers) <= 60 else 0
+    gap = 1 if len(answer.steps) <= 80 and len(rows) <= 60 else 0
     step = "step" if answer.first_steps == answer.steps else "merged up to step"
     on_steps = answer.axis == "step"
     places = answer.steps if on_steps else [finite(position) for position in answer.positions]
@@ -52,7 +58,7 @@ def heatmap(answer: wire.Heatmap, *, selected: str | None = None) -> go.Figure:
         step = AXIS_TITLES[answer.axis]
     trace = go.Heatmap(
         x=places,
-        y=answer.layers,
+        y=list(rows),
         z=[[_height_of(value, logarithmic) for value in row] for row in cells],
         customdata=cells if logarithmic else None,
         hovertemplate=f"%{{y}}<br>{step} %{{x}}<br>%{{{'customdata' if logarithmic else 'z'}:.4g}}<extra></extra>",
@@ -64,17 +70,38 @@ def heatmap(answer: wire.Heatmap, *, selected: str | None = None) -> go.Figure:
     )
     figure = base_figure(
         [trace],
-        revision=f"{answer.metric} {answer.axis} {len(answer.layers)}",
+        revision=f"{answer.metric} {answer.axis} {len(rows)}",
         height=height,
         xaxis=axis(AXIS_TITLES[answer.axis], showgrid=False),
-        yaxis=_layer_axis(answer.layers, height, selected),
+        yaxis=_layer_axis(rows, height, selected),
     )
-    if selected in answer.layers:
-        place = answer.layers.index(selected)
+    if selected in rows:
+        place = list(rows).index(selected)
         ends = {"x0": 0, "x1": 1, "xref": "x domain", "y0": place - 0.5, "y1": place + 0.5, "yref": "y"}
         figure.add_shape(type="rect", line={"color": MARKED, "width": 2}, **ends)
     beyond = sum(value is not None and finite(value) is None for row in answer.values for value in row)
     return add_note(figure, f"{beyond} cells are not finite") if beyond else figure
+
+
+def block_of(layer: str) -> str:
+    """The block that a layer is part of, 'layers.3' of 'layers.3.mlp.weight'; else its outermost module."""
+    parts = layer.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number + 1])
+
+
+def _rows(layers: Sequence[str], groups: Mapping[str, str] | None) -> dict[str, str]:
+    """Label by row: each layer, and before the layers of a group a row with its name, which holds no cell."""
+    if groups is None:
+        return {name: literal(text) for name, text in short_layers(layers).items()}
+    members: dict[str, list[str]] = {}
+    for name in layers:
+        members.setdefault(groups.get(name) or "unknown", []).append(name)
+    rows: dict[str, str] = {}
+    for group, names in members.items():
+        rows[_GROUP + group] = f"<b>{literal(short_layer(group))}</b>"
+        rows |= {name: literal(text) for name, text in short_layers(names).items()}
+    return rows
 
 
 def short_layers(names: Sequence[str]) -> dict[str, str]:
@@ -129,22 +156,25 @@ def _colour_bar(description: Description) -> dict[str, Any]:
     return {"title": {"text": title, "side": "right"}, "thickness": 10, "outlinewidth": 0, "tickfont": {"size": 11}}
 
 
-def _layer_axis(layers: list[str], height: int, selected: str | None) -> dict[str, Any]:
-    every = max(1, math.ceil(len(layers) * 13 / max(height - 90, 1)))
-    shown, short = layers[::every], short_layers(layers)
-    texts = [literal(short[name]) for name in shown]
-    if selected in layers:
-        place = layers.index(selected)
-        near = {layers[at] for at in range(max(place - every + 1, 0), min(place + every, len(layers)))}
-        kept = [(name, text) for name, text in zip(shown, texts, strict=True) if name not in near]
-        kept.append((selected, f"<b>▸ {literal(short_layer(selected))}</b>"))
-        shown, texts = [name for name, _ in kept], [text for _, text in kept]
+def _layer_axis(rows: Mapping[str, str], height: int, selected: str | None) -> dict[str, Any]:
+    """Labels that do not touch: the selected layer's first, then groups, then as many layers as fit between."""
+    every = max(1, math.ceil(len(rows) * 13 / max(height - 90, 1)))
+    names = list(rows)
+    wanted = sorted(range(len(names)), key=lambda at: (names[at] != selected, not names[at].startswith(_GROUP), at))
+    kept: list[int] = []
+    for at in wanted:
+        if all(abs(at - other) >= every for other in kept):
+            kept.append(at)
+    kept.sort()
     return axis(
         "",
         type="category",
         tickmode="array",
-        tickvals=shown,
-        ticktext=texts,
+        tickvals=[names[at] for at in kept],
+        ticktext=[
+            f"<b>▸ {literal(short_layer(selected))}</b>" if names[at] == selected else rows[names[at]]
+            for at in kept
+        ],
         autorange="reversed",
         showgrid=False,
     )

@@ -44,8 +44,9 @@ from collage_monitor.errors import CollageError
 __all__ = ["layout", "register"]
 
 WHOLE_MODEL: Final = "whole model"
+_ROWS: Final = (("all", "No"), ("block", "By block"), ("type", "By module type"))
 _CONTROL_GROUPS: Final = ("run-map-controls", "run-curve-controls", "run-smoothing-controls")
-_CONTROLS: Final = ("run-tab", "run-metric", "run-order", "run-layer", "run-axis", "run-smoothing")
+_CONTROLS: Final = ("run-tab", "run-metric", "run-order", "run-rows", "run-layer", "run-axis", "run-smoothing")
 
 
 def layout(view: View, reader: Reader) -> html.Div:
@@ -271,20 +272,24 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             view.tab,
             view.metric or DEFAULT_METRIC,
             view.order,
+            view.rows,
             view.layer or WHOLE_MODEL,
             view.axis,
             view.smoothing,
         )
 
 
-def _chosen(before: View, tab: str, metric: str, order: str, layer: str, axis: str, smoothing: float) -> View:
+def _chosen(
+    before: View, tab: str, metric: str, order: str, rows: str, layer: str, axis: str, smoothing: float
+) -> View:
     """The view after a control was moved; choices pass through the address so that only valid ones survive."""
-    picked = read_address("/", f"?tab={tab}&order={order}&axis={axis}&smoothing={smoothing or 0}")
+    picked = read_address("/", f"?tab={tab}&order={order}&rows={rows}&axis={axis}&smoothing={smoothing or 0}")
     named = None if layer in {None, WHOLE_MODEL} else layer
     return replace(
         before,
         tab=picked.tab,
         order=picked.order,
+        rows=picked.rows,
         axis=picked.axis,
         smoothing=picked.smoothing,
         metric=None if metric in {None, DEFAULT_METRIC} else metric,
@@ -364,8 +369,14 @@ def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
         value=view.order,
         size="xs",
     )
+    rows = dmc.SegmentedControl(
+        id="run-rows",
+        data=[{"value": value, "label": label} for value, label in _ROWS],
+        value=view.rows,
+        size="xs",
+    )
     groups = (
-        [labelled("Heatmap of", metric), labelled("Layers", order)],
+        [labelled("Heatmap of", metric), labelled("Layers", order), labelled("Grouped", rows)],
         [labelled("Curves of", layer), axis_control("run-axis", view)],
         [smoothing_control("run-smoothing", view)],
     )

@@ -23,6 +23,7 @@ from collage_dashboard.components import (
 from collage_dashboard.descriptions import STATE, byte_count, count, describe, interval, number, state_key, when
 from collage_dashboard.figures import NamedCurve, class_shares, curves, heatmap, update_histogram
 from collage_dashboard.figures.classes import CLASSES
+from collage_dashboard.figures.heatmap import block_of
 from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.identities import strategy_title
@@ -329,17 +330,24 @@ def _series(metric: str, view: View, reader: Reader, colour: str) -> go.Figure:
 
 
 def _heatmap(metric: str, view: View, reader: Reader) -> go.Figure:
-    answer = reader.ask(
+    run_id = view.runs[0]
+    answer, *known = reader.ask_together(
         lambda client: client.heatmap(
-            view.runs[0],
+            run_id,
             metric,
             order=view.order,
             first_step=view.first_step,
             last_step=view.last_step,
             axis=view.axis,
-        )
+        ),
+        *([lambda client: client.layers(run_id).layers] if view.rows == "type" else []),
     )
-    return heatmap(answer, selected=view.layer)
+    groups = None
+    if view.rows == "block":
+        groups = {name: block_of(name) for name in answer.layers}
+    elif view.rows == "type":
+        groups = {layer.name: layer.module_type for layer in known[0]}
+    return heatmap(answer, selected=view.layer, groups=groups)
 
 
 def _histogram(_metric: str, view: View, reader: Reader) -> go.Figure:

@@ -26,6 +26,7 @@ from collage_dashboard.components import (
 from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.identities import strategy_title
+from collage_dashboard.opening import told_by
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import FILTERS, MAXIMUM_RUNS, View, read_address, write_address
 from collage_monitor import wire
@@ -474,8 +475,7 @@ def _grid(view: View, first: Sequence[dict[str, Any]]) -> dag.AgGrid:
         className="runs-grid",
         style={"height": "calc(100vh - 290px)", "minHeight": "260px"},
     )
-    grid.words = _words(first[:_ROWS_IN_WORDS])
-    return grid
+    return told_by(grid, _words(first[:_ROWS_IN_WORDS]))
 
 
 def _words(first: Sequence[dict[str, Any]]) -> dmc.Table:

@@ -3,7 +3,14 @@
 import math
 
 from collage_dashboard.figures import heatmap
-from collage_dashboard.figures.heatmap import LARGEST_HEIGHT, REACH, SMALLEST_HEIGHT, short_layer, short_layers
+from collage_dashboard.figures.heatmap import (
+    LARGEST_HEIGHT,
+    REACH,
+    SMALLEST_HEIGHT,
+    block_of,
+    short_layer,
+    short_layers,
+)
 
 from tests.dashboard.figures.answers import heatmap_answer
 
@@ -37,6 +44,37 @@ def test_the_selected_row_has_a_frame():
     figure = heatmap(heatmap_answer([[0.9]] * 5), selected="layer.3")
     [frame] = figure.layout.shapes
     assert (frame.y0, frame.y1) == (2.5, 3.5)
+
+
+def test_layers_of_a_group_stand_together_under_its_name_in_the_answers_order():
+    answer = heatmap_answer([[0.1], [0.2], [0.3], [0.4]])
+    figure = heatmap(answer, selected="layer.2", groups={f"layer.{at}": f"<{'ab'[at % 2]}>" for at in range(4)})
+    trace = figure.data[0]
+    assert list(trace.y) == ["▾ <a>", "layer.0", "layer.2", "▾ <b>", "layer.1", "layer.3"]
+    assert [list(row) for row in trace.z] == [[None], [0.1], [0.3], [None], [0.2], [0.4]]
+    assert list(figure.layout.yaxis.ticktext) == [
+        "<b>&lt;a&gt;</b>",
+        "0",
+        "<b>▸ layer.2</b>",
+        "<b>&lt;b&gt;</b>",
+        "1",
+        "3",
+    ]
+    [frame] = figure.layout.shapes
+    assert (frame.y0, frame.y1) == (1.5, 2.5), "the frame is around the selected layer, wherever it stands now"
+
+
+def test_a_layers_block_is_up_to_its_first_number():
+    found = [block_of(name) for name in ("model.layers.3.mlp.0.weight", "embedding.weight", "head")]
+    assert found == ["model.layers.3", "embedding", "head"]
+
+
+def test_groups_keep_their_names_where_layers_are_too_many_for_theirs():
+    answer = heatmap_answer([[0.9]] * 200)
+    figure = heatmap(answer, groups={name: f"block {place // 20}" for place, name in enumerate(answer.layers)})
+    shown = list(figure.layout.yaxis.ticktext)
+    assert [text for text in shown if "block" in text] == [f"<b>block {place}</b>" for place in range(10)]
+    assert len(shown) * 12 <= LARGEST_HEIGHT
 
 
 def test_labels_leave_out_what_all_layers_share():
