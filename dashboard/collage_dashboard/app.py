@@ -56,6 +56,7 @@ def create_dashboard(
         make = sign_in
         reader = Reader(lambda: make(token_of_session()), whose=token_of_session, on_unknown=forget_token)
         install_sign_in(app.server, make)
+        app.is_whole = True
     install_compression(app.server)
     shell = partial(_shell, signed_in=sign_in is not None)
     app.layout = shell()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ __all__ = [
     "problem_page",
     "refusal",
     "run_label",
+    "runs_in_words",
     "scrollable",
     "smoothing_control",
     "state_badge",
@@ -184,6 +185,24 @@ def run_label(identity: RunStyle, href: str | None = None) -> Any:
     dot = html.Span(className=f"dot dot-{identity.dash}", style={"--run-colour": identity.colour})
     name = dcc.Link(identity.label, href=href) if href else html.Span(identity.label)
     return html.Span([dot, name], className="run-label", title=identity.label)
+
+
+def runs_in_words(rows: Sequence[Mapping[str, Any]]) -> dmc.Table:
+    """Rows of the table of runs as they are read before the grid is there."""
+    heads = [dmc.TableTh(name) for name in ("Run", "Strategy", "State", "Verdict")]
+    lines = []
+    for row in rows:
+        mark, kind = row["mark"]
+        dot = html.Span(className="dot", style={"--run-colour": row["colour"]})
+        sign = html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN)
+        cells = [
+            dmc.TableTd([dot, dcc.Link(row["name"], href=row["address"])], className="run-cell"),
+            dmc.TableTd(row["strategy"]),
+            dmc.TableTd(row["state"]),
+            dmc.TableTd([sign, row["headline"]], className="verdict-cell"),
+        ]
+        lines.append(dmc.TableTr(cells))
+    return dmc.Table([dmc.TableThead(dmc.TableTr(heads)), dmc.TableTbody(lines)], className="runs-words")
 
 
 def state_badge(state: str) -> dmc.Badge:

@@ -76,16 +76,20 @@ class OpeningDash(dash.Dash):
     """An application whose document brings its page along.
 
     `open_page` makes the layout, the page in it, of pathname and search. The document's beginning is sent before
-    that, so that a slow server leaves nobody before an empty window.
+    that, so that a slow server leaves nobody before an empty window; not where `is_whole`: making the page may end
+    the session, which the answer's head tells.
     """
 
     open_page: Callable[[str, str], Component]
+    is_whole = False
 
     def index(self, *args: Any, **kwargs: Any) -> Response:
         """The document: what stands before each page, the page's words, and the application."""
         before, after = super().index(*args, **kwargs).split(_GAP)  # type: ignore[no-untyped-call]
         pathname, _, search = request.environ["REQUEST_URI"].partition("?")
         parts = self._parts(before, after, pathname, f"?{search}" if search else "")
+        if self.is_whole:
+            parts = iter(list(parts))
         packed = request.accept_encodings.quality("gzip") > 0
         document = Response(stream_with_context(_packed(parts) if packed else parts), mimetype="text/html")
         document.headers["Cache-Control"] = "no-store"

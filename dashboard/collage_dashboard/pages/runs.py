@@ -19,6 +19,7 @@ from collage_dashboard.components import (
     page,
     problem_page,
     refusal,
+    runs_in_words,
     tags_of,
     verdict_mark,
     wait_of,
@@ -475,34 +476,4 @@ def _grid(view: View, first: Sequence[dict[str, Any]]) -> dag.AgGrid:
         className="runs-grid",
         style={"height": "calc(100vh - 290px)", "minHeight": "260px"},
     )
-    return told_by(grid, _words(first[:_ROWS_IN_WORDS]))
-
-
-def _words(first: Sequence[dict[str, Any]]) -> dmc.Table:
-    heads = ("Run", "Strategy", "State", "Verdict")
-    body = [
-        dmc.TableTr(
-            [
-                dmc.TableTd(
-                    [_dot(row["colour"]), dcc.Link(row["name"], href=row["address"])], className="run-cell"
-                ),
-                dmc.TableTd(row["strategy"]),
-                dmc.TableTd(row["state"]),
-                dmc.TableTd([_sign(row["mark"]), row["headline"]], className="verdict-cell"),
-            ]
-        )
-        for row in first
-    ]
-    return dmc.Table(
-        [dmc.TableThead(dmc.TableTr([dmc.TableTh(name) for name in heads])), dmc.TableTbody(body)],
-        className="runs-words",
-    )
-
-
-def _dot(colour: str) -> html.Span:
-    return html.Span(className="dot", style={"--run-colour": colour})
-
-
-def _sign(mark: tuple[str, str]) -> html.Span:
-    hidden: dict[str, Any] = {"aria-hidden": "true"}
-    return html.Span(mark[0], className=f"mark mark-{mark[1]}", **hidden)
+    return told_by(grid, runs_in_words(first[:_ROWS_IN_WORDS]))
