@@ -6,6 +6,8 @@ import pytest
 from collage_agent.transport.counts import ReportCounts
 from collage_agent.transport.queue import AttemptStart, BoundedQueue, LoggedScalars
 
+from tests.waiting import PATIENCE_SECONDS
+
 SMALL = 1024
 """The size of an item with one scalar."""
 
@@ -99,7 +101,7 @@ def test_a_second_step_ends_the_wait_and_so_does_the_end():
     while not found:
         pass
     queue.wake()
-    consumer.join(10)
+    consumer.join(PATIENCE_SECONDS)
     assert found == [[7], "woken"]
 
 

@@ -12,7 +12,7 @@ from tests.browser.test_comparison import tick
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
 from tests.system import require
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.browser
 
@@ -28,7 +28,7 @@ class Between:
         self.asked: list[str] = []
         self.fast.set()
         between = self
-        self._http = http = httpx.Client(base_url=server_url, trust_env=False, timeout=60.0)
+        self._http = http = httpx.Client(base_url=server_url, trust_env=False, timeout=PATIENCE_SECONDS)
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"

@@ -13,7 +13,7 @@ from collage_server.settings import Settings
 from collage_monitor.client import Client
 from tests.agent_delivery.doubles import QUICK, make_run, measurement
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 BOUND = 40_000
 REPORTS = 150
@@ -42,7 +42,16 @@ def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path)
     work, sealer.do_due_work = sealer.do_due_work, lambda: None
     with served(app) as url:
         run = make_run(
-            tmp_path / "agent", server_url=url, run_id="r", project="p", limits=replace(QUICK, finish_seconds=60.0)
+            tmp_path / "agent",
+            server_url=url,
+            run_id="r",
+            project="p",
+            limits=replace(
+                QUICK,
+                connect_timeout_seconds=PATIENCE_SECONDS,
+                answer_timeout_seconds=PATIENCE_SECONDS,
+                finish_seconds=PATIENCE_SECONDS,
+            ),
         )
         for step in range(1, REPORTS + 1):
             run.measured(measurement(step))
@@ -52,7 +61,7 @@ def test_what_finds_no_room_is_spooled_and_stored_once_sealing_goes_on(tmp_path)
         assert components.store.journal.bytes_of("r") <= BOUND
         sealer.do_due_work = work
         sealer.wake()
-        run.finish(seconds=60.0)
+        run.finish(seconds=PATIENCE_SECONDS)
         with Client(url, None) as client:
             series = client.series("r", "grad_norm", points=1000)
             [stream] = client.streams("r").streams

@@ -19,6 +19,7 @@ from collage_monitor.evidence import read_evidence
 from collage_monitor.judgement import finite, judge
 from tests.agent.training import mlp, train
 from tests.agent_delivery.test_attempts import Application
+from tests.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_terminal_notebook_and_server_say_the_same(served, monkeypatch):
     handle = collage.watch(model, optimizer, every=1, sample=512, oracle=True, budget=None)
     train(model, optimizer, 50)
     here, evidence = handle.judgement(), handle.evidence()
-    run.finish(seconds=30.0)
+    run.finish(seconds=PATIENCE_SECONDS)
 
     read = read_evidence(client, run.run_id)
     there = judge(read)

@@ -8,6 +8,7 @@ import torch
 from tests.agent.training import mlp, train
 from tests.forking import TORCH, run_forked
 from tests.ports import free_port
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_retries_draw_nothing_from_the_trainings_generators(tmp_path):
@@ -18,7 +19,7 @@ def test_retries_draw_nothing_from_the_trainings_generators(tmp_path):
     random.seed(5)
     before = random.getstate()
     train(model, optimizer, 20)
-    run.finish(seconds=5.0)
+    run.finish(seconds=PATIENCE_SECONDS)
     assert random.getstate() == before
     assert run.reports_spooled > 0
 

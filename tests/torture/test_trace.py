@@ -19,6 +19,7 @@ from tests.server.samples import report
 from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.test_process import SERVE, prepare, send
 from tests.torture.trace import parse, requests, settled, synced_before, synced_bytes, traced
+from tests.waiting import PATIENCE_SECONDS
 
 ROUTE = "/api/v1/streams/s0/reports"
 LOG = "collage.sqlite-wal"
@@ -36,12 +37,12 @@ def traced_server(folder, *flags):
     try:
         ready = json.loads(output.readline())
         server = int(file.read_text(errors="replace").split(maxsplit=1)[0])
-        with httpx.Client(base_url=ready["server_url"], timeout=60.0, trust_env=False) as client:
+        with httpx.Client(base_url=ready["server_url"], timeout=PATIENCE_SECONDS, trust_env=False) as client:
             yield client, file, server
     finally:
         if process.poll() is None:
             os.kill(server, signal.SIGKILL)
-            process.wait(30)
+            process.wait(PATIENCE_SECONDS)
         output.close()
 
 

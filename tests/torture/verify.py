@@ -12,7 +12,7 @@ from collage_monitor import wire
 from tests.server.reads import layer_points, model_points, scalar_points
 from tests.torture.clients import ask
 from tests.torture.ledger import RANKS, report_of
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 __all__ = ["verify"]
 
@@ -21,7 +21,7 @@ _BATCH = 200
 
 def verify(ledger, url, run_id, make_store):
     """Findings go to the ledger. Every sender has ended between two batches, so what was sent is acknowledged."""
-    with httpx.Client(timeout=30.0, trust_env=False) as client:
+    with httpx.Client(timeout=PATIENCE_SECONDS, trust_env=False) as client:
         _resend(ledger, client, url, run_id)
         until(lambda: ask(client, url, "PATCH", f"/runs/{run_id}", wire.RunUpdate(state="finished")), "an answer")
     with closing(make_store()) as store:
