@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from collage_monitor import wire
+from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
@@ -66,7 +67,7 @@ def client(server_url):
 def test_an_alerts_link_leads_to_what_changed(watched, client):
     page = watched.page
     page.goto(f"{watched.url}/incident?run=run-drop&alert=CollageEdqDrop")
-    page.get_by_role("heading", level=1, name="The effective descent quality fell").wait_for()
+    page.get_by_role("heading", level=1, name=ALERTS["CollageEdqDrop"].summary).wait_for()
     page.locator(".answer", has_text="changed between steps 400 and 410: 1.000 before, 0.7").wait_for()
     table = page.get_by_role("region", name="Before and after")
     rate = table.get_by_role("row", name="Learning rate")
