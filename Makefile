@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up test quick costs check format nightly exhaustive torture gpu bench clean
+.PHONY: demo up screenshots test quick costs check format nightly exhaustive torture gpu bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -26,6 +26,9 @@ demo: $(VENV)/.stamp  ## Train five strategies, watched; DEMO_EXIT=1 ends afterw
 
 up: $(VENV)/.stamp  ## Start server and dashboard
 	$(BIN)/collage-monitor up
+
+screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data, into docs/images
+	$(BIN)/python -m tests.browser.screenshots
 
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"

@@ -56,7 +56,7 @@ dagcomponentfuncs.TrendCell = function (props) {
   });
   return React.createElement(
     "svg",
-    { viewBox: "0 0 80 24", width: 80, height: 24, role: "img", "aria-label": "EDQ over the run" },
+    { viewBox: "0 0 80 24", width: 80, height: 24, style: { display: "block" }, role: "img", "aria-label": "EDQ over the run" },
     React.createElement("path", { d: path, fill: "none", stroke: props.data.colour, strokeWidth: 1.6 })
   );
 };

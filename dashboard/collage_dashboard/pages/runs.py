@@ -133,7 +133,8 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
             "field": "trend",
             "headerName": "EDQ over the run",
             "cellRenderer": "TrendCell",
-            "width": 110,
+            "width": 130,
+            "wrapHeaderText": True,
             "sortable": False,
         },
         _number("state_decrement_ratio", "State decrement", describe("state_decrement_ratio/exp_avg_sq").help),
@@ -419,7 +420,7 @@ def _number(field: str, header: str, help_line: str = "") -> dict[str, Any]:
         "headerName": header,
         "headerTooltip": help_line or describe(field).help,
         "type": "rightAligned",
-        "width": 100,
+        "width": 108,
         "wrapHeaderText": True,
         "valueFormatter": {"function": "wholeNumber(params.value)"} if field == "last_step" else _FOUR_DIGITS,
     }
