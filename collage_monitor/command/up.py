@@ -26,21 +26,25 @@ from collage_monitor.local import (
     token_path,
 )
 
-__all__ = ["Services", "up"]
+__all__ = ["Services", "environment_without_settings", "up"]
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
 
 
 class Services:
-    """Server and dashboard as child processes: entering starts the server, leaving stops both, dashboard first."""
+    """Server and dashboard as child processes: entering starts the server, leaving stops both, dashboard first.
 
-    def __init__(self, folder: Path, server_port: int, dashboard_port: int) -> None:
+    `alone`: they heed no setting of the environment, such as another database, and print nothing.
+    """
+
+    def __init__(self, folder: Path, server_port: int, dashboard_port: int, *, alone: bool = False) -> None:
         self.folder = folder
         self.token = ensure_token(folder)
         self.server_url = f"http://127.0.0.1:{server_port}"
         self.dashboard_url = f"http://127.0.0.1:{dashboard_port}"
         self._ports = (server_port, dashboard_port)
+        self._alone = alone
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Services:
@@ -86,9 +90,13 @@ class Services:
         with_token = [*arguments, "--token-file", str(token_path(self.folder))]
         command = [sys.executable, "-c", "from collage_monitor.command import main; main()", *with_token]
         # What the server sends about incidents leads to their pages.
-        environment = {"COLLAGE_SERVER_DASHBOARD_URL": self.dashboard_url, **os.environ}
+        settings = environment_without_settings() if self._alone else dict(os.environ)
+        environment = {"COLLAGE_SERVER_DASHBOARD_URL": self.dashboard_url, **settings}
+        output = subprocess.DEVNULL if self._alone else None
         self._processes.append(
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, env=environment, start_new_session=True
+            )
         )
 
     def _wait_for(self, address: str) -> None:
@@ -107,6 +115,11 @@ class Services:
                 raise click.ClickException(
                     f"{verb} ended with status {process.returncode}; its last lines, above, say why"
                 )
+
+
+def environment_without_settings() -> dict[str, str]:
+    """This process's environment without what sets up Collage Monitor."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("COLLAGE_")}
 
 
 def _require_free(port: int, option: str) -> None:

@@ -15,6 +15,7 @@ from collage_dashboard.guard import install_compression, install_guard
 from collage_dashboard.opening import DOCUMENT, OpeningDash
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
 from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.report import install_report
 from collage_dashboard.sign_in import ClientOfToken, forget_token, install_sign_in, token_of_session
 from collage_dashboard.view import View, read_address
 from collage_monitor.client import Client
@@ -58,6 +59,7 @@ def create_dashboard(
         install_sign_in(app.server, make)
         app.is_whole = True
     install_compression(app.server)
+    install_report(app.server, reader)
     shell = partial(_shell, signed_in=sign_in is not None)
     app.layout = shell()
     app.open_page = lambda pathname, search: shell(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import urlencode
 
 import dash_mantine_components as dmc
 from dash import dcc, html
@@ -37,6 +38,7 @@ __all__ = [
     "page",
     "problem_page",
     "refusal",
+    "report_link",
     "run_label",
     "runs_in_words",
     "scrollable",
@@ -178,6 +180,14 @@ def over_steps(overview: wire.Overview | None) -> str:
     if overview.first_step == overview.last_step:
         return f"at step {overview.last_step:,}"
     return f"over steps {overview.first_step:,} to {overview.last_step:,}"
+
+
+def report_link(run_ids: Sequence[str]) -> html.A:
+    """The way to one HTML file about these runs, to keep or send."""
+    address = f"/report?{urlencode([('run', run_id) for run_id in run_ids])}"
+    return html.A(
+        "Download report", href=address, download="", title="One HTML file, readable without server or network"
+    )
 
 
 def run_label(identity: RunStyle, href: str | None = None) -> Any:

@@ -33,6 +33,7 @@ PAGES = {
     "/run/run-plain?tab=curves": "#run-panel .scatterlayer .trace",
     "/run/run-plain?tab=about": ".facts",
     "/compare?run=run-hostile-0&run=run-hostile-1&run=run-plain": "#compare-chart-0 .scatterlayer .trace",
+    "/compare": ".choices",
     "/run/never-existed": ".problem",
 }
 

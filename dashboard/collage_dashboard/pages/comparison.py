@@ -100,7 +100,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             html.Div([dcc.Link("Runs", href="/"), " / Strategies"], className="crumbs"),
             html.Div(_picker(view, rows), className="toolbar"),
             html.Div(_missing(view, rows), id="compare-alert"),
-            html.Div(advice(said), id="compare-advice"),
+            html.Div(advice(said, [row.run_id for row in rows]), id="compare-advice"),
             cost_cards(results, said),
             html.Div(strategy_table(results), id="compare-strategies"),
             html.H2("Runs", className="part"),
@@ -347,7 +347,7 @@ def _answered(rows: Sequence[wire.RunRow], runs: Sequence[wire.ComparedRun], res
     said = recommendation(results)
     return (
         table(runs, _overviews(rows)),
-        advice(said),
+        advice(said, [row.run_id for row in rows]),
         strategy_table(results),
         otherwise(runs),
         *cost_figures(results, said),

@@ -19,6 +19,7 @@ from collage_dashboard.components import (
     pace_marker,
     page,
     refusal,
+    report_link,
     smoothing_control,
     wait_of,
 )
@@ -86,6 +87,8 @@ def layout(view: View, reader: Reader) -> html.Div:
                     run.project,
                     " · ",
                     dcc.Link("Incidents", href=_incidents(run_id)),
+                    " · ",
+                    report_link([run_id]),
                 ],
                 className="crumbs",
             ),

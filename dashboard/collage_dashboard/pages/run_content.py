@@ -40,6 +40,7 @@ __all__ = [
     "TABS",
     "about",
     "draw",
+    "facts_of",
     "head",
     "layer_metrics",
     "panel",
@@ -140,6 +141,12 @@ def _to_layer(run: wire.Run, layer: str) -> tuple[str, str]:
 
 def about(run: wire.Run) -> html.Div:
     """What people write about the run, and everything else that is known of it."""
+    facts = dmc.Paper(_table(facts_of(run)), className="card facts", withBorder=True, mt=14)
+    return html.Div([_written(run), facts])
+
+
+def facts_of(run: wire.Run) -> list[tuple[str, str]]:
+    """Everything that is known about the run besides its numbers, as (name, what it is)."""
     watch = run.watch
     facts: list[tuple[str, str]] = [("Run", run.run_id), ("Project", run.project)]
     facts += [("Group", run.group)] if run.group else []
@@ -151,8 +158,7 @@ def about(run: wire.Run) -> html.Div:
         for attempt in run.attempts
     ]
     facts += [(name, _scalar(name, entry)) for name, entry in sorted(run.scalars.items())]
-    facts += [(f"config: {name}", json.dumps(value)) for name, value in sorted(run.config.items())]
-    return html.Div([_written(run), dmc.Paper(_table(facts), className="card facts", withBorder=True, mt=14)])
+    return facts + [(f"config: {name}", json.dumps(value)) for name, value in sorted(run.config.items())]
 
 
 def _written(run: wire.Run) -> dmc.Paper:

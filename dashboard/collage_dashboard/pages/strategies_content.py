@@ -9,7 +9,7 @@ from typing import Any, Final
 import dash_mantine_components as dmc
 from dash import dcc, html
 
-from collage_dashboard.components import run_label, scrollable, verdict_mark
+from collage_dashboard.components import report_link, run_label, scrollable, verdict_mark
 from collage_dashboard.descriptions import UNDEFINED, describe, number, state_key
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
@@ -23,6 +23,7 @@ from collage_monitor.seeds import Estimate
 from collage_monitor.strategy_results import StrategyResult
 
 __all__ = [
+    "ABOUT_OTHERWISE",
     "COSTS",
     "STRATEGY_COLUMNS",
     "advice",
@@ -30,6 +31,7 @@ __all__ = [
     "cost_cards",
     "cost_figures",
     "otherwise",
+    "otherwise_cells",
     "strategy_styles",
     "strategy_table",
 ]
@@ -63,8 +65,8 @@ def strategy_styles(results: Sequence[StrategyResult]) -> list[RunStyle]:
     ]
 
 
-def advice(found: Recommendation) -> Any:
-    """What to train with, in a sentence, and a line about each strategy that it rests on."""
+def advice(found: Recommendation, run_ids: Sequence[str]) -> Any:
+    """What to train with, in a sentence, and a line about each strategy that it rests on; all of it as a file."""
     mark, kind = verdict_mark("healthy" if found.chosen else "unknown")
     sentence = html.Div(
         [html.Span(mark, className=f"mark mark-{kind}", **_HIDDEN), html.Div(found.text)], className="verdict"
@@ -73,6 +75,7 @@ def advice(found: Recommendation) -> Any:
         [
             html.Div(sentence, className="answer"),
             html.Ul([html.Li(reason) for reason in found.reasons], className="reasons"),
+            html.Div(report_link(run_ids), className="crumbs"),
         ]
     )
 
@@ -112,28 +115,34 @@ def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
 def otherwise(runs: Sequence[wire.ComparedRun]) -> Any:
     """What other ways of keeping the weights would have kept of each run's own steps; or why nobody knows."""
     title = html.H2("The same steps, kept otherwise", className="card-title", title=describe(_OTHERWISE).help)
-    measured = [run for run in runs if any(split_key(key)[0] == _OTHERWISE for key in run.merged)]
-    if not measured:
+    heads, found = otherwise_cells(runs)
+    if not found:
         return _without_counterfactuals(title)
-    methods = [method for method in _METHODS if any(_kept(run, method) is not None for run in measured)]
-    head = [dmc.TableTh("Run"), *(dmc.TableTh(_METHODS[method]) for method in methods)]
-    head.append(dmc.TableTh(html.Span("Predicted lost, plain", title=describe(_PREDICTED).help)))
     rows = [
-        dmc.TableTr(
-            [
-                dmc.TableTd(run_label(identity)),
-                *(dmc.TableTd(_cell(_otherwise_cell(run, method))) for method in methods),
-                dmc.TableTd(number(run.merged.get(_PREDICTED))),
-            ]
+        dmc.TableTr([dmc.TableTd(run_label(style)), *(dmc.TableTd(_cell(cell)) for cell in cells)])
+        for style, cells in found
+    ]
+    head = [dmc.TableTh(text) for text in heads]
+    return _card(head, rows, "The same steps, kept otherwise", ABOUT_OTHERWISE, title)
+
+
+def otherwise_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[RunStyle, list[Cell]]]]:
+    """The heads of the table, and a row for each run that measured what other methods would have kept."""
+    measured = [run for run in runs if any(split_key(key)[0] == _OTHERWISE for key in run.merged)]
+    methods = [method for method in _METHODS if any(_kept(run, method) is not None for run in measured)]
+    rows = [
+        (
+            style,
+            [*(_otherwise_cell(run, method) for method in methods), (number(run.merged.get(_PREDICTED)), "")],
         )
-        for run, identity in zip(runs, identify(runs), strict=True)
+        for run, style in zip(runs, identify(runs), strict=True)
         if run in measured
     ]
-    return _card(head, rows, "The same steps, kept otherwise", _ABOUT_OTHERWISE, title)
+    return ["Run", *(_METHODS[method] for method in methods), describe(_PREDICTED).title], rows
 
 
 _PREDICTED: Final = "predicted_plain_lost_ratio"
-_ABOUT_OTHERWISE: Final = (
+ABOUT_OTHERWISE: Final = (
     "EDQ that each way of keeping the weights would have had on the run's own updates, over all its steps that "
     "measured it, about one in a hundred. One run answers for all: an fp32 run tells if it can do "
     "without its fp32 weights. "

@@ -1,0 +1,281 @@
+"""One self-contained HTML file about a run, or about several side by side: nothing in it is loaded from elsewhere.
+
+What it says and draws is what the pages say and draw: the same figures, cells and sentences.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+from flask import Flask, Response, request
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.io import to_html
+from plotly.offline import get_plotlyjs
+
+from collage_dashboard.components import over_steps
+from collage_dashboard.descriptions import STATE, describe, interval, number, state_key, when
+from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
+from collage_dashboard.identities import RunStyle, identify, strategy_title
+from collage_dashboard.pages.comparison_content import COLUMNS, with_recent
+from collage_dashboard.pages.comparison_curves import (
+    DEFAULT_METRIC,
+    LOSS,
+    charted,
+    completed,
+    draw_curves,
+    lines_of,
+    read_curves,
+)
+from collage_dashboard.pages.run_content import draw, facts_of
+from collage_dashboard.pages.strategies_content import (
+    ABOUT_OTHERWISE,
+    COSTS,
+    STRATEGY_COLUMNS,
+    cost_figures,
+    otherwise_cells,
+    strategy_styles,
+)
+from collage_dashboard.reader import Reader, explain
+from collage_dashboard.view import MAXIMUM_RUNS, View
+from collage_monitor import __version__, wire
+from collage_monitor.errors import CollageError, NotFound
+from collage_monitor.judgement import LIMITS
+from collage_monitor.metrics import split_key
+from collage_monitor.recommendation import recommendation
+from collage_monitor.strategy_results import StrategyResult, results_of, run_results
+
+__all__ = ["file_name", "install_report", "report"]
+
+_MEASURED = ("edq_ratio", "lost_update_ratio")
+_LOGGED = ("validation_loss", "loss", "learning_rate")
+Cell = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart under its title."""
+
+    title: str
+    html: Markup
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: its name, and (value, smaller line) of each column."""
+
+    name: str
+    cells: Sequence[Cell]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the report. Without `heads` its table is a list of facts."""
+
+    title: str
+    charts: Sequence[Chart] = ()
+    rows: Sequence[Row] = ()
+    heads: Sequence[str] = ()
+    styles: Sequence[RunStyle] = ()
+    note: str = ""
+
+
+def report(reader: Reader, run_ids: Sequence[str]) -> str:
+    """The report on one run, or the comparison of several, as HTML of about 5 MB, most of it Plotly.
+
+    Raises:
+        CollageError: the server does not answer or refuses, there is no such run, or none is named.
+    """
+    chosen = list(dict.fromkeys(run_ids))
+    if not chosen:
+        raise CollageError("no run is named; `collage-monitor list` shows the ids of those that are there")
+    # The table of runs holds what was evaluated before; this evaluates what is new.
+    reader.ask_together(*(lambda client, run_id=run_id: client.overview(run_id) for run_id in chosen))
+    if len(chosen) == 1:
+        return _about_run(reader, chosen[0])
+    return _about_strategies(reader, chosen)
+
+
+def file_name(names: Sequence[str]) -> str:
+    """A name for the report's file, of letters, digits and dashes, whatever the runs are called."""
+    text = names[0] if len(names) == 1 else f"comparison of {len(names)} runs"
+    return f"collage-{re.sub(r'[^a-z0-9]+', '-', text.lower())[:60].strip('-') or 'run'}.html"
+
+
+def install_report(server: Flask, reader: Reader) -> None:
+    """`/report?run=…`: the report on these runs, as a file to keep."""
+
+    @server.get("/report")
+    def send() -> Response:
+        run_ids = request.args.getlist("run")[:MAXIMUM_RUNS]
+        try:
+            names = [_name(reader, run_id) for run_id in run_ids]
+            text = report(reader, run_ids)
+        except CollageError as error:
+            problem = explain(error)
+            status = 404 if isinstance(error, NotFound) or not run_ids else 502
+            return Response(f"{problem.title}: {problem.text}\n", status, mimetype="text/plain")
+        answer = Response(text, mimetype="text/html")
+        answer.headers["Content-Disposition"] = f'attachment; filename="{file_name(names)}"'
+        return answer
+
+
+def _name(reader: Reader, run_id: str) -> str:
+    return reader.ask(lambda client: client.run(run_id).name)
+
+
+def _about_run(reader: Reader, run_id: str) -> str:
+    run, overview = reader.ask_together(lambda client: client.run(run_id), lambda client: client.overview(run_id))
+    view = View(page="run", runs=(run_id,))
+    watch = run.watch
+    strategy = (watch.strategy or watch.observed_strategy) if watch else None
+    colour = strategy_colour(strategy, watch.dtype if watch else None)
+    step = "no step yet" if run.last_step is None else f"step {run.last_step:,}"
+    curves = [key for key in _LOGGED if key in run.scalars]
+    curves += [*_MEASURED, *sorted(key for key in run.latest if split_key(key)[0] == STATE)]
+    charts = [_chart(describe(key).title, draw("series", key, view, reader, colour), key) for key in curves]
+    charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader), "histogram"))
+    charts.append(_chart("EDQ of each layer", draw("heatmap", "edq_ratio", view, reader), "heatmap", wide=True))
+    parts = [
+        Part("Numbers", rows=_numbers(run, overview), note=f"{over_steps(overview).capitalize()}."),
+        Part("Curves", charts=charts),
+    ]
+    if overview.worst:
+        parts.append(
+            Part(
+                "Layers that lose the most",
+                rows=[*map(_worst, overview.worst)],
+                heads=_WORST_HEADS,
+                note=_WORST_NOTE,
+            )
+        )
+    written = [("Tags", ", ".join(run.tags)), ("Notes", run.notes)]
+    facts = [entry for entry in written if entry[1]] + facts_of(run)
+    parts.append(Part("About the run", rows=[Row(name, [(text, "")]) for name, text in facts]))
+    kept = strategy_title(strategy, watch.dtype) if watch else "not watched"
+    subtitle = f"{run.project} · {kept} · {run.state}, {step} · updated {when(run.updated_at)}"
+    return _rendered(run.name, subtitle, overview.headline, [overview.verdict], parts)
+
+
+_WORST_HEADS = ("Layer", "Share of the lost energy", "EDQ", "Updates lost")
+_WORST_NOTE = "Lost energy: Σu² − Σue, over the same steps as the numbers."
+
+
+def _numbers(run: wire.Run, overview: wire.Overview) -> list[Row]:
+    keys = (*_MEASURED, state_key(overview.numbers), "edq_oracle_ratio", "half_ulp_margin")
+    rows = [
+        Row(
+            describe(key).title,
+            [(number(value), interval(overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high")))],
+        )
+        for key in keys
+        if (value := overview.numbers.get(key)) is not None
+    ]
+    logged = ("validation_loss", "loss", "bytes_per_parameter", "tokens_per_second")
+    return rows + [
+        Row(describe(key).title, [(number(entry.value), f"at step {entry.step:,}")])
+        for key in logged
+        if (entry := run.scalars.get(key)) is not None
+    ]
+
+
+def _worst(entry: wire.LayerLoss) -> Row:
+    cells = (f"{100 * entry.share:.3g} %", number(entry.edq_ratio), number(entry.lost_update_ratio))
+    return Row(entry.layer, [(text, "") for text in cells])
+
+
+def _about_strategies(reader: Reader, run_ids: Sequence[str]) -> str:
+    found = reader.ask(lambda client: client.run_table(run_ids=run_ids, limit=len(run_ids))).rows
+    by_id = {row.run_id: row for row in found}
+    rows = [by_id[run_id] for run_id in run_ids]
+    view = View(page="compare", runs=tuple(run_ids))
+    metrics = (*charted(rows), DEFAULT_METRIC)
+    answers = read_curves(reader, view, rows, metrics)
+    runs = completed(reader, answers[metrics[LOSS]]) or ()
+    results = results_of(run_results(rows, runs))
+    by_run = lines_of(view, rows) == "run"
+    styles = identify(runs) if by_run else strategy_styles(results)
+    curves = [
+        _chart(describe(key).title, draw_curves(answers[key], key, view, () if by_run else results), key)
+        for key in metrics
+    ]
+    said = recommendation(results)
+    overviews = {row.run_id: row.overview for row in rows if row.overview}
+    costs = [
+        _chart(f"Loss against {describe(cost).title.lower()}", figure, cost)
+        for cost, figure in zip(COSTS, cost_figures(results, said), strict=True)
+    ]
+    parts = [
+        Part(
+            "Strategies",
+            charts=costs,
+            rows=[_strategy(result) for result in results],
+            heads=("Strategy", "Verdict", *(column.title for column in STRATEGY_COLUMNS)),
+        ),
+        Part("Curves", charts=curves, styles=styles),
+        Part("Runs", rows=_runs(with_recent(runs, overviews), overviews), heads=_RUN_HEADS),
+    ]
+    heads, cells = otherwise_cells(runs)
+    if cells:
+        kept = [Row(style.label, own) for style, own in cells]
+        parts.append(Part("The same steps, kept otherwise", rows=kept, heads=heads, note=ABOUT_OTHERWISE))
+    subtitle = f"{len(rows)} runs of {', '.join(dict.fromkeys(row.project for row in rows))}"
+    return _rendered("Strategies", subtitle, said.text, said.reasons, parts)
+
+
+_RUN_HEADS = ("Run", "Strategy", "What is said of it", *(column.title for column in COLUMNS))
+
+
+def _strategy(result: StrategyResult) -> Row:
+    runs = len(result.runs)
+    name = f"{result.title} ({runs} runs)" if runs > 1 else result.title
+    return Row(name, [(result.health, ""), *(column.cell(result) for column in STRATEGY_COLUMNS)])
+
+
+def _runs(runs: Sequence[wire.ComparedRun], overviews: dict[str, wire.Overview]) -> list[Row]:
+    return [
+        Row(
+            style.label,
+            [
+                (strategy_title(run.strategy, run.dtype), ""),
+                (overviews[run.run_id].headline if run.run_id in overviews else "Not evaluated yet.", ""),
+                *(column.cell(run) for column in COLUMNS),
+            ],
+        )
+        for style, run in zip(identify(runs), runs, strict=True)
+    ]
+
+
+def _chart(title: str, figure: go.Figure, key: str, *, wide: bool = False) -> Chart:
+    identifier = re.sub(r"[^a-z0-9]+", "-", key.lower())
+    drawn = to_html(
+        figure,
+        include_plotlyjs=False,
+        full_html=False,
+        config={**GRAPH_CONFIG, "responsive": True},
+        div_id=f"chart-{identifier}",
+        default_height=f"{figure.layout.height}px",
+    )
+    return Chart(title, Markup(drawn), wide)
+
+
+def _rendered(title: str, subtitle: str, answer: str, reasons: Iterable[str], parts: Sequence[Part]) -> str:
+    pages = Environment(
+        loader=PackageLoader("collage_dashboard", "templates"), autoescape=True, undefined=StrictUndefined
+    )
+    return pages.get_template("report.html").render(
+        title=title,
+        subtitle=subtitle,
+        answer=answer,
+        reasons=[reason for reason in reasons if reason and reason != answer],
+        parts=parts,
+        plotly=Markup(get_plotlyjs()),
+        limits=LIMITS,
+        written=when(time.time()),
+        version=__version__,
+    )

@@ -1,0 +1,50 @@
+"""The report as people open it: downloaded from a page, then a file of its own in a browser, without a network."""
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+from tests.browser.test_layout import HOSTILE, WIDTHS
+from tests.dashboard.generated import GeneratedRun, demo_runs
+
+pytestmark = pytest.mark.browser
+
+DRAWN = "[...document.querySelectorAll('.plotly-graph-div')].every(chart => chart.querySelector('.main-svg'))"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The demo's, and one with a hostile name."""
+    return [*demo_runs(), GeneratedRun(HOSTILE[1], "plain", run_id="run-hostile-1")]
+
+
+SEVERAL = "/compare?run=run-hostile-1&run=run-plus&run=run-fp32-reference"
+
+
+@pytest.mark.parametrize(("path", "charts"), [("/run/run-hostile-1", 9), (SEVERAL, 6)])
+def test_a_downloaded_report_opens_by_itself_for_everyone(open_page, dashboard_url, path, charts, tmp_path):
+    page = open_page(dashboard_url).page
+    page.goto(dashboard_url + path)
+    with page.expect_download() as found:
+        page.get_by_role("link", name="Download report").click()
+    assert found.value.suggested_filename.startswith("collage-")
+    file = tmp_path / "report.html"
+    found.value.save_as(file)
+    page.goto("about:blank")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.set_content(file.read_text(encoding="utf-8"))
+        page.wait_for_function(DRAWN)
+        assert page.locator(".plotly-graph-div").count() == charts
+        assert page.locator("main img").count() == 0
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_function(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
+            serious = [
+                (entry["id"], entry["nodes"][0]["html"][:200])
+                for entry in Axe().run(page).response["violations"]
+                if entry["impact"] in {"serious", "critical"}
+            ]
+            assert serious == [], (scheme, width)
+    assert not [url for url in asked if not url.startswith(("data:", "blob:", "about:"))]
