@@ -1,11 +1,10 @@
 """LoRA by peft: adapters are trained under every way to keep a weight, merged, unmerged, and trained on."""
 
+import peft
 import pytest
 import torch
 from collage_agent.optim import STRATEGIES, CollageAdamW
 from torch import nn
-
-peft = pytest.importorskip("peft", reason="peft is not installed")
 
 KEEPING = [name for name, strategy in STRATEGIES.items() if strategy.parameter_state is not None]
 
