@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from collage_server.overviews import keep_overview
 
 from collage_monitor import wire
-from tests.server.samples import STATISTICS, block, report
+from tests.server.samples import LAYERS, STATISTICS, block, report
 
 
 @pytest.fixture
@@ -106,3 +107,32 @@ def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate)
     found = server.get("/runs/r1/overview", wire.Overview)
     assert found.health == "not finite"
     assert "Loss is not finite since step 40" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "since", "told"),
+    [
+        ((1.0, 1.0, 1.0), (1.0, 0.3, 1.0), 310, "since step 310, in blocks.0.weight"),
+        ((0.6, 0.6, 1.0), (0.6, 0.6, 0.9), 10, "since step 10"),
+        ((0.96, 0.96, 0.96), (0.96, 0.96, 0.9), None, ""),
+    ],
+    ids=["one layer fell", "always lost, one layer a little more", "a little lost, then a little more"],
+)
+def test_since_when_is_that_of_the_loss_and_not_of_some_change(server, evaluate, before, after, since, told):
+    server.run()
+    server.attempt()
+    server.stream(stream_id="s1")
+    noise = np.random.default_rng(0).normal(0, 0.004, (60, len(LAYERS)))
+    reports = []
+    for place in range(60):
+        step = 10 * (place + 1)
+        shares = np.array(before if step < 310 else after) + noise[place]
+        reports.append(report(place, step, values=arrived(step, shares)))
+    server.reports(reports, "s1")
+    evaluate()
+    found = server.get("/runs/r1/overview", wire.Overview)
+    assert found.since == since
+    losing = found.headline.partition(";")[0]
+    assert told in losing
+    assert ("since" in losing) == bool(told)
+    assert ("in blocks" in losing) == ("in blocks" in told)

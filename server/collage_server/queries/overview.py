@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collage_monitor import wire
 from collage_monitor.headline import headline
@@ -45,6 +46,8 @@ _SHOWN: Final = frozenset(
 )
 """Metrics that pages show as numbers; each with its interval and labels."""
 _STATE: Final = "state_decrement_ratio"
+_MOST: Final = 0.5
+"""Of the present loss: so much of it came with its onset."""
 _NOT_AGAINST: Final = frozenset({"healthy", "unknown"})
 
 
@@ -78,14 +81,13 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         return wire.Overview(run_id=record.run_id, health=found.health, headline=found.text, verdict=found.text)
     evidence = _evidence(record, points)
     found = judge(evidence)
-    onset, states = _onset(points), _states_since(points.history)
-    since = onset.first_changed if onset is not None and onset.after < onset.before else None
+    since, changed = _losing_since(points)
     sentence = headline(
         found,
         evidence,
         since=since,
-        changed=[change.layer for change in onset.layers if change.after < change.before] if onset else (),
-        states_since=states,
+        changed=changed,
+        states_since=_states_since(points.history),
         not_finite=_not_finite(points.losses),
     )
     return wire.Overview(
@@ -131,17 +133,32 @@ def _evidence(record: RunRecord, points: OverviewPoints) -> Evidence:
         )
 
 
-def _onset(points: OverviewPoints) -> Onset | None:
-    """Since when EDQ is what it is, of the model and its layers."""
-    model, layers = points.history, points.layer_history
+def _losing_since(points: OverviewPoints) -> tuple[int | None, list[str]]:
+    """The first step with the present loss, and the layers that changed with it.
+
+    Where most of the loss came at once, its onset; else the first measured step, of a run that was never better.
+    None where the loss came by and by, or grew a little from one that was there.
+    """
+    history, by_layer = points.history, points.layer_history
+    series = finished("edq_ratio", history.totals, (len(history.steps),))
+    onset = _onset(history, series, by_layer)
+    if onset is not None and onset.before - onset.after > _MOST * (1 - onset.after):
+        return onset.first_changed, [change.layer for change in onset.layers if change.after < change.before]
+    known = np.flatnonzero(np.isfinite(series))
+    always = len(known) > 0 and bool((series[known] < 1 - EDQ_TOLERANCE).all())
+    return (int(history.first_steps[known[0]]), []) if always else (None, [])
+
+
+def _onset(model: Points, series: NDArray[np.float64], layers: Points) -> Onset | None:
+    """Since when EDQ is what it is; `series` is that of the model."""
+    if not len(layers.steps):
+        return find_onset(model.first_steps.tolist(), series, least=EDQ_TOLERANCE)
     shape = (len(layers.steps), len(layers.layers))
-    by_layer = finished("edq_ratio", layers.totals, shape) if layers.totals else np.zeros((0, 0))
-    series = finished("edq_ratio", model.totals, (len(model.steps),))
+    by_layer = finished("edq_ratio", layers.totals, shape) if layers.totals else np.zeros((len(layers.steps), 0))
+    columns = {name: by_layer[:, place] for place, name in enumerate(layers.layers[: by_layer.shape[1]])}
     at = dict(zip(model.steps.tolist(), series.tolist(), strict=True))
-    steps = layers.steps.tolist() if len(layers.steps) else model.steps.tolist()
-    firsts = layers.first_steps.tolist() if len(layers.steps) else model.first_steps.tolist()
-    columns = {name: by_layer[:, place] for place, name in enumerate(layers.layers)} if len(layers.steps) else {}
-    return find_onset(firsts, [at.get(step, np.nan) for step in steps], columns, least=EDQ_TOLERANCE)
+    of_model = [at.get(step, np.nan) for step in layers.steps.tolist()]
+    return find_onset(layers.first_steps.tolist(), of_model, columns, least=EDQ_TOLERANCE)
 
 
 def _states_since(history: Points) -> dict[str, int]:
