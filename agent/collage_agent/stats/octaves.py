@@ -8,7 +8,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import on_host
 from collage_monitor.definitions import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES
 
 __all__ = ["BINS", "binade_fields", "exponent_of", "ulp_octave_counts"]
@@ -49,17 +48,9 @@ def ulp_octave_counts(
     bins = octave.clamp_(first + shift, first + BINS - 1 + shift)
     offsets = columns.to(torch.int32) * BINS - (first + shift)
     bins.view(-1, block).add_(offsets.unsqueeze(1))
-    return _counts(bins, count * BINS).view(count, BINS).t()
-
-
-def _counts(bins: Tensor, size: int) -> Tensor:
-    """How often each number below `size` is among `bins` int32 [n]: fp64 [size]. No synchronisation."""
-    if on_host(bins):
-        # A quarter of what adding ones takes there; on a device it would be waited for.
-        return torch.bincount(bins, minlength=size).to(torch.float64)
-    counts = torch.zeros(size, dtype=torch.float64, device=bins.device)
-    ones = torch.ones((), dtype=torch.float64, device=bins.device).expand(bins.numel())
-    return counts.scatter_add_(0, bins.to(torch.int64), ones)
+    counts = torch.zeros(count * BINS, dtype=torch.float64, device=intended.device)
+    ones = torch.ones((), dtype=torch.float64, device=intended.device).expand(bins.numel())
+    return counts.scatter_add_(0, bins.to(torch.int64), ones).view(count, BINS).t()
 
 
 def binade_fields(direction: Tensor, visible_parameter: Tensor, dtype: torch.dtype) -> Tensor:
