@@ -93,7 +93,7 @@ def test_nothing_acknowledged_is_lost_when_the_process_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_cleanly_and_leaves_one_file(tmp_path, number):
+def test_it_ends_cleanly_with_its_log_folded_into_the_database(tmp_path, number):
     with serving(tmp_path) as (process, client, ready):
         token = (tmp_path / "token").read_text(encoding="ascii").strip()
         assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
@@ -103,7 +103,7 @@ def test_it_ends_cleanly_and_leaves_one_file(tmp_path, number):
         assert answer.json() == {"runs": [], "cursor": None}
         process.send_signal(number)
         process.wait(PATIENCE_SECONDS)
-    assert {path.name for path in tmp_path.iterdir()} == {"collage.sqlite", "token"}
+    assert {path.name for path in tmp_path.iterdir()} == {"collage.sqlite", "collage.sqlite-ballast", "token"}
 
 
 def test_print_settings_masks_the_token(tmp_path):
