@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from collage_monitor.judgement import Evidence, Judgement, finite, percent
+from collage_monitor.judgement import Evidence, Judgement, finite, loses_most, percent
 
 __all__ = ["headline", "layers_in_words"]
 
@@ -79,7 +79,7 @@ def _where(evidence: Evidence, changed: Sequence[str]) -> str:
     if not names:
         return ""
     losing = [name for name in names if name in set(changed)] or [
-        name for name in names if (finite(evidence.layers[name].get("lost_update_ratio")) or 0.0) > 0.5
+        name for name in names if loses_most(evidence.layers[name])
     ]
     if not losing or len(losing) > _LAYER_CHANGED_SHARE * len(names):
         return "" if not losing else "in all layers" if len(losing) == len(names) else "in nearly all layers"

@@ -22,7 +22,7 @@ from collage_monitor.judgement.evidence import (
     state_decrements,
 )
 from collage_monitor.judgement.judge import judge
-from collage_monitor.judgement.rules import STATE_TOLERANCE
+from collage_monitor.judgement.rules import STATE_TOLERANCE, loses_most
 from collage_monitor.judgement.words import LIMITS, Finding, Health, Judgement, percent
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "finite",
     "judge",
     "longest_window",
+    "loses_most",
     "percent",
     "recent_points",
     "state_decrements",

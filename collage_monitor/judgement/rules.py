@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from collage_monitor.judgement.case import EDQ_TOLERANCE, Case
-from collage_monitor.judgement.evidence import longest_window, state_decrements
+from collage_monitor.judgement.evidence import Values, finite, longest_window, state_decrements
 from collage_monitor.judgement.words import Finding, percent
 
-__all__ = ["LOST_TOLERANCE", "ORACLE_TOLERANCE", "STATE_TOLERANCE", "findings_against"]
+__all__ = ["LOST_TOLERANCE", "ORACLE_TOLERANCE", "STATE_TOLERANCE", "findings_against", "loses_most"]
 
 LOST_TOLERANCE: Final = 0.05
 ERROR_TOLERANCE: Final = 0.05
@@ -84,7 +84,7 @@ def _layers(case: Case) -> Iterator[Finding]:
         return
     squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in case.evidence.layers}
     sizes = {name: case.number("elements", name) or 0.0 for name, square in squares.items() if square}
-    losing = [name for name in sizes if _loses_most(case, name)]
+    losing = [name for name in sizes if loses_most(case.evidence.layers[name])]
     if not losing:
         return
     share = sum(squares[name] for name in losing) / sum(squares.values())
@@ -106,8 +106,9 @@ def _layers(case: Case) -> Iterator[Finding]:
     yield Finding("losing updates", text, "lost_update_ratio", lost, LAYER_LOST, worst)
 
 
-def _loses_most(case: Case, layer: str) -> bool:
-    lost, error = case.number("lost_update_ratio", layer), case.number("update_error_ratio", layer)
+def loses_most(layer: Values) -> bool:
+    """Whether a layer with these metrics loses most of its updates, by their number and by their error."""
+    lost, error = finite(layer.get("lost_update_ratio")), finite(layer.get("update_error_ratio"))
     return lost is not None and lost > LAYER_LOST and error is not None and error > LAYER_LOST
 
 
