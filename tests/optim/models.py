@@ -44,3 +44,17 @@ def assert_same_bits(first, second):
     for key, tensor in ours.items():
         assert tensor.dtype == theirs[key].dtype, key
         assert torch.equal(tensor, theirs[key]), key
+
+
+def trained(model, optimizer, steps, seed=0):
+    """The losses of a model in bf16 that learns to mirror its inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        inputs = torch.randn(32, 16, generator=generator).bfloat16()
+        loss = (model(inputs).float() - inputs.float().flip(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -8,7 +8,7 @@ from collage_agent.optim import STRATEGIES, CollageAdamW
 from schedulefree import ScheduleFreeWrapper
 from torch import nn
 
-from tests.optim.models import assert_same_bits, give_gradients, parameters
+from tests.optim.models import assert_same_bits, give_gradients, parameters, trained
 
 KEEPING = [name for name, strategy in STRATEGIES.items() if strategy.parameter_state is not None]
 
@@ -30,19 +30,6 @@ class LowRank(nn.Module):
     def merge(self):
         self.base.weight += self.up @ self.down
         self.up.zero_()
-
-
-def trained(model, optimizer, steps, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for _ in range(steps):
-        inputs = torch.randn(32, 16, generator=generator).bfloat16()
-        loss = (model(inputs).float() - inputs.float().flip(1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,6 +6,8 @@ import torch
 from collage_agent.optim import STRATEGIES, CollageAdamW
 from torch import nn
 
+from tests.optim.models import trained
+
 KEEPING = [name for name, strategy in STRATEGIES.items() if strategy.parameter_state is not None]
 
 
@@ -16,32 +18,19 @@ def adapted(**options):
     return peft.get_peft_model(base, config, autocast_adapter_dtype=False)
 
 
-def train(model, optimizer, steps, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for _ in range(steps):
-        inputs = torch.randn(32, 16, generator=generator).bfloat16()
-        loss = (model(inputs).float() - inputs.float().flip(1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_adapters_keep_what_is_beside_them_through_a_merge(strategy):
     """Merging and unmerging write to the frozen weights alone."""
     model = adapted()
     optimizer = CollageAdamW(model.parameters(), lr=1e-2, strategy=strategy, seed=1)
-    losses = train(model, optimizer, 30)
+    losses = trained(model, optimizer, 30)
     assert losses[-1] < 0.97 * losses[0]
     assert set(optimizer.state) == {member for name, member in model.named_parameters() if "lora_" in name}
     stored = {member: optimizer.stored_parameter(member) for member in optimizer.state}
     model.merge_adapter()
     model.unmerge_adapter()
     assert all(torch.equal(optimizer.stored_parameter(member), value) for member, value in stored.items())
-    train(model, optimizer, 1)
+    trained(model, optimizer, 1)
     assert optimizer.external_writes == 0
 
 
@@ -52,7 +41,7 @@ def test_a_merge_into_trained_weights_survives(strategy):
     for member in model.parameters():
         member.requires_grad_()
     optimizer = CollageAdamW(model.parameters(), lr=1e-3, strategy=strategy, seed=1)
-    train(model, optimizer, 3)
+    trained(model, optimizer, 3)
     bases = [member for name, member in model.named_parameters() if name.endswith("base_layer.weight")]
     before = [member.detach().clone() for member in bases]
     model.merge_adapter()
