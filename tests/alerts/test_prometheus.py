@@ -1,5 +1,13 @@
-"""A real Prometheus scrapes a real server during a real bf16 training whose EDQ falls: the rule fires, and a real
-Alertmanager tells the server, where it stands among what fires."""
+"""A real bf16 training goes wrong twice, and a person sees both within a minute in a real browser.
+
+First its EDQ falls: a real Prometheus scrapes the server, its rule fires, and a real Alertmanager tells the server.
+Then a weight is NaN: the server's own evaluation finds that and tells a webhook. Scrapes and rules come twice a
+second, the server's evaluation every second. The rules' waits are a 300th of the shipped ones: a fall of EDQ must
+last 5 minutes, so no interval shows it within one. The server's own evaluation has the waits that are shipped.
+"""
+
+import logging
+import time
 
 import collage_agent as collage
 import httpx
@@ -10,12 +18,14 @@ from collage_server.alerting import rules
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
 from collage_monitor.local import ensure_token, read_token, token_path
+from tests.alerts.receivers import web_server
 from tests.deploy.test_compose import grafana_queries, names_of
 from tests.ports import command, free_port, running
 from tests.system import require
 from tests.waiting import until
 
 TIME_SCALE = 1 / 300
+MINUTE = 60.0
 CONFIGURATION = """
 global: {{ scrape_interval: 500ms, scrape_timeout: 400ms, evaluation_interval: 500ms }}
 rule_files: ["{rules}"]
@@ -26,8 +36,14 @@ scrape_configs:
     static_configs: [{{ targets: ["127.0.0.1:{port}"] }}]
 """
 ALERTMANAGER = """
-route: {{ receiver: collage, group_by: [alertname, run_id], group_wait: 0s, group_interval: 1s }}
+route:
+  receiver: nobody
+  routes: [{{ receiver: collage, matchers: [alertname = CollageEdqDrop] }}]
+  group_by: [alertname, run_id]
+  group_wait: 0s
+  group_interval: 1s
 receivers:
+  - name: nobody
   - name: collage
     webhook_configs:
       - url: http://127.0.0.1:{port}/api/v1/alerts/alertmanager
@@ -58,7 +74,22 @@ class Prometheus:
 
 
 @pytest.fixture
-def services(tmp_path):
+def webhook(monkeypatch):
+    """What the server's webhook receives."""
+    with web_server() as (hook, requests):
+        monkeypatch.setenv("COLLAGE_SERVER_ALERT_WEBHOOK", f"{hook}/alerts")
+        monkeypatch.setenv("COLLAGE_SERVER_ALERT_INTERVAL_SECONDS", "1")
+        yield requests
+
+
+def received(requests):
+    """What fires, by alert."""
+    told = [body["incident"] for _, _, body in requests]
+    return {incident["alert"]: incident for incident in told if incident["state"] == "firing"}
+
+
+@pytest.fixture
+def services(tmp_path, webhook):
     """(server address, Prometheus): both running beside an Alertmanager, the rules' hours shortened to seconds."""
     prometheus, alertmanager = require("prometheus"), require("prometheus-alertmanager")
     port, scraper_port, alertmanager_port = free_port(), free_port(), free_port()
@@ -97,8 +128,41 @@ def services(tmp_path):
         yield address, Prometheus(http)
 
 
+class Screen:
+    """The list of incidents in a browser, open before anything fires."""
+
+    def __init__(self, page, url):
+        self._page, self._url = page, url
+        page.goto(f"{url}/incidents")
+        page.get_by_text("No alert has fired here.").wait_for()
+
+    def shows(self, alert):
+        return self._page.get_by_role("link", name=alert, exact=True).count() > 0
+
+    def open(self, alert, text):
+        """The incident's page, as a person comes there from the list, and back to the list."""
+        self._page.get_by_role("link", name=alert, exact=True).first.click()
+        self._page.get_by_role("heading", level=1, name=ALERTS[alert].summary).wait_for()
+        self._page.get_by_role("region", name="Timeline").get_by_text(text).first.wait_for()
+        seen_at = time.monotonic()
+        self._page.goto(f"{self._url}/incidents")
+        return seen_at
+
+    def close(self):
+        self._page.goto("about:blank")
+
+
+@pytest.fixture
+def screen(services, open_page, dashboard, tmp_path):
+    with dashboard(services[0], token_path(tmp_path), tmp_path) as url:
+        opened = Screen(open_page(url).page, url)
+        yield opened
+        opened.close()
+
+
 @pytest.mark.prometheus
-def test_the_rule_fires_when_edq_falls(services, tmp_path):
+@pytest.mark.browser
+def test_what_goes_wrong_is_seen_within_a_minute(services, screen, webhook, tmp_path):
     address, prometheus = services
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)).bfloat16()
@@ -134,15 +198,25 @@ def test_the_rule_fires_when_edq_falls(services, tmp_path):
             prometheus.scraped(query)
         # Updates of a thousandth of the size stand below half a gap of most weights: they are rounded away.
         optimizer.param_groups[0]["lr"] = 1e-5
-        train_until(lambda: "CollageEdqDrop" in prometheus.firing(), "CollageEdqDrop fires")
+        began = time.monotonic()
+        train_until(lambda: screen.shows("CollageEdqDrop"), "the list of incidents shows CollageEdqDrop")
+        scraped_seconds = screen.open("CollageEdqDrop", "CollageEdqDrop firing") - began
         assert prometheus.scraped("collage_edq_ratio") < [0.9 * before[0]]
-        labels = prometheus.firing()["CollageEdqDrop"]["labels"]
         with Client(address, read_token(tmp_path)) as client:
-            told = until(
-                lambda: {one.alert: one for one in client.firing(run.run_id)}, "Alertmanager's word arrives"
-            )
+            told = client.incidents(run_id=run.run_id, alert="CollageEdqDrop").events[0]
             kinds = [event.kind for event in client.events(run.run_id).events]
-    assert (told["CollageEdqDrop"].source, told["CollageEdqDrop"].project) == ("alertmanager", "alerts")
+            with torch.no_grad():
+                next(model.parameters())[0, 3] = float("nan")
+            began = time.monotonic()
+            train_until(lambda: screen.shows("CollageNotFinite"), "the list of incidents shows CollageNotFinite")
+            own_seconds = screen.open("CollageNotFinite", "CollageNotFinite firing") - began
+            sent = until(lambda: received(webhook).get("CollageNotFinite"), "the webhook is told")
+            own = {one.alert: one for one in client.firing(run.run_id)}["CollageNotFinite"]
+    logging.info("seen %.1f s after EDQ fell, %.1f s after a weight was NaN", scraped_seconds, own_seconds)
+    assert max(scraped_seconds, own_seconds) < MINUTE
+    assert own.source == "server"
+    assert sent["incident_id"] == own.incident_id
+    assert (told.source, told.project) == ("alertmanager", "alerts")
     assert "alert" in kinds
-    assert (labels["project"], labels["run_id"], labels["run"]) == ("alerts", run.run_id, "falling")
-    assert labels["strategy"] == "plain"
+    labels = [told.labels[name] for name in ("project", "run_id", "run", "strategy")]
+    assert labels == ["alerts", run.run_id, "falling", "plain"]
