@@ -106,7 +106,11 @@ class WorstLayer(Struct, kw_only=True, frozen=True):
 
 
 class Run(Struct, kw_only=True, frozen=True):
-    """A run with its newest numbers. `state` "stale": not ended, but silent for `stale_after_seconds`."""
+    """A run with its newest numbers. `state` "stale": not ended, but silent for `stale_after_seconds`.
+
+    `updated_at`: the training's last sign of life, a launch, a state that was stated or a report. `changed_at`:
+    when a request last changed state, name, group, tags or notes; null if none did.
+    """
 
     run_id: str
     project: str
@@ -125,6 +129,7 @@ class Run(Struct, kw_only=True, frozen=True):
     watch: WatchInfo | None
     latest: dict[str, Number | None]
     scalars: dict[str, LoggedScalar]
+    changed_at: float | None = None
 
 
 class RunPage(Struct, kw_only=True, frozen=True):

@@ -26,6 +26,7 @@ RunSort = Literal[
     "loss",
     "validation_loss",
     "bytes_per_parameter",
+    "tokens_per_second",
     "created_at",
     "updated_at",
 ]
@@ -66,7 +67,8 @@ class Overview(Struct, kw_only=True, frozen=True):
 
 
 class RunRow(Struct, kw_only=True, frozen=True):
-    """A run as a row of the table of runs. `overview` is null until it was evaluated for the first time."""
+    """A run as a row of the table of runs; times as in `Run`. `overview` is null until it was evaluated for the
+    first time."""
 
     run_id: str
     project: str
@@ -84,15 +86,17 @@ class RunRow(Struct, kw_only=True, frozen=True):
     scalars: dict[str, LoggedScalar]
     overview: Overview | None
     seed: int | None = None
+    changed_at: float | None = None
 
 
 class RunTable(Struct, kw_only=True, frozen=True):
     """A page of the table of runs. `total` counts the runs that the filters leave, `live` the running ones among
-    them by their health ("" where it is not known yet)."""
+    them by their health ("" where it is not known yet). `changed_at`: the newest sign of life or change of any."""
 
     rows: list[RunRow]
     total: int
     live: dict[str, int]
+    changed_at: float | None = None
 
 
 class RunFilters(Struct, kw_only=True, frozen=True):

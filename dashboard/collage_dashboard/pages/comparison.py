@@ -298,7 +298,10 @@ def _rows(reader: Reader, run_ids: Sequence[str]) -> list[wire.RunRow]:
 def _revision(view: View, rows: Sequence[wire.RunRow]) -> dict[str, Any]:
     """What changes whenever something that is shown of these runs may have changed; which of them are gone."""
     there = {row.run_id for row in rows}
-    seen = [f"{row.run_id} {row.updated_at} {row.state} {row.overview and row.overview.last_step}" for row in rows]
+    seen = [
+        f"{row.run_id} {row.updated_at} {row.changed_at} {row.state} {row.overview and row.overview.last_step}"
+        for row in rows
+    ]
     return {
         "at": sha256("\n".join(seen).encode()).hexdigest()[:16],
         "failed": False,

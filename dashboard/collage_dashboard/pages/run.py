@@ -230,7 +230,7 @@ def _revision(row: wire.RunRow | None) -> dict[str, Any]:
         return {"at": "", "failed": False, "colour": ACCENT}
     judged = row.overview.last_step if row.overview else None
     colour = strategy_colour(row.strategy or row.observed_strategy, row.dtype)
-    return {"at": f"{row.updated_at} {row.state} {judged}", "failed": False, "colour": colour}
+    return {"at": f"{row.updated_at} {row.changed_at} {row.state} {judged}", "failed": False, "colour": colour}
 
 
 def _register_navigation(app: dash.Dash, reader: Reader) -> None:

@@ -67,7 +67,7 @@ def get_run_table(
     now, stale_after = components.clock(), components.settings.stale_after_seconds
     page = components.store.overviews.table(query, now, stale_after)
     rows = [run_row(record, found, now, stale_after) for record, found in page.rows]
-    return answer(wire.RunTable(rows=rows, total=page.total, live=page.live))
+    return answer(wire.RunTable(rows=rows, total=page.total, live=page.live, changed_at=page.changed_at))
 
 
 @router.get("/run-filters", **describes(wire.RunFilters))

@@ -126,7 +126,11 @@ class TableQuery(RunFilter):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run as it is stored. `updated_at` is the later of its last change and its last report (server's clock)."""
+    """A run as it is stored, its times by the server's clock.
+
+    `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
+    is the last change of fields by a request, None if there was none.
+    """
 
     run_id: str
     project: str
@@ -141,6 +145,7 @@ class RunRecord:
     dtype: str | None
     created_at: float
     updated_at: float
+    changed_at: float | None
     first_step: int | None
     last_step: int | None
     first_time: float | None
@@ -156,13 +161,14 @@ class RunRecord:
 class RunRevision:
     """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`.
 
-    `changed_at` is the last change alone: a clock that lags behind the newest report's must not hide it.
+    `launched_at` is that without reports: a clock that lags behind the newest report's must not hide a launch.
     `frozen_step` is how far retention has taken single points, `streams` how many there are.
     """
 
     state: str
     updated_at: float
-    changed_at: float
+    launched_at: float
+    changed_at: float | None
     reports: int
     attempts: tuple[tuple[int, int], ...]
     strategy: str | None

@@ -42,6 +42,7 @@ __all__ = [
     "replica_mismatch",
     "report",
     "run",
+    "run_change",
     "run_latest",
     "run_overview",
     "run_tag",
@@ -83,6 +84,7 @@ OVERVIEW_NUMBERS: Final = (
     "loss",
     "validation_loss",
     "bytes_per_parameter",
+    "tokens_per_second",
 )
 """Columns of `run_overview`: metrics over the recent past, and the newest logged values."""
 
@@ -105,8 +107,18 @@ run: Final = Table(
     Column("created_at", Double, nullable=False),
     Column("updated_at", Double, nullable=False),
 )
+"""`updated_at`: the last launch or stated state; the later of it and the newest report is the last sign of life."""
 Index("run_by_age", run.c.created_at, run.c.run_id)
 Index("run_by_project", run.c.project)
+
+run_change: Final = Table(
+    "run_change",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("changed_at", Double, nullable=False),
+)
+"""When a request last changed a run, which says nothing of its training; without a row nobody ever did.
+A table of its own: a migration that adds a column to `run` after others deadlocks with servers at work."""
 
 run_overview: Final = Table(
     "run_overview",
@@ -117,11 +129,13 @@ run_overview: Final = Table(
     Column("last_step", BigInteger),
     *(Column(name, Double) for name in OVERVIEW_NUMBERS),
     Column("health", String(32)),
+    Column("configuration", String(32)),
     Column("findings", Text),
     Column("overview", Text, nullable=False),
 )
 """What is said of a run, made in the background: `overview` is a `wire.Overview`, the rest sorts and filters.
 `findings` {key: value} is what the judgement holds against it, null if nothing: alerts read it.
+`configuration` is the same for runs whose configurations differ in nothing but seeds.
 `updated_at` and `reports` are the run's when it was made: by them one that is out of date is found."""
 
 run_tag: Final = Table(

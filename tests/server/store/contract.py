@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.store import READERS, ReportGroup, RunQuery, Selection
+from collage_server.store import READERS, ReportGroup, RunQuery, Selection, TableQuery
 from collage_server.store.journal import streams
 from collage_server.store.records import CONNECTIONS, SealLimits
 
@@ -232,6 +232,19 @@ class StoreContract:
         self.append(store, stream, report(0, 10), now=later)
         assert store.runs.page(RunQuery(state="stale"), later, 600.0).runs == []
         assert store.runs.get("r1").updated_at == later
+
+    def test_who_describes_a_run_gives_no_sign_of_life(self, store):
+        stream = self.fill(store)
+        self.append(store, stream, report(0, 10))
+        first = store.runs.revisions(["r1"])
+        described = store.runs.update("r1", wire.RunUpdate(tags=["t"], notes="n", name="m", group="g"), NOW + 700)
+        assert (described.updated_at, described.changed_at, described.notes) == (NOW, NOW + 700, "n")
+        assert [run.run_id for run in store.runs.page(RunQuery(state="stale"), NOW + 701, 600.0).runs] == ["r1"]
+        assert store.runs.revisions(["r1"]) != first, "readers that keep answers must see the change"
+        table = store.overviews.table(TableQuery(state="stale"), NOW + 701, 600.0)
+        assert ([record.run_id for record, _ in table.rows], table.changed_at) == (["r1"], NOW + 700)
+        failed = store.runs.update("r1", wire.RunUpdate(state="failed"), NOW + 800)
+        assert (failed.updated_at, failed.changed_at) == (NOW + 800, NOW + 800)
 
     def test_streams_grow_at_the_end_only(self, store):
         self.fill(store)

@@ -6,6 +6,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from collage_server.errors import StoreUnusable
+from collage_server.overviews import keep_overview
 from collage_server.store import ReportGroup, Selection
 from collage_server.store.migrate import head_revision, migrate
 from collage_server.store.schema import SERVER_TABLES, metadata
@@ -57,6 +58,29 @@ def test_a_store_of_the_first_release_keeps_its_reports(store):
         assert [(outcome.accepted, outcome.duplicates) for outcome in again] == [(1, 1)]
     finally:
         first.close()
+
+
+def test_an_evaluation_of_before_is_made_again_and_nobody_has_changed_its_run(tmp_path):
+    """Its new columns are empty: what it is grouped by, and tokens/s."""
+    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
+    store._engine = store._connect()
+    with store.writing() as connection:
+        migrate(connection, "0012")
+        for statement in (
+            "INSERT INTO run (run_id, project, name, notes, config, state, created_at, updated_at) "
+            "VALUES ('r1', 'p', 'r', '', '{}', 'finished', 5, 7)",
+            "INSERT INTO run_overview (run_id, updated_at, reports, overview) VALUES ('r1', 7, 0, '{}')",
+        ):
+            connection.execute(text(statement))
+    store.close()
+    store.open()
+    try:
+        assert (store.runs.get("r1").updated_at, store.runs.get("r1").changed_at) == (7, None)
+        assert [due.run_id for due in store.overviews.due(10)] == ["r1"]
+        keep_overview(store, store.overviews.due(1)[0])
+        assert store.overviews.due(10) == []
+    finally:
+        store.close()
 
 
 def _empty_first_release(path):

@@ -14,6 +14,7 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord, TableQuery
 from collage_server.store.rows import from_json, to_json
+from collage_server.store.runs.groups import configuration_of
 from collage_server.store.runs.runs import matching, read_records
 
 __all__ = ["DueRun", "OverviewStore", "TablePage"]
@@ -37,11 +38,15 @@ class DueRun:
 
 @dataclass(frozen=True)
 class TablePage:
-    """A page of the table: records with their overviews, how many runs there are, and the live ones by health."""
+    """A page of the table: records with their overviews, how many runs there are, and the live ones by health.
+
+    `changed_at`: the newest change or report of any of the runs; None without runs.
+    """
 
     rows: list[tuple[RunRecord, wire.Overview | None]]
     total: int
     live: dict[str, int]
+    changed_at: float | None
 
 
 class OverviewStore:
@@ -86,6 +91,7 @@ class OverviewStore:
                     reports=due.reports,
                     last_step=record.last_step,
                     health=overview.health,
+                    configuration=configuration_of(record),
                     findings=to_json(overview.findings) if overview.findings else None,
                     overview=to_json(overview),
                     **_numbers(record, overview),
@@ -118,11 +124,15 @@ class OverviewStore:
         base = base.where(*_conditions(query, state))
         health = func.coalesce(_OVERVIEW.c.health, "").label("health")
         live = (state == "running").label("live")
-        counts = base.with_only_columns(live, health, func.count().label("runs")).group_by(live, health)
+        changes = schema.run_change
+        changed = func.max(_later(sign, changes.c.changed_at)).label("changed_at")
+        counts = base.outerjoin(changes, changes.c.run_id == _RUN.c.run_id)
+        counts = counts.with_only_columns(live, health, func.count().label("runs"), changed).group_by(live, health)
         with self._database.reading() as connection:
-            total, healths = 0, {}
+            total, healths, newest = 0, {}, []
             for row in connection.execute(counts):
                 total += row.runs
+                newest.append(row.changed_at)
                 if row.live:
                     healths[row.health] = row.runs
             ordered = _ordered(base, query, state, sign).offset(query.offset).limit(query.limit)
@@ -130,7 +140,8 @@ class OverviewStore:
             records = read_records(connection, ids) if ids else {}
             chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.overview).where(_OVERVIEW.c.run_id.in_(ids))
             found = {row.run_id: _DECODE(row.overview) for row in connection.execute(chosen)} if ids else {}
-            return TablePage([(records[run_id], found.get(run_id)) for run_id in ids], total, healths)
+            rows = [(records[run_id], found.get(run_id)) for run_id in ids]
+            return TablePage(rows, total, healths, max(newest, default=None))
 
     def filters(self, projects: Sequence[str] | None) -> wire.RunFilters:
         """The values that runs can be filtered by, with how many runs have each."""

@@ -29,8 +29,10 @@ QuotaCheck = Callable[[str, CountedRows, int], None]
 
 _RUN: Final = schema.run
 _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at"}]
+_CHANGED_AT: Final = schema.run_change.c.changed_at
 _OWNED: Final = (
     schema.entry,
+    schema.run_change,
     schema.run_latest,
     schema.run_overview,
     schema.event,
@@ -74,7 +76,7 @@ class RunStore:
     def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
         """A page of runs, newest first."""
         with self._database.reading() as connection:
-            statement = select(_RUN).where(*_filters(query, now - stale_after_seconds))
+            statement = _runs().where(*_filters(query, now - stale_after_seconds))
             statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
             if query.cursor is not None:
                 statement = _after(statement, query.cursor)
@@ -98,7 +100,7 @@ class RunStore:
         with self._database.reading() as connection:
             ids = list(dict.fromkeys(run_ids))
             latest, attempt = schema.run_latest, schema.attempt
-            runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
+            runs = {row.run_id: row for row in connection.execute(_runs().where(_RUN.c.run_id.in_(ids)))}
             reports = func.sum(latest.c.reports).label("reports")
             newest = func.max(latest.c.last_report_at).label("last_report_at")
             more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
@@ -117,7 +119,8 @@ class RunStore:
                 found[run_id] = RunRevision(
                     state=run.state,
                     updated_at=max(run.updated_at, known.last_report_at or 0.0) if known else run.updated_at,
-                    changed_at=run.updated_at,
+                    launched_at=run.updated_at,
+                    changed_at=run.changed_at,
                     reports=int(known.reports) if known else 0,
                     strategy=run.strategy,
                     dtype=run.dtype,
@@ -246,21 +249,27 @@ def _taken(run_id: str) -> Conflict:
 
 
 def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
-    """Change the stated fields."""
+    """Change the stated fields. A stated state is a sign of life; name, group, tags and notes are none."""
     require_run(connection, run_id, lock=True)
     stated = {
         name: getattr(change, name)
         for name in ("state", "name", "group", "notes")
         if getattr(change, name) is not None
     }
-    connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(updated_at=now, **stated))
+    if change.state is not None:
+        stated["updated_at"] = now
+    if stated:
+        connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(**stated))
+    changes = schema.run_change
+    connection.execute(delete(changes).where(changes.c.run_id == run_id))
+    connection.execute(insert(changes).values(run_id=run_id, changed_at=now))
     if change.tags is not None:
         _set_tags(connection, run_id, change.tags)
 
 
 def read_run(connection: Connection, run_id: str) -> RunRecord:
     """One run with its tags, attempts, watch and newest numbers."""
-    row = connection.execute(select(_RUN).where(_RUN.c.run_id == run_id)).first()
+    row = connection.execute(_runs().where(_RUN.c.run_id == run_id)).first()
     if row is None:
         raise missing_run(connection, run_id)
     return _records(connection, [row])[0]
@@ -270,9 +279,15 @@ def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, Ru
     """Several runs, in the order given."""
     ids = list(dict.fromkeys(run_ids))
     require_runs(connection, ids)
-    rows = connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids))).all()
+    rows = connection.execute(_runs().where(_RUN.c.run_id.in_(ids))).all()
     found = {record.run_id: record for record in _records(connection, rows)}
     return {run_id: found[run_id] for run_id in ids}
+
+
+def _runs() -> Select[Any]:
+    """The rows of runs, with `changed_at`."""
+    changes = schema.run_change
+    return select(_RUN, _CHANGED_AT).outerjoin(changes, changes.c.run_id == _RUN.c.run_id)
 
 
 def matching(query: RunFilter) -> list[ColumnElement[bool]]:
@@ -370,6 +385,7 @@ def _record(
         tags=[entry.tag for entry in tags],
         config=from_json(row.config),
         updated_at=max(row.updated_at, last_report_at or 0.0),
+        changed_at=row.changed_at,
         first_step=min((entry.first_step for entry in reported), default=None),
         last_step=max((entry.last_step for entry in reported if entry.attempt == newest), default=None),
         first_time=min((entry.first_time for entry in reported), default=None),
