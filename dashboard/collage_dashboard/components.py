@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
+from itertools import chain
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -45,6 +48,7 @@ __all__ = [
     "smoothing_control",
     "state_badge",
     "tags_of",
+    "text_of_tags",
     "verdict_line",
     "verdict_mark",
     "wait_of",
@@ -228,8 +232,20 @@ def notice(problem: Problem | None) -> Any:
 
 
 def tags_of(text: str) -> list[str]:
-    """Tags of a text with commas between them, each once."""
-    return list(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+    """Tags of a text with commas between them, each once; one that holds a comma stands in quotes, as in CSV."""
+    parts = chain.from_iterable(csv.reader(StringIO(text), skipinitialspace=True))
+    return list(dict.fromkeys(filter(None, (part.strip() for part in parts))))
+
+
+def text_of_tags(tags: Sequence[str]) -> str:
+    """The text that `tags_of` reads as these tags."""
+    return ", ".join(map(_as_csv, tags))
+
+
+def _as_csv(field: str) -> str:
+    written = StringIO()
+    csv.writer(written, lineterminator="\n").writerow([field])
+    return written.getvalue().removesuffix("\n")
 
 
 def refusal(error: CollageError) -> dmc.Alert:

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.browser
 WIDTHS = (1280, 1920, 390)
 HOSTILE = ("a" * 300, '<img src=x onerror="alert(1)">' + "ß" * 40)
 NOT_FINITE = "not finite"
+LONG = "gpt2-medium_collage-light_bs256_lr6e-4_cosine-decay_openwebtext_2026-11-03_seed2"
 
 
 class Diverged(GeneratedRun):
@@ -22,9 +23,10 @@ class Diverged(GeneratedRun):
 
 @pytest.fixture(scope="module")
 def runs():
-    """The demo's, one whose loss is NaN, and two with hostile names."""
+    """The demo's, one with a long name, one whose loss is NaN, and two with hostile names."""
     hostile = [GeneratedRun(name, "plain", run_id=f"run-hostile-{place}") for place, name in enumerate(HOSTILE)]
-    return [*demo_runs(), Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
+    long = GeneratedRun(LONG, "plain", run_id="run-long")
+    return [*demo_runs(), long, Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
 
 
 PAGES = {
@@ -63,6 +65,32 @@ def serious_violations(page):
         ]
         assert page.locator("h1").count() == 1
     return found
+
+
+def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=1280).page
+    page.goto(dashboard_url + "/?q=run-")
+    page.locator(".verdict-cell", has_text="not finite since step 110").wait_for()
+    page.get_by_role("link", name=LONG, exact=True).wait_for()
+    cut = "(cells) => cells.filter((c) => c.scrollHeight > c.clientHeight + 1).map((c) => c.textContent)"
+    assert page.locator(".runs-grid .verdict-cell").evaluate_all(cut) == []
+    names = page.locator(".runs-grid .run-cell a")
+    assert names.count() > 5
+    assert [name for name in names.evaluate_all(cut) if name not in HOSTILE] == []
+    edge = page.locator(".runs-grid .ag-center-cols-viewport").bounding_box()
+    for column in (
+        "strategy",
+        "loss",
+        "lost_update_ratio",
+        "edq_ratio",
+        "bytes_per_parameter",
+        "tokens_per_second",
+    ):
+        cell = page.locator(f'.ag-row[row-id="run-long"] .ag-cell[col-id="{column}"]')
+        box = cell.bounding_box()
+        assert box["x"] + box["width"] <= edge["x"] + edge["width"], column
+        assert cell.evaluate("(cell) => cell.scrollWidth <= cell.clientWidth"), column
+        assert cell.text_content().strip() not in {"", "–"}, column
 
 
 def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):

@@ -9,6 +9,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.browser
 
+COMMA_TAG = 'lr 0.1, "warm"'
 HOSTILE_TAG = "<img src=x onerror=alert(1)>"
 NOTES = 'first <b>line</b>\nsecond & "last"'
 
@@ -46,6 +47,27 @@ def test_a_run_is_described_in_the_table(watched, client):
     until(lambda: client.run("run-plain").notes == "by keyboard alone", "the notes are kept")
     page.reload()
     cell(page, "run-plain", "notes").get_by_text("by keyboard alone").wait_for()
+
+
+def test_a_tag_with_a_comma_stays_one_tag_when_others_are_edited(watched, client):
+    client.update_run("run-plain", wire.RunUpdate(tags=[COMMA_TAG]))
+    page = watched.page
+    page.set_viewport_size({"width": 2400, "height": 900})
+    page.goto(watched.url)
+    cell(page, "run-plain", "tags").dblclick()
+    page.keyboard.press("End")
+    page.keyboard.type(", more")
+    page.keyboard.press("Enter")
+    until(lambda: client.run("run-plain").tags == [COMMA_TAG, "more"], "one tag is kept and one added")
+
+
+def test_what_somebody_else_writes_into_a_silent_run_appears(watched, client):
+    page = watched.page
+    page.set_viewport_size({"width": 2400, "height": 900})
+    page.goto(watched.url)
+    cell(page, "run-plain", "notes").wait_for()
+    client.update_run("run-plain", wire.RunUpdate(notes="from elsewhere"))
+    cell(page, "run-plain", "notes").get_by_text("from elsewhere").wait_for()
 
 
 def test_a_run_is_described_on_its_page(watched, client):

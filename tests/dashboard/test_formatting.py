@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from collage_dashboard.components import tags_of, text_of_tags
 from collage_dashboard.descriptions import byte_count, count, finite, interval, number, when
 
 
@@ -54,3 +55,22 @@ def test_only_finite_values_are_drawn():
 def test_a_time_is_in_utc():
     assert when(0.0) == "1970-01-01 00:00 UTC"
     assert when(None) == "–"
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        ["a", "lr 0.1, warm"],
+        ['5" disk', '"', 'x, "y"'],
+        ["<img src=x onerror=alert(1)>"],
+        ["a\nb", "c"],
+        [],
+    ],
+)
+def test_tags_written_as_text_are_read_as_the_same_tags(tags):
+    assert tags_of(text_of_tags(tags)) == tags
+
+
+def test_tags_without_commas_are_written_as_they_are():
+    assert text_of_tags(["a b", "<c>"]) == "a b, <c>"
+    assert tags_of("a,, b , a") == ["a", "b"]

@@ -21,6 +21,7 @@ from collage_dashboard.components import (
     refusal,
     runs_in_words,
     tags_of,
+    text_of_tags,
     verdict_mark,
     wait_of,
 )
@@ -40,12 +41,13 @@ BLOCK: Final = 50
 """Rows that one question reads."""
 _ROWS_IN_WORDS: Final = 25
 """As many as a tall screen shows."""
-ROW_PIXELS: Final = 42
+ROW_PIXELS: Final = 74
+"""Four lines: names and verdicts wrap."""
 HEADER_PIXELS: Final = 48
 _FOUR_DIGITS: Final = {"function": "fourDigits(params.value)"}
 _LARGE: Final = {"cellEditor": "agLargeTextCellEditor", "cellEditorPopup": True}
-_DISPUTED: Final = {"disputed": "params.data && params.data.disputed"}
 _STATES: Final = ("running", "finished", "failed", "stale")
+_HOW_TO_EDIT: Final = "Double-click or press Enter to edit."
 _LABELS: Final = {"health": "Verdict"}
 _NO_RUNS: Final = Problem(
     "No runs yet",
@@ -109,45 +111,54 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
             "field": "name",
             "headerName": "Run",
             "cellRenderer": "RunCell",
-            "minWidth": 220,
-            "flex": 2,
+            "minWidth": 200,
+            "width": 250,
             "pinned": "left",
         },
-        _text("project", "Project", 100),
-        {
-            **_text("strategy", "Strategy", 160),
-            "cellClassRules": {"disputed": "params.data && params.data.disputed"},
-        },
-        _text("state", "State", 92),
         {
             "field": "health",
             "headerName": "Verdict",
             "cellRenderer": "VerdictCell",
-            "minWidth": 260,
-            "flex": 3,
+            "minWidth": 310,
+            "flex": 1,
             "headerTooltip": "What is wrong, where and since when; over the run's recent past.",
         },
-        _number("lost_update_ratio", "Lost"),
-        _number("edq_ratio", "EDQ"),
+        {
+            **_text("strategy", "Strategy", 108),
+            "cellClass": "wrapped",
+            "cellClassRules": {"disputed": "params.data && params.data.disputed"},
+        },
+        _number("loss", "Loss", width=66),
+        _number("lost_update_ratio", "Lost", width=80),
+        _number("edq_ratio", "EDQ", width=66),
         {
             "field": "trend",
             "headerName": "EDQ over the run",
             "cellRenderer": "TrendCell",
-            "width": 130,
+            "width": 96,
             "wrapHeaderText": True,
             "sortable": False,
         },
-        _number("state_decrement_ratio", "State decrement", describe("state_decrement_ratio/exp_avg_sq").help),
-        _number("loss", "Loss"),
-        _number("validation_loss", "Validation loss"),
-        _number("bytes_per_parameter", "Bytes a parameter"),
-        _number("last_step", "Step", "Newest step that was reported."),
-        _editable("tags", "Tags", 150, "Tags, with commas between. Double-click or press Enter to edit."),
-        _editable("notes", "Notes", 180, "Notes. Double-click or press Enter to edit.", **_LARGE),
+        _number("bytes_per_parameter", "Bytes a parameter", width=92),
+        _number("tokens_per_second", "Tokens/s", width=78),
+        _text("state", "State", 76),
+        _number("validation_loss", "Validation loss", width=88),
+        _number(
+            "state_decrement_ratio",
+            "State decrement",
+            describe("state_decrement_ratio/exp_avg_sq").help,
+            width=92,
+        ),
+        _number("last_step", "Step", "Newest step that was reported.", width=76),
+        _text("project", "Project", 110),
+        _editable(
+            "tags", "Tags", 150, f"Tags, with commas between; one that holds a comma in quotes. {_HOW_TO_EDIT}"
+        ),
+        _editable("notes", "Notes", 180, f"Notes. {_HOW_TO_EDIT}", **_LARGE),
         {
             "field": "updated_at",
             "headerName": "Last data (UTC)",
-            "width": 150,
+            "width": 140,
             "valueFormatter": {"function": "minuteUtc(params.value)"},
         },
     ]
@@ -357,7 +368,8 @@ def _revision(table: wire.RunTable) -> dict[str, Any]:
     newest = table.rows[0] if table.rows else None
     at = f"{newest.run_id} {newest.updated_at} {newest.state}" if newest else ""
     judged = newest.overview.last_step if newest and newest.overview else None
-    return {"at": f"{at} {judged} {table.total} {sorted(table.live.items())}", "edits": 0, "failed": False}
+    seen = f"{at} {judged} {table.changed_at} {table.total} {sorted(table.live.items())}"
+    return {"at": seen, "edits": 0, "failed": False}
 
 
 def _is_empty(table: wire.RunTable, view: View) -> bool:
@@ -391,14 +403,14 @@ def _row(run: wire.RunRow) -> dict[str, Any]:
         "headline": run.overview.headline if run.overview else "Not evaluated yet.",
         "trend": run.overview.trend if run.overview else [],
         "last_step": run.last_step,
-        "tags": ", ".join(run.tags),
+        "tags": text_of_tags(run.tags),
         "notes": run.notes,
         "edq_ratio": numbers.get("edq_ratio"),
         "state_decrement_ratio": numbers.get(state_key(numbers)),
         "lost_update_ratio": numbers.get("lost_update_ratio"),
         **{
             name: entry.value
-            for name in ("loss", "validation_loss", "bytes_per_parameter")
+            for name in ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
             if (entry := run.scalars.get(name))
         },
         "updated_at": run.updated_at,
@@ -414,13 +426,13 @@ def _editable(field: str, header: str, width: int, help_line: str, **more: Any) 
     return {**_text(field, header, width), **own, **more}
 
 
-def _number(field: str, header: str, help_line: str = "") -> dict[str, Any]:
+def _number(field: str, header: str, help_line: str = "", *, width: int) -> dict[str, Any]:
     return {
         "field": field,
         "headerName": header,
         "headerTooltip": help_line or describe(field).help,
         "type": "rightAligned",
-        "width": 108,
+        "width": width,
         "wrapHeaderText": True,
         "valueFormatter": {"function": "wholeNumber(params.value)"} if field == "last_step" else _FOUR_DIGITS,
     }
