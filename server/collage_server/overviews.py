@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+import collage_monitor
 from collage_monitor import wire
 from collage_monitor.statistics import statistics_for
 from collage_server.background import BackgroundThread
@@ -16,10 +20,11 @@ from collage_server.errors import Gone, NotFound
 from collage_server.queries.overview import OverviewPoints, begin_of_recent_past, overview
 from collage_server.store import DueRun, Points, RunRecord, Selection, Snapshot, Store
 
-__all__ = ["OverviewKeeper", "evaluate", "keep_overview"]
+__all__ = ["OverviewKeeper", "evaluate", "keep_overview", "overview_code"]
 
 _LOG: Final = logging.getLogger(__name__)
 _A_ROUND: Final = 64
+_REWORDED_A_ROUND: Final = 4
 _SHARE_OF_TIME: Final = 0.1
 """The most of its time that the thread works while nobody waits: live runs come round the less often the more."""
 _HISTORY_POINTS: Final = 128
@@ -46,9 +51,14 @@ class OverviewKeeper(BackgroundThread):
         self._share_of_time = share_of_time
 
     def do_due_work(self) -> None:
-        """Go over the runs that are due; a failure in one does not stop the others."""
-        for due in self._store.overviews.due(_A_ROUND):
-            if self.stopping.is_set():
+        """Go over the runs that are due; a failure in one does not stop the others.
+
+        After an upgrade all are due in other words: a few a round, so that what reports does not wait for them.
+        """
+        reworded = 0
+        for due in self._store.overviews.due(_A_ROUND, overview_code()):
+            reworded += due.is_reworded
+            if self.stopping.is_set() or reworded > _REWORDED_A_ROUND:
                 return
             began = time.thread_time()
             try:
@@ -63,6 +73,21 @@ class OverviewKeeper(BackgroundThread):
                 self.stopping.wait((time.thread_time() - began) / self._share_of_time)
 
 
+@cache
+def overview_code() -> str:
+    """Tells the code that overviews are made by: of two releases that may say different things, different.
+
+    Digests the contract's sources and those that bring it its numbers, so that no change can be forgotten.
+    """
+    here = Path(__file__)
+    contract = Path(collage_monitor.__file__).parent
+    sources = [*sorted(contract.rglob("*.py")), here.parent / "queries" / "overview.py", here]
+    digest = hashlib.blake2b(collage_monitor.__version__.encode(), digest_size=16)
+    for path in sources:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def keep_overview(store: Store, due: DueRun) -> wire.Overview:
     """Evaluate a run and keep what was found.
 
@@ -72,7 +97,7 @@ def keep_overview(store: Store, due: DueRun) -> wire.Overview:
     with store.points.snapshot() as now:
         record = now.records([due.run_id])[due.run_id]
         found = evaluate(now, record)
-    store.overviews.put(due, record, found)
+    store.overviews.put(due, record, found, overview_code())
     return found
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import pytest
+from collage_server import overviews
 from collage_server.overviews import keep_overview
+from collage_server.store import schema
+from collage_server.store.rows import to_json
 
+import collage_monitor
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, block, report
 
@@ -90,6 +98,43 @@ def test_a_run_is_due_again_when_something_came_and_gone_with_its_run(server, ev
     server.send("DELETE", "/runs/r1", kind=wire.Deleted)
     assert (evaluate(), table(server).rows) == ([], [])
     server.get("/runs/r1/overview", status=410)
+
+
+def test_what_another_release_said_is_said_anew(server, evaluate, monkeypatch):
+    """Of a finished run nothing comes any more: its words stayed those of the release that it ended under."""
+    server.filled("r1", "s1")
+    components = server.app.state.components
+    assert evaluate() == ["r1"]
+    said = server.get("/runs/r1/overview", wire.Overview)
+    table = schema.run_overview
+    old = {
+        "made_by": "another",
+        "made_at": 1.0,
+        "overview": to_json(msgspec.structs.replace(said, headline="old words")),
+    }
+    with components.store.writing() as connection:
+        connection.execute(table.update().values(old))
+    assert server.get("/runs/r1/overview", wire.Overview) == said
+    with components.store.writing() as connection:
+        connection.execute(table.update().values({**old, "made_by": None, "made_at": None}))
+    components.overviews.stopping.clear()
+    components.overviews.do_due_work()
+    (row,) = server.get("/run-table", wire.RunTable).rows
+    assert row.overview == said
+
+
+def test_the_code_behind_overviews_is_told_by_all_that_it_is_made_of(tmp_path, monkeypatch):
+    """A word that changed anywhere in the contract is noticed, without anybody who remembers it."""
+    own = overviews.overview_code()
+    contract = tmp_path / "collage_monitor"
+    shutil.copytree(Path(collage_monitor.__file__).parent, contract)
+    monkeypatch.setattr(collage_monitor, "__file__", str(contract / "__init__.py"))
+    copied = overviews.overview_code.__wrapped__
+    assert copied() == own
+    for path in ("headline.py", "judgement/rules.py", "onset.py", "statistics/finish.py"):
+        (contract / path).write_text((contract / path).read_text() + "\n")
+        assert copied() != own
+        own = copied()
 
 
 def test_the_thread_evaluates_by_itself_and_a_run_not_yet_done_is_evaluated_on_request(server):

@@ -14,7 +14,7 @@ from collage_server.api.parameters import RunId
 from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
-from collage_server.overviews import keep_overview
+from collage_server.overviews import keep_overview, overview_code
 from collage_server.queries.runs import run_row
 from collage_server.store import DueRun, TableQuery
 
@@ -83,7 +83,7 @@ def get_overview(request: Request, run_id: RunId) -> Response:
     """What is said of the run: headline, verdict, the numbers behind them, the layers that lose the most."""
     store = components_of(request).store
     record = store.runs.get(run_id)
-    found = store.overviews.of(run_id)
+    found = store.overviews.of(run_id, overview_code())
     if found is None:
         due = DueRun(run_id, record.state, record.updated_at, record.reports, True)
         found = keep_overview(store, due)

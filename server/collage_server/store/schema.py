@@ -132,11 +132,14 @@ run_overview: Final = Table(
     Column("configuration", String(32)),
     Column("findings", Text),
     Column("overview", Text, nullable=False),
+    Column("made_by", _ID),
+    Column("made_at", Double),
 )
 """What is said of a run, made in the background: `overview` is a `wire.Overview`, the rest sorts and filters.
 `findings` {key: value} is what the judgement holds against it, null if nothing: alerts read it.
 `configuration` is the same for runs whose configurations differ in nothing but seeds.
-`updated_at` and `reports` are the run's when it was made: by them one that is out of date is found."""
+`updated_at` and `reports` are the run's when it was made, `made_by` tells the code that made it: by them one that
+is out of date is found."""
 
 run_tag: Final = Table(
     "run_tag",
@@ -335,6 +338,7 @@ event: Final = Table(
     UniqueConstraint("run_id", "origin"),
 )
 """What happened to a run, numbered from 1; `origin` is what it comes from, so that it is stored once."""
+Index("event_by_time", event.c.time)
 
 replica_mismatch: Final = Table(
     "replica_mismatch",

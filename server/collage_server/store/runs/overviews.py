@@ -1,13 +1,15 @@
-"""The table of runs: overviews kept a row a run, found out of date by what has come since, sorted and filtered."""
+"""The table of runs: overviews kept a row a run, found out of date by what has come since or by the code that made
+them, sorted and filtered."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, case, delete, func, insert, literal, or_, select
+from sqlalchemy import ColumnElement, Select, and_, case, delete, false, func, insert, literal, or_, select
 
 from collage_monitor import wire
 from collage_server.store import schema
@@ -27,13 +29,17 @@ _OF_RUN: Final = ("name", "project", "group", "strategy", "dtype", "created_at")
 
 @dataclass(frozen=True)
 class DueRun:
-    """A run whose overview is missing, or older than what has come since; the state of what was looked at."""
+    """A run whose overview is missing, or older than what has come since; the state of what was looked at.
+
+    is_reworded: nothing came since, but other code made the overview.
+    """
 
     run_id: str
     state: str
     updated_at: float
     reports: int
     is_new: bool
+    is_reworded: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,31 +60,50 @@ class OverviewStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._began_at = time.time()
 
-    def due(self, limit: int) -> list[DueRun]:
-        """Runs whose overview is missing or out of date: new ones and those that ended first."""
+    def due(self, limit: int, made_by: str | None = None) -> list[DueRun]:
+        """Runs whose overview is missing or out of date: new ones first, then those that ended.
+
+        Last come those of which nothing is new, but which other code than `made_by` has evaluated (None: any).
+        """
         latest = _reported().subquery()
         updated = _later(_RUN.c.updated_at, latest.c.last_report_at)
         reports = func.coalesce(latest.c.reports, 0)
         old = or_(_OVERVIEW.c.reports != reports, _OVERVIEW.c.updated_at != updated)
+        reworded = and_(~old, self._is_made_by_others(made_by))
         statement = (
             select(_RUN.c.run_id, _RUN.c.state, updated.label("updated_at"), reports.label("reports"))
-            .add_columns(_OVERVIEW.c.run_id.is_(None).label("is_new"))
+            .add_columns(_OVERVIEW.c.run_id.is_(None).label("is_new"), reworded.label("is_reworded"))
             .select_from(_RUN)
             .outerjoin(latest, latest.c.run_id == _RUN.c.run_id)
             .outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
-            .where(or_(_OVERVIEW.c.run_id.is_(None), old))
-            .order_by(_OVERVIEW.c.run_id.is_not(None), _RUN.c.state == "running", updated.desc())
+            .where(or_(_OVERVIEW.c.run_id.is_(None), old, reworded))
+            .order_by(_OVERVIEW.c.run_id.is_not(None), ~old, _RUN.c.state == "running", updated.desc())
             .limit(limit)
         )
         with self._database.reading() as connection:
             return [
-                DueRun(row.run_id, row.state, row.updated_at, int(row.reports), bool(row.is_new))
+                DueRun(
+                    row.run_id,
+                    row.state,
+                    row.updated_at,
+                    int(row.reports),
+                    bool(row.is_new),
+                    bool(row.is_reworded),
+                )
                 for row in connection.execute(statement)
             ]
 
-    def put(self, due: DueRun, record: RunRecord, overview: wire.Overview) -> None:
-        """Keep an overview; of a run deleted meanwhile nothing is kept."""
+    def _is_made_by_others(self, made_by: str | None) -> ColumnElement[bool]:
+        """Only what was made before this process began: servers of two releases would take turns for ever."""
+        if made_by is None:
+            return false()
+        earlier = func.coalesce(_OVERVIEW.c.made_at, 0.0) < self._began_at
+        return and_(func.coalesce(_OVERVIEW.c.made_by, "") != made_by, earlier)
+
+    def put(self, due: DueRun, record: RunRecord, overview: wire.Overview, made_by: str | None = None) -> None:
+        """Keep an overview and which code made it; of a run deleted meanwhile nothing is kept."""
         with self._database.writing() as connection:
             connection.execute(delete(_OVERVIEW).where(_OVERVIEW.c.run_id == due.run_id))
             there = select(_RUN.c.run_id).where(_RUN.c.run_id == due.run_id).with_for_update()
@@ -94,14 +119,17 @@ class OverviewStore:
                     configuration=configuration_of(record),
                     findings=to_json(overview.findings) if overview.findings else None,
                     overview=to_json(overview),
+                    made_by=made_by,
+                    made_at=time.time(),
                     **_numbers(record, overview),
                 )
             )
 
-    def of(self, run_id: str) -> wire.Overview | None:
-        """The overview of a run, if it was evaluated."""
+    def of(self, run_id: str, made_by: str | None = None) -> wire.Overview | None:
+        """The overview of a run, if it was evaluated, and not by other code before this process began."""
+        mine = (_OVERVIEW.c.run_id == run_id, ~self._is_made_by_others(made_by))
         with self._database.reading() as connection:
-            text = connection.execute(select(_OVERVIEW.c.overview).where(_OVERVIEW.c.run_id == run_id)).scalar()
+            text = connection.execute(select(_OVERVIEW.c.overview).where(*mine)).scalar()
         return None if text is None else _DECODE(text)
 
     def findings(self, run_ids: Sequence[str]) -> dict[str, dict[str, float]]:
