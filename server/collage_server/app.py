@@ -132,7 +132,9 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
             clock=clock,
             interval_seconds=settings.seal_interval_seconds,
         ),
-        maintenance=Maintenance(store, guard, clock=clock, days=settings.retention_days),
+        maintenance=Maintenance(
+            store, guard, clock=clock, days=settings.retention_days, event_days=settings.retention_event_days
+        ),
         overviews=OverviewKeeper(store),
         guard=guard,
         registry=StreamRegistry(store.streams.record),

@@ -23,6 +23,8 @@ _LOG: Final = logging.getLogger(__name__)
 _SLICES: Final = 16
 _PAUSE_SECONDS: Final = 0.02
 _DAY_SECONDS: Final = 86_400.0
+_OWED_DAYS: Final = 2.0
+"""Longer than a message about an incident is tried."""
 
 
 class BackgroundThread(ABC):
@@ -120,7 +122,8 @@ class Sealer(BackgroundThread):
 class Maintenance(BackgroundThread):
     """Looks at the disk every `disk_seconds`, however long a round takes, at the rest every `interval_seconds`.
 
-    `days` maps a level (measured points a stored point merges) to how long it is kept.
+    `days` maps a level (measured points a stored point merges) to how long it is kept; `event_days` is how long
+    incidents that have ended and events are, None for good.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Maintenance(BackgroundThread):
         *,
         clock: Callable[[], float],
         days: Mapping[int, float],
+        event_days: float | None = None,
         interval_seconds: float = 60.0,
         disk_seconds: float = 2.0,
     ) -> None:
@@ -138,6 +142,7 @@ class Maintenance(BackgroundThread):
         self._guard = guard
         self._clock = clock
         self._days = days
+        self._event_days = event_days
         self._disk_seconds = disk_seconds
         self._disk_due = time.monotonic()
         self._round_seconds = interval_seconds
@@ -173,6 +178,10 @@ class Maintenance(BackgroundThread):
                 continue
             except Exception:
                 _LOG.exception("retention of run %s failed; the next round tries again, the others go on", run_id)
+        if self._event_days is not None:
+            now = self._clock()
+            before, owed_before = now - self._event_days * _DAY_SECONDS, now - _OWED_DAYS * _DAY_SECONDS
+            self._repeat(lambda: self._store.history.expire(before, owed_before) > 0)
         self._repeat(lambda: self._store.retention.purge(_SLICES))
         self._repeat(self._store.release_space)
 

@@ -46,6 +46,7 @@ def small(disk):
         no_auth=True,
         disk_reserve_bytes=RESERVE,
         retention_raw_days=30,
+        retention_event_days=30,
         busy_timeout_seconds=1.0,
         alerts="off",
     )
@@ -79,6 +80,11 @@ def test_a_full_disk_keeps_what_was_accepted_and_lets_go_of_it(disk, small, tmp_
         small.filled(run_id, stream_id, steps=range(1, 601))
         seal(small, run_id)
     look(small)
+    labels = {"alertname": "CollageEdqLow", "run_id": "r1", "project": "p"}
+    for status in ("firing", "resolved"):
+        alert = wire.AlertmanagerAlert(status=status, labels=labels)
+        small.post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[alert]), wire.AlertmanagerAnswer)
+    assert [entry.state for entry in small.get("/events", wire.IncidentPage).events] == ["resolved"]
     fill(disk, small)
     error = small.reports([report(900, 900)], "s1", status=503)
     assert "read-only: the disk has" in error.message
@@ -86,7 +92,8 @@ def test_a_full_disk_keeps_what_was_accepted_and_lets_go_of_it(disk, small, tmp_
     assert back_up(disk.folder / "data" / "collage.sqlite", tmp_path / "copy").runs == 2
     small.clock.now = NOW + 31 * DAY
     small.app.state.components.maintenance.once()
-    assert "retention" in {event.kind for event in small.get("/runs/r1/events", wire.EventPage).events}
+    assert [event.kind for event in small.get("/runs/r1/events", wire.EventPage).events] == ["retention"]
+    assert small.get("/events", wire.IncidentPage).events == []
     assert len(small.series("loss", points=1000).steps) == 600
     small.send("DELETE", "/runs/r2")
     small.get("/runs/r2", status=410)

@@ -1,4 +1,4 @@
-"""What every backend must do with incidents: each stored once whoever noticed, one holder of a lease, silences."""
+"""What every backend must do with incidents: each once whoever noticed, one holder of a lease, silences, ageing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.store import IncidentQuery, NewIncident
+from collage_server.store import IncidentQuery, NewEvent, NewIncident
 from collage_server.store.runs.incidents import incident_id_of
 
 from collage_monitor import wire
@@ -163,6 +163,92 @@ class IncidentsContract:
         assert not store.incidents.fire(LOW, NOW)
         store.overviews.put(due, record, held)
         assert store.overviews.findings(["r1"]) == {}
+
+    def test_what_ended_long_ago_goes_and_what_is_open_stays(self, store):
+        StoreContract.fill(store)
+        for place, ended in enumerate((NOW + 5, NOW + 50, None)):
+            key = {**LABELS, "key": str(place)}
+            store.incidents.fire(dataclasses.replace(LOW, labels=key, started_at=NOW + place), NOW + place)
+            if ended is not None:
+                store.incidents.resolve("CollageEdqLow", key, "server", ended)
+        assert expire(store, NOW + 40, owed_before=NOW - 1) == 3
+        assert len(listed(store)) == 3, "a message may still be owed of it"
+        for incident, _ in store.incidents.unsettled(NOW + 60):
+            store.incidents.mark_sent(incident, [], settled=True)
+        assert expire(store, NOW + 40, owed_before=NOW - 1) == 1
+        assert [(entry.started_at, entry.state) for entry in store.incidents.read(IncidentQuery(), NOW)] == [
+            (NOW + 2, "firing"),
+            (NOW + 1, "resolved"),
+        ]
+        told = [(event.kind, event.time) for event in store.events.read("r1", 0, 100)]
+        assert told == [("alert_resolved", NOW + 5), ("alert_resolved", NOW + 50), ("alert", NOW + 2)]
+        assert expire(store, NOW + 1000, owed_before=NOW + 60) == 1
+        assert listed(store) == [("CollageEdqLow", "firing")]
+        assert len(store.events.read("r1", 0, 100)) == 3, "all since the open one began"
+
+    def test_notes_and_the_newest_event_stay_so_that_cursors_skip_nothing(self, store):
+        for run_id, stream_id in (("r1", "s1"), ("r2", "s2")):
+            StoreContract.fill(store, run_id, stream_id)
+        made = [NewEvent(origin=f"o{place}", kind="gap", text="a gap") for place in range(3)]
+        store.events.add("r1", [*made, NewEvent(origin="n", kind="note", text="ada: kept")], NOW + 1)
+        store.events.add("r1", [NewEvent(origin="last", kind="gap", text="a gap")], NOW + 2)
+        (cursor,) = (event.event for event in store.events.read("r1", 0, 100) if event.time == NOW + 2)
+        expire(store, NOW + 1000)
+        left = store.events.read("r1", 0, 100)
+        assert [event.text for event in left] == ["ada: kept", "a gap"]
+        assert len(store.events.read("r2", 0, 100)) == 1
+        store.events.add("r1", [NewEvent(origin="new", kind="gap", text="another")], NOW + 1001)
+        assert [event.text for event in store.events.read("r1", cursor, 100)] == ["another"]
+        assert [expire(store, NOW + 1000) for _ in range(2)] == [1, 0], "the cursor's event is not the newest now"
+
+    def test_silences_go_when_they_are_over_or_with_their_run(self, store):
+        StoreContract.fill(store)
+        made = wire.Silence(
+            silence_id="s",
+            alert=None,
+            project=None,
+            run_id=None,
+            comment="",
+            made_by="ada",
+            made_at=NOW,
+            ends_at=NOW,
+        )
+        for silence_id, run_id, ends_at in (
+            ("over", None, NOW + 1),
+            ("holds", None, NOW + 99),
+            ("run", "r1", NOW + 99),
+        ):
+            own = {"silence_id": silence_id, "run_id": run_id, "ends_at": ends_at}
+            store.incidents.silence(wire.Silence(**{**_plain(made), **own}))
+        expire(store, NOW + 50)
+        assert {entry.silence_id for entry in store.incidents.silences(NOW)} == {"holds", "run"}
+        store.runs.delete("r1", NOW)
+        assert [entry.silence_id for entry in store.incidents.silences(NOW)] == ["holds"]
+
+    def test_an_overview_that_other_code_made_before_is_due_again_once(self, store, reopen):
+        StoreContract.fill(store)
+        (due,) = store.overviews.due(10, "old")
+        record, said = store.runs.get("r1"), wire.Overview(run_id="r1", headline="as it was said")
+        store.overviews.put(due, record, said, "old")
+        assert store.overviews.due(10, "new") == [], "servers of two releases do not take turns"
+        assert store.overviews.of("r1", "new") == said
+        store = reopen()
+        assert store.overviews.due(10, "old") == []
+        assert store.overviews.of("r1", "new") is None
+        assert store.overviews.of("r1", "old") == store.overviews.of("r1") == said
+        StoreContract.fill(store, "r2", "s2")
+        (first, due) = store.overviews.due(10, "new")
+        assert [(entry.run_id, entry.is_reworded) for entry in (first, due)] == [("r2", False), ("r1", True)]
+        store.overviews.put(due, record, wire.Overview(run_id="r1"), "new")
+        assert [entry.run_id for entry in store.overviews.due(10, "new")] == ["r2"]
+
+
+def expire(store, before, owed_before=NOW + 1e9):
+    """How many rows went in all."""
+    gone = 0
+    while some := store.history.expire(before, owed_before):
+        gone += some
+    return gone
 
 
 def _plain(message):

@@ -37,6 +37,7 @@ _OWNED: Final = (
     schema.run_overview,
     schema.event,
     schema.incident,
+    schema.silence,
     schema.replica_mismatch,
     schema.layer,
     schema.attempt,

@@ -1,0 +1,59 @@
+"""What has happened goes by its age: incidents that ended, with what was delivered of them, events, silences."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import Table, delete, exists, func, select, tuple_
+
+from collage_server.store import schema
+from collage_server.store.engine.database import Database
+
+__all__ = ["History"]
+
+_INCIDENT: Final = schema.incident
+_EVENT: Final = schema.event
+_SILENCE: Final = schema.silence
+_SLICE_ROWS: Final = 500
+
+
+class History:
+    """Removes old incidents and events, in short transactions that may be cut off anywhere without harm."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def expire(self, before: float, owed_before: float) -> int:
+        """Remove a slice of what ended before a moment (Unix seconds); how many rows went, 0 when nothing is left.
+
+        What is open stays, with all that its run told since it began, and what ended and is owed a message until
+        `owed_before`. Of a run stay the notes, which people wrote, and the newest event: they are numbered from it.
+        """
+        for table, old in self._old(before, owed_before):
+            key = list(table.primary_key.columns)
+            with self._database.freeing() as connection:
+                chosen = [tuple(row) for row in connection.execute(select(*key).where(*old).limit(_SLICE_ROWS))]
+                if chosen:
+                    connection.execute(delete(table).where(tuple_(*key).in_(chosen)))
+                    return len(chosen)
+        return 0
+
+    @staticmethod
+    def _old(before: float, owed_before: float) -> list[tuple[Table, tuple[Any, ...]]]:
+        done = _INCIDENT.c.settled | (_INCIDENT.c.resolved_at < owed_before)
+        # The index is by when it began.
+        ended = (_INCIDENT.c.started_at < before, _INCIDENT.c.resolved_at < before, done)
+        firing = exists().where(
+            _INCIDENT.c.run_id == _EVENT.c.run_id,
+            _INCIDENT.c.open_key.is_not(None),
+            _INCIDENT.c.started_at <= _EVENT.c.time,
+        )
+        later = _EVENT.alias()
+        newest = select(func.max(later.c.event)).where(later.c.run_id == _EVENT.c.run_id).scalar_subquery()
+        told = (
+            _EVENT.c.time < before,
+            _EVENT.c.kind != "note",
+            _EVENT.c.event < newest,
+            ~firing,
+        )
+        return [(_INCIDENT, ended), (_EVENT, told), (_SILENCE, (_SILENCE.c.ends_at < before,))]
