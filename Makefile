@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up screenshots test quick costs check format nightly exhaustive torture gpu bench clean
+.PHONY: demo up screenshots studies test quick costs check format nightly exhaustive torture gpu bench clean
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -29,6 +29,9 @@ up: $(VENV)/.stamp  ## Start server and dashboard
 
 screenshots: $(VENV)/.stamp-dev  ## Pictures of every page, from the demo's data, into docs/images
 	$(BIN)/python -m tests.browser.screenshots
+
+studies: $(VENV)/.stamp  ## Run what the studies of docs/studies still lack, and write their pages
+	$(BIN)/collage-monitor study all --output docs/studies --dir studies-data
 
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"

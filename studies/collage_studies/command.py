@@ -19,8 +19,9 @@ from collage_monitor.client import Client
 from collage_monitor.command import require
 from collage_monitor.command.up import Services
 from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
+from collage_studies.pool import Line, WorkerPool
 from collage_studies.recipe import PLANS, Plan, Recipe
-from collage_studies.worker import FinalLine, Job, ProgressLine, WorkerPool
+from collage_studies.worker import FinalLine, Job, ProgressLine
 
 __all__ = ["ResultRow", "demo", "result_row", "summary_json", "summary_table"]
 
@@ -116,7 +117,7 @@ def demo(
     leave: bool, output: Path, folder: Path | None, steps: int, port: int, dashboard_port: int, as_json: bool
 ) -> None:
     """Train a small model under five storage strategies, watch each, and compare them."""
-    require("demo", "dashboard", "server", "studies")
+    require("demo", "agent", "dashboard", "server")
     signal.signal(signal.SIGTERM, _interrupt)
     output.mkdir(parents=True, exist_ok=True)
     data = (folder or output / "data").resolve()
@@ -141,10 +142,11 @@ def demo(
 def _train_and_compare(recipe: Recipe, services: Services, *, err: bool) -> list[ResultRow]:
     """Train each plan, at most two at a time, and read from the server what it stored."""
 
-    def progress(job: Job, line: ProgressLine | FinalLine) -> None:
+    def progress(job: Job, line: Line) -> None:
+        text = ""
         if isinstance(line, ProgressLine):
             text = f"step {line.step}/{recipe.steps}  loss {line.loss:.4f}  validation {line.validation_loss:.4f}"
-        else:
+        elif isinstance(line, FinalLine):
             text = f"done  {line.tokens_per_cpu_second:.0f} tokens per CPU second, {line.reports_sent} reports sent"
         click.echo(f"{job.plan.name:<26}{text}", err=err)
 
@@ -152,7 +154,7 @@ def _train_and_compare(recipe: Recipe, services: Services, *, err: bool) -> list
     jobs = [Job(plan, recipe, group, services.server_url, services.folder) for plan in PLANS]
     click.echo(f"training {len(jobs)} strategies for {recipe.steps} steps, {_TOGETHER} at a time", err=err)
     with WorkerPool(progress, _TOGETHER, err=err) as team:
-        done = team.run(jobs)
+        done = team.run(jobs, FinalLine)
     with Client(services.server_url, services.token) as client:
         comparison = client.compare([entry.run_id for entry in done], "edq_ratio")
     runs = {entry.run_id: entry for entry in comparison.runs}

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Corpus", "batch", "standard_library"]
+__all__ = ["MASK", "NO_TARGET", "Corpus", "batch", "masked", "standard_library"]
 
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _HELD_OUT_EVERY = 16
+MASK = 256
+"""Stands for a byte that the model shall guess."""
+NO_TARGET = -100
+"""Where nothing is to be predicted; `cross_entropy` leaves it out."""
+_MASKED_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,15 @@ def batch(text: torch.Tensor, size: int, length: int, seed: int) -> tuple[torch.
     starts = torch.randint(text.numel() - length, (size, 1), generator=generator)
     passages = text[starts + torch.arange(length + 1)].long()
     return passages[:, :-1], passages[:, 1:]
+
+
+def masked(text: torch.Tensor, size: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `batch`, for a masked language model: about 15 % of the inputs are `MASK`, and only these have targets."""
+    passages, _ = batch(text, size, length, seed)
+    generator = torch.Generator().manual_seed(-1 - seed)
+    hidden = torch.rand(passages.shape, generator=generator) < _MASKED_SHARE
+    hidden[:, 0] = True  # A batch without any target has no loss.
+    return passages.masked_fill(hidden, MASK), passages.masked_fill(~hidden, NO_TARGET)
 
 
 def _sources(root: Path) -> Iterator[Path]:

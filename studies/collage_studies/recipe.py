@@ -1,4 +1,4 @@
-"""What the demo trains: one recipe, and five plans that differ only in how numbers are kept."""
+"""What demo and studies train: a recipe, and plans that differ only in how numbers are kept."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class Recipe:
     larger learning rates, fewer steps, or a smaller β₂.
     """
 
+    model: Literal["gpt", "bert"] = "gpt"
     steps: int = 350
     batch_size: int = 16
     length: int = 128

@@ -1,6 +1,6 @@
-"""A training of the demo, written as any user would: a small byte-level GPT, an optimizer, a loop, and `watch`.
+"""A training, written as any user would: a small byte-level GPT or BERT, an optimizer, a loop, and `watch`.
 
-The model has learned positions, pre-norm blocks, and an output matrix that is not tied.
+The models have learned positions, pre-norm blocks, and an output matrix that is not tied.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from collage_studies.corpus import Corpus, batch
+from collage_studies.corpus import NO_TARGET, Corpus, batch, masked
 from collage_studies.recipe import Plan, Recipe
 
-__all__ = ["ByteGPT", "Outcome", "Progress", "loss_of", "train"]
+__all__ = ["ByteBERT", "ByteGPT", "Outcome", "Progress", "loss_of", "train"]
 
 _BYTES = 256
 Progress = Callable[[int, float, float], None]
@@ -32,12 +32,15 @@ _VALIDATION_SEED = 10**9
 class ByteGPT(nn.Module):
     """Predicts the next byte: int64 [batch, length] to logits [batch, length, 256] in the weights' dtype."""
 
+    symbols = _BYTES
+    causal = True
+
     def __init__(self, *, layers: int = 4, width: int = 128, heads: int = 4, length: int = 128) -> None:
         super().__init__()
         self.length = length
-        self.tokens = nn.Embedding(_BYTES, width)
+        self.tokens = nn.Embedding(self.symbols, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, layers) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, layers, self.causal) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, _BYTES, bias=False)
         for embedding in (self.tokens, self.positions):
@@ -53,12 +56,19 @@ class ByteGPT(nn.Module):
         return logits
 
 
-class Block(nn.Module):
-    """Causal attention and a perceptron, each after a norm of its own and added to the residual stream."""
+class ByteBERT(ByteGPT):
+    """Guesses the bytes behind `MASK` from both sides; shapes as `ByteGPT`."""
 
-    def __init__(self, width: int, heads: int, layers: int) -> None:
+    symbols = _BYTES + 1
+    causal = False
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each after a norm of its own and added to the residual stream."""
+
+    def __init__(self, width: int, heads: int, layers: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.attention_norm = nn.LayerNorm(width)
         self.attention = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -82,15 +92,15 @@ class Block(nn.Module):
         size, length, triple = projected.shape
         split = projected.view(size, length, 3, self.heads, triple // 3 // self.heads).permute(2, 0, 3, 1, 4)
         query, key, value = split.unbind(0)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         joined: torch.Tensor = mixed.transpose(1, 2).reshape(size, length, triple // 3)
         return joined
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per byte, taken in fp32 from the model's logits. Does not synchronise."""
+    """Mean cross-entropy in nats per byte with a target, in fp32 from the model's logits. Does not synchronise."""
     logits = model(inputs).float()
-    loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss: torch.Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
     return loss
 
 
@@ -111,6 +121,8 @@ def train(
     corpus: Corpus,
     progress: Progress,
     *,
+    project: str = "demo",
+    name: str | None = None,
     group: str | None = None,
     server_url: str | None = None,
     folder: Path | None = None,
@@ -123,8 +135,8 @@ def train(
     config = {**asdict(recipe), **asdict(plan)}
     clock = _Clock()
     with collage.init(
-        "demo",
-        plan.name,
+        project,
+        name or plan.name,
         group=group,
         seed=recipe.seed,
         config=config,
@@ -138,7 +150,7 @@ def train(
         )
         for step in range(1, recipe.steps + 1):
             with clock:
-                loss = loss_of(model, *batch(corpus.training, recipe.batch_size, recipe.length, recipe.seed + step))
+                loss = loss_of(model, *_batch(corpus.training, recipe, recipe.seed + step))
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
@@ -162,7 +174,8 @@ def train(
 def new_model(plan: Plan, recipe: Recipe) -> ByteGPT:
     """The model in the plan's dtype. All plans start from the same bfloat16 weights, float32 too."""
     torch.manual_seed(recipe.seed)
-    model = ByteGPT(layers=recipe.layers, width=recipe.width, length=recipe.length)
+    kind = ByteBERT if recipe.model == "bert" else ByteGPT
+    model = kind(layers=recipe.layers, width=recipe.width, length=recipe.length)
     return model.to(torch.bfloat16).to(getattr(torch, plan.dtype))
 
 
@@ -181,11 +194,13 @@ def new_optimizer(model: ByteGPT, plan: Plan, recipe: Recipe) -> CollageAdamW:
 def validate(model: ByteGPT, recipe: Recipe, corpus: Corpus) -> float:
     """Mean loss over fixed passages of the validation text, in the model's dtype. Synchronises."""
     batches = range(recipe.validation_batches)
-    losses = [
-        loss_of(model, *batch(corpus.validation, recipe.batch_size, recipe.length, _VALIDATION_SEED + index))
-        for index in batches
-    ]
+    losses = [loss_of(model, *_batch(corpus.validation, recipe, _VALIDATION_SEED + index)) for index in batches]
     return torch.stack(losses).mean().item()
+
+
+def _batch(text: torch.Tensor, recipe: Recipe, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = masked if recipe.model == "bert" else batch
+    return draw(text, recipe.batch_size, recipe.length, seed)
 
 
 class _Clock:

@@ -85,7 +85,7 @@ _REQUIRED = {
     ("installed", "verb", "advice"),
     [
         ("client", "up", "collage-monitor[dashboard,server]"),
-        ("client", "demo", "collage-monitor[dashboard,server,studies]"),
+        ("client", "demo", "collage-monitor[agent,dashboard,server]"),
         ("agent", "up", "collage-monitor[dashboard,server]"),
         ("agent", "demo", "collage-monitor[dashboard,server]"),
     ],

@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from collage_studies.command import result_row, summary_json, summary_table
+from collage_studies.pool import line_of
 from collage_studies.recipe import PLANS, Plan
-from collage_studies.worker import FinalLine, ProgressLine, line_of
+from collage_studies.worker import FinalLine, ProgressLine
 
 from collage_monitor import wire
 

@@ -8,8 +8,9 @@ from concurrent.futures import _base
 
 import click
 import pytest
+from collage_studies.pool import WorkerPool
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.worker import Job, WorkerPool
+from collage_studies.worker import FinalLine, Job
 
 from tests.waiting import PATIENCE_SECONDS, until
 
@@ -24,7 +25,7 @@ def test_a_failed_training_is_named(tmp_path):
         WorkerPool(lambda *line: lines.append(line)) as team,
         pytest.raises(click.ClickException, match="no-such-strat"),
     ):
-        team.run([job_of(tmp_path, "no-such-strategy")])
+        team.run([job_of(tmp_path, "no-such-strategy")], FinalLine)
     assert lines == []
 
 
@@ -40,16 +41,16 @@ def test_a_signal_that_comes_just_before_the_wait_ends_it(tmp_path, monkeypatch)
         interrupted.set()
         raise KeyboardInterrupt
 
-    def train(_pool, _job):
+    def watch(_pool, _task, _result):
         until(waits, "the main thread waits for the training")
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         seen.append(interrupted.wait(PATIENCE_SECONDS))
 
-    monkeypatch.setattr(WorkerPool, "_train", train)
+    monkeypatch.setattr(WorkerPool, "_watch", watch)
     former = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt), WorkerPool(lambda *_: None) as team:
-            team.run([job_of(tmp_path)])
+            team.run([job_of(tmp_path)], FinalLine)
     finally:
         signal.signal(signal.SIGUSR1, former)
     assert seen == [True]

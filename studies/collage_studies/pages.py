@@ -1,0 +1,79 @@
+"""A study's page: Markdown with its tables, and its plots as pictures beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+
+from cycler import cycler
+from matplotlib import pyplot, rcParams
+
+from collage_studies.study import Page, Plot, Record, Study, Table
+
+__all__ = ["write_page"]
+
+_DOTS_PER_INCH = 110
+
+
+def write_page(study: Study, page: Page, records: Sequence[Record], folder: Path) -> Path:
+    """Write FOLDER/NAME.md and its pictures under FOLDER/images; both only from what is given."""
+    parts = [f"# {study.title}", f"**Question.** {study.question}", f"**Answer.** {page.verdict}", "## Method"]
+    parts += [study.method, _made_with(study, records), "## What was found"]
+    for entry in page.evidence:
+        if isinstance(entry, Table):
+            parts.append(_table(entry))
+        elif isinstance(entry, Plot):
+            parts.append(f"![{entry.title}]({draw(entry, folder).relative_to(folder).as_posix()})")
+        else:
+            parts.append(entry)
+    if page.limits:
+        parts += ["## Limits", "\n".join(f"- {limit}" for limit in page.limits)]
+    written = folder / f"{study.name}.md"
+    written.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return written
+
+
+def draw(plot: Plot, folder: Path) -> Path:
+    """Draw a plot into FOLDER/images; an interval is a band, one number a dot."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=_DOTS_PER_INCH, layout="constrained")
+    # Ten colours that differ, again as dashes: no two curves of a page look alike.
+    axes.set_prop_cycle(cycler(linestyle=["-", "--"]) * rcParams["axes.prop_cycle"])
+    for name, points in plot.curves.items():
+        (line,) = axes.plot(points.x, points.y, label=name)
+        if not plot.lines:
+            line.set(marker="o", linestyle="none")
+        colour = line.get_color()
+        if points.low and plot.lines:
+            axes.fill_between(points.x, points.low, points.high, alpha=0.18, color=colour, linewidth=0)
+        elif points.low:
+            axes.vlines(points.x, points.low, points.high, alpha=0.5, color=colour)
+    axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y, xscale=plot.x_scale, yscale=plot.y_scale)
+    axes.grid(alpha=0.25)
+    if len(plot.curves) > 1:
+        figure.legend(loc="outside right upper", fontsize="small", frameon=False)
+    written = folder / "images" / plot.file
+    written.parent.mkdir(parents=True, exist_ok=True)
+    # Without the time and version that matplotlib writes, the same data gives the same file.
+    figure.savefig(written, metadata={"Software": None})
+    pyplot.close(figure)
+    return written
+
+
+def _table(table: Table) -> str:
+    lines = [table.head, ["---"] * len(table.head), *table.rows]
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return f"{table.caption}\n\n{text}" if table.caption else text
+
+
+def _made_with(study: Study, records: Sequence[Record]) -> str:
+    seconds = sum(record.cpu_seconds for record in records)
+    versions = sorted({f"{name} {version}" for record in records for name, version in record.versions.items()})
+    took = f"{seconds / 60:.0f} CPU minutes" if seconds >= 120 else f"{seconds:.0f} CPU seconds"
+    return (
+        f"`collage-monitor study {study.name}`: {len(records)} trials, {took}; {', '.join(versions)}. "
+        f"This page is drawn from [`data/{study.name}.jsonl`](data/{study.name}.jsonl)."
+    )

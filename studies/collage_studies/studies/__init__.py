@@ -1,0 +1,1 @@
+"""One module a study; each holds its `STUDY`."""

@@ -1,0 +1,123 @@
+"""`collage-monitor study`: run what a study still lacks, then write its page from the records."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import click
+import msgspec
+
+from collage_monitor.client import Client
+from collage_monitor.command import require
+from collage_monitor.command.up import Services
+from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
+from collage_studies.catalogue import STUDY_NAMES, study_named
+from collage_studies.pool import Line, WorkerPool
+from collage_studies.records import RecordFile, compact
+from collage_studies.study import Curve, Record, RecordLine, Reporting, Study
+from collage_studies.trial_process import TrialTask
+
+__all__ = ["study"]
+
+_CURVE_POINTS = 120
+
+
+@click.command("study")
+@click.argument("name", type=click.Choice([*STUDY_NAMES, "all"]))
+@click.option("--quick", is_flag=True, help="A small part of it, in a minute; kept apart from the whole.")
+@click.option(
+    "--output",
+    default="study-output",
+    show_default=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of pages, pictures and records.",
+)
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Data folder of the server. [OUTPUT/server]")
+@click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Trials at once.")
+@click.option("--port", default=SERVER_PORT, show_default=True, help="Port of the server.")
+@click.option("--dashboard-port", default=DASHBOARD_PORT, show_default=True, help="Port of the dashboard.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def study(
+    name: str,
+    quick: bool,
+    output: Path,
+    folder: Path | None,
+    processes: int,
+    port: int,
+    dashboard_port: int,
+    as_json: bool,
+) -> None:
+    """Answer a question about low precision by training, watched like any training, and write a page about it.
+
+    A trial that has its record under OUTPUT/data is not run again: an interrupted study goes on where it was.
+    """
+    require("study", "dashboard", "server", "studies")
+    signal.signal(signal.SIGTERM, _interrupt)
+    chosen = [study_named(entry) for entry in (STUDY_NAMES if name == "all" else [name])]
+    output = output / "quick" if quick else output
+    output.mkdir(parents=True, exist_ok=True)
+    if any(_file_of(entry, output).missing(entry.trials(quick)) for entry in chosen):
+        data = (folder or output / "server").resolve()
+        with Services(data, port, dashboard_port, alone=True) as services:
+            services.start_dashboard()
+            click.echo(f"dashboard  {services.dashboard_url}", err=True)
+            for entry in chosen:
+                _run(entry, quick, output, services, processes)
+    from collage_studies.pages import write_page
+
+    written = []
+    for entry in chosen:
+        records = _file_of(entry, output).of(entry.trials(quick))
+        written.append(write_page(entry, entry.page(records), records, output))
+    names = [str(path) for path in written]
+    click.echo(json.dumps({"pages": names}) if as_json else "\n".join(f"written    {path}" for path in names))
+
+
+def _file_of(entry: Study, output: Path) -> RecordFile:
+    return RecordFile(output / "data" / f"{entry.name}.jsonl")
+
+
+def _run(entry: Study, quick: bool, output: Path, services: Services, processes: int) -> None:
+    """Run the trials that have no record, and keep each record as its trial ends."""
+    trials, file = entry.trials(quick), _file_of(entry, output)
+    missing = file.missing(trials)
+    click.echo(f"{entry.name}: {len(trials)} trials, {len(trials) - len(missing)} of them done before", err=True)
+    reporting = Reporting(services.server_url, services.folder, f"{entry.name} {time.strftime('%Y-%m-%d')}")
+    lock = threading.Lock()
+
+    def keep(task: TrialTask, line: Line) -> None:
+        if not isinstance(line, RecordLine):
+            return
+        with Client(services.server_url, services.token) as client:
+            record = compact(_with_curves(line.record, client))
+        with lock:
+            file.add(record)
+        click.echo(f"{entry.name:<14}{task.name:<44}{record.cpu_seconds:7.1f} s", err=True)
+
+    with WorkerPool(keep, processes, quiet=True) as pool:
+        pool.run([TrialTask(entry.name, trial, reporting) for trial in missing], RecordLine)
+
+
+def _with_curves(record: Record, client: Client) -> Record:
+    """The record with what the server has of its run: merged metrics, last scalars, and the curves asked for."""
+    names = record.trial.curves or ("edq_ratio",)
+    (run,) = client.compare([record.run_id], names, points=_CURVE_POINTS).runs
+    merged = {name: value for name, value in run.merged.items() if value is None or isinstance(value, float)}
+    last = {name: logged.value for name, logged in run.scalars.items() if isinstance(logged.value, float)}
+    values = {**last, **record.values}
+    series = {names[0]: run.series, **(run.series.more or {})}
+    curves = {
+        name: Curve(list(found.steps), [value if isinstance(value, float) else None for value in found.values])
+        for name, found in series.items()
+        if name in record.trial.curves
+    }
+    return msgspec.structs.replace(record, values=values, merged=merged, curves={**record.curves, **curves})
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
