@@ -8,6 +8,7 @@ import pytest
 from collage_server.alerts import AlertEvaluator
 from collage_server.health import samples
 from collage_server.overviews import keep_overview
+from sqlalchemy import text
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
@@ -194,3 +195,29 @@ def test_an_alert_of_an_expression_alone_is_left_to_prometheus_and_named(low, ca
     assert "Prometheus alone evaluates Mine" in caplog.text
     rounds(low, work, 11 * 60)
     assert incidents(low) == []
+
+
+def test_what_the_database_refuses_is_kept_as_soon_as_it_does_not(low):
+    """The evaluation tells of a change once: were it forgotten, the alert would never be seen."""
+    store, work = low.app.state.components.store, evaluator(low, "CollageEdqLow")
+
+    def change(statement):
+        with store.writing() as connection:
+            connection.execute(text(statement))
+
+    change("CREATE TRIGGER refusing BEFORE INSERT ON incident BEGIN SELECT RAISE(FAIL, 'no room'); END")
+    rounds(low, work, 11 * 60)
+    assert incidents(low) == []
+    change("DROP TRIGGER refusing")
+    rounds(low, work, SECONDS)
+    (fired,) = incidents(low)
+    assert low.clock.now - fired.started_at > SECONDS, "since it fires, not since it could be stored"
+    rounds(low, work, 60)
+    assert len(incidents(low)) == 1
+    low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    change("CREATE TRIGGER refusing BEFORE UPDATE ON incident BEGIN SELECT RAISE(FAIL, 'no room'); END")
+    rounds(low, work, 11 * 60, alive=False)
+    assert [entry.state for entry in incidents(low)] == ["firing"]
+    change("DROP TRIGGER refusing")
+    rounds(low, work, SECONDS, alive=False)
+    assert [entry.state for entry in incidents(low)] == ["resolved"]

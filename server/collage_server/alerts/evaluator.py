@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from collage_monitor.alerts import Alert
-from collage_monitor.alerts.evaluation import Change, Evaluation, Sample
+from collage_monitor.alerts.evaluation import Change, Evaluation, Labels, Sample
 from collage_monitor.wire import from_number
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
@@ -55,6 +55,7 @@ class AlertEvaluator(BackgroundThread):
         self._round_seconds = interval_seconds
         self._holder = secrets.token_hex(16)
         self._evaluation: Evaluation | None = None
+        self._unkept: dict[tuple[str, Labels], tuple[Change, float]] = {}
 
     def stop(self, deadline_seconds: float) -> None:
         """End, and let another server go on at once."""
@@ -72,8 +73,17 @@ class AlertEvaluator(BackgroundThread):
             return
         if self._evaluation is None:
             self._evaluation = self._taken_over()
+            self._unkept = {}
         for change in self._evaluation.observe(now, self._samples()):
-            self._keep(change, now)
+            # Each is told once: what cannot be stored now is tried again, until it changes again.
+            self._unkept[change.alert.name, change.labels] = change, now
+        for key, (change, changed_at) in list(self._unkept.items()):
+            try:
+                self._keep(change, changed_at)
+            except Exception:
+                _LOG.exception("%s cannot be kept; the next round tries again, the others go on", change.alert.name)
+            else:
+                del self._unkept[key]
 
     def _taken_over(self) -> Evaluation:
         evaluation = Evaluation(self._alerts, self._time_scale)
