@@ -6,6 +6,7 @@ numbers are strings.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -70,6 +71,7 @@ class _Numbered(msgspec.Struct, frozen=True):
     seq: Index
 
 
+_LENGTH: Final = re.compile(r"length <= (\d+)")
 _DECODE_JSON_BATCH = msgspec.json.Decoder(_JsonBatch).decode
 _DECODE_REPORT = msgspec.msgpack.Decoder(Report).decode
 _DECODE_RAW_BATCH = msgspec.msgpack.Decoder(_RawBatch).decode
@@ -126,7 +128,7 @@ def decode_batch(data: bytes | bytearray, content_type: str = MSGPACK) -> Report
 def decode_batch_singly(
     data: bytes | bytearray, content_type: str = MSGPACK
 ) -> tuple[ReportBatch, list[RejectedReport]]:
-    """Decode what can be decoded of a batch that `decode_batch` refuses; say what is wrong with each other report.
+    """Decode what can be decoded of a batch, report by report; say what is wrong with each other one.
 
     `index` is a refused report's place in the batch as it was sent.
 
@@ -229,4 +231,5 @@ def _wire_error(error: Exception) -> WireError:
     text = str(error)
     _, _, path = text.partition(" - at `$")
     field = path.rstrip("`").lstrip(".")
-    return WireError(text or type(error).__name__, field=field)
+    bound = _LENGTH.search(text)
+    return WireError(text or type(error).__name__, field=field, limit=None if bound is None else int(bound[1]))

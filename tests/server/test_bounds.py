@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing, contextmanager
+
 import pytest
 from collage_server.app import create_app
 from collage_server.errors import JournalFull
 from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import Settings
+from msgspec.structs import replace
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
@@ -107,3 +111,59 @@ def test_sealing_is_due_whenever_the_bound_is_reached(tmp_path, kind, ranks):
         stored = app.state.components.store.streams.of_run("r1")[0]
         assert (stored.reports, stored.missing) == (60, 0)
         assert app.state.components.store.journal.bytes_of("r1") <= 20_000
+
+
+@pytest.fixture
+def bounded(tmp_path):
+    """A run of one rank whose journal holds 20 kB, on a database for whose lock a commit waits 50 ms; unsealed."""
+    chosen = Settings(
+        folder=tmp_path,
+        no_auth=True,
+        journal_run_bytes=20_000,
+        seal_interval_seconds=1e6,
+        busy_timeout_seconds=0.05,
+    )
+    app = create_app(chosen)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        server = Server(client, Clock(), app)
+        server.run()
+        server.attempt()
+        server.stream()
+        app.state.components.sealer.stop(10.0)
+        app.state.components.maintenance.stop(10.0)
+        yield server
+
+
+@contextmanager
+def held_by_another(server):
+    """No commit succeeds: another process writes, and does not end."""
+    with closing(sqlite3.connect(server.app.state.components.store.path)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+
+
+def outcomes(server, outcome):
+    name = f'collage_server_reports_total{{outcome="{outcome}"}} '
+    return next(float(line.removeprefix(name)) for line in server.get("/metrics").splitlines() if name in line)
+
+
+def test_what_no_commit_took_does_not_fill_the_journal(bounded):
+    batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
+    with held_by_another(bounded):
+        assert [sent(bounded.client, batch).status_code for _ in range(12)] == [503] * 12
+        assert bounded.app.state.components.bounds.waiting() == []
+    assert sent(bounded.client, batch).json()["accepted"] == 3
+
+
+def test_what_is_stored_already_does_not_fill_the_journal(bounded):
+    batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
+    assert [sent(bounded.client, batch).status_code for _ in range(30)] == [200] * 30
+
+
+def test_a_report_is_counted_as_rejected_once_however_often_its_batch_is_sent(bounded):
+    bad = replace(report(0, 1), statistic_count=999)
+    batch = wire.encode_batch(wire.ReportBatch(reports=[bad, report(1, 2)]))
+    with held_by_another(bounded):
+        assert [sent(bounded.client, batch).status_code for _ in range(3)] == [503] * 3
+    assert sent(bounded.client, batch).json()["rejected"][0]["index"] == 0
+    assert (outcomes(bounded, "rejected"), outcomes(bounded, "accepted")) == (1, 1)

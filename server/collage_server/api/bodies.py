@@ -22,6 +22,7 @@ from collage_server.ingest.json_process import JsonProcess
 
 __all__ = [
     "ENCODINGS",
+    "LARGE_BYTES",
     "checked_encoding",
     "batch_in",
     "content_type_of",
@@ -34,8 +35,8 @@ __all__ = [
 ]
 
 _Message = TypeVar("_Message")
-_LARGE_BYTES: Final = 64 * 2**10
-"""Smaller ones are decoded in less time than a thread takes."""
+LARGE_BYTES: Final = 64 * 2**10
+"""Smaller ones are decoded and checked in less time than a thread takes."""
 _JSON_GROWTH: Final = 16
 _PATIENCE_SECONDS: Final = 20.0
 _SLOWEST_BYTES_A_SECOND: Final = 100_000
@@ -170,10 +171,10 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
             if len(data) > limit:
                 raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
             return await run_in_threadpool(decoded_message, data, kind, content_type)
-        if content_type == wire.JSON and len(data) > _LARGE_BYTES:
+        if content_type == wire.JSON and len(data) > LARGE_BYTES:
             data, _ = await _apart(components.json_process, kind, data)
             content_type = wire.MSGPACK
-        if len(data) > _LARGE_BYTES:
+        if len(data) > LARGE_BYTES:
             return await run_in_threadpool(decoded_message, data, kind, content_type)
         return decoded_message(data, kind, content_type)
 
@@ -188,7 +189,7 @@ async def batch_in(
         TooLarge: more reports or gaps than one batch may hold.
         Busy: it cannot be decoded now.
     """
-    if len(data) <= _LARGE_BYTES:
+    if len(data) <= LARGE_BYTES:
         return decoded_batch(data, content_type)
     if content_type == wire.MSGPACK:
         return await run_in_threadpool(decoded_batch, data, content_type)

@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
-from collage_server.api.bodies import batch_in, body_lease, content_type_of, read_body
+from collage_server.api.bodies import LARGE_BYTES, batch_in, body_lease, content_type_of, read_body
 from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest.check import check_batch
-from collage_server.store import ReportGroup, report_bytes
+from collage_server.store import GroupOutcome, ReportGroup, StreamRecord, report_bytes
 
 __all__ = ["router"]
 
@@ -61,17 +61,17 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
     known = components.registry.cached(stream_id)
     fresh = known is None
     stream = known if known is not None else await run_in_threadpool(components.registry.load, stream_id)
-    kept, rejected = check_batch(batch, stream)
+    kept, rejected = await _checked(batch, stream, size)
     if not fresh and any(entry.code == "undeclared" for entry in rejected):
-        kept, rejected = check_batch(batch, await run_in_threadpool(components.registry.load, stream_id))
-    if rejected:
-        components.counters.count(rejected=len(rejected))
+        stream = await run_in_threadpool(components.registry.load, stream_id)
+        kept, rejected = await _checked(batch, stream, size)
     if batch.gaps:
         await run_in_threadpool(components.store.journal.record_gaps, stream, batch.gaps, components.clock())
-    if not kept:
-        return wire.BatchAnswer(accepted=0, duplicates=0, rejected=rejected)
-    components.bounds.admit(stream.run_id, sum(map(report_bytes, kept)))
-    outcome = await components.writer.submit(ReportGroup(stream, kept, size))
+    outcome = GroupOutcome(0, 0)
+    if kept:
+        outcome = await _commit(components, ReportGroup(stream, kept, size))
+    # Only now: of a batch that is refused as a whole, and sent again, each report is one outcome.
+    components.counters.count(rejected=len(rejected))
     if outcome.gone:
         components.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
@@ -81,6 +81,26 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
         rejected += [_crowded(places[at], kept[at]) for at in outcome.crowded]
         rejected.sort(key=lambda entry: entry.index)
     return wire.BatchAnswer(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=rejected)
+
+
+async def _commit(components: Components, group: ReportGroup) -> GroupOutcome:
+    run_id, admitted, stored = group.stream.run_id, sum(map(report_bytes, group.reports)), 0
+    components.bounds.admit(run_id, admitted)
+    try:
+        outcome = await components.writer.submit(group)
+        stored = outcome.accepted_bytes
+        return outcome
+    finally:
+        components.bounds.take_back(run_id, admitted - stored)
+
+
+async def _checked(
+    batch: wire.ReportBatch, stream: StreamRecord, size: int
+) -> tuple[list[wire.Report], list[wire.RejectedReport]]:
+    """A million scalars take 50 CPU-ms to check: not those of every other request."""
+    if size > LARGE_BYTES:
+        return await run_in_threadpool(check_batch, batch, stream)
+    return check_batch(batch, stream)
 
 
 def _late(index: int, report: wire.Report, frozen_step: int | None) -> wire.RejectedReport:

@@ -201,6 +201,11 @@ class JournalBounds:
                 retry_after_seconds=_RETRY_AFTER_SECONDS,
             )
 
+    def take_back(self, run_id: str, size: int) -> None:
+        """Give back what was admitted and not stored: its commit failed, or some of it was known already."""
+        with self._lock:
+            self._put(run_id, max(self._held.get(run_id, 0) - size, 0))
+
     def must_seal(self, run_id: str) -> bool:
         """Whether to seal the run now, without waiting for missing ranks: a bound is reached, or soon will be."""
         with self._lock:

@@ -76,12 +76,15 @@ class ReportGroup:
 class GroupOutcome:
     """What became of a group, known after the commit. `gone`: the run was deleted, nothing was stored.
 
+    `accepted_bytes`: what the accepted reports take of the journal's bounds (`report_bytes`).
+
     `late` are positions in the group whose totals belong to steps at or before `frozen_step`, `crowded` those that
     log under more names than a stream may: refused, not stored.
     """
 
     accepted: int
     duplicates: int
+    accepted_bytes: int = 0
     gone: bool = False
     late: tuple[int, ...] = ()
     crowded: tuple[int, ...] = ()

@@ -344,17 +344,20 @@ def _outcome(
 ) -> GroupOutcome:
     if latest is None:
         return GroupOutcome(0, 0, gone=True)
-    accepted = 0
+    accepted = accepted_bytes = 0
     for report, destination in zip(group.reports, destinations, strict=True):
         if destination == "journal" and next(flags):
             accepted += 1
+            accepted_bytes += report_bytes(report)
             latest.take_in(report)
     late, crowded = (
         tuple(i for i, destination in enumerate(destinations) if destination == kind)
         for kind in ("late", "crowded")
     )
     duplicates = len(destinations) - accepted - len(late) - len(crowded)
-    return GroupOutcome(accepted, duplicates, late=late, crowded=crowded, frozen_step=latest.frozen_step)
+    return GroupOutcome(
+        accepted, duplicates, accepted_bytes, late=late, crowded=crowded, frozen_step=latest.frozen_step
+    )
 
 
 def _row(stream: StreamRecord, report: wire.Report) -> dict[str, Any]:
