@@ -18,11 +18,12 @@ HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
 class Listening:
-    """A server's application and its port."""
+    """A server's application, its port, and the thread of its event loop."""
 
-    def __init__(self, app, port):
+    def __init__(self, app, port, thread):
         self.app = app
         self.port = port
+        self.thread = thread
 
     @property
     def components(self):
@@ -50,7 +51,7 @@ def listening(folder, clock=None, **settings):
     try:
         until(lambda: server.started or not thread.is_alive(), "the server")
         assert server.started
-        yield Listening(app, server.servers[0].sockets[0].getsockname()[1])
+        yield Listening(app, server.servers[0].sockets[0].getsockname()[1], thread)
     finally:
         server.should_exit = True
         thread.join(PATIENCE_SECONDS)

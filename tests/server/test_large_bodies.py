@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from contextlib import suppress
+from itertools import pairwise
 
 import httpx
 import pytest
+from collage_server.ingest.check import check_batch
+from collage_server.ingest.decode import decoded_batch
 
 from collage_monitor import wire
 from tests.server.samples import LAYERS, STATISTICS, layer, report, stream_create
@@ -14,6 +20,7 @@ from tests.server.sockets import everything, listening, status_of
 from tests.waiting import PATIENCE_SECONDS, until
 
 JSON = {"Content-Type": wire.JSON}
+MSGPACK = {"Content-Type": wire.MSGPACK}
 
 
 @pytest.fixture
@@ -97,3 +104,53 @@ def test_a_stream_of_many_layers_is_the_same_as_json_and_as_msgpack(server):
     stored = server.client.get("/api/v1/runs/r1/layers").json()["layers"]
     assert [entry["name"] for entry in stored] == [*LAYERS, *(entry.name for entry in layers)]
     assert len(STATISTICS) > 1
+
+
+def many_scalars(**more):
+    """13 MB of msgpack: as many scalars as one batch may hold, all under names that must be looked at."""
+    scalars = {f"{name:03}": 1.0 for name in range(wire.LIMITS["scalars_per_report"])}
+    given = {"step": 1, "time": 1.0, "scalars": scalars} | more
+    reports = [wire.Report(seq=seq, **given) for seq in range(wire.LIMITS["reports_per_batch"])]
+    return wire.ReportBatch(reports=reports)
+
+
+def cpu_seconds(work):
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
+def test_a_large_batch_is_not_checked_on_the_event_loop(server):
+    batch = many_scalars(statistic_count=1, layer_count=1, statistics=bytes(8))
+    body = wire.encode_batch(batch)
+    record = server.components.registry.load("s0")
+    alone = min(cpu_seconds(lambda: check_batch(batch, record)) for _ in range(3))
+    clock = time.pthread_getcpuclockid(server.thread.ident)
+
+    def spent():
+        began = time.clock_gettime(clock)
+        answer = server.client.post("/api/v1/streams/s0/reports", content=body, headers=MSGPACK)
+        assert {entry["code"] for entry in answer.json()["rejected"]} == {"missing"}
+        return time.clock_gettime(clock) - began
+
+    assert min(spent() for _ in range(3)) < alone
+
+
+def longest_hold(work):
+    """(longest stretch for which `work` lets no other thread get on, all that it takes), in its CPU-seconds."""
+    worker = threading.Thread(target=work)
+    worker.start()
+    clock = time.pthread_getcpuclockid(worker.ident)
+    seen = [0.0]
+    while worker.is_alive():
+        with suppress(OSError):
+            seen.append(time.clock_gettime(clock))
+    worker.join()
+    return max(later - earlier for earlier, later in pairwise(seen)), seen[-1]
+
+
+def test_while_a_large_batch_is_decoded_other_threads_get_on():
+    """The smallest of several: a thread that waits for a CPU asks for the interpreter too late."""
+    body = wire.encode_batch(many_scalars())
+    holds = [longest_hold(lambda: decoded_batch(body, wire.MSGPACK)) for _ in range(7)]
+    assert min(hold / whole for hold, whole in holds) < 0.5, holds
