@@ -26,6 +26,7 @@ from collage_server.auth.bearer import principal_of
 from collage_server.components import Components, components_of
 from collage_server.errors import Busy, Gone, NotFound
 from collage_server.run_gauges import (
+    LAYER_STATISTICS,
     MODEL_GAUGES,
     RUN_GAUGES,
     SCALAR_GAUGES,
@@ -101,7 +102,7 @@ class _RunCollector(Collector):
             run_ids = [record.run_id for record in records]
             findings = self._components.store.overviews.findings(run_ids)
             with self._components.store.points.snapshot() as now:
-                known = values_of_reports(now.newest_reports(run_ids))
+                known = values_of_reports(now.newest_reports(run_ids, LAYER_STATISTICS))
             for record in records:
                 run_id = record.run_id
                 with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.

@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from collage_monitor.judgement import longest_window
-from collage_monitor.statistics import metric_keys
+from collage_monitor.statistics import metric_keys, statistics_for
 from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
 from collage_server.api.reading import worst_of
@@ -23,6 +23,7 @@ from collage_server.queries.runs import WORST_LAYERS, latest_answer
 from collage_server.store import NewestReport, RunRecord, Snapshot
 
 __all__ = [
+    "LAYER_STATISTICS",
     "MODEL_GAUGES",
     "RUN_GAUGES",
     "SCALAR_GAUGES",
@@ -39,6 +40,8 @@ _WINDOW: Final = "lost_window_ratio"
 _LABELLED: Final = (_DECREMENT, _WINDOW)
 _PREFERRED_STATE: Final = "exp_avg_sq"
 _WORST: Final = "edq_ratio"
+LAYER_STATISTICS: Final = statistics_for(_WORST, intervals=False)
+"""What the gauges need by layer."""
 MODEL_GAUGES: Final = {
     "edq_ratio": "Share of the intended descent that arrived at the newest measured step.",
     "edq_visible_ratio": "As collage_edq_ratio, for the registered parameter.",

@@ -91,10 +91,10 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     store = server.app.state.components.store
     read = Snapshot.newest_reports
 
-    def deleted_first(now, run_ids):
+    def deleted_first(now, run_ids, layer_keys):
         with contextlib.suppress(Gone):
             store.runs.delete("r1", clock())
-        return read(now, run_ids)
+        return read(now, run_ids, layer_keys)
 
     monkeypatch.setattr(Snapshot, "newest_reports", deleted_first)
     page = server.get("/metrics")
@@ -139,9 +139,42 @@ def test_the_newest_report_says_what_the_newest_step_says(server, monkeypatch):
         server.stream("ranks", stream_id=f"rank-{rank}", rank=rank, world_size=2)
         server.reports([report(0, 10, rank=rank), *([report(1, 20)] if rank else [])], f"rank-{rank}")
     several_ranks(server)
+    ends_sealed(server)
     page = stable(server.get("/metrics"))
     assert page == put_together(server, monkeypatch)
-    assert page.count("collage_edq_ratio{") == 9
+    assert page.count("collage_edq_ratio{") == 15
+
+
+def ends_sealed(server):
+    """Runs whose newest step is the end of a sealed part: 64 steps are one. Of some, there is more to know."""
+    server.filled("sealed-alone", "e0", steps=range(10, 650, 10))
+    server.filled("sealed-hidden", "e1", steps=range(10, 650, 10))
+    sealed_ranks(server, "sealed-ranks", [LAYERS] * 3)
+    sealed_ranks(server, "sealed-own-layers", [LAYERS[:2], LAYERS[1:], LAYERS[:1]])
+    sealed_ranks(server, "sealed-replicas", [LAYERS] * 2, replicas=(0, 1))
+    sealed_ranks(server, "sealed-late", [LAYERS] * 2, missing=1)
+    server.app.state.components.sealer.do_due_work()
+    full = server.app.state.components.store.sealing.seal
+    full("sealed-late", server.clock(), journal_full=True)
+    server.reports([report(63, 640, rank=1)], "sealed-late-1")
+    server.attempt("sealed-hidden", "launch-2", first_step=600)
+
+
+def sealed_ranks(server, run_id, layers, replicas=None, missing=0):
+    """`missing`: so many steps at the end are not told by the last rank."""
+    server.run(run_id)
+    server.attempt(run_id)
+    for rank, names in enumerate(layers):
+        replica = 0 if replicas is None else replicas[rank]
+        given = [layer(name, replica) for name in names]
+        stream_id, world = f"{run_id}-{rank}", len(layers)
+        server.stream(run_id, stream_id=stream_id, rank=rank, world_size=world, replica=replica, layers=given)
+        count = 64 - (missing if rank == world - 1 else 0)
+        steps = range(10, 10 * count + 10, 10)
+        values = [block(step, rank, len(names)) for step in steps]
+        server.reports(
+            [report(i, step, values=values[i], rank=rank) for i, step in enumerate(steps)], f"{run_id}-{rank}"
+        )
 
 
 def several_ranks(server):
@@ -162,25 +195,41 @@ def several_ranks(server):
             server.reports([*reports, report(9, steps[-1] + 5, measured=False)], stream_id)
 
 
+def statements_of(server):
+    """How many statements a page takes."""
+    counted = []
+    engine = server.app.state.components.store.engine
+    event.listen(engine, "before_cursor_execute", listener := lambda *told: counted.append(told))
+    server.get("/metrics")
+    event.remove(engine, "before_cursor_execute", listener)
+    return len(counted)
+
+
 def test_many_runs_take_as_many_statements_as_one(server):
     """A page of a thousand runs took twenty statements for each of them."""
-
-    def statements():
-        counted = []
-        engine = server.app.state.components.store.engine
-        event.listen(engine, "before_cursor_execute", listener := lambda *told: counted.append(told))
-        server.get("/metrics")
-        event.remove(engine, "before_cursor_execute", listener)
-        return len(counted)
 
     server.app.state.components.overviews.stop(PATIENCE_SECONDS)
     server.app.state.components.sealer.stop(PATIENCE_SECONDS)
     server.filled("r0", "s0")
-    alone = statements()
+    alone = statements_of(server)
     for i in range(1, 20):
         server.filled(f"r{i}", f"s{i}")
     several_ranks(server)
-    assert statements() == alone
+    assert statements_of(server) == alone
+
+
+def test_many_runs_whose_newest_step_is_sealed_take_as_many_statements_as_one(server):
+    server.app.state.components.overviews.stop(PATIENCE_SECONDS)
+    server.app.state.components.sealer.stop(PATIENCE_SECONDS)
+    seal = server.app.state.components.store.sealing.seal
+    counts = []
+    for more in (range(1), range(1, 12)):
+        for i in more:
+            sealed_ranks(server, f"r{i}", [LAYERS] * 2)
+            assert seal(f"r{i}", server.clock())
+            assert not server.app.state.components.store.journal.bytes_of(f"r{i}")
+        counts.append(statements_of(server))
+    assert counts[0] == counts[1]
 
 
 def test_many_runs_are_all_shown(server, monkeypatch):

@@ -4,13 +4,13 @@ from collage_server.store.access.tokens import AccessStore
 from collage_server.store.database import Store
 from collage_server.store.journal.reports import ReportJournal, report_bytes
 from collage_server.store.postgresql import PostgresqlStore
-from collage_server.store.reading.newest import NewestReport
 from collage_server.store.reading.snapshot import Snapshot
 from collage_server.store.records import (
     READERS,
     GroupOutcome,
     IncidentQuery,
     LatestPoint,
+    NewestReport,
     NewEvent,
     NewIncident,
     Points,

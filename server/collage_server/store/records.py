@@ -18,6 +18,7 @@ __all__ = [
     "LatestPoint",
     "NewEvent",
     "NewIncident",
+    "NewestReport",
     "Points",
     "READERS",
     "ReportGroup",
@@ -89,6 +90,15 @@ class GroupOutcome:
     late: tuple[int, ...] = ()
     crowded: tuple[int, ...] = ()
     frozen_step: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class NewestReport:
+    """A run's newest measured step, its ranks merged: totals `model` [statistic], `layers` [statistic][layer]."""
+
+    statistics: tuple[str, ...]
+    model: FloatArray
+    layers: FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ __all__ = [
     "read_layer_data",
     "read_model_data",
     "read_point_rows",
+    "select_rows",
 ]
 
 Chunks = Mapping[tuple[str, int], Sequence[int]]
@@ -81,7 +82,7 @@ def pack_points(
 
 def read_point_rows(connection: Connection, level: int, chunks: Chunks) -> PointRows:
     """The points of these chunks at a level."""
-    batches = _select(connection, "point_chunk", level, chunks, ("point_count", "points"))
+    batches = select_rows(connection, "point_chunk", level, chunks, ("point_count", "points"))
     rows = sorted(itertools.chain.from_iterable(batches), key=itemgetter(0, 1, 2, 3))
     where: dict[Part, int] = {}
     owners: dict[tuple[str, int], slice] = {}
@@ -109,7 +110,7 @@ def read_model_data(
     """Totals [keys, points] of the model; NaN where a part lacks the key. `entries`: by run, key → entry."""
     values = np.full((len(keys), len(points.steps)), np.nan)
     columns = ("point_count", "entries", "data")
-    batches = _select(connection, "model_chunk", level, chunks, columns, "t.rank = :rank", {"rank": rank})
+    batches = select_rows(connection, "model_chunk", level, chunks, columns, "t.rank = :rank", {"rank": rank})
     for row in itertools.chain.from_iterable(batches):
         start, count, known = points.where.get(row[:4]), row[4], entries[row[0]]
         if start is None:
@@ -188,7 +189,7 @@ def _layer_rows(
     slice_of = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count * w.layers)"
     data = ("t.rowid", "w.layer", "w.layers") if in_place else (slice_of,) if sliced else ("t.data",)
     columns = ("entry", "point_count", "layer_count", *data)
-    batches = _select(
+    batches = select_rows(
         connection,
         "layer_chunk",
         level,
@@ -208,7 +209,7 @@ def _layer_rows(
                 yield (*row[:7], blob.read(8 * row[5] * row[9]))
 
 
-def _select(
+def select_rows(
     connection: Connection,
     table: str,
     level: int,
@@ -216,7 +217,6 @@ def _select(
     columns: Sequence[str],
     condition: str = "TRUE",
     parameters: Mapping[str, Any] | None = None,
-    *,
     spans: Sequence[str] = (),
     extra: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
 ) -> Iterator[Sequence[Any]]:

@@ -20,6 +20,7 @@ __all__ = [
     "pack_contributors",
     "rank_contributed",
     "read_contributors",
+    "streams_of_last_point",
     "unfinished_steps",
     "unknown_stream",
 ]
@@ -76,6 +77,16 @@ def rank_contributed(
         present: NDArray[np.bool_] = np.logical_or.reduce(table[:, ranks == rank], axis=1)
         found[row.chunk, row.part] = (present, set(ranks.tolist()) == {rank})
     return found
+
+
+def streams_of_last_point(row: Row[Any]) -> set[int] | None:
+    """Of a part's row: the streams all of whose reports of its last point are sealed; None: unknown."""
+    if row.contributor_streams is None:
+        return None
+    _, table = _unpack(row)
+    unfinished = int_array(row.unfinished or b"").reshape(-1, 4)
+    missing = unfinished[unfinished[:, 0] == row.last_step, 1]
+    return set(int_array(row.contributor_streams)[table[-1]].tolist()) - set(missing.tolist())
 
 
 def read_contributors(

@@ -21,7 +21,7 @@ from collage_server.store.records import StreamRecord
 from collage_server.store.rows import require_runs
 from collage_server.store.runs.latest import first_hidden_steps, logged_names
 
-__all__ = ["UNBOUNDED", "RunView", "chosen_layers", "is_known", "read_views"]
+__all__ = ["UNBOUNDED", "RunView", "chosen_layers", "is_known", "read_entries", "read_views"]
 
 UNBOUNDED: Final = 2**62
 _NAMES_A_STATEMENT: Final = 10_000
@@ -121,7 +121,7 @@ class RunView:
     @cached_property
     def entries(self) -> Mapping[str, int]:
         """The dictionary of what chunks hold."""
-        return _read_entries(self.connection, [self.run_id])[self.run_id]
+        return read_entries(self.connection, [self.run_id])[self.run_id]
 
     @cached_property
     def layers(self) -> dict[str, int]:
@@ -183,7 +183,7 @@ def read_views(
     """
     ids = list(dict.fromkeys(run_ids))
     views = {run_id: RunView(connection, run_id, rows) for run_id, rows in _read(connection, ids).items()}
-    entries = _read_entries(connection, ids, keys)
+    entries = read_entries(connection, ids, keys)
     for run_id, view in views.items():
         view.entries = entries[run_id]
     return views
@@ -209,10 +209,10 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
     return found
 
 
-def _read_entries(
+def read_entries(
     connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
 ) -> dict[str, Mapping[str, int]]:
-    """Dictionaries by run, fetched as one text each."""
+    """What chunks hold of each run: key → entry; fetched as one text a run."""
     table = schema.entry
     found: dict[str, Mapping[str, int]] = {run_id: {} for run_id in run_ids}
     if keys is not None and not keys:

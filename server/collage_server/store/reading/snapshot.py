@@ -14,11 +14,19 @@ from collage_monitor import wire
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.streams import read_layers, read_streams
-from collage_server.store.reading.newest import NewestReport, read_newest_reports
+from collage_server.store.reading.newest import read_newest_reports
 from collage_server.store.reading.points import read_latest, read_points
 from collage_server.store.reading.run_view import read_views
 from collage_server.store.reading.scalars import read_newest_scalars, read_scalar_points
-from collage_server.store.records import FloatArray, LatestPoint, Points, RunRecord, ScalarPoints, Selection
+from collage_server.store.records import (
+    FloatArray,
+    LatestPoint,
+    NewestReport,
+    Points,
+    RunRecord,
+    ScalarPoints,
+    Selection,
+)
 from collage_server.store.runs.events import read_events
 from collage_server.store.runs.latest import measured_state
 from collage_server.store.runs.runs import read_records
@@ -107,9 +115,12 @@ class Snapshot:
         """The last `count` logged values by run and name, oldest first."""
         return read_newest_scalars(self._connection, read_views(self._connection, run_ids, keys=()), count)
 
-    def newest_reports(self, run_ids: Sequence[str]) -> dict[str, NewestReport]:
-        """The newest measured step of those runs of which one report a rank says it all."""
-        return read_newest_reports(self._connection, run_ids, self._stale_after_seconds)
+    def newest_reports(self, run_ids: Sequence[str], layer_keys: Collection[str]) -> dict[str, NewestReport]:
+        """The newest measured step of those runs of which one report a rank, or one sealed part, says it all.
+
+        By layer only `layer_keys` are sure to be in it.
+        """
+        return read_newest_reports(self._connection, run_ids, layer_keys, self._stale_after_seconds)
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step; read again only when `run_latest` has moved since the last call."""
