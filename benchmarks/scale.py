@@ -138,9 +138,11 @@ def measure_exports(store: Store, rounds: int, seed: int) -> list[Figure]:
     return figures
 
 
-def measure_page(store: Store, folder: Path, rounds: int, seed: int) -> list[Figure]:
-    """/metrics of many runs of several ranks, beside its samples written once."""
-    fill_journal(store, "r0", 3, LAYERS, RANKS, seed)
+def measure_page(store: Store, folder: Path, rounds: int, seed: int, *, sealed: bool) -> list[Figure]:
+    """/metrics of many runs of several ranks, beside its samples written once; `sealed`: of an empty journal."""
+    fill_journal(store, "r0", store.sealing.limits.part_points if sealed else 3, LAYERS, RANKS, seed)
+    if sealed:
+        store.sealing.seal("r0", NOW)
     copy_runs(store, "r0", RUNS)
     app = create_app(Settings(folder=folder, no_auth=True), store=store, clock=lambda: NOW + 10)
     components = app.state.components
@@ -159,7 +161,7 @@ def measure_page(store: Store, folder: Path, rounds: int, seed: int) -> list[Fig
         if number:
             ratios.append(took / known)
             seconds.append(took)
-    what = f"/metrics of {RUNS} runs of {RANKS} ranks"
+    what = f"/metrics of {RUNS} runs of {RANKS} ranks{', sealed' if sealed else ''}"
     return [
         Figure(f"{what}, CPU / its samples written once", "×", tuple(ratios), 12.0),
         Figure(what, "CPU-s", tuple(seconds)),
@@ -201,14 +203,15 @@ def measure(options: Options) -> Measuring:
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stores = []
-        for name in ("exports", "page", "journal"):
+        for name in ("exports", "page", "sealed", "journal"):
             store = UnsyncedStore(root / name / "collage.sqlite", stale_after_seconds=600.0)
             store.open()
             stack.callback(store.close)
             stores.append(store)
         yield from measure_exports(stores[0], rounds, options.seed)
-        yield from measure_page(stores[1], root / "page", rounds, options.seed)
-        yield from measure_journal(stores[2], rounds, options.seed)
+        yield from measure_page(stores[1], root / "page", rounds, options.seed, sealed=False)
+        yield from measure_page(stores[2], root / "sealed", rounds, options.seed, sealed=True)
+        yield from measure_journal(stores[3], rounds, options.seed)
     return [f"{rounds} rounds, each beside its reference; {STEPS} steps exported"]
 
 

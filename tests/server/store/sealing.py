@@ -35,7 +35,7 @@ class SealingContract(Senders):
         assert rows(store, schema.report) == 31
 
     def test_the_newest_steps_of_many_runs_are_found_at_the_end_of_their_parts(self, store):
-        """As one by one, where all ranks have told all of the step; else they are left to who puts them together."""
+        """What they say is what is read of each run alone."""
         for rank, stream in enumerate(self.ranks(store, 2)):
             self.send(store, stream, range(1, 33), rank)
         assert seal_all(store) == 1
