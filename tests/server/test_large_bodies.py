@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import pytest
@@ -84,6 +85,12 @@ def test_one_bad_report_among_many_is_named_and_the_others_are_kept(server):
     assert [(entry["index"], entry["code"]) for entry in answer["rejected"]] == [(77, "unreadable")]
 
 
+def test_the_server_goes_before_its_decoder(server):
+    assert sent(server, "/streams/s0/reports", batch(200)).json()["accepted"] == 200
+    urgent, patient = (os.getpriority(os.PRIO_PROCESS, of) for of in (0, server.components.json_process.process_id))
+    assert patient > urgent
+
+
 def test_a_decoder_that_dies_is_started_again_and_ends_with_the_server(tmp_path, server):
     assert sent(server, "/streams/s0/reports", batch(200)).json()["accepted"] == 200
     first = server.components.json_process.process_id
@@ -109,7 +116,7 @@ def test_a_stream_of_many_layers_is_the_same_as_json_and_as_msgpack(server):
 def many_scalars(**more):
     """13 MB of msgpack: as many scalars as one batch may hold, all under names that must be looked at."""
     scalars = {f"{name:03}": 1.0 for name in range(wire.LIMITS["scalars_per_report"])}
-    given = {"step": 1, "time": 1.0, "scalars": scalars} | more
+    given: dict[str, Any] = {"step": 1, "time": 1.0, "scalars": scalars} | more
     reports = [wire.Report(seq=seq, **given) for seq in range(wire.LIMITS["reports_per_batch"])]
     return wire.ReportBatch(reports=reports)
 
@@ -140,7 +147,7 @@ def longest_hold(work):
     """(longest stretch for which `work` lets no other thread get on, all that it takes), in its CPU-seconds."""
     worker = threading.Thread(target=work)
     worker.start()
-    clock = time.pthread_getcpuclockid(worker.ident)
+    clock = time.pthread_getcpuclockid(worker.ident or 0)
     seen = [0.0]
     while worker.is_alive():
         with suppress(OSError):

@@ -1,7 +1,11 @@
 """`python -m tests.torture.hostile`: 32 honest senders beside every hostile one at once, and a server between them.
 
-Hostile are bodies that stop or trickle, half-sent heads, heads without an end, and large JSON that is refused or
-bad in part. Printed: how long honest reports and /healthz waited, the server's memory, and what was lost.
+Hostile are bodies that stop or trickle, half-sent heads, heads without an end, large JSON that is refused or bad
+in part, and msgpack of a million numbers. Hostile and honest clients, and whoever asks /healthz, are processes of
+their own. Printed: how long honest reports and /healthz waited, the server's memory, and what was lost.
+
+A busy machine lengthens all that. Beside /healthz a bare application is asked, and two figures of the server's
+event loop are stated: the CPU that it took, and how long it was ready to run and had no CPU.
 """
 
 from __future__ import annotations
@@ -9,19 +13,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
+import os
 import random
+import socket
+import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 
-import httpx
 import numpy as np
 
 from benchmarks._reports import SMALL, register
 from benchmarks.load import Agent, Tally, serving, stored
+from collage_monitor import wire
+from tests.ports import free_port
+from tests.waiting import until
 
 HONEST = 32
 RANKS = 8
@@ -32,11 +44,13 @@ POST = b"POST /api/v1/streams/hostile-0/reports HTTP/1.1\r\n" + HOST
 
 @dataclass
 class Seen:
-    """Waits in seconds, memory in bytes."""
+    """Waits in seconds, memory in bytes; `looper` is [CPU-seconds, seconds ready and without a CPU]."""
 
     tally: Tally = field(default_factory=Tally)
     health: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
+    looper: list[float] = field(default_factory=list)
 
 
 async def connected(port, end, act):
@@ -78,12 +92,13 @@ async def endless_head(reader, writer):
         await writer.drain()
 
 
-def json_body(body):
+def large_body(body, content_type=wire.JSON):
     """Sends one body again and again, a second apart."""
+    head = b"Content-Type: %s\r\nConnection: close\r\n\r\n" % content_type.encode()
 
     async def act(reader, writer):
         size = b"Content-Length: %d\r\n" % len(body)
-        writer.write(POST + size + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body)
+        writer.write(POST + size + head + body)
         await reader.read()
         await asyncio.sleep(1.0)
 
@@ -105,45 +120,133 @@ def one_bad_report():
     return json.dumps({"reports": reports}).encode()
 
 
-async def ask_health(port, end, waits):
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60.0) as client:
-        while time.monotonic() < end:
-            began = time.perf_counter()
-            (await client.get("/healthz")).raise_for_status()
-            waits.append(time.perf_counter() - began)
-            await asyncio.sleep(0.05)
+def many_scalars():
+    """13 MB of msgpack: as many numbers as a batch may hold, stored once."""
+    scalars = {f"{name:03}": 1.0 for name in range(wire.LIMITS["scalars_per_report"])}
+    reports = [
+        wire.Report(seq=seq, step=seq, time=1.0, scalars=scalars) for seq in range(wire.LIMITS["reports_per_batch"])
+    ]
+    return wire.encode_batch(wire.ReportBatch(reports=reports))
 
 
-async def watch_memory(process_id, end, memory):
-    while time.monotonic() < end:
-        lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
-        memory.append(next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")))
-        await asyncio.sleep(1.0)
+def _leave():
+    """Clients are other machines: a session has its own share of the CPUs, and takes none of the server's."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
 
 
-async def side_by_side(port, process_id, seconds, seed, seen):
+def bother(port, seconds, seed):
+    """Every hostile sender at once."""
+    _leave()
     end = time.monotonic() + seconds
     hostile = [idle_body] * 8 + [slow_body] + [half_head] * 300 + [endless_head]
-    hostile += [json_body(too_many_reports()), json_body(one_bad_report())]
+    hostile += [large_body(too_many_reports()), large_body(one_bad_report())]
+    hostile += [large_body(many_scalars(), wire.MSGPACK)]
     random.Random(seed).shuffle(hostile)
-    async with asyncio.TaskGroup() as group:
-        for act in hostile:
-            group.create_task(connected(port, end, act))
-        for i in range(HONEST):
-            agent = Agent(port, f"honest-{i // RANKS}-{i % RANKS}", SMALL, RATE, seed * HONEST + i, seen.tally)
-            group.create_task(agent.run(seconds))
-        group.create_task(ask_health(port, end, seen.health))
-        group.create_task(watch_memory(process_id, end, seen.memory))
+
+    async def together():
+        async with asyncio.TaskGroup() as group:
+            for act in hostile:
+                group.create_task(connected(port, end, act))
+
+    asyncio.run(together())
+
+
+def ask_health(ports, seconds):
+    """Waits for /healthz at each port, asked in turn."""
+    _leave()
+    end = time.monotonic() + seconds
+    waits: list[list[float]] = [[] for _ in ports]
+    clients = [http.client.HTTPConnection("127.0.0.1", port, timeout=60.0) for port in ports]
+    while time.monotonic() < end:
+        for client, known in zip(clients, waits, strict=True):
+            began = time.perf_counter()
+            client.request("GET", "/healthz")
+            answer = client.getresponse()
+            answer.read()
+            known.append(time.perf_counter() - began)
+            assert answer.status == 200, answer.status
+            time.sleep(0.025)
+    return waits
+
+
+def _text(path):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return path.read_text()
+    return ""
+
+
+def own_bytes(process_id):
+    """Memory of a process and of its children, without the pages of files that it has mapped."""
+    # A child stands with the thread that started it.
+    threads = Path(f"/proc/{process_id}/task").glob("*/children")
+    children = [child for thread in threads for child in _text(thread).split()]
+    total = 0
+    for one in (process_id, *children):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines = Path(f"/proc/{one}/status").read_text().splitlines()
+            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+    return total
+
+
+def report(port, seconds, seed):
+    """The honest senders, and what all of them have seen."""
+    _leave()
+    tally = Tally()
+
+    async def together():
+        async with asyncio.TaskGroup() as group:
+            for i in range(HONEST):
+                agent = Agent(port, f"honest-{i // RANKS}-{i % RANKS}", SMALL, RATE, seed * HONEST + i, tally)
+                group.create_task(agent.run(seconds))
+
+    asyncio.run(together())
+    return tally
+
+
+@contextlib.contextmanager
+def bare_server():
+    """The port of an application that does nothing else."""
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "tests.torture.bare:app", "--port", str(port)]
+    with subprocess.Popen([*command, "--log-level", "error"], start_new_session=True) as process:
+        try:
+            until(lambda: answers(port), "the bare application")
+            yield port
+        finally:
+            process.terminate()
+
+
+def answers(port):
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return True
+    return False
 
 
 def run(seconds, seed, folder):
     """(what was seen, how many acknowledged reports are lost)."""
     seen = Seen()
-    with serving(folder) as (process_id, port):
+    with (
+        serving(folder) as (process_id, port),
+        bare_server() as bare,
+        ProcessPoolExecutor(3, get_context("spawn")) as others,
+    ):
         for number in range(HONEST // RANKS):
             register(port, f"honest-{number}", SMALL, RANKS)
         register(port, "hostile", SMALL, 1)
-        asyncio.run(side_by_side(port, process_id, seconds, seed, seen))
+        bothered = others.submit(bother, port, seconds, seed)
+        reported = others.submit(report, port, seconds, seed)
+        asked = others.submit(ask_health, (port, bare), seconds)
+        while not reported.done():
+            seen.memory.append(own_bytes(process_id))
+            time.sleep(1.0)
+        seen.tally = reported.result()
+        seen.health, seen.bare = asked.result()
+        bothered.result()
+        # The main thread's number is the process's.
+        times = Path(f"/proc/{process_id}/task/{process_id}/schedstat").read_text().split()
+        seen.looper = [int(entry) / 1e9 for entry in times[:2]]
     kept, _ = stored(folder / "collage.sqlite")
     acknowledged = seen.tally.acknowledged
     return seen, sum(len(set(range(count)) - kept.get(name, set())) for name, count in acknowledged.items())
@@ -156,10 +259,14 @@ def main():
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         seen, lost = run(chosen.seconds, chosen.seed, Path(folder))
-    for name, waits in (("honest report", seen.tally.waits), ("/healthz", seen.health)):
+    named = (("honest report", seen.tally.waits), ("/healthz", seen.health), ("/healthz, bare", seen.bare))
+    for name, waits in named:
         middle, late, last = (1000 * np.quantile(waits, share) for share in (0.5, 0.99, 1.0))
         sys.stdout.write(f"{name:<16} p50 {middle:.0f} ms, p99 {late:.0f} ms, most {last:.0f} ms of {len(waits)}\n")
     sys.stdout.write(f"memory           {max(seen.memory) / 2**20:.0f} MiB at most\n")
+    took, waited = seen.looper
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    sys.stdout.write(f"event loop       {took:.0f} CPU-s, {waited:.0f} s ready without a CPU; load {load}\n")
     sys.stdout.write(f"answers          {dict(sorted(seen.tally.statuses.items()))}\n")
     total = sum(seen.tally.acknowledged.values())
     sys.stdout.write(f"seed {chosen.seed}: {total} reports acknowledged, {lost} lost\n")

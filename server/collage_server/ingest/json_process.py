@@ -27,6 +27,8 @@ _LENGTH: Final = struct.Struct("!Q")
 _BATCH: Final = "ReportBatch"
 _MOST_BYTES: Final = 256 * 2**20
 """A process that has taken more memory than this ends after its answer."""
+_LESS_URGENT: Final = 10
+"""On a busy machine a CPU is the server's before it is this process's."""
 
 
 class _Result(msgspec.Struct, array_like=True):
@@ -109,8 +111,9 @@ def _started() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-        # Ctrl-C in a terminal is for the server, which ends this process when it is done with it.
-        start_new_session=True,
+        # Ctrl-C in a terminal is for the server, which ends this process when it is done with it. A session of its
+        # own would have a share of the CPUs as large as the server's, whatever its priority.
+        process_group=0,
     )
 
 
@@ -157,4 +160,6 @@ def _serve(tasks: IO[bytes], answers: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(os, "nice"):
+        os.nice(_LESS_URGENT)
     _serve(sys.stdin.buffer, sys.stdout.buffer)
