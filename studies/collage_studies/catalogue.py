@@ -13,7 +13,9 @@ _MODULES: Final = {
     "expansions": "expansions",
     "accumulation": "accumulation",
     "strategies": "strategies",
+    "layers": "layers",
     "beta2": "beta2",
+    "counterfactuals": "counterfactuals",
 }
 STUDY_NAMES: Final = tuple(_MODULES)
 

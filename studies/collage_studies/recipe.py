@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -23,6 +24,7 @@ class Recipe:
     layers: int = 4
     width: int = 128
     learning_rate: float = 2e-4
+    schedule: Literal["constant", "cosine"] = "constant"
     warm_up_steps: int = 50
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)
@@ -30,6 +32,14 @@ class Recipe:
     measure_every: int = 10
     validate_every: int = 50
     validation_batches: int = 8
+
+    def rate_factor(self, step: int) -> float:
+        """Of the learning rate at a step, counted from 0: warm-up, then constant or a cosine to zero."""
+        warm = min(1.0, (step + 1) / self.warm_up_steps)
+        if self.schedule == "constant":
+            return warm
+        done = max(0, step - self.warm_up_steps) / max(1, self.steps - self.warm_up_steps)
+        return warm * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     @property
     def tokens_per_step(self) -> int:

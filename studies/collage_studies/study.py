@@ -22,7 +22,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run of a study, by all that decides its outcome.
 
     `settings` are those of a computation; a training has a plan and a recipe. `curves` names the metrics and
-    scalars whose curves over steps are kept from the server.
+    scalars whose curves over steps are kept from the server, METRIC@TYPE for one type of module.
     """
 
     name: str

@@ -97,7 +97,7 @@ def _run(entry: Study, quick: bool, output: Path, services: Services, processes:
             record = compact(_with_curves(line.record, client))
         with lock:
             file.add(record)
-        click.echo(f"{entry.name:<14}{task.name:<44}{record.cpu_seconds:7.1f} s", err=True)
+        click.echo(f"{entry.name:<17}{task.name:<46}{record.cpu_seconds:7.1f} s", err=True)
 
     with WorkerPool(keep, processes, quiet=True) as pool:
         pool.run([TrialTask(entry.name, trial, reporting) for trial in missing], RecordLine)
@@ -105,18 +105,19 @@ def _run(entry: Study, quick: bool, output: Path, services: Services, processes:
 
 def _with_curves(record: Record, client: Client) -> Record:
     """The record with what the server has of its run: merged metrics, last scalars, and the curves asked for."""
-    names = record.trial.curves or ("edq_ratio",)
-    (run,) = client.compare([record.run_id], names, points=_CURVE_POINTS).runs
+    (run,) = client.compare([record.run_id], "edq_ratio", points=_CURVE_POINTS).runs
     merged = {name: value for name, value in run.merged.items() if value is None or isinstance(value, float)}
     last = {name: logged.value for name, logged in run.scalars.items() if isinstance(logged.value, float)}
     values = {**last, **record.values}
-    series = {names[0]: run.series, **(run.series.more or {})}
-    curves = {
-        name: Curve(list(found.steps), [value if isinstance(value, float) else None for value in found.values])
-        for name, found in series.items()
-        if name in record.trial.curves
-    }
+    curves = {name: _curve(client, record.run_id, name) for name in record.trial.curves}
     return msgspec.structs.replace(record, values=values, merged=merged, curves={**record.curves, **curves})
+
+
+def _curve(client: Client, run_id: str, name: str) -> Curve:
+    """A metric or scalar over steps; of one type of module alone as METRIC@TYPE."""
+    metric, _, module_type = name.partition("@")
+    found = client.series(run_id, metric, module_type=module_type or None, points=_CURVE_POINTS)
+    return Curve(list(found.steps), [value if isinstance(value, float) else None for value in found.values])
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

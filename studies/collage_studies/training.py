@@ -131,7 +131,7 @@ def train(
     """Train the recipe under `plan` and watch it; reports go to `server_url`, or to `transport`."""
     model = new_model(plan, recipe)
     optimizer = new_optimizer(model, plan, recipe)
-    schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warm_up_steps))
+    schedule = LambdaLR(optimizer, recipe.rate_factor)
     config = {**asdict(recipe), **asdict(plan)}
     clock = _Clock()
     with collage.init(
