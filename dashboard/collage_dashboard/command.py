@@ -67,7 +67,8 @@ def dashboard(
         return Client(server_url, own, timeout_seconds=_TIMEOUT_SECONDS)
 
     beyond = host not in LOOPBACK_HOSTS
-    asked: ClientOfToken | None = client_of if beyond or sign_in else None
+    # Who comes through a proxy comes from beyond this machine.
+    asked: ClientOfToken | None = client_of if beyond or trusted_proxy or sign_in else None
     names = frozenset(allowed_hosts) | LOOPBACK_HOSTS
     app = create_dashboard(client, allowed_hosts=names, sign_in=asked)
     proxied = _behind(trusted_proxy) if trusted_proxy else {}

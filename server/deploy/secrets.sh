@@ -44,15 +44,12 @@ start() {
     keep server/token "$(random)"
     keep grafana/password "$(random)"
     keep people/grafana-password "$(cat "$secrets/grafana/password")"
-    keep people/dashboard-password "$(random)"
-    keep proxy/users "team:$(openssl passwd -apr1 "$(cat "$secrets/people/dashboard-password")")"
     certificate
     keep people/certificate.pem "$(cat "$secrets/certificate/certificate.pem")"
     own 999 database
     own 10001 server
     own 472 grafana
     own 10001 people
-    own 101 proxy
     own 101 certificate
 }
 

@@ -90,6 +90,7 @@ def test_beyond_loopback_nothing_is_open_without_a_sign_in(served):
     for arguments, asked in (
         (["--host", "0.0.0.0", "--allowed-host", "box.lan"], True),
         (["--sign-in"], True),
+        (["--trusted-proxy", "127.0.0.1"], True),
         ([], False),
     ):
         result = CliRunner().invoke(

@@ -70,9 +70,11 @@ def test_only_the_proxy_listens_beyond_this_machine_and_only_when_told():
             assert port.startswith("${COLLAGE_ADDRESS:-127.0.0.1}:" if name == "proxy" else "127.0.0.1:")
 
 
-def test_the_server_believes_the_proxy_s_address_and_no_other():
+def test_server_and_dashboard_believe_the_proxy_s_address_and_no_other():
     address = SERVICES["proxy"]["networks"]["services"]["ipv4_address"]
     assert SERVICES["server"]["environment"]["COLLAGE_SERVER_TRUSTED_PROXIES"] == address
+    command = SERVICES["dashboard"]["command"]
+    assert command[command.index("--trusted-proxy") + 1] == address
 
 
 def test_what_is_mounted_from_here_is_here():

@@ -16,7 +16,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import ServerUnreachable
 from tests.deploy.secrets import ROOT, Secrets
-from tests.ports import free_port, running
+from tests.ports import command, free_port, running
 from tests.server.guarded import OWN
 from tests.server.migrated import put_migrated
 from tests.server.sockets import HEAD, everything, listening, status_of
@@ -141,23 +141,41 @@ def test_the_server_knows_who_asked_whatever_they_say(tmp_path):
     assert [act["client"] for act in acts] == [ELSEWHERE]
 
 
-def test_the_dashboard_s_port_asks_for_the_team_s_password_and_keeps_it(tmp_path):
-    with proxied(tmp_path) as proxy:
-        address = f"https://localhost:{proxy.ports['dashboard']}"
-        password = (proxy.secrets.folder / "people/dashboard-password").read_text().strip()
+@contextmanager
+def behind(tmp_path, proxy_address):
+    """The dashboard that believes this address of a proxy, behind the shipped one: a client of its port."""
+    port = free_port()
+    with proxied(tmp_path, **{"dashboard:7421": f"127.0.0.1:{port}"}) as proxy:
+        arguments = [
+            *command("dashboard", "--port", str(port)),
+            "--server-url",
+            f"http://127.0.0.1:{proxy.server.port}",
+        ]
+        arguments += ["--token", OWN, "--allowed-host", "monitor.example", "--trusted-proxy", proxy_address]
         trusted = ssl.create_default_context(cafile=proxy.certificate)
-        with httpx.Client(base_url=address, trust_env=False, verify=trusted) as client:
-            refused = client.get("/healthz")
-            assert refused.status_code == 401
-            assert "Basic" in refused.headers["WWW-Authenticate"]
-            assert client.get("/healthz", auth=("team", password)).is_success
-            # What stands behind it never sees the password: to it nobody has signed in.
-            behind = client.get("/api/v1/runs", auth=("team", password))
-            # It does see under which name it was asked: a foreign one is its to refuse.
-            foreign = client.get("/docs", auth=("team", password), headers={"Host": "evil.example"})
-    assert behind.status_code == 401
-    assert behind.json()["error"]["code"]
-    assert foreign.status_code == 403
+        address = f"https://localhost:{proxy.ports['dashboard']}"
+        with (
+            running(arguments, f"http://127.0.0.1:{port}/healthz", tmp_path / "dashboard.log"),
+            httpx.Client(base_url=address, trust_env=False, verify=trusted, timeout=PATIENCE_SECONDS) as client,
+        ):
+            yield client
+
+
+@pytest.mark.parametrize(("proxy_address", "secure"), [("127.0.0.1", True), ("192.0.2.9", False)])
+def test_the_dashboard_alone_asks_who_comes_and_believes_the_named_proxy(tmp_path, proxy_address, secure):
+    with behind(tmp_path, proxy_address) as client:
+        stranger = client.get("/", follow_redirects=True)
+        assert stranger.url.path == "/sign-in"
+        assert "WWW-Authenticate" not in stranger.headers
+        # Its own token is nobody's key, and it is asked for under a name that is its own.
+        assert client.get("/_dash-layout", headers={"Authorization": f"Bearer {OWN}"}).status_code == 401
+        assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
+        entered = client.post("/sign-in", data={"token": OWN})
+        assert entered.status_code == 303
+        # What the proxy says of HTTPS counts only if it is the proxy that was named.
+        assert ("; Secure" in entered.headers["Set-Cookie"]) is secure
+        session = entered.headers["Set-Cookie"].partition(";")[0]
+        assert client.get("/_dash-layout", headers={"Cookie": session}).is_success
 
 
 def test_heads_and_bodies_beyond_their_size_are_refused(tmp_path):
