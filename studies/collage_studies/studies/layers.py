@@ -115,8 +115,8 @@ STUDY: Final = Study(
     title="Which layers lose first",
     question="At each step, how much of the intended descent arrives in each type of layer under plain bfloat16, "
     "light and plus? Which types lose first, and why?",
-    method="The small GPT is trained along a cosine to zero under three strategies. EDQ is merged over the layers of "
-    "each type of module; a third's EDQ is the mean over its points.",
+    method="The small GPT is trained along a cosine to zero under three strategies. EDQ is merged over the layers "
+    "of each type of module; a third's EDQ is the mean over its points.",
     trials=trials,
     run=run_training,
     page=page,
