@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import click
 
@@ -36,15 +37,26 @@ class Services:
     """Server and dashboard as child processes: entering starts the server, leaving stops both, dashboard first.
 
     `alone`: they heed no setting of the environment, such as another database, and print nothing.
+    `defaults`: settings that hold where the environment says nothing else.
     """
 
-    def __init__(self, folder: Path, server_port: int, dashboard_port: int, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        server_port: int,
+        dashboard_port: int,
+        *,
+        alone: bool = False,
+        defaults: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.folder = folder
         self.token = ensure_token(folder)
         self.server_url = f"http://127.0.0.1:{server_port}"
         self.dashboard_url = f"http://127.0.0.1:{dashboard_port}"
         self._ports = (server_port, dashboard_port)
         self._alone = alone
+        # What the server sends about incidents leads to their pages.
+        self._defaults = {"COLLAGE_SERVER_DASHBOARD_URL": self.dashboard_url, **defaults}
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Services:
@@ -89,9 +101,8 @@ class Services:
     def _start(self, *arguments: str) -> None:
         with_token = [*arguments, "--token-file", str(token_path(self.folder))]
         command = [sys.executable, "-c", "from collage_monitor.command import main; main()", *with_token]
-        # What the server sends about incidents leads to their pages.
         settings = environment_without_settings() if self._alone else dict(os.environ)
-        environment = {"COLLAGE_SERVER_DASHBOARD_URL": self.dashboard_url, **settings}
+        environment = {**self._defaults, **settings}
         output = subprocess.DEVNULL if self._alone else None
         self._processes.append(
             subprocess.Popen(

@@ -1,6 +1,6 @@
 """`demo`: start server and dashboard here, train five strategies on the standard library, compare them.
 
-The result is a line for each training, as a table and as summary.json.
+The result is a line for each training, as a table and as summary.json. One more training makes an alert fire.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 import click
 import msgspec
@@ -26,6 +27,10 @@ from collage_studies.worker import FinalLine, Job, ProgressLine
 __all__ = ["ResultRow", "demo", "result_row", "summary_json", "summary_table"]
 
 _TOGETHER = 2
+_ALERT_SECONDS = 1
+"""How often the demo's server evaluates its alerts: its trainings end within minutes."""
+_GOES_WRONG: Final = Plan("light", "bfloat16")
+"""Of the training that loses its residuals at a resume."""
 
 
 class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,15 +126,18 @@ def demo(
     signal.signal(signal.SIGTERM, _interrupt)
     output.mkdir(parents=True, exist_ok=True)
     data = (folder or output / "data").resolve()
-    with Services(data, port, dashboard_port) as services:
+    defaults = {"COLLAGE_SERVER_ALERT_INTERVAL_SECONDS": str(_ALERT_SECONDS)}
+    with Services(data, port, dashboard_port, defaults=defaults) as services:
         services.start_dashboard()
         click.echo(f"dashboard  {services.dashboard_url}\nserver     {services.server_url}", err=as_json)
-        lines = _train_and_compare(Recipe(steps=steps), services, err=as_json)
+        lines, incidents = _train_and_compare(Recipe(steps=steps), services, err=as_json)
         written = output / "summary.json"
         written.write_bytes(summary_json(lines))
         click.echo(summary_json(lines).decode() if as_json else summary_table(lines))
         compared = "&".join(f"run={entry.run_id}" for entry in lines)
         click.echo(f"\nwritten    {written}\ncompare    {services.dashboard_url}/compare?{compared}", err=as_json)
+        for incident in incidents:
+            click.echo(f"incident   {services.dashboard_url}/incident/{incident.incident_id}", err=as_json)
         if leave:
             return
         click.echo("Server and dashboard stay up; Ctrl-C stops them.", err=as_json)
@@ -139,8 +147,10 @@ def demo(
             click.echo("stopping", err=as_json)
 
 
-def _train_and_compare(recipe: Recipe, services: Services, *, err: bool) -> list[ResultRow]:
-    """Train each plan, at most two at a time, and read from the server what it stored."""
+def _train_and_compare(
+    recipe: Recipe, services: Services, *, err: bool
+) -> tuple[list[ResultRow], list[wire.Incident]]:
+    """Train each plan, at most two at a time, and read from the server what it stored, and what fired."""
 
     def progress(job: Job, line: Line) -> None:
         text = ""
@@ -148,17 +158,22 @@ def _train_and_compare(recipe: Recipe, services: Services, *, err: bool) -> list
             text = f"step {line.step}/{recipe.steps}  loss {line.loss:.4f}  validation {line.validation_loss:.4f}"
         elif isinstance(line, FinalLine):
             text = f"done  {line.tokens_per_cpu_second:.0f} tokens per CPU second, {line.reports_sent} reports sent"
-        click.echo(f"{job.plan.name:<26}{text}", err=err)
+        click.echo(f"{job.name:<26}{text}", err=err)
 
     group = f"demo {time.strftime('%Y-%m-%d %H:%M:%S')}"
     jobs = [Job(plan, recipe, group, services.server_url, services.folder) for plan in PLANS]
-    click.echo(f"training {len(jobs)} strategies for {recipe.steps} steps, {_TOGETHER} at a time", err=err)
+    number = f"{len(jobs)} strategies for {recipe.steps} steps, and one run that goes wrong"
+    click.echo(f"training {number}, {_TOGETHER} at a time", err=err)
+    beside = f"{group}, incident"
+    wrong = Job(_GOES_WRONG, recipe, beside, services.server_url, services.folder, loses_residuals=True)
     with WorkerPool(progress, _TOGETHER, err=err) as team:
-        done = team.run(jobs, FinalLine)
+        *done, faulty = team.run([*jobs, wrong], FinalLine)
     with Client(services.server_url, services.token) as client:
         comparison = client.compare([entry.run_id for entry in done], "edq_ratio")
+        incidents = client.incidents(run_id=faulty.run_id).events
     runs = {entry.run_id: entry for entry in comparison.runs}
-    return [result_row(job.plan, entry, runs[entry.run_id]) for job, entry in zip(jobs, done, strict=True)]
+    rows = [result_row(job.plan, entry, runs[entry.run_id]) for job, entry in zip(jobs, done, strict=True)]
+    return rows, incidents
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 
 import collage_agent as collage
 import torch
@@ -16,7 +18,6 @@ from collage_agent.optim import CollageAdamW
 from collage_agent.transport import Transport
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
 
 from collage_studies.corpus import NO_TARGET, Corpus, batch, masked
 from collage_studies.recipe import Plan, Recipe
@@ -27,6 +28,10 @@ _BYTES = 256
 Progress = Callable[[int, float, float], None]
 """Called with (step, loss, validation loss) at every validation."""
 _VALIDATION_SEED = 10**9
+_OF_TORCH = frozenset({"step", "exp_avg", "exp_avg_sq"})
+"""States that torch's AdamW has, too."""
+_PATIENCE_STEPS = 1000
+"""After so many steps without an alert, such as on a server that evaluates none, the training ends."""
 
 
 class ByteGPT(nn.Module):
@@ -127,48 +132,100 @@ def train(
     server_url: str | None = None,
     folder: Path | None = None,
     transport: Transport | None = None,
+    loses_residuals: bool = False,
 ) -> Outcome:
-    """Train the recipe under `plan` and watch it; reports go to `server_url`, or to `transport`."""
-    model = new_model(plan, recipe)
-    optimizer = new_optimizer(model, plan, recipe)
-    schedule = LambdaLR(optimizer, recipe.rate_factor)
-    config = {**asdict(recipe), **asdict(plan)}
-    clock = _Clock()
+    """Train the recipe under `plan` and watch it; reports go to `server_url`, or to `transport`.
+
+    loses_residuals: in the middle it resumes from a checkpoint that kept only the states that torch's AdamW has. It
+    ends some steps after the alert about it.
+    """
+    loop = _Loop(plan, recipe, corpus, progress)
     with collage.init(
         project,
         name or plan.name,
         group=group,
         seed=recipe.seed,
-        config=config,
+        config={**asdict(recipe), **asdict(plan)},
         server_url=server_url,
         dir=folder,
         transport=transport,
     ) as run:
-        # Without a governor all runs measure the same steps, so they can be compared.
-        collage.watch(
-            model, optimizer, strategy=plan.strategy, every=recipe.measure_every, oracle=True, budget=None
-        )
-        for step in range(1, recipe.steps + 1):
-            with clock:
-                loss = loss_of(model, *_batch(corpus.training, recipe, recipe.seed + step))
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
-                rate = schedule.get_last_lr()[0]
-                schedule.step()
-                collage.log({"loss": loss, "learning_rate": rate, "tokens": step * recipe.tokens_per_step})
-            if step % recipe.validate_every == 0 or step == recipe.steps:
-                validation_loss = validate(model, recipe, corpus)
-                speed = step * recipe.tokens_per_step / clock.seconds
-                collage.log({"validation_loss": validation_loss, "tokens_per_second": speed})
-                progress(step, loss.item(), validation_loss)
+        loop.watch(first_step=1)
+        last = loop.lose_residuals() if loses_residuals else loop.take(range(1, recipe.steps + 1))
     return Outcome(
         run_id=run.run_id,
-        steps=recipe.steps,
-        tokens_per_cpu_second=recipe.steps * recipe.tokens_per_step / clock.cpu_seconds,
+        steps=last,
+        tokens_per_cpu_second=loop.taken * recipe.tokens_per_step / loop.clock.cpu_seconds,
         reports_sent=run.reports_sent,
         reports_dropped=sum(run.reports_dropped.values()),
     )
+
+
+class _Loop:
+    """A training as it goes on: model, optimizer, schedule, and what was taken of it."""
+
+    def __init__(self, plan: Plan, recipe: Recipe, corpus: Corpus, progress: Progress) -> None:
+        self.plan, self.recipe, self.corpus, self.progress = plan, recipe, corpus, progress
+        self.model = new_model(plan, recipe)
+        self.optimizer = new_optimizer(self.model, plan, recipe)
+        self.clock = _Clock()
+        self.taken = 0
+
+    def watch(self, first_step: int) -> None:
+        """Watch the optimizer, whose next step is `first_step`."""
+        # Without a governor all runs measure the same steps, so they can be compared.
+        collage.watch(
+            self.model,
+            self.optimizer,
+            strategy=self.plan.strategy,
+            every=self.recipe.measure_every,
+            oracle=True,
+            budget=None,
+            first_step=first_step,
+        )
+
+    def take(self, steps: range, stop: Callable[[], bool] = lambda: False) -> int:
+        """Take these steps, or up to the first after which `stop` holds; return the last one's number."""
+        recipe, step = self.recipe, steps.start - 1
+        for step in steps:
+            rate = recipe.learning_rate * recipe.rate_factor(step - 1)
+            with self.clock:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                seed = recipe.seed + step
+                loss = loss_of(self.model, *_batch(self.corpus.training, recipe, seed))
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.taken += 1
+                collage.log({"loss": loss, "learning_rate": rate, "tokens": step * recipe.tokens_per_step})
+            ends = step == steps[-1] or stop()
+            if step % recipe.validate_every == 0 or ends:
+                validation_loss = validate(self.model, recipe, self.corpus)
+                speed = self.taken * recipe.tokens_per_step / self.clock.seconds
+                collage.log({"validation_loss": validation_loss, "tokens_per_second": speed})
+                self.progress(step, loss.item(), validation_loss)
+            if ends:
+                break
+        return step
+
+    def lose_residuals(self) -> int:
+        """Break off in the middle, resume without residuals, and end some steps after the alert has fired."""
+        every, heard = self.recipe.measure_every, Event()
+        resumed_at = every * max(self.recipe.steps // (2 * every), 1)
+        self.take(range(1, resumed_at))
+        weights, states = deepcopy(self.model.state_dict()), deepcopy(self.optimizer.state_dict())
+        self.take(range(resumed_at, resumed_at + every))
+        for state in states["state"].values():
+            for name in set(state) - _OF_TORCH:
+                del state[name]
+        self.model.load_state_dict(weights)
+        self.optimizer = new_optimizer(self.model, self.plan, self.recipe)
+        self.optimizer.load_state_dict(states)
+        self.watch(first_step=resumed_at)
+        collage.on_alert(lambda _incident: heard.set(), every_seconds=1.0)
+        last = self.take(range(resumed_at, resumed_at + _PATIENCE_STEPS), stop=heard.is_set)
+        return self.take(range(last + 1, last + 1 + self.recipe.steps // 4))
 
 
 def new_model(plan: Plan, recipe: Recipe) -> ByteGPT:

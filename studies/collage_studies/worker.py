@@ -22,11 +22,12 @@ class Job:
     group: str
     server_url: str
     folder: Path
+    loses_residuals: bool = False
 
     @property
     def name(self) -> str:
         """The run's name."""
-        return self.plan.name
+        return f"{self.plan.name}{', resumed' if self.loses_residuals else ''}"
 
     @property
     def command(self) -> list[str]:
@@ -66,9 +67,11 @@ def main(argument: str) -> None:
         job.recipe,
         standard_library(),
         lambda *values: _print(ProgressLine(*values)),
+        name=job.name,
         group=job.group,
         server_url=job.server_url,
         folder=job.folder,
+        loses_residuals=job.loses_residuals,
     )
     _print(msgspec.convert(outcome, FinalLine, from_attributes=True))
 

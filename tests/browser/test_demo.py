@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from collage_monitor.client import Client
 from tests.browser.test_comparison import compare, legend
 from tests.ports import command, free_port, interruptible
 from tests.studies.test_summary import NAMES
@@ -83,6 +84,19 @@ def test_the_comparison_and_its_address_are_printed(finished):
     assert f"step {STEPS}/{STEPS}" in process.stdout
     assert all(line["run_id"] in process.stdout for line in lines)
     assert "master-weights" in process.stdout
+
+
+@pytest.mark.browser
+def test_a_resume_that_lost_its_residuals_has_made_an_alert_fire(finished, server_url, watched):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as client:
+        (incident,) = client.incidents().events
+    assert (incident.alert, incident.source) == ("CollageResidualsOff", "server")
+    assert f"/incident/{incident.incident_id}" in finished[0].stdout
+    page = watched.page
+    page.goto(f"{watched.url}/incident/{incident.incident_id}")
+    page.get_by_role("region", name="Timeline").get_by_text("Resumed").wait_for()
+    assert incident.run_id not in {line["run_id"] for line in finished[1]}
 
 
 @pytest.mark.browser

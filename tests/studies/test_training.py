@@ -1,8 +1,10 @@
 """A few real steps of the demo's training, watched into memory: what is reported, and what plans share."""
 
+import numpy as np
 import pytest
 import torch
 from collage_agent.transport import MemoryTransport
+from collage_studies import training
 from collage_studies.corpus import Corpus
 from collage_studies.recipe import PLANS, Plan, Recipe
 from collage_studies.training import new_model, train
@@ -64,3 +66,20 @@ def test_the_same_seed_gives_the_same_losses_and_strategies_part(corpus, tmp_pat
     plain = Plan("plain", "bfloat16")
     assert losses(plain) == losses(plain)
     assert losses(plain) != losses(Plan("plus", "bfloat16"))
+
+
+def test_a_resume_without_residuals_is_a_second_attempt_in_which_they_are_0(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_PATIENCE_STEPS", 20)
+    transport = MemoryTransport()
+    plan = Plan("light", "bfloat16")
+    said = {"folder": tmp_path, "transport": transport, "loses_residuals": True}
+    outcome = train(plan, RECIPE, corpus, lambda *_: None, **said)
+    attempts = [message for message in transport.messages if isinstance(message, wire.AttemptCreate)]
+    assert [attempt.first_step for attempt in attempts] == [1, 4]
+    reports = [report for message in transport.messages for report in getattr(message, "reports", ())]
+    measured = [report for report in reports if report.statistics is not None]
+    assert [report.step for report in measured[:3]] == [4, 4, 8]
+    resumed = [message for message in transport.messages if isinstance(message, wire.StreamCreate)][-1].statistics
+    first = dict(zip(resumed, np.frombuffer(measured[1].model), strict=True))
+    assert first["residual_dropped"] > 0.5 * first["residual_elements"]
+    assert outcome.steps == 4 + 20 - 1 + 3
