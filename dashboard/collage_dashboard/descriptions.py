@@ -52,7 +52,11 @@ class Description:
     @property
     def axis_title(self) -> str:
         """Title with its unit, for an axis."""
-        return f"{self.title} ({self.unit})" if self.unit not in {"", "1", self.title.lower()} else self.title
+        return (
+            f"{self.title} ({self.unit})"
+            if self.unit not in {"", "1", self.title.lower().rpartition(" ")[2]}
+            else self.title
+        )
 
 
 def describe(key: str) -> Description:

@@ -185,7 +185,7 @@ def _numbers(run: wire.Run, overview: wire.Overview) -> list[Row]:
 
 
 def _worst(entry: wire.LayerLoss) -> Row:
-    cells = (f"{100 * entry.share:.3g} %", number(entry.edq_ratio), number(entry.lost_update_ratio))
+    cells = (f"{100 * entry.share:.1f} %", number(entry.edq_ratio), number(entry.lost_update_ratio))
     return Row(entry.layer, [(text, "") for text in cells])
 
 

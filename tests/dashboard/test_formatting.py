@@ -4,7 +4,7 @@ import math
 
 import pytest
 from collage_dashboard.components import tags_of, text_of_tags
-from collage_dashboard.descriptions import byte_count, count, finite, interval, number, when
+from collage_dashboard.descriptions import byte_count, count, describe, finite, interval, number, when
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,11 @@ from collage_dashboard.descriptions import byte_count, count, finite, interval, 
 )
 def test_four_significant_digits(value, text):
     assert number(value) == text
+
+
+def test_an_axis_says_its_unit_once():
+    titles = [describe(key).axis_title for key in ("validation_loss", "edq_ratio", "tokens_per_second")]
+    assert titles == ["Validation loss", "EDQ (ratio)", "Tokens per second (tokens/s)"]
 
 
 def test_counts_are_whole_and_grouped():

@@ -3,12 +3,14 @@
 import msgspec
 import pytest
 from collage_dashboard.app import render
+from collage_dashboard.figures.tradeoff import tradeoff
 from collage_dashboard.pages.comparison_curves import figure, lines_of
 from collage_dashboard.pages.strategies_content import STRATEGY_COLUMNS, cost_figures, otherwise, strategy_table
 from collage_dashboard.view import View, read_address
 
 from collage_monitor.recommendation import recommendation
-from collage_monitor.strategy_results import results_of, run_results
+from collage_monitor.seeds import Estimate
+from collage_monitor.strategy_results import StrategyResult, results_of, run_results
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.walk import by_id, components, text
 
@@ -65,6 +67,33 @@ def test_the_pictures_have_a_point_a_strategy_in_its_colour_and_mark_the_chosen(
     assert {trace.marker.color for trace in by_bytes.data} == {trace.marker.color for trace in by_speed.data}
     near = [(trace.x[0], trace.textposition) for trace in by_bytes.data if trace.x[0] == 16]
     assert len(set(near)) == 2, "labels of near points keep apart"
+
+
+def test_every_point_of_the_demo_has_its_label():
+    """Two points nearly touch, and one label is as long as a third of the chart."""
+    found = {
+        ("plain", "bfloat16"): (8.0, 11_330.0, 0.0928),
+        ("light", "bfloat16"): (10.0, 11_630.0, -0.0003),
+        ("plus", "bfloat16"): (12.0, 11_650.0, -0.001),
+        ("master-weights", "bfloat16"): (16.0, 12_180.0, -0.0008),
+        ("plain", "float32"): (16.0, 10_450.0, 0.0),
+    }
+    results = [
+        StrategyResult(
+            strategy=strategy,
+            dtype=dtype,
+            runs=(),
+            is_reference=dtype == "float32",
+            loss=Estimate(2.4, 1),
+            gap=Estimate(gap, 1),
+            bytes_per_parameter=Estimate(size, 1),
+            tokens_per_second=Estimate(speed, 1),
+        )
+        for (strategy, dtype), (size, speed, gap) in found.items()
+    ]
+    for cost in ("bytes_per_parameter", "tokens_per_second"):
+        drawn = tradeoff(results, cost, chosen=results[2])
+        assert [trace.name for trace in drawn.data if "text" not in trace.mode] == []
 
 
 def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():

@@ -25,7 +25,7 @@ __all__ = ["REACH", "block_of", "heatmap", "short_layer", "short_layers"]
 
 ROW_PIXELS: Final = 18
 SMALLEST_HEIGHT: Final = 240
-LARGEST_HEIGHT: Final = 760
+LARGEST_HEIGHT: Final = 900
 _LABEL_CHARACTERS = 34
 REACH: Final = 0.5
 """How far from its ideal a metric has the full colour: fixed, so that a colour means the same in every heatmap."""

@@ -21,9 +21,11 @@ _NOT_LOGGED: Final[dict[Cost, str]] = {
     "bytes_per_parameter": "no run tells its bytes a parameter",
     "tokens_per_second": "no throughput logged: collage_agent.log({“tokens”: …})",
 }
-_PLOT_PIXELS: Final = (400.0, 230.0)
+_PLOT_PIXELS: Final = (480.0, 230.0)
 """A small plot's width and height: in a larger one labels have more room."""
 _DOT, _LETTER_PIXELS, _LINE_PIXELS = 6.0, 6.3, 13.0
+_TOUCH_PIXELS: Final = 2.0
+"""So far boxes may reach into each other: letters do not fill theirs."""
 _LEAST_REACH: Final = 0.02
 """Half of an axis, as a share of the values on it, at least."""
 _PLACES: Final = (
@@ -190,4 +192,5 @@ def _box(x: float, y: float, characters: int, place: str) -> tuple[float, float,
 
 
 def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+    ends = ((one[0], other[2]), (other[0], one[2]), (one[1], other[3]), (other[1], one[3]))
+    return all(begin < end - _TOUCH_PIXELS for begin, end in ends)

@@ -89,7 +89,11 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
     over = over_steps(overview)
     keys = ("edq_ratio", "lost_update_ratio", state_key(overview.numbers))
     cards = [
-        number_card(key, [Entry(number(overview.numbers.get(key)), _beside(key, run, overview))], note=over)
+        number_card(
+            key,
+            [Entry(number(overview.numbers.get(key)), _between(key, overview))],
+            note=f"{over}; {number(run.latest.get(key))} at the newest step",
+        )
         for key in keys
     ]
     cards.append(
@@ -116,7 +120,7 @@ def _worst(run: wire.Run, overview: wire.Overview) -> Any:
         dmc.TableTr(
             [
                 dmc.TableTd(dcc.Link(entry.layer, href="".join(_to_layer(run, entry.layer))), className="text"),
-                dmc.TableTd(f"{100 * entry.share:.3g} %"),
+                dmc.TableTd(f"{100 * entry.share:.1f} %"),
                 dmc.TableTd(number(entry.edq_ratio)),
                 dmc.TableTd(number(entry.lost_update_ratio)),
             ]
@@ -178,10 +182,9 @@ def _written(run: wire.Run) -> dmc.Paper:
     )
 
 
-def _beside(key: str, run: wire.Run, overview: wire.Overview) -> str:
+def _between(key: str, overview: wire.Overview) -> str:
     bounds = interval(overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))
-    newest = number(run.latest.get(key))
-    return f"{bounds}{', ' if bounds else ''}newest step {newest}"
+    return f"95 %: {bounds}" if bounds else ""
 
 
 def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
@@ -282,7 +285,9 @@ def _layers(view: View, run: wire.Run) -> list[Any]:
     strategy = _strategy(run)
     hint = "Click a cell to see its layer at that step below."
     return [
-        _card("heatmap", metric, strategy=strategy, wide=True, note=hint),
+        _card(
+            "heatmap", metric, title=f"{describe(metric).title} by layer", strategy=strategy, wide=True, note=hint
+        ),
         _card("series", metric, strategy=strategy),
         _card(
             "histogram",

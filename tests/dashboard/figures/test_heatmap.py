@@ -105,6 +105,11 @@ def test_two_hundred_layers_fit_a_screen_with_labels_that_do_not_collide():
     assert len(figure.layout.yaxis.tickvals) * 12 <= LARGEST_HEIGHT
 
 
+def test_sixty_rows_all_have_their_labels():
+    figure = heatmap(heatmap_answer([[0.9]] * 60))
+    assert len(figure.layout.yaxis.tickvals) == 60
+
+
 def test_the_selected_layer_keeps_its_label_whatever_is_thinned_out():
     figure = heatmap(heatmap_answer([[0.9]] * 200), selected="layer.101")
     assert "<b>▸ layer.101</b>" in figure.layout.yaxis.ticktext
