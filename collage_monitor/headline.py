@@ -9,6 +9,8 @@ from collage_monitor.judgement import Evidence, Judgement, finite, loses_most, p
 
 __all__ = ["headline", "layers_in_words"]
 
+_OF_RESIDUALS = "residual_zero_ratio"
+"""Of updates that went into a residual that is dropped: the share lost counts them as arrived."""
 _NAMED = 2
 """So many layers at most are told by their names."""
 _LAYER_CHANGED_SHARE = 0.9
@@ -33,7 +35,9 @@ def headline(
     parts = [f"{name} is not finite since step {step:,}" for name, step in (not_finite or {}).items()]
     told = set()
     for finding in judgement.findings:
-        if finding.health == "losing updates" and "lost" not in told:
+        if finding.key == _OF_RESIDUALS:
+            parts.append(finding.text)
+        elif finding.health == "losing updates" and "lost" not in told:
             told.add("lost")
             parts.append(_losing(judgement, evidence, since, changed))
         elif finding.health == "states are stuck":

@@ -142,7 +142,11 @@ def _about_run(reader: Reader, run_id: str) -> str:
     charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader), "histogram"))
     charts.append(_chart("EDQ of each layer", draw("heatmap", "edq_ratio", view, reader), "heatmap", wide=True))
     parts = [
-        Part("Numbers", rows=_numbers(run, overview), note=f"{over_steps(overview).capitalize()}."),
+        Part(
+            "Numbers",
+            rows=_numbers(run, overview),
+            note=f"{over_steps(overview).capitalize()}, with 95 % intervals.",
+        ),
         Part("Curves", charts=charts),
     ]
     if overview.worst:

@@ -31,48 +31,70 @@ def main(demo, only):
         ports = ["--port", str(free_port()), "--dashboard-port", str(free_port())]
         subprocess.run([*command("demo", "--exit", "--output", demo), *ports], check=True)
     IMAGES.mkdir(parents=True, exist_ok=True)
-    with _serving(demo / "data") as (client, url), sync_playwright() as playwright:
-        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
-        browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
-        for name, (address, there) in _pages(client.run_table(sort="edq_ratio", descending=False).rows).items():
-            if only in {None, name}:
-                for width in SIZES:
-                    for scheme in SCHEMES:
-                        path = IMAGES / f"{name}-{width}-{scheme}.png"
-                        path.write_bytes(_take(browser, url + address, there, width, scheme))
-                        click.echo(f"{path} {path.stat().st_size // 1000} kB")
-        browser.close()
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+        folder = Path(name)
+        with serving(demo / "data", folder) as (client, look, url, guarded):
+            until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
+            pages = _pages(client, url)
+            pages["sign-in"] = (guarded, "input[type=password]")
+            pages["report"] = (_report(pages["run"][0].rpartition("/")[2], look, folder), ".barlayer .point")
+            browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
+            for name, (address, there) in pages.items():
+                if only in {None, name}:
+                    for width in SIZES:
+                        for scheme in SCHEMES:
+                            path = IMAGES / f"{name}-{width}-{scheme}.png"
+                            path.write_bytes(_take(browser, address, there, width, scheme))
+                            click.echo(f"{path} {path.stat().st_size // 1000} kB")
+            browser.close()
 
 
-def _pages(rows):
-    """Address, and a selector of what is drawn last, by name; `rows` begin with the run that loses the most."""
-    worst = f"/run/{rows[0].run_id}"
-    layer = rows[0].overview.worst[0].layer if rows[0].overview else ""
-    compared = "&".join(f"run={row.run_id}" for row in reversed(rows))
+def _pages(client, url):
+    """Address, and a selector of what is drawn last, by name."""
+    rows = client.run_table(sort="edq_ratio", descending=False).rows
+    incidents = client.incidents().events
+    if not incidents:
+        raise click.ClickException(
+            "no alert has fired in this data: delete its folder, so that the demo trains anew"
+        )
+    worst = f"{url}/run/{rows[0].run_id}"
+    layer = rows[0].overview.worst[0].layer
+    compared = "&".join(f"run={row.run_id}" for row in reversed(rows) if row.group == rows[0].group)
     return {
-        "runs": ("/", ".runs-grid .verdict-cell"),
+        "runs": (url, ".runs-grid .verdict-cell"),
         "run": (worst, ".barlayer .point"),
         "layers": (f"{worst}?rows=block&layer={layer}#run-tab", ".barlayer .point"),
         "curves": (f"{worst}?tab=curves#run-tab", ".scatterlayer .trace"),
-        "comparison": (f"/compare?{compared}", "#compare-chart-3 .scatterlayer .trace"),
+        "comparison": (f"{url}/compare?{compared}", "#compare-chart-3 .scatterlayer .trace"),
+        "incidents": (f"{url}/incidents", ".incident-table"),
+        "incident": (f"{url}/incident/{incidents[0].incident_id}", "#incident-figure .scatterlayer .trace"),
     }
 
 
+def _report(run_id, look, folder):
+    """The address of the report of a run, as its command writes it."""
+    path = folder / "report.html"
+    subprocess.run(command("report", run_id, "--output", path, *look), check=True)
+    return path.as_uri()
+
+
 @contextmanager
-def _serving(data):
-    """A reader of the server over `data`, and the address of a dashboard."""
-    ports = {name: free_port() for name in ("serve", "dashboard")}
-    address, url = (f"http://127.0.0.1:{ports[name]}" for name in ("serve", "dashboard"))
-    token = data / "token"
-    serve = command("serve", "--dir", data, "--port", ports["serve"])
-    look = command("dashboard", "--port", ports["dashboard"], "--server-url", address, "--token-file", token)
+def serving(data, folder):
+    """A reader of the server over `data`, the options that lead to it, and two dashboards: open, and guarded."""
+    ports = [free_port() for _ in range(3)]
+    address, url, guarded = (f"http://127.0.0.1:{port}" for port in ports)
+    token = (data / "token").read_text().strip()
+    serve = command("serve", "--dir", data, "--port", ports[0])
+    look = ("--server-url", address, "--token", token)
     with (
-        tempfile.TemporaryDirectory() as folder,
-        running(serve, f"{address}/healthz", Path(folder) / "server"),
-        running(look, f"{url}/healthz", Path(folder) / "dashboard"),
-        Client(address, token.read_text().strip()) as client,
+        running(serve, f"{address}/healthz", folder / "server"),
+        running(command("dashboard", "--port", ports[1], *look), f"{url}/healthz", folder / "open"),
+        running(
+            command("dashboard", "--port", ports[2], "--sign-in", *look), f"{guarded}/healthz", folder / "asks"
+        ),
+        Client(address, token) as client,
     ):
-        yield client, url
+        yield client, look, url, guarded
 
 
 def _take(browser, address, there, width, scheme):
@@ -83,7 +105,7 @@ def _take(browser, address, there, width, scheme):
     page.goto(address)
     page.wait_for_selector(there, state="attached")
     page.wait_for_load_state("networkidle")
-    page.wait_for_function("document.getElementById('waiting').textContent === ''")
+    page.wait_for_function("!document.getElementById('waiting')?.textContent")
     if place:
         page.evaluate("place => document.getElementById(place).scrollIntoView()", place)
     # Two frames: what was drawn last is on the screen.

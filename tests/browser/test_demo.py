@@ -90,7 +90,7 @@ def test_the_comparison_and_its_address_are_printed(finished):
 def test_a_resume_that_lost_its_residuals_has_made_an_alert_fire(finished, server_url, watched):
     address, token_file = server_url
     with Client(address, token_file.read_text().strip()) as client:
-        (incident,) = client.incidents().events
+        incident, *_ = client.incidents().events
     assert (incident.alert, incident.source) == ("CollageResidualsOff", "server")
     assert f"/incident/{incident.incident_id}" in finished[0].stdout
     page = watched.page

@@ -1,5 +1,7 @@
 """Pages as people meet them: narrow, wide, dark, by keyboard or screen reader, with names that nobody foresaw."""
 
+import re
+
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
@@ -33,6 +35,9 @@ PAGES = {
     "/": ".run-cell",
     "/run/run-hostile-0": "#run-panel .hm image",
     "/run/run-plain?tab=curves": "#run-panel .scatterlayer .trace",
+    "/run/run-plain?layer=blocks.0.mlp.up.weight&rows=block": "#run-panel .barlayer .point",
+    "/run/run-plain?tab=states": "#run-panel .scatterlayer .trace",
+    "/run/run-plain?tab=elements": "#run-panel .scatterlayer .trace",
     "/run/run-plain?tab=about": ".facts",
     "/compare?run=run-hostile-0&run=run-hostile-1&run=run-plain": "#compare-chart-0 .scatterlayer .trace",
     "/compare": ".choices",
@@ -45,7 +50,7 @@ PAGES = {
 def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path, scheme):
     page = open_page(dashboard_url, width=WIDTHS[0], scheme=scheme).page
     page.goto(dashboard_url + path)
-    page.wait_for_selector(PAGES[path])
+    page.wait_for_selector(PAGES[path], state="attached")
     page.wait_for_selector(".number-card, .facts, .run-cell, .problem")
     assert serious_violations(page) == []
 
@@ -91,6 +96,35 @@ def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(open_page, dashboar
         assert box["x"] + box["width"] <= edge["x"] + edge["width"], column
         assert cell.evaluate("(cell) => cell.scrollWidth <= cell.clientWidth"), column
         assert cell.text_content().strip() not in {"", "–"}, column
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_text_of_charts_stands_out_from_its_ground(open_page, dashboard_url, scheme):
+    page = open_page(dashboard_url, scheme=scheme).page
+    page.goto(f"{dashboard_url}/run/run-plain")
+    page.wait_for_selector("#run-panel .barlayer .point", state="attached")
+    assert pale_inks(page) == set()
+
+
+def pale_inks(page):
+    """Colours of text in charts that axe would complain about if it looked there, from 4.5 on it does not."""
+    ground, *inks = page.evaluate(
+        """() => [getComputedStyle(document.body).backgroundColor,
+            ...[...document.querySelectorAll(".xtick text, .ytick text, .xtitle, .ytitle, .gtitle, .cbtitle text")]
+                .map(text => getComputedStyle(text).fill)]"""
+    )
+    assert len(inks) > 20
+    return {ink for ink in inks if contrast(ink, ground) < 4.5}
+
+
+def contrast(one, other):
+    """WCAG 2's contrast of two colours as a browser says them, 'rgb(92, 102, 112)'."""
+    lights = []
+    for colour in (one, other):
+        shares = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
 def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):

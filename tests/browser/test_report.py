@@ -3,7 +3,7 @@
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-from tests.browser.test_layout import HOSTILE, WIDTHS
+from tests.browser.test_layout import HOSTILE, WIDTHS, pale_inks
 from tests.dashboard.generated import GeneratedRun, demo_runs
 
 pytestmark = pytest.mark.browser
@@ -38,6 +38,7 @@ def test_a_downloaded_report_opens_by_itself_for_everyone(open_page, dashboard_u
         page.wait_for_function(DRAWN)
         assert page.locator(".plotly-graph-div").count() == charts
         assert page.locator("main img").count() == 0
+        assert pale_inks(page) == set()
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             page.wait_for_function(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")

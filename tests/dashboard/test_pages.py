@@ -159,8 +159,7 @@ def test_a_run_page_shows_four_numbers_before_its_details(server, reader):
     assert "updates are lost" in text(shown)
     assert f"Loses {percent(overview.numbers['lost_update_ratio'])} of its updates" in text(shown)
     assert "over steps 10 to 200" in text(shown)
-    assert "at the newest step" in text(shown)
-    assert "95 %: " in text(shown)
+    assert "over steps 10 to 200, 95 % interval\nnewest step 0.8" in text(shown)
     page = render(View(page="run", runs=("run-plain",)), reader)
     assert [part.value for part in by_id(page, "run-tab").children[0].children] == list(TABS)
 

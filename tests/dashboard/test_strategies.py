@@ -94,6 +94,8 @@ def test_every_point_of_the_demo_has_its_label():
     for cost in ("bytes_per_parameter", "tokens_per_second"):
         drawn = tradeoff(results, cost, chosen=results[2])
         assert [trace.name for trace in drawn.data if "text" not in trace.mode] == []
+    places = {trace.name: trace.textposition for trace in drawn.data}
+    assert (places["Collage light"], places["Collage plus"]) == ("top left", "top right")
 
 
 def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():

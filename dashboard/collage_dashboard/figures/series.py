@@ -17,6 +17,7 @@ __all__ = ["NamedCurve", "curves", "mark_steps", "smooth"]
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
 _FEW_POINTS = 25
+_MARK_PIXELS = 16
 _LEGEND_ROW, _LEGEND_COLUMNS = 18, 6
 _THINNEST, _WIDER, _WIDEST = 1.8, 0.4, 3.4
 Values = list[float | None]
@@ -79,21 +80,25 @@ def curves(
 
 
 def mark_steps(figure: go.Figure, marks: Sequence[tuple[int, str]]) -> go.Figure:
-    """A named line at each of these steps of a figure over steps; the names stand one below the other."""
+    """A line at each of these steps of a figure over steps; their names stand above it, out of the curves' way."""
     ends = [float(at) for trace in figure.data for at in (trace.x or ()) if at is not None]
     middle = (min(ends) + max(ends)) / 2 if ends else 0.0
-    for place, (step, name) in enumerate(marks):
+    names: dict[int, list[str]] = {}
+    for step, name in marks:
+        names.setdefault(step, []).append(name)
+    for place, (step, said) in enumerate(names.items()):
         figure.add_vline(x=step, line={"color": INK, "width": 1.5, "dash": "dash"})
         figure.add_annotation(
             x=step,
-            y=0.02 + 0.09 * place,
+            y=1,
             yref="paper",
-            text=literal(f"{name} at {step:,}"),
+            yshift=_MARK_PIXELS * place,
+            text=literal(f"{', '.join(said)} at {step:,}"),
             showarrow=False,
             xanchor="right" if step > middle else "left",
             yanchor="bottom",
         )
-    return figure
+    return figure.update_layout(margin={"t": figure.layout.margin.t + _MARK_PIXELS * len(names)})
 
 
 def smooth(values: Values, weight: float) -> Values:

@@ -26,6 +26,8 @@ _PLOT_PIXELS: Final = (480.0, 230.0)
 _DOT, _LETTER_PIXELS, _LINE_PIXELS = 6.0, 6.3, 13.0
 _TOUCH_PIXELS: Final = 2.0
 """So far boxes may reach into each other: letters do not fill theirs."""
+_NEAR_PIXELS: Final = 24.0
+"""A label stands on the other side of its point than one as near as this, which it could be taken for."""
 _LEAST_REACH: Final = 0.02
 """Half of an axis, as a share of the values on it, at least."""
 _PLACES: Final = (
@@ -170,7 +172,10 @@ def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[st
     taken = [(x - _DOT, y - _DOT, x + _DOT, y + _DOT) for x, y in centres]
     found: list[str | None] = []
     for point, (x, y) in zip(points, centres, strict=True):
-        boxes = {place: _box(x, y, len(point.title), place) for place in _PLACES}
+        crowded = {"right" if right > x else "left" for right, _ in centres if 0 < abs(right - x) < _NEAR_PIXELS}
+        places = [place for place in _PLACES if place.split()[1] not in crowded]
+        places += [place for place in _PLACES if place not in places]
+        boxes = {place: _box(x, y, len(point.title), place) for place in places}
         free = [
             place
             for place, box in boxes.items()

@@ -147,7 +147,10 @@ def _change(evidence: IncidentEvidence) -> html.Div:
         title = describe(evidence.metric).title
         text = f"No abrupt change of {title} was found: it crept, or it was so from the start"
     return html.Div(
-        [html.Div(f"{text}.", className="answer"), html.P(f"Said then: {incident.text}", className="reasons")]
+        [
+            html.Div(html.Div(f"{text}.", className="verdict"), className="answer"),
+            html.P(f"Said then: {incident.text}", className="reasons"),
+        ]
     )
 
 
@@ -165,7 +168,9 @@ def _picture(evidence: IncidentEvidence) -> Any:
     drawn = curves(evidence.metric, [NamedCurve(name, colour, series)])
     onset = evidence.onset
     marks = [(onset.first_changed, "changed")] if onset else []
-    marks += [(evidence.held_since, "beyond since")] if not onset and evidence.held_since is not None else []
+    marks += (
+        [(evidence.held_since, "beyond the threshold")] if not onset and evidence.held_since is not None else []
+    )
     marks += [(evidence.step, "fired")] if evidence.step is not None else []
     graph = dcc.Graph(id="incident-figure", figure=mark_steps(drawn, marks), config=GRAPH_CONFIG)
     return _card(describe(evidence.metric).title, html.Div(graph, className="figure-place"), "chart-card")

@@ -10,11 +10,12 @@ import dash_mantine_components as dmc
 from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import LIVE_MILLISECONDS, limits_note, notice, pace_marker, page, scrollable
-from collage_dashboard.descriptions import when
+from collage_dashboard.descriptions import describe, when
 from collage_dashboard.pages.incident_content import badges, lasted
 from collage_dashboard.reader import Reader, explain
 from collage_dashboard.view import View, read_address, write_address
 from collage_monitor import wire
+from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
@@ -118,6 +119,13 @@ def _table(title: str, part: wire.IncidentPage) -> dmc.Paper:
     )
 
 
+def _judged(incident: wire.Incident) -> list[Any]:
+    """What the alert judges: one with several conditions may fire for each."""
+    entry = ALERTS.get(incident.alert)
+    metric = entry.metric(incident.labels) if entry else None
+    return [html.Div(describe(metric).title, className="quiet because")] if metric else []
+
+
 def _row(incident: wire.Incident) -> dmc.TableTr:
     address = write_address(View(page="incident", incident=incident.incident_id))[0]
     name = incident.labels.get("run") or incident.run_id
@@ -125,7 +133,7 @@ def _row(incident: wire.Incident) -> dmc.TableTr:
     if incident.run_id is not None:
         run = dcc.Link(name, href=write_address(View(page="run", runs=(incident.run_id,)))[0], title=name)
     cells = (
-        dcc.Link(incident.alert, href=address),
+        html.Div([dcc.Link(incident.alert, href=address), *_judged(incident)]),
         run,
         when(incident.started_at),
         lasted(incident),

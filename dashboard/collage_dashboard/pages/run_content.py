@@ -91,10 +91,11 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
     cards = [
         number_card(
             key,
-            [Entry(number(overview.numbers.get(key)), _between(key, overview))],
-            note=f"{over}; {number(run.latest.get(key))} at the newest step",
+            [Entry(number(overview.numbers.get(key)), bounds)],
+            note=f"{over}{', 95 % interval' if bounds else ''}\nnewest step {number(run.latest.get(key))}",
         )
         for key in keys
+        for bounds in [interval(overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))]
     ]
     cards.append(
         number_card(
@@ -180,11 +181,6 @@ def _written(run: wire.Run) -> dmc.Paper:
         withBorder=True,
         mt=24,
     )
-
-
-def _between(key: str, overview: wire.Overview) -> str:
-    bounds = interval(overview.numbers.get(f"{key}_low"), overview.numbers.get(f"{key}_high"))
-    return f"95 %: {bounds}" if bounds else ""
 
 
 def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from collage_dashboard.figures import NamedCurve, curves
-from collage_dashboard.figures.series import SMALLEST_SPAN, smooth
+from collage_dashboard.figures.series import SMALLEST_SPAN, mark_steps, smooth
 
 from tests.dashboard.figures.answers import series
 
@@ -153,3 +153,13 @@ def test_hover_says_what_the_axis_does_not():
 def test_positions_and_title_follow_the_axis():
     figure = curves("loss", [NamedCurve("run", RED, series([1.0], "loss", axis="tokens"))])
     assert figure.layout.xaxis.title.text == "tokens"
+
+
+def test_marked_steps_are_named_above_the_curve_once_a_step():
+    plain = curves("loss", [NamedCurve("run", RED, series([1.0, 2.0], "loss"))])
+    top = plain.layout.margin.t
+    marked = mark_steps(plain, [(1, "beyond the threshold"), (1, "fired"), (2, "changed")])
+    found = [(note.text, note.y, note.yanchor) for note in marked.layout.annotations]
+    assert found == [("beyond the threshold, fired at 1", 1, "bottom"), ("changed at 2", 1, "bottom")]
+    assert len({note.yshift for note in marked.layout.annotations}) == 2
+    assert marked.layout.margin.t >= top + 32

@@ -1,0 +1,79 @@
+"""The tour of docs/tour.md, walked as it says from the address that `make demo` prints to the three answers.
+
+`python -m benchmarks.tour` walks it over the data that a demo has left, and prints how long each answer took.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from collage_monitor.client import Client
+from tests.browser.test_comparison import tick
+from tests.browser.test_incidents import Overflowed
+from tests.dashboard.generated import demo_runs
+from tests.waiting import until
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The demo's, and one that makes an alert fire."""
+    return [*demo_runs(), Overflowed("resumed", "plus", state="running", run_id="run-inf")]
+
+
+def losing(page, url):
+    """The first question: the run with the mark "!" that loses its updates, and what its page says."""
+    page.goto(url)
+    said = page.locator(".ag-row .verdict-cell", has_text="of its updates").first
+    assert said.locator(".mark").inner_text() == "!"
+    # The grid keeps a row's pinned cells elsewhere, under the same number.
+    number = said.evaluate("cell => cell.closest('.ag-row').getAttribute('row-index')")
+    page.locator(f".ag-row[row-index='{number}'] .run-cell a").click()
+    answer = page.locator(".answer .verdict")
+    answer.wait_for()
+    worst = page.get_by_role("region", name="Layers that lose the most").get_by_role("link").first
+    return f"{answer.inner_text()} Worst: {worst.inner_text()}"
+
+
+def recommended(page, url):
+    """The second: the demo's runs ticked and compared, and the first sentence."""
+    page.goto(url)
+    page.locator(".run-cell a").first.wait_for()
+    names = [name for name in page.locator(".ag-row .run-cell a").all_text_contents() if "resumed" not in name]
+    for name in names:
+        tick(page, name)
+    page.get_by_role("link", name=f"Compare {len(names)} runs").click()
+    page.get_by_text("Train with").first.wait_for()
+    return page.locator("#compare-advice .verdict").first.inner_text()
+
+
+def changed(page, url):
+    """The third: from the header to the incident, what changed, and the first cause weighed."""
+    page.goto(url)
+    page.get_by_role("link", name="Incidents").click()
+    page.locator(".incident-table a").first.click()
+    page.get_by_role("region", name="Before and after").wait_for()
+    cause = page.locator(".cause").first
+    return f"{page.locator('.answer').inner_text()} {cause.inner_text()}"
+
+
+QUESTIONS = (losing, recommended, changed)
+
+
+def test_each_question_is_answered_by_what_the_tour_clicks(watched, server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as client:
+        until(lambda: client.incidents().events, "the server's evaluation")
+        until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")
+    lost, train, change = (question(watched.page, watched.url) for question in QUESTIONS)
+    assert re.match(r"!\s+Loses 33.* of its updates .* since step 10;.* Worst: head\.weight", lost)
+    assert "Train with Collage plus · bfloat16: " in train
+    assert re.search(r"since step 110.*Ruled out: 0 were not finite before", change, re.DOTALL)
+
+
+def test_the_tour_names_what_it_clicks():
+    tour = " ".join((Path(__file__).parents[2] / "docs" / "tour.md").read_text(encoding="utf-8").split())
+    for named in ('the mark "!"', "*Compare*", "*Incidents*", "Layers that lose the most", "Before and after"):
+        assert named in tour
