@@ -101,9 +101,15 @@ def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watche
     page.goto(f"{watched.url}/run/run-inf")
     page.get_by_role("main").get_by_role("link", name="Incidents").click()
     page.get_by_text("incident open.").wait_for()
+    assert page.locator(".incident-table td").first.inner_text().split("\n") == [
+        "CollageNotFinite",
+        "Non-finite weights",
+    ]
     page.get_by_role("link", name="CollageNotFinite").click()
     page.locator(".answer", has_text="Non-finite weights is beyond the alert's threshold since step 110").wait_for()
     page.locator(".cause", has_text="Ruled out: 0 were not finite before, 36 after").wait_for()
+    row = page.get_by_role("region", name="Before and after").get_by_role("row", name="Non-finite weights")
+    assert [cell.inner_text() for cell in row.get_by_role("cell").all()][1:3] == ["0", "36"]
     page.get_by_role("button", name="Acknowledge").click()
     page.get_by_text("acknowledged by server-token").wait_for()
     assert client.incident(incident.incident_id).acknowledged_by == "server-token"

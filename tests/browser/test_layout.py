@@ -111,10 +111,10 @@ def pale_inks(page):
     ground, *inks = page.evaluate(
         """() => [getComputedStyle(document.body).backgroundColor,
             ...[...document.querySelectorAll(".xtick text, .ytick text, .xtitle, .ytitle, .gtitle, .cbtitle text")]
-                .map(text => getComputedStyle(text).fill)]"""
+                .map(text => [text.textContent, getComputedStyle(text).fill])]"""
     )
     assert len(inks) > 20
-    return {ink for ink in inks if contrast(ink, ground) < 4.5}
+    return {(text, ink) for text, ink in inks if contrast(ink, ground) < 4.5}
 
 
 def contrast(one, other):
@@ -125,6 +125,15 @@ def contrast(one, other):
         linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
         lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
     return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def test_a_long_name_leaves_the_answer_on_a_phones_first_screen(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=390).page
+    page.goto(f"{dashboard_url}/run/run-hostile-0")
+    answer = page.locator(".answer .verdict")
+    answer.wait_for()
+    box = answer.bounding_box()
+    assert box["y"] + box["height"] < 844
 
 
 def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):

@@ -54,7 +54,10 @@ def layout(view: View, reader: Reader) -> html.Div:
     crumbs: list[Any] = [dcc.Link("Incidents", href="/incidents")]
     if incident.run_id is not None:
         name = incident.labels.get("run") or incident.run_id
-        crumbs += [" / ", dcc.Link(name, href=write_address(View(page="run", runs=(incident.run_id,)))[0])]
+        crumbs += [
+            " / ",
+            dcc.Link(name, href=write_address(View(page="run", runs=(incident.run_id,)))[0], title=name),
+        ]
     return page(
         [
             dcc.Store(id="incident-shown", data=incident.incident_id),

@@ -204,10 +204,16 @@ def _values(before: Span | None, after: Span | None) -> list[Any]:
             old, new = (span.values.get(key) if span else None for span in (before, after))
             if old is not None or new is not None:
                 change = "" if key in _GROWING else _difference(old, new)
-                rows.append(_line(describe(key).title, number(old), number(new), change))
+                rows.append(_line(describe(key).title, _shown(key, old), _shown(key, new), change))
             elif key in ALWAYS:
                 rows.append(_line(describe(key).title, "not reported", "not reported", ""))
     return rows
+
+
+def _shown(key: str, value: wire.Number | None) -> str:
+    """Counts are whole."""
+    whole = isinstance(value, float) and value.is_integer() and describe(key).unit in {"elements", "steps"}
+    return count(value) if whole else number(value)
 
 
 def _ranks(evidence: IncidentEvidence) -> list[Any]:
