@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 CLOCKS = {"sleep", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"}
 EXEMPT = {
     "waiting.py": "the one place that waits",
-    "alerts/test_prometheus.py": "an alert that is seen after a minute comes too late; busy, it takes a third",
+    "alerts/test_prometheus.py": "logs how soon a person sees an alert; no limit is asked of a busy machine",
     "agent_delivery/doubles.py": "notes when a request came, of which a test asks that enough time lies between",
     "torture": "servers are killed at random moments, and its log says how long a lane took",
 }
