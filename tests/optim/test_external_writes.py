@@ -103,6 +103,35 @@ def test_a_write_survives_and_what_was_kept_beside_the_old_weight_goes(strategy,
     assert len(said(caplog)) == keeps
 
 
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_the_same_memory_read_in_another_order_is_a_write(strategy):
+    """Neither the version nor the address nor any bit in memory changes, but nearly all elements do."""
+    members = parameters(shapes=((130, 130),))
+    optimizer = CollageAdamW(members, lr=1e-3, strategy=strategy, seed=5)
+    train(optimizer, members, 6)
+    before = [member.detach().clone() for member in members]
+    for member in members:
+        member.data = member.data.t()
+    written = [member.detach().clone() for member in members]
+    step_without_moving(optimizer, members)
+    assert_adopted(optimizer, members, before, written)
+    assert optimizer.external_writes == 1
+
+
+def test_a_step_that_fails_is_followed_by_one_that_looks_again():
+    members, optimizer = trained("plus")
+    give_gradients(members, step=7)
+    optimizer.param_groups[0]["lr"] = "none"
+    with pytest.raises(ValueError, match="none"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-3
+    with torch.no_grad():
+        members[0].zero_()
+    step_without_moving(optimizer, members)
+    assert not members[0].any()
+    assert optimizer.external_writes == 1
+
+
 def averaged(members):
     """Exponential averages, kept by torch's own `AveragedModel`."""
     model = torch.nn.ParameterList(members)
