@@ -62,7 +62,8 @@ def advance_in_wide(
     else:
         value = codes.load(arithmetic, chunk, "parameter", step.strategy.parameter)
     displacement = step.rule.displacement(arithmetic, value, gradient, moments, scalars or step.scalars)
-    draws = None if noise is None else Draws(noise, arithmetic, gradient)
+    arithmetic.give_back(gradient)
+    draws = None if noise is None else Draws(noise, arithmetic, chunk["gradient"])
     _store_parameter(step, arithmetic, value, displacement, chunk, draws)
     for moment in step.moments:
         storage = step.strategy.moment_storage(moment.second)

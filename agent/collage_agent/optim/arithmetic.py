@@ -26,6 +26,7 @@ __all__ = [
     "StorageArithmetic",
     "WideArithmetic",
     "Workspace",
+    "constant",
     "release_scratch",
     "shared_workspace",
 ]
@@ -127,6 +128,27 @@ def release_scratch() -> None:
     _SCRATCH.__dict__.pop("spaces", None)
 
 
+_CONSTANTS: dict[tuple[float, torch.dtype], Tensor] = {}
+_MOST_CONSTANTS = 1024
+
+
+def constant(value: Tensor | Scalar, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor of no dimension on the host; a tensor as it is.
+
+    torch makes one of each Python number, for each operation: 2 µs, half of what an operation costs on 30,000
+    elements. Kept without `functools.cache`, which a user's torch.compile cannot trace.
+    """
+    if isinstance(value, Tensor):
+        return value
+    found = _CONSTANTS.get((value, dtype))
+    if found is None:
+        if len(_CONSTANTS) >= _MOST_CONSTANTS:
+            # Random numbers' counters are new at each step.
+            _CONSTANTS.clear()
+        found = _CONSTANTS[value, dtype] = torch.tensor(value, dtype=dtype, device="cpu")
+    return found
+
+
 class WideArithmetic:
     """Wide arithmetic: every operation in the operands' own format, into scratch where a workspace is given.
 
@@ -164,11 +186,25 @@ class WideArithmetic:
 
     def on(self, operation: Callable[..., Tensor], a: Tensor, b: Tensor | Scalar) -> Tensor:
         """operation(a, b), where a, a result itself, is used up."""
-        return operation(a, b) if self._workspace is None else operation(a, b, out=a)
+        return operation(a, b) if self._workspace is None else operation(a, constant(b, a.dtype), out=a)
 
     def fresh(self, operation: Callable[..., Tensor], a: Tensor, b: Tensor | Scalar) -> Tensor:
         """operation(a, b) of a's dtype; neither is changed."""
-        return operation(a, b) if self._workspace is None else operation(a, b, out=self.take(a).view(a.dtype))
+        if self._workspace is None:
+            return operation(a, b)
+        return operation(a, constant(b, a.dtype), out=self.take(a).view(a.dtype))
+
+    def chosen(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """x where a < b, otherwise y; a, of 32 bits, and x, results themselves, are used up."""
+        if self._workspace is None:
+            return torch.where(a < b, x, y)
+        # In scratch: a condition and a result of their own are new memory each time, at ten times the cost.
+        scratch = self.take(a)
+        less = torch.lt(a, b, out=scratch.view(torch.bool)[: a.numel()])
+        torch.where(less, x, y, out=x)
+        self.give_back(scratch)
+        self.give_back(a)
+        return x
 
     def integers(self, values: Tensor) -> Tensor:
         """A fresh int32 copy of integers."""
@@ -180,6 +216,7 @@ class WideArithmetic:
         """`start` + the index of each element times INDEX_FACTOR: int32, fresh; only the lower 32 bits count."""
         if self._workspace is None:
             return _scaled_indices(like.numel(), like.device) + start
+        start = constant(start, torch.int32)
         return torch.add(self._workspace.indices(), start, out=self.take(like).view(torch.int32))
 
     def load(self, high: Tensor, low: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from collage_agent.optim import checkpoints, codes
 from collage_agent.optim.advance import Step
-from collage_agent.optim.arithmetic import State, WideArithmetic, shared_workspace
+from collage_agent.optim.arithmetic import State, WideArithmetic, constant, shared_workspace
 from collage_agent.optim.compiled import Structure, check_compiled, compiled_step, packed_scalars
 from collage_agent.optim.external_writes import ON_EXTERNAL_WRITE, ExternalWrites
 from collage_agent.optim.guards import UpdateGuard, check_moments, check_range, log_once, range_findings
@@ -266,18 +266,22 @@ class CollageOptimizer(Optimizer):
         """Step `number` of this group for tensors of one dtype on one device."""
         rule = self.rule_of(group)
         moments, scalars = rule.moments(group), rule.scalars(group, number)
-        compiled = None
+        wide, compiled = wide_dtype(dtype), None
         if group["compiled"]:
             form = (group["maximize"], dtype, device.type, tuple(scalars))
             compiled = compiled_step(Structure(rule, strategy, moments, *form))
+        if compiled is not None:
+            scalars = packed_scalars(scalars, wide)
+        elif not strict:
+            scalars = {name: constant(value, wide) for name, value in scalars.items()}
         return Step(
             rule=rule,
             strategy=strategy,
             moments=moments,
             storage_arithmetic=strict,
             maximize=group["maximize"],
-            scalars=scalars if compiled is None else packed_scalars(scalars, wide_dtype(dtype)),
-            workspace=shared_workspace(device, wide_dtype(dtype), longest_chunk(device)),
+            scalars=scalars,
+            workspace=shared_workspace(device, wide, longest_chunk(device)),
             seeding=Seeding(group["seed"], number) if strategy.stochastic else None,
             compiled=compiled,
         )

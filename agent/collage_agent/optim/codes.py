@@ -154,10 +154,9 @@ def load_root(arithmetic: WideArithmetic, code: Tensor) -> Tensor:
     bits = arithmetic.on(torch.bitwise_and, bits, 0xFFFF)
     first, fine = _FINE_FROM >> _ROOT_DROPPED, (_FINE_UP_TO - _FINE_FROM) >> (_ROOT_DROPPED - 2)
     within = _clamped(arithmetic, bits, first, first + fine)
-    bits = arithmetic.on(torch.bitwise_left_shift, bits, 2)
-    bits = arithmetic.on(functools.partial(torch.add, alpha=-3), bits, within)
-    bits = arithmetic.on(torch.add, bits, 3 * first)
-    bits = arithmetic.on(torch.bitwise_left_shift, bits, _ROOT_DROPPED - 2)
+    bits = arithmetic.on(torch.bitwise_left_shift, bits, _ROOT_DROPPED)
+    bits = arithmetic.on(functools.partial(torch.add, alpha=-(3 << (_ROOT_DROPPED - 2))), bits, within)
+    bits = arithmetic.on(torch.add, bits, (3 * first) << (_ROOT_DROPPED - 2))
     arithmetic.give_back(within)
     root = arithmetic.on(torch.mul, bits.view(torch.float32), _ROOT_SCALE)
     return arithmetic.on(torch.mul, root, root)
@@ -184,7 +183,9 @@ def store_root(arithmetic: WideArithmetic, value: Tensor, code: Tensor, draws: D
 
 def _clamped(arithmetic: WideArithmetic, values: Tensor, low: int, high: int) -> Tensor:
     """A fresh copy between two bounds."""
-    return arithmetic.on(torch.clamp_max, arithmetic.fresh(torch.clamp_min, values, low), high)
+    if arithmetic.keeps_new_tensors:
+        return torch.clamp(values, low, high)
+    return torch.clamp(values, low, high, out=arithmetic.take(values).view(values.dtype))
 
 
 def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor) -> Tensor:
@@ -199,10 +200,10 @@ def load_blocks(arithmetic: WideArithmetic, code: Tensor, scale: Tensor) -> Tens
         return value if arithmetic.keeps_new_tensors else arithmetic.load(value)
     signed = code.dtype == torch.int8
     numbers = arithmetic.load(flat)
-    squares = arithmetic.fresh(torch.mul, numbers, numbers)
+    sizes = torch.abs(numbers, out=arithmetic.take(numbers)) if signed else numbers
+    squares = arithmetic.on(torch.mul, sizes, numbers)
     if signed:
-        squares.copysign_(numbers)
-    arithmetic.give_back(numbers)
+        arithmetic.give_back(numbers)
     squares.view(-1, BLOCK_ELEMENTS).mul_((scale * (1 / (127 if signed else 255) ** 2)).unsqueeze(1))
     return (squares if signed else squares.square_()).view(code.shape)
 
@@ -222,20 +223,28 @@ def store_blocks(
         code.copy_(whole[:elements].view(code.shape))
         return
     signed, levels = (True, 127.0) if code.dtype == torch.int8 else (False, 255.0)
-    squares = arithmetic.fresh(torch.copysign, flat, 1.0) if signed else arithmetic.square_root(flat)
+    squares = torch.abs(flat, out=arithmetic.take(flat)) if signed else arithmetic.square_root(flat)
     blocks = squares.view(-1, BLOCK_ELEMENTS)
     scale.copy_(blocks.amax(1))
     blocks.div_(torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1))
     squares.mul_(levels * levels)
     lower = arithmetic.square_root(squares).floor_().clamp_(max=levels - 1)
-    gap = arithmetic.fresh(torch.mul, lower, lower)
-    share = squares.sub_(gap).div_(gap.copy_(lower).mul_(2.0).add_(1.0))
-    drawn = gap.fill_(0.5) if draws is None else gap.copy_(draws.uniform())
-    lower.add_(torch.lt(drawn, share, out=drawn))
+    below = arithmetic.fresh(torch.mul, lower, lower)
+    squares.sub_(below)
+    arithmetic.give_back(below)
+    # Divided by half the gap it is twice the share, exactly: one pass to make that half, where the gap takes two.
+    half = arithmetic.fresh(torch.add, lower, 0.5)
+    squares.div_(half)
+    arithmetic.give_back(half)
+    drawn = 1.0 if draws is None else draws.uniform(2.0)
+    lower.add_(torch.gt(squares, drawn, out=squares))
     if signed:
         lower.copysign_(flat)
-    code.copy_(lower.view(code.shape))
-    for vector in (lower, gap, squares):
+        code.copy_(lower.view(code.shape))
+    else:
+        # By way of 32 bits: torch converts fp32 to uint8 one element at a time, five times as slowly.
+        code.copy_(squares.view(torch.int32).copy_(lower).view(code.shape))
+    for vector in (lower, squares, *(() if draws is None else (drawn,))):
         arithmetic.give_back(vector)
 
 
@@ -266,14 +275,14 @@ def move_at_random(arithmetic: WideArithmetic, value: Tensor, displacement: Tens
     gap = arithmetic.on(torch.sub, gap, _MANTISSA_BITS << _MANTISSA_BITS).view(torch.float32)
     number = arithmetic.on(torch.div, displacement, gap)
     drawn = draws.take(16)
-    chance = arithmetic.load(drawn).mul_(2.0**-16)
+    chance = arithmetic.load(drawn)
     arithmetic.give_back(drawn)
-    number.add_(chance).floor_().mul_(gap)
-    for vector in (chance, gap):
+    # Products with powers of two are exact: these are the bits of separate operations, in fewer passes.
+    number.add_(chance, alpha=2.0**-16).floor_()
+    value.addcmul_(number, gap)
+    for vector in (chance, gap, number):
         arithmetic.give_back(vector)
-    total = arithmetic.on(torch.add, number, value)
-    arithmetic.give_back(value)
-    return total
+    return value
 
 
 def round_sum_at_random(
@@ -298,9 +307,8 @@ def round_sum_at_random(
     gap = arithmetic.fresh(torch.sub, other.view(torch.float32), nearest.view(torch.float32))
     share = arithmetic.on(torch.div, rest, gap)
     arithmetic.give_back(gap)
-    chosen = torch.where(draws.uniform() < share, other, nearest).view(torch.float32)
+    chosen = arithmetic.chosen(draws.uniform(), share, other, nearest).view(torch.float32)
     arithmetic.give_back(share)
-    arithmetic.give_back(other)
     arithmetic.give_back(nearest)
     return chosen
 

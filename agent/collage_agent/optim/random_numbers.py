@@ -86,9 +86,8 @@ class Noise:
 
         A multiplicative hash with one fold in between: its upper 24 bits are the good ones.
         """
-        mixed = arithmetic.indices(like, self.start)
-        if stream:
-            mixed = arithmetic.on(torch.add, mixed, _signed(stream * _STREAM))
+        start = self.start + _signed(stream * _STREAM)
+        mixed = arithmetic.indices(like, start if isinstance(start, Tensor) else _signed(int(start)))
         folded = arithmetic.fresh(torch.bitwise_right_shift, mixed, 15)
         folded = arithmetic.on(torch.bitwise_and, folded, 0x1FFFF)
         mixed = arithmetic.on(torch.bitwise_xor, mixed, folded)
@@ -125,12 +124,12 @@ class Draws:
             self._bits = None
         return arithmetic.on(torch.bitwise_and, bits, mask)
 
-    def uniform(self) -> Tensor:
-        """Fresh fp32 numbers from 0 up to, but not, 1 in steps of 2^-24."""
+    def uniform(self, end: float = 1.0) -> Tensor:
+        """Fresh fp32 numbers from 0 up to, but not, `end`, a power of two, in steps of its 2^24th part."""
         drawn = self.take(24)
         numbers = self._arithmetic.load(drawn)
         self._arithmetic.give_back(drawn)
-        return numbers.mul_(2.0**-24)
+        return numbers.mul_(2.0**-24 * end)
 
     def longer(self, like: Tensor) -> Draws:
         """The next 32 bits of as many elements as `like`, which has the chunk's and more."""
