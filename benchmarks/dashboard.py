@@ -51,7 +51,7 @@ def measure(options: Options) -> Generator[Figure, None, list[str]]:
         filled = time.monotonic() - began
         with _running(Path(folder)) as (server, dashboard, address, url), sync_playwright() as playwright:
             client = Client(address, (Path(folder) / "token").read_text().strip())
-            yield _table_pages(client, server, rounds)
+            yield from _table_pages(client, server, rounds)
             browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
             yield from _paints(browser, url, rounds)
             yield from _live_tab(browser, url, client, (server, dashboard))
@@ -124,21 +124,28 @@ def _cpu_seconds(*processes: int) -> float:
     return spent / _TICK
 
 
-def _table_pages(client: Client, server: int, rounds: int) -> Figure:
-    """CPU of the server for one page of the table, whatever it is sorted by, once all runs are evaluated."""
+def _table_pages(client: Client, server: int, rounds: int) -> list[Figure]:
+    """CPU of the server for one page of the table, of runs and of groups, once all runs are evaluated."""
     while any(row.overview is None for row in client.run_table(sort="health", descending=False, limit=1).rows):
         time.sleep(0.5)
     while _busy(server):
         pass
-    milliseconds = []
+    single, grouped = [], []
     for _ in range(rounds):
         before, asked = _cpu_seconds(server), 0
         for sort in ("updated_at", "edq_ratio", "name", "loss"):
             for offset in (0, 50, 2_500, SMALL - 50):
                 client.run_table(sort=sort, offset=offset, limit=50)
                 asked += 1
-        milliseconds.append(1e3 * (_cpu_seconds(server) - before) / asked)
-    return Figure("a page of 50 of 5,060 runs, CPU of the server", "ms", tuple(milliseconds), limit=50.0)
+        single.append(1e3 * (_cpu_seconds(server) - before) / asked)
+        before = _cpu_seconds(server)
+        for _ in range(asked):
+            client.run_groups("strategy", sort="loss")
+        grouped.append(1e3 * (_cpu_seconds(server) - before) / asked)
+    return [
+        Figure("a page of 50 of 5,060 runs, CPU of the server", "ms", tuple(single), limit=50.0),
+        Figure("5,060 runs grouped by strategy, CPU of the server", "ms", tuple(grouped), limit=50.0),
+    ]
 
 
 def _busy(server: int) -> bool:

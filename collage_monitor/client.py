@@ -136,6 +136,21 @@ class Client:
         chosen = {} if run_ids is None else {"run_id": list(run_ids)}
         return self._get("/run-table", wire.RunTable, {**filters, **order, **chosen})
 
+    def run_groups(
+        self,
+        by: wire.GroupBy,
+        *,
+        opened: Sequence[str] = (),
+        sort: str = "updated_at",
+        descending: bool = True,
+        offset: int = 0,
+        limit: int = 50,
+        **filters: Any,
+    ) -> wire.RunGroups:
+        """Rows of the table of runs in groups: each group, and after an opened one (its `key`) its runs."""
+        order = {"sort": sort, "descending": str(descending).lower(), "offset": offset, "limit": limit}
+        return self._get("/run-groups", wire.RunGroups, {**filters, **order, "by": by, "open": list(opened)})
+
     def run_filters(self) -> wire.RunFilters:
         """The values by which the table of runs can be filtered."""
         return self._get("/run-filters", wire.RunFilters)

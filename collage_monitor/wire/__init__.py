@@ -84,7 +84,19 @@ from collage_monitor.wire.numbers import (
     to_number,
     undefined_to_none,
 )
-from collage_monitor.wire.table import LayerLoss, Overview, RunFilters, RunRow, RunSort, RunTable
+from collage_monitor.wire.table import (
+    GroupBy,
+    LayerLoss,
+    OverRuns,
+    Overview,
+    RunFilters,
+    RunGroup,
+    RunGroups,
+    RunRow,
+    RunSort,
+    RunTable,
+    TableEntry,
+)
 
 __all__ = [
     "Act",
@@ -107,6 +119,7 @@ __all__ = [
     "EventKind",
     "EventPage",
     "Fingerprint",
+    "GroupBy",
     "Health",
     "Heatmap",
     "Histogram",
@@ -125,6 +138,7 @@ __all__ = [
     "MissingValue",
     "NoteCreate",
     "Number",
+    "OverRuns",
     "Overview",
     "ROLES",
     "RejectedReport",
@@ -135,6 +149,8 @@ __all__ = [
     "Run",
     "RunCreate",
     "RunFilters",
+    "RunGroup",
+    "RunGroups",
     "RunPage",
     "RunRow",
     "RunSort",
@@ -148,6 +164,7 @@ __all__ = [
     "Stream",
     "StreamCreate",
     "StreamList",
+    "TableEntry",
     "Token",
     "TokenCreate",
     "TokenCreated",

@@ -9,7 +9,19 @@ from msgspec import Struct, field
 from collage_monitor.wire.answers import LoggedScalar
 from collage_monitor.wire.numbers import Number
 
-__all__ = ["LayerLoss", "Overview", "RunFilters", "RunRow", "RunSort", "RunTable"]
+__all__ = [
+    "GroupBy",
+    "LayerLoss",
+    "Overview",
+    "OverRuns",
+    "RunFilters",
+    "RunGroup",
+    "RunGroups",
+    "RunRow",
+    "RunSort",
+    "RunTable",
+    "TableEntry",
+]
 
 RunSort = Literal[
     "name",
@@ -31,6 +43,9 @@ RunSort = Literal[
     "updated_at",
 ]
 """What the table of runs can be sorted by."""
+GroupBy = Literal["strategy", "group", "configuration"]
+"""What runs of one project, strategy and dtype can be grouped by: nothing more, the group that who trained them
+gave, or a configuration that differs in nothing but seeds."""
 
 
 class LayerLoss(Struct, kw_only=True, frozen=True):
@@ -97,6 +112,52 @@ class RunTable(Struct, kw_only=True, frozen=True):
     total: int
     live: dict[str, int]
     changed_at: float | None = None
+
+
+class OverRuns(Struct, kw_only=True, frozen=True):
+    """A number over `count` runs: its mean and `spread`, the standard deviation of a single run, null of one."""
+
+    value: float
+    count: int
+    spread: float | None
+
+
+class RunGroup(Struct, kw_only=True, frozen=True):
+    """Runs that differ by seed alone, as far as `GroupBy` tells; a row of the table of runs that opens into them.
+
+    `key` opens it. `groups`: up to 20 groups that who trained the runs gave. `runs`: names by id of up to 20 runs,
+    newest first; `count` is of all. `states` and `healths`: how many runs have each. `headline`: that of the run
+    that speaks for all, one with something against it if there is one, then one of which it is not known.
+    """
+
+    key: str
+    project: str
+    strategy: str | None
+    dtype: str | None
+    groups: list[str]
+    runs: dict[str, str]
+    count: int
+    states: dict[str, int]
+    healths: dict[str, int]
+    health: str
+    headline: str
+    numbers: dict[str, OverRuns]
+    last_step: int | None
+    updated_at: float
+
+
+class TableEntry(Struct, kw_only=True, frozen=True):
+    """Either a group, or a run of the open group above it."""
+
+    group: RunGroup | None = None
+    run: RunRow | None = None
+
+
+class RunGroups(Struct, kw_only=True, frozen=True):
+    """A page of the table of runs in groups; `total` counts groups and the runs of open ones."""
+
+    rows: list[TableEntry]
+    total: int
 
 
 class RunFilters(Struct, kw_only=True, frozen=True):

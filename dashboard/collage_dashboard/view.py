@@ -13,6 +13,7 @@ from collage_monitor.client import Axis
 
 __all__ = [
     "FILTERS",
+    "GROUPS",
     "Lines",
     "MAXIMUM_RUNS",
     "Order",
@@ -33,6 +34,13 @@ MAXIMUM_RUNS: Final = 20
 """Runs that one comparison shows; more curves than this cannot be told apart."""
 FILTERS: Final = ("project", "strategy", "group", "tag", "state", "health")
 """What the table of runs can be filtered by."""
+GROUPS: Final[dict[wire.GroupBy, str]] = {
+    "strategy": "strategy",
+    "group": "group and strategy",
+    "configuration": "configuration",
+}
+"""What runs can be grouped by, in words."""
+_MOST_OPEN: Final = 100
 _SORTS: Final = frozenset(get_args(wire.RunSort))
 _Choice = TypeVar("_Choice", bound=str | None)
 
@@ -45,7 +53,8 @@ class View:
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
     in logged scalars only; measured metrics are never smoothed.
     `first_step` and `last_step` are the zoom. Of the table of runs: `query`, filters, and what it is sorted by,
-    with a "-" before it where the largest comes first. An incident is found by its id, or is the newest of an
+    with a "-" before it where the largest comes first; `by`: what they are grouped by, and the keys of the groups
+    that are `opened`. An incident is found by its id, or is the newest of an
     `alert` on a run.
     """
 
@@ -70,6 +79,8 @@ class View:
     state: str | None = None
     health: str | None = None
     sort: str = "-updated_at"
+    by: wire.GroupBy | None = None
+    opened: tuple[str, ...] = ()
     incident: str | None = None
     alert: str | None = None
 
@@ -97,6 +108,8 @@ def read_address(pathname: str | None, search: str | None) -> View:
         last_step=_whole(values.get("to")),
         query=values.get("q", ""),
         sort=_sort(values.get("sort")),
+        by=_choice(values.get("by"), (*GROUPS, None), None),
+        opened=tuple(dict.fromkeys(value for name, value in given if name == "open"))[:_MOST_OPEN],
         **{name: values.get(name) for name in FILTERS},
     )
 
@@ -117,6 +130,7 @@ def write_address(view: View) -> tuple[str, str]:
         value = getattr(view, attribute)
         if value != getattr(defaults, attribute):
             pairs.append((name, f"{value:g}" if isinstance(value, float) else str(value)))
+    pairs += [("open", key) for key in view.opened]
     return pathname, f"?{urlencode(pairs)}" if pairs else ""
 
 
@@ -135,6 +149,7 @@ _QUERY: Final = (
     ("q", "query"),
     *((name, name) for name in FILTERS),
     ("sort", "sort"),
+    ("by", "by"),
     ("alert", "alert"),
 )
 

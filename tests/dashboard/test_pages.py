@@ -8,7 +8,7 @@ from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, p
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, numbers, table, verdicts
 from collage_dashboard.pages.run_content import TABS, about, draw, head, panel, summary
-from collage_dashboard.pages.runs import compare_link, rows
+from collage_dashboard.pages.runs_content import compare_link, rows
 from collage_dashboard.view import View, read_address
 
 from collage_monitor.judgement import percent

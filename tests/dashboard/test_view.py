@@ -13,6 +13,8 @@ pages = st.one_of(
         project=st.none() | st.sampled_from(["a/b", "c&d"]),
         health=st.none() | st.just("losing updates"),
         sort=st.sampled_from(["-updated_at", "edq_ratio", "-name"]),
+        by=st.none() | st.sampled_from(["strategy", "group", "configuration"]),
+        opened=st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=3).map(tuple),
     ),
     st.builds(
         View,

@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "GET /api/v1/runs/{run_id}": READERS,
     "GET /api/v1/runs/{run_id}/overview": READERS,
     "GET /api/v1/run-table": READERS,
+    "GET /api/v1/run-groups": READERS,
     "GET /api/v1/run-filters": READERS,
     "GET /api/v1/runs/{run_id}/streams": READERS,
     "GET /api/v1/runs/{run_id}/layers": READERS,
@@ -70,6 +71,7 @@ QUERIES = {
     "heatmap": "metric=edq_ratio",
     "compare": "run=mine-1&metric=loss",
     "correlation": "run=mine-1&x=edq_ratio&y=loss",
+    "run-groups": "by=strategy",
 }
 BODIES = {
     "runs": wire.RunCreate(run_id="fresh"),

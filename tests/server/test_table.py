@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from collage_server.store.rows import to_json
 
 import collage_monitor
 from collage_monitor import wire
+from collage_monitor.seeds import mean_over_seeds
 from tests.server.samples import LAYERS, STATISTICS, block, report
 
 
@@ -73,6 +75,78 @@ def test_rows_are_filtered_sorted_and_paged_by_the_server(server, evaluate):
     assert filters.project == {"p": 2, "q": 1}
     assert filters.tag == {"tag-alpha": 1, "tag-beta": 1, "tag-gamma": 1}
     server.get("/run-table?sort=nothing", status=422)
+
+
+@pytest.fixture
+def seeds(server, evaluate):
+    """Two configurations of plain in two groups, three seeds and one, and one run of another project."""
+    losses = {"a0": 2.0, "a1": 2.5, "a2": 3.0, "b0": 4.0, "c0": 1.0}
+    for run_id, loss in losses.items():
+        server.run(
+            run_id,
+            project="q" if run_id == "c0" else "p",
+            group={"a": "low", "b": "high"}.get(run_id[0]),
+            seed=int(run_id[1]),
+            config={"lr": 0.1 if run_id[0] == "a" else 0.2, "data_seed": int(run_id[1])},
+        )
+        server.attempt(run_id, launch_id=f"l{run_id}")
+        server.stream(run_id, stream_id=f"s{run_id}", launch_id=f"l{run_id}")
+        share = 0.5 if run_id == "a1" else 1.0
+        server.reports(
+            [report(i, 10 + i, scalars={"loss": loss}, values=arrived(10 + i, share)) for i in range(3)],
+            f"s{run_id}",
+        )
+        server.clock.now += 1
+    evaluate()
+
+
+def groups(server, **query):
+    asked = "&".join(f"{name}={value}" for name, value in query.items())
+    return server.get(f"/run-groups?{asked}", wire.RunGroups)
+
+
+def listed(page):
+    return [entry.group.runs and list(entry.group.runs) if entry.group else entry.run.run_id for entry in page.rows]
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ("strategy", [["c0"], ["b0", "a2", "a1", "a0"]]),
+        ("group", [["c0"], ["a2", "a1", "a0"], ["b0"]]),
+        ("configuration", [["c0"], ["a2", "a1", "a0"], ["b0"]]),
+    ],
+)
+def test_runs_that_differ_by_seed_alone_are_one_row(server, seeds, by, expected):
+    page = groups(server, by=by, sort="loss", descending="false")
+    assert (listed(page), page.total) == (expected, len(expected))
+    page = groups(server, by=by, sort="loss", descending="false", q="a", project="p")
+    row = page.rows[-1].group if by == "strategy" else page.rows[0].group
+    loss = mean_over_seeds([2.0, 2.5, 3.0]) or pytest.fail("three values have a mean")
+    if by != "strategy":
+        assert (row.numbers["loss"].value, row.numbers["loss"].spread) == (loss.value, loss.spread)
+        assert (row.count, row.states, row.groups, row.strategy) == (3, {"running": 3}, ["low"], "plain")
+        assert row.healths["losing updates"] == 1
+        assert row.health == "losing updates"
+        assert row.headline == server.get("/runs/a1/overview", wire.Overview).headline
+    single = groups(server, by=by, project="q").rows[0].group
+    assert (single.numbers["loss"].count, single.numbers["loss"].spread) == (1, None)
+
+
+def test_an_open_group_is_followed_by_its_runs_on_any_page(server, seeds):
+    order = {"by": "group", "sort": "loss", "descending": "false"}
+    whole = groups(server, **order)
+    opened = f"{quote(whole.rows[1].group.key)}&open={quote(whole.rows[2].group.key)}&open=gone"
+    expected = [["c0"], ["a2", "a1", "a0"], "a0", "a1", "a2", ["b0"], "b0"]
+    page = groups(server, **order, open=opened)
+    assert (listed(page), page.total) == (expected, 7)
+    assert page.rows[2].run == table(server, run_id="a0").rows[0]
+    for size in (1, 2, 3):
+        pages = [groups(server, **order, open=opened, offset=offset, limit=size) for offset in range(0, 9, size)]
+        assert [entry for page in pages for entry in listed(page)] == expected
+        assert {page.total for page in pages} == {7}
+    assert listed(groups(server, **{**order, "descending": "true"}, open=opened))[0] == ["b0"]
+    server.get("/run-groups?by=nothing", status=422)
 
 
 def test_a_number_and_the_verdict_that_quotes_it_come_from_one_evaluation(server, evaluate):

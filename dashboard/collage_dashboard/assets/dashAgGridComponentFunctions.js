@@ -5,17 +5,30 @@ dagcomponentfuncs.RunCell = function (props) {
   const row = props.data;
   if (!row) return React.createElement("span", { className: "loading-cell" }, "…");
   // The store alone knows what is picked: a copy beside it could lag behind, and a tick of it be lost.
+  const wanted = row.picks || { [row.run_id]: row.name };
   const picked = () => (window.dash_component_api.getLayout("runs-picked") || { props: {} }).props.data || {};
-  const isPicked = row.run_id in picked();
+  const isPicked = Object.keys(wanted).every((run) => run in picked());
   const pick = (event) => {
     const next = { ...picked() };
-    if (event.target.checked) next[row.run_id] = row.name;
-    else delete next[row.run_id];
+    if (event.target.checked) Object.assign(next, wanted);
+    else Object.keys(wanted).forEach((run) => delete next[run]);
     window.dash_clientside.set_props("runs-picked", { data: next });
   };
   return React.createElement(
     "span",
-    { className: "run-cell" },
+    { className: "run-cell" + (row.member ? " member" : "") },
+    row.group &&
+      React.createElement(
+        "button",
+        {
+          type: "button",
+          className: "opens",
+          "aria-expanded": row.open,
+          "aria-label": `${row.runs} of ${row.name}`,
+          onClick: () => window.collageFlow.toggle(row.run_id),
+        },
+        row.open ? "▾" : "▸"
+      ),
     React.createElement("input", {
       type: "checkbox",
       className: "pick",
@@ -25,11 +38,18 @@ dagcomponentfuncs.RunCell = function (props) {
       onChange: pick,
     }),
     React.createElement("span", { className: "dot", style: { "--run-colour": row.colour } }),
-    React.createElement(
-      window.dash_core_components.Link,
-      { href: row.address, refresh: false, title: row.name },
-      row.name
-    )
+    row.group
+      ? React.createElement(
+          "span",
+          { className: "group-name", title: row.name },
+          row.name,
+          React.createElement("span", { className: "quiet" }, ` · ${row.runs}`)
+        )
+      : React.createElement(
+          window.dash_core_components.Link,
+          { href: row.address, refresh: false, title: row.name },
+          row.name
+        )
   );
 };
 

@@ -1,13 +1,32 @@
 // How numbers look in the grid: four significant digits, as collage_dashboard.formatting writes them.
 var dagfuncs = (window.dashAgGridFunctions = window.dashAgGridFunctions || {});
 
-dagfuncs.fourDigits = function (value) {
+function digits(value, most) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return { Infinity: "∞", "-Infinity": "−∞" }[value] || String(value);
   if (value === 0) return "0";
-  const size = Math.floor(Math.log10(Math.abs(Number(value.toPrecision(4)))));
-  const text = size < -4 || size >= 7 ? value.toExponential(3) : value.toFixed(Math.max(3 - size, 0));
+  const size = Math.floor(Math.log10(Math.abs(Number(value.toPrecision(most)))));
+  const text = size < -4 || size >= 7 ? value.toExponential(most - 1) : value.toFixed(Math.max(most - 1 - size, 0));
   return text.replace(/-/g, "−");
+}
+
+function fewDigits(spread) {
+  return spread && spread < 1e-3 ? spread.toExponential(0).replace(/-/g, "−") : digits(spread, 2);
+}
+
+function spreadOf(params) {
+  return ((params.data && params.data.over) || {})[params.colDef.field] || [0, null];
+}
+
+// A number; of a group of runs the mean over them, ± the standard deviation of a single run.
+dagfuncs.fourDigitsOver = function (params) {
+  const [, spread] = spreadOf(params);
+  return digits(params.value, 4) + (spread === null ? "" : ` ±\u00a0${fewDigits(spread)}`);
+};
+
+dagfuncs.overRuns = function (params) {
+  const [count, spread] = spreadOf(params);
+  return count > 1 ? `Mean of ${count} runs ± ${fewDigits(spread)}, the standard deviation of a single run` : null;
 };
 
 dagfuncs.wholeNumber = function (value) {

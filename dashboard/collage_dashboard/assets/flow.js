@@ -69,7 +69,16 @@
     if (!due) window.dash_clientside.set_props("tick", { data: ++ticks });
   }
 
-  window.collageFlow = { isDue: () => due };
+  // A group of runs opens or closes: the address says which are open.
+  function toggle(key) {
+    const given = new URLSearchParams(window.location.search);
+    const open = given.getAll("open");
+    given.delete("open");
+    (open.includes(key) ? open.filter((other) => other !== key) : [...open, key]).forEach((each) => given.append("open", each));
+    window.dash_clientside.set_props("runs-address", { search: `?${given}` });
+  }
+
+  window.collageFlow = { isDue: () => due, toggle };
   document.addEventListener("visibilitychange", () => due && !document.hidden && tick());
 
   function tell() {
@@ -82,6 +91,7 @@
   function filtersOf(search) {
     const given = new URLSearchParams(search || "");
     given.delete("sort");
+    given.delete("open");
     return given.toString();
   }
 
@@ -123,6 +133,18 @@
           }
         });
         return window.dash_clientside.no_update;
+      },
+      // On the way back through the history, the choices above the table are those of the address.
+      showChoices: (search, ...shown) => {
+        const no = window.dash_clientside.no_update;
+        const given = new URLSearchParams(search || "");
+        // The address of another page, on the way to it, chooses nothing here.
+        if (window.location.pathname !== "/") return no;
+        ["project", "strategy", "group", "tag", "state", "health", "by"].forEach((choice, place) => {
+          const value = given.get(choice);
+          if (value !== (shown[place] || null)) window.dash_clientside.set_props(`runs-${choice}`, { value });
+        });
+        return no;
       },
       // The page came with its first rows; all others are asked for.
       firstRows: (request, first) => {

@@ -1,8 +1,8 @@
-"""The runs table: every run with its newest numbers; pick some and compare them."""
+"""The runs table: every run, or group of runs, with its newest numbers; pick some and compare them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,21 +21,18 @@ from collage_dashboard.components import (
     refusal,
     runs_in_words,
     tags_of,
-    text_of_tags,
-    verdict_mark,
     wait_of,
 )
-from collage_dashboard.descriptions import describe, state_key
-from collage_dashboard.figures.style import strategy_colour
 from collage_dashboard.identities import strategy_title
 from collage_dashboard.opening import told_by
+from collage_dashboard.pages.runs_content import columns, compare_link, group_rows, headline_of, rows
 from collage_dashboard.reader import Problem, Reader, explain
-from collage_dashboard.view import FILTERS, MAXIMUM_RUNS, View, read_address, write_address
+from collage_dashboard.view import FILTERS, GROUPS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
 
-__all__ = ["columns", "compare_link", "headline_of", "layout", "register", "rows"]
+__all__ = ["layout", "register"]
 
 BLOCK: Final = 50
 """Rows that one question reads."""
@@ -44,10 +41,7 @@ _ROWS_IN_WORDS: Final = 25
 ROW_PIXELS: Final = 74
 """Four lines: names and verdicts wrap."""
 HEADER_PIXELS: Final = 48
-_FOUR_DIGITS: Final = {"function": "fourDigits(params.value)"}
-_LARGE: Final = {"cellEditor": "agLargeTextCellEditor", "cellEditorPopup": True}
 _STATES: Final = ("running", "finished", "failed", "stale")
-_HOW_TO_EDIT: Final = "Double-click or press Enter to edit."
 _LABELS: Final = {"health": "Verdict"}
 _NO_RUNS: Final = Problem(
     "No runs yet",
@@ -66,10 +60,10 @@ def layout(view: View, reader: Reader) -> html.Div:
     filters, first, *newest = reader.ask_together(
         lambda client: client.run_filters(),
         lambda client: _block(client, view, view.sort, 0, BLOCK),
-        *([lambda client: _head(client, view)] if view.sort != View().sort else []),
+        *([lambda client: _head(client, view)] if view.by or view.sort != View().sort else []),
     )
     table = newest[0] if newest else first
-    shown = rows(first.rows)
+    shown = _shown_rows(first, view)
     return page(
         [
             dcc.Location(id="runs-address", refresh=False, search=write_address(view)[1]),
@@ -93,7 +87,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 ],
                 className="toolbar",
             ),
-            html.Div([_filter(name, view, filters) for name in FILTERS], className="filters"),
+            html.Div([*(_filter(name, view, filters) for name in FILTERS), _grouping(view)], className="filters"),
             html.Div(headline_of(table), id="runs-count", className="headline", role="status"),
             html.Div(id="runs-alert"),
             html.Div(_grid(view, shown), id="runs-table", style=_shown(not _is_empty(table, view))),
@@ -102,114 +96,6 @@ def layout(view: View, reader: Reader) -> html.Div:
         ],
         "Runs",
     )
-
-
-def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
-    """The table's columns; what they mean stands in their header's tooltip."""
-    found = [
-        {
-            "field": "name",
-            "headerName": "Run",
-            "cellRenderer": "RunCell",
-            "minWidth": 200,
-            "width": 250,
-            "pinned": "left",
-        },
-        {
-            "field": "health",
-            "headerName": "Verdict",
-            "cellRenderer": "VerdictCell",
-            "minWidth": 310,
-            "flex": 1,
-            "headerTooltip": "What is wrong, where and since when; over the run's recent past.",
-        },
-        {
-            **_text("strategy", "Strategy", 108),
-            "cellClass": "wrapped",
-            "cellClassRules": {"disputed": "params.data && params.data.disputed"},
-        },
-        _number("loss", "Loss", width=66),
-        _number("lost_update_ratio", "Lost", width=80),
-        _number("edq_ratio", "EDQ", width=66),
-        {
-            "field": "trend",
-            "headerName": "EDQ over the run",
-            "cellRenderer": "TrendCell",
-            "width": 96,
-            "wrapHeaderText": True,
-            "sortable": False,
-        },
-        _number("bytes_per_parameter", "Bytes a parameter", width=92),
-        _number("tokens_per_second", "Tokens/s", width=78),
-        _text("state", "State", 76),
-        _number("validation_loss", "Validation loss", width=88),
-        _number(
-            "state_decrement_ratio",
-            "State decrement",
-            describe("state_decrement_ratio/exp_avg_sq").help,
-            width=92,
-        ),
-        _number("last_step", "Step", "Newest step that was reported.", width=76),
-        _text("project", "Project", 110),
-        _editable(
-            "tags", "Tags", 150, f"Tags, with commas between; one that holds a comma in quotes. {_HOW_TO_EDIT}"
-        ),
-        _editable("notes", "Notes", 180, f"Notes. {_HOW_TO_EDIT}", **_LARGE),
-        {
-            "field": "updated_at",
-            "headerName": "Last data (UTC)",
-            "width": 140,
-            "valueFormatter": {"function": "minuteUtc(params.value)"},
-        },
-    ]
-    for column in found:
-        if column["field"] == sort.removeprefix("-"):
-            column["sort"] = "desc" if sort.startswith("-") else "asc"
-    return found
-
-
-def rows(table: Sequence[wire.RunRow]) -> list[dict[str, Any]]:
-    """A row a run; numbers stay numbers so that they sort, undefined is None."""
-    return [_row(run) for run in table]
-
-
-def headline_of(table: wire.RunTable) -> str:
-    """'3 of 12 live runs are losing updates', and how many runs there are."""
-    live = sum(table.live.values())
-    told = [(table.live.get(health, 0), words) for health, words in _TOLD if table.live.get(health)]
-    noun = "run" if table.total == 1 else "runs"
-    if not live:
-        return f"{table.total:,} {noun}, none of them live."
-    if not told:
-        verb = "is" if live == 1 else "are"
-        return f"{live:,} of {table.total:,} {noun} {verb} live; none is known to lose updates."
-    parts = [
-        f"{count} of {live} live {'run' if live == 1 else 'runs'} {words[count != 1]}" for count, words in told
-    ]
-    return f"{'; '.join(parts)}. {table.total:,} {noun} in all."
-
-
-_TOLD: Final = (
-    ("not finite", ("is not finite", "are not finite")),
-    ("losing updates", ("is losing updates", "are losing updates")),
-    ("states are stuck", ("has a stuck optimizer state", "have a stuck optimizer state")),
-    ("decay is lost", ("loses its weight decay", "lose their weight decay")),
-    ("residuals are off", ("has residuals that are off", "have residuals that are off")),
-    ("steps are off", ("takes steps that are off", "take steps that are off")),
-)
-
-
-def compare_link(picked: Mapping[str, str]) -> Any:
-    """The way to the comparison of the picked runs, by id and name, and a way to let them go."""
-    count = len(picked)
-    if count < 1:
-        return dmc.Button("Pick runs to compare", disabled=True, variant="light", id="compare-button")
-    text = "Compare 1 run" if count == 1 else f"Compare {min(count, MAXIMUM_RUNS)} runs"
-    pathname, search = write_address(View(page="compare", runs=tuple(picked)[:MAXIMUM_RUNS]))
-    names = ", ".join(picked.values())
-    link = dcc.Link(text, href=pathname + search, className="button", title=names)
-    clear = dmc.Button("Clear", id={"type": "clear-picked", "index": 0}, variant="subtle", size="compact-sm")
-    return html.Div([link, clear], className="tray")
 
 
 def register(app: dash.Dash, reader: Reader) -> None:
@@ -271,7 +157,7 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
             table = reader.ask(lambda client: _block(client, view, request["sort"], start, limit))
         except CollageError as error:
             return {"rowData": [], "rowCount": start}, notice(explain(error))
-        return {"rowData": rows(table.rows), "rowCount": table.total}, no_update
+        return {"rowData": _shown_rows(table, view), "rowCount": table.total}, no_update
 
     @app.callback(
         Output("runs-revision", "data", allow_duplicate=True),
@@ -299,6 +185,13 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("flow", "showChoices"),
+        Output("runs-address", "id"),
+        Input("runs-address", "search"),
+        *(State(f"runs-{name}", "value") for name in (*FILTERS, "by")),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("flow", "keepSort"),
         Output("runs-address", "search", allow_duplicate=True),
         Input("runs-grid", "getRowsRequest"),
@@ -318,14 +211,16 @@ def _register_choices(app: dash.Dash) -> None:
     @app.callback(
         Output("runs-address", "search"),
         Input("runs-query", "value"),
-        *(Input(f"runs-{name}", "value") for name in FILTERS),
+        *(Input(f"runs-{name}", "value") for name in (*FILTERS, "by")),
         State("runs-address", "search"),
         prevent_initial_call=True,
     )
     def choose(query: str | None, *rest: str | None) -> Any:
         *values, search = rest
-        chosen = {name: value or None for name, value in zip(FILTERS, values, strict=True)}
-        view = replace(read_address("/", search), query=(query or "").strip(), **chosen)  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {name: value or None for name, value in zip((*FILTERS, "by"), values, strict=True)}
+        before = read_address("/", search)
+        opened = before.opened if chosen["by"] == before.by else ()
+        view = replace(before, query=(query or "").strip(), opened=opened, **chosen)
         wanted = write_address(view)[1]
         return no_update if wanted == (search or "") else wanted
 
@@ -357,10 +252,17 @@ def _head(client: Client, view: View) -> wire.RunTable:
     return client.run_table(**_filters(view), limit=1)
 
 
-def _block(client: Client, view: View, sort: str, start: int, limit: int) -> wire.RunTable:
-    """Rows of the table as the view filters them."""
-    descending, column = sort.startswith("-"), sort.removeprefix("-")
-    return client.run_table(**_filters(view), sort=column, descending=descending, offset=start, limit=limit)
+def _block(client: Client, view: View, sort: str, start: int, limit: int) -> wire.RunTable | wire.RunGroups:
+    """Rows of the table as the view filters and groups them."""
+    order: dict[str, Any] = {"sort": sort.removeprefix("-"), "descending": sort.startswith("-")}
+    asked: dict[str, Any] = {**_filters(view), **order, "offset": start, "limit": limit}
+    if view.by is None:
+        return client.run_table(**asked)
+    return client.run_groups(view.by, opened=view.opened, **asked)
+
+
+def _shown_rows(table: wire.RunTable | wire.RunGroups, view: View) -> list[dict[str, Any]]:
+    return group_rows(table.rows, view) if isinstance(table, wire.RunGroups) else rows(table.rows)
 
 
 def _revision(table: wire.RunTable) -> dict[str, Any]:
@@ -384,60 +286,6 @@ def _shown(shown: bool) -> dict[str, str]:
     return {"display": "block" if shown else "none"}
 
 
-def _row(run: wire.RunRow) -> dict[str, Any]:
-    observed = run.observed_strategy or "unknown"
-    disputed = bool(run.strategy) and observed not in {"unknown", run.strategy}
-    title = strategy_title(run.strategy or observed, run.dtype)
-    numbers = run.overview.numbers if run.overview else {}
-    return {
-        "run_id": run.run_id,
-        "address": write_address(View(page="run", runs=(run.run_id,)))[0],
-        "name": run.name,
-        "project": run.project,
-        "strategy": f"{title} (observed: {strategy_title(observed)})" if disputed else title,
-        "disputed": disputed,
-        "colour": strategy_colour(run.strategy or observed, run.dtype),
-        "state": run.state,
-        "health": run.overview.health if run.overview else None,
-        "mark": verdict_mark(run.overview.health if run.overview else "unknown"),
-        "headline": run.overview.headline if run.overview else "Not evaluated yet.",
-        "trend": run.overview.trend if run.overview else [],
-        "last_step": run.last_step,
-        "tags": text_of_tags(run.tags),
-        "notes": run.notes,
-        "edq_ratio": numbers.get("edq_ratio"),
-        "state_decrement_ratio": numbers.get(state_key(numbers)),
-        "lost_update_ratio": numbers.get("lost_update_ratio"),
-        **{
-            name: entry.value
-            for name in ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
-            if (entry := run.scalars.get(name))
-        },
-        "updated_at": run.updated_at,
-    }
-
-
-def _text(field: str, header: str, width: int) -> dict[str, Any]:
-    return {"field": field, "headerName": header, "width": width, "tooltipField": field}
-
-
-def _editable(field: str, header: str, width: int, help_line: str, **more: Any) -> dict[str, Any]:
-    own = {"headerTooltip": help_line, "editable": True, "sortable": False}
-    return {**_text(field, header, width), **own, **more}
-
-
-def _number(field: str, header: str, help_line: str = "", *, width: int) -> dict[str, Any]:
-    return {
-        "field": field,
-        "headerName": header,
-        "headerTooltip": help_line or describe(field).help,
-        "type": "rightAligned",
-        "width": width,
-        "wrapHeaderText": True,
-        "valueFormatter": {"function": "wholeNumber(params.value)"} if field == "last_step" else _FOUR_DIGITS,
-    }
-
-
 def _filter(name: str, view: View, filters: wire.RunFilters) -> Any:
     known: dict[str, int] = dict.fromkeys(_STATES, 0) if name == "state" else getattr(filters, name)
     chosen = getattr(view, name)
@@ -459,6 +307,19 @@ def _filter(name: str, view: View, filters: wire.RunFilters) -> Any:
         size="xs",
         className="filter",
         **{"aria-label": label},
+    )
+
+
+def _grouping(view: View) -> dmc.Select:
+    return dmc.Select(
+        id="runs-by",
+        data=[{"value": value, "label": f"By {title}"} for value, title in GROUPS.items()],
+        value=view.by,
+        placeholder="Group runs that differ by seed",
+        clearable=True,
+        size="xs",
+        className="filter",
+        **{"aria-label": "Group runs that differ by seed"},
     )
 
 

@@ -15,8 +15,8 @@ from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
 from collage_server.overviews import keep_overview, overview_code
-from collage_server.queries.runs import run_row
-from collage_server.store import DueRun, TableQuery
+from collage_server.queries.runs import group_row, run_row
+from collage_server.store import DueRun, GroupQuery, RunGroupRecord, TableQuery
 
 __all__ = ["router"]
 
@@ -65,9 +65,60 @@ def get_run_table(
         limit=limit,
     )
     now, stale_after = components.clock(), components.settings.stale_after_seconds
-    page = components.store.overviews.table(query, now, stale_after)
-    rows = [run_row(record, found, now, stale_after) for record, found in page.rows]
+    page = components.store.table.page(query, now, stale_after)
+    rows = [run_row(*row, now, stale_after) for row in page.rows]
     return answer(wire.RunTable(rows=rows, total=page.total, live=page.live, changed_at=page.changed_at))
+
+
+@router.get("/run-groups", **describes(wire.RunGroups))
+def get_run_groups(
+    request: Request,
+    by: wire.GroupBy,
+    opened: Annotated[
+        list[str],
+        Query(
+            default_factory=list, alias="open", max_length=100, description="Keys of groups whose runs are shown."
+        ),
+    ],
+    project: Filter = None,
+    strategy: Filter = None,
+    group: Filter = None,
+    tag: Filter = None,
+    state: Literal["running", "finished", "failed", "stale"] | None = None,
+    health: Filter = None,
+    q: Filter = None,
+    sort: wire.RunSort = "updated_at",
+    descending: bool = True,
+    offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
+    limit: Annotated[int, Query(ge=0, le=500)] = 50,
+) -> Response:
+    """Rows `offset` … of the table of runs in groups. Numbers sort by their mean, times by the newest."""
+    components = components_of(request)
+    query = GroupQuery(
+        by=by,
+        opened=opened,
+        project=project,
+        projects=principal_of(request).projects,
+        strategy=strategy,
+        group=group,
+        tag=tag,
+        state=state,
+        health=health,
+        q=q,
+        sort=sort,
+        descending=descending,
+        offset=offset,
+        limit=limit,
+    )
+    now, stale_after = components.clock(), components.settings.stale_after_seconds
+    page = components.store.table.groups(query, now, stale_after)
+    rows = [
+        wire.TableEntry(group=group_row(row))
+        if isinstance(row, RunGroupRecord)
+        else wire.TableEntry(run=run_row(*row, now, stale_after))
+        for row in page.rows
+    ]
+    return answer(wire.RunGroups(rows=rows, total=page.total))
 
 
 @router.get("/run-filters", **describes(wire.RunFilters))

@@ -45,6 +45,7 @@ RULES: Final[Mapping[tuple[str, str], Capability]] = {
     ("GET", "/api/v1/runs/{run_id}"): "read",
     ("GET", "/api/v1/runs/{run_id}/overview"): "read",
     ("GET", "/api/v1/run-table"): "read",
+    ("GET", "/api/v1/run-groups"): "read",
     ("GET", "/api/v1/run-filters"): "read",
     ("GET", "/api/v1/runs/{run_id}/streams"): "read",
     ("GET", "/api/v1/runs/{run_id}/layers"): "read",

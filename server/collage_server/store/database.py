@@ -13,6 +13,7 @@ from collage_server.store.runs.history import History
 from collage_server.store.runs.incidents import IncidentStore
 from collage_server.store.runs.overviews import OverviewStore
 from collage_server.store.runs.runs import RunStore
+from collage_server.store.runs.table import TableStore
 from collage_server.store.sealing.retention import Retention, Sealing
 
 __all__ = ["Store"]
@@ -38,3 +39,4 @@ class Store(Database):
         self.retention = Retention(self, self.sealing.seal_late_reports)
         self.runs = RunStore(self, self.retention.begin_purge)
         self.overviews = OverviewStore(self)
+        self.table = TableStore(self)

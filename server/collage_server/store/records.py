@@ -138,6 +138,38 @@ class TableQuery(RunFilter):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupQuery(TableQuery):
+    """A part of the table of runs in groups; `opened` are the keys of those whose runs are shown."""
+
+    by: wire.GroupBy
+    opened: Collection[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGroupRecord:
+    """Runs of one project, strategy and dtype that have something more in common.
+
+    `groups`: the names that who trained the runs grouped them under. `runs`: names by id, newest first. Both are
+    cut, `count` is of all runs.
+    `worst`: what is said of the run that speaks for all. `numbers`: by name, those of the runs that have one.
+    """
+
+    key: str
+    project: str
+    strategy: str | None
+    dtype: str | None
+    groups: list[str]
+    runs: dict[str, str]
+    count: int
+    states: dict[str, int]
+    healths: dict[str, int]
+    worst: wire.Overview | None
+    numbers: dict[str, list[float]]
+    last_step: int | None
+    updated_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A run as it is stored, its times by the server's clock.
 

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 from collage_server.errors import Conflict, Gone, NotFound, Unprocessable
-from collage_server.store import READERS, ReportGroup, RunQuery, Selection, TableQuery
+from collage_server.overviews import keep_overview
+from collage_server.store import READERS, GroupQuery, ReportGroup, RunQuery, Selection, TableQuery
 from collage_server.store.journal import streams
 from collage_server.store.records import CONNECTIONS, SealLimits
 
@@ -241,10 +242,32 @@ class StoreContract:
         assert (described.updated_at, described.changed_at, described.notes) == (NOW, NOW + 700, "n")
         assert [run.run_id for run in store.runs.page(RunQuery(state="stale"), NOW + 701, 600.0).runs] == ["r1"]
         assert store.runs.revisions(["r1"]) != first, "readers that keep answers must see the change"
-        table = store.overviews.table(TableQuery(state="stale"), NOW + 701, 600.0)
+        table = store.table.page(TableQuery(state="stale"), NOW + 701, 600.0)
         assert ([record.run_id for record, _ in table.rows], table.changed_at) == (["r1"], NOW + 700)
         failed = store.runs.update("r1", wire.RunUpdate(state="failed"), NOW + 800)
         assert (failed.updated_at, failed.changed_at) == (NOW + 800, NOW + 800)
+
+    def test_runs_are_grouped_by_project_strategy_and_what_is_asked_for(self, store):
+        for place, group in enumerate(("g", "g", None, "h")):
+            self.fill(store, f"r{place}", f"s{place}")
+            if group:
+                store.runs.update(f"r{place}", wire.RunUpdate(group=group), NOW)
+        store.runs.create("q", wire.RunCreate(run_id="r4"), NOW)
+        for due in store.overviews.due(10):
+            keep_overview(store, due)
+        cases: list[tuple[wire.GroupBy, str, list[list[str]]]] = [
+            ("group", "group", [["r1", "r0"], ["r3"], ["r2"], ["r4"]]),
+            ("strategy", "project", [["r3", "r2", "r1", "r0"], ["r4"]]),
+            ("configuration", "strategy", [["r3", "r2", "r1", "r0"], ["r4"]]),
+            ("strategy", "edq_ratio", [["r3", "r2", "r1", "r0"], ["r4"]]),
+        ]
+        for by, sort, expected in cases:
+            page = store.table.groups(GroupQuery(by=by, sort=sort, descending=False), NOW, 600.0)
+            found = [list(group.runs) for group in page.rows]
+            assert (found, page.total) == (expected, len(expected)), (by, sort)
+        key = page.rows[0].key
+        page = store.table.groups(GroupQuery(by=by, sort="name", opened=[key], offset=2, limit=2), NOW, 600.0)
+        assert ([record.run_id for record, _ in page.rows], page.total) == (["r3", "r2"], 6)
 
     def test_streams_grow_at_the_end_only(self, store):
         self.fill(store)

@@ -1,5 +1,5 @@
-"""The table of runs: overviews kept a row a run, found out of date by what has come since or by the code that made
-them, sorted and filtered."""
+"""Overviews, kept a row a run: which are out of date by what has come since or by the code that made them, and what
+runs can be filtered by."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, and_, case, delete, false, func, insert, literal, or_, select
+from sqlalchemy import ColumnElement, Select, and_, case, delete, false, func, insert, or_, select
 
 from collage_monitor import wire
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
-from collage_server.store.records import RunRecord, TableQuery
+from collage_server.store.records import RunRecord
 from collage_server.store.rows import from_json, to_json
-from collage_server.store.runs.groups import configuration_of
-from collage_server.store.runs.runs import matching, read_records
+from collage_server.store.runs.configuration import configuration_of
 
-__all__ = ["DueRun", "OverviewStore", "TablePage"]
+__all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore", "later"]
 
 _RUN: Final = schema.run
 _OVERVIEW: Final = schema.run_overview
-_DECODE: Final = msgspec.json.Decoder(wire.Overview).decode
-_OF_RUN: Final = ("name", "project", "group", "strategy", "dtype", "created_at")
+DECODE_OVERVIEW: Final = msgspec.json.Decoder(wire.Overview).decode
 
 
 @dataclass(frozen=True)
@@ -42,21 +40,8 @@ class DueRun:
     is_reworded: bool = False
 
 
-@dataclass(frozen=True)
-class TablePage:
-    """A page of the table: records with their overviews, how many runs there are, and the live ones by health.
-
-    `changed_at`: the newest change or report of any of the runs; None without runs.
-    """
-
-    rows: list[tuple[RunRecord, wire.Overview | None]]
-    total: int
-    live: dict[str, int]
-    changed_at: float | None
-
-
 class OverviewStore:
-    """Overviews: which are due, and the table that they make."""
+    """Overviews: which are due, and what they say."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -68,7 +53,7 @@ class OverviewStore:
         Last come those of which nothing is new, but which other code than `made_by` has evaluated (None: any).
         """
         latest = _reported().subquery()
-        updated = _later(_RUN.c.updated_at, latest.c.last_report_at)
+        updated = later(_RUN.c.updated_at, latest.c.last_report_at)
         reports = func.coalesce(latest.c.reports, 0)
         old = or_(_OVERVIEW.c.reports != reports, _OVERVIEW.c.updated_at != updated)
         reworded = and_(~old, self._is_made_by_others(made_by))
@@ -130,7 +115,7 @@ class OverviewStore:
         mine = (_OVERVIEW.c.run_id == run_id, ~self._is_made_by_others(made_by))
         with self._database.reading() as connection:
             text = connection.execute(select(_OVERVIEW.c.overview).where(*mine)).scalar()
-        return None if text is None else _DECODE(text)
+        return None if text is None else DECODE_OVERVIEW(text)
 
     def findings(self, run_ids: Sequence[str]) -> dict[str, dict[str, float]]:
         """What the judgement holds against these runs, by run and metric; runs without are left out."""
@@ -139,37 +124,6 @@ class OverviewStore:
         )
         with self._database.reading() as connection:
             return {row.run_id: from_json(row.findings) for row in connection.execute(chosen)}
-
-    def table(self, query: TableQuery, now: float, stale_after_seconds: float) -> TablePage:
-        """A page of the table of runs."""
-        sign = _later(_RUN.c.updated_at, _OVERVIEW.c.updated_at)
-        state = case(
-            (_RUN.c.state != "running", _RUN.c.state),
-            (sign >= now - stale_after_seconds, literal("running")),
-            else_=literal("stale"),
-        )
-        base = select(_RUN.c.run_id).outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
-        base = base.where(*_conditions(query, state))
-        health = func.coalesce(_OVERVIEW.c.health, "").label("health")
-        live = (state == "running").label("live")
-        changes = schema.run_change
-        changed = func.max(_later(sign, changes.c.changed_at)).label("changed_at")
-        counts = base.outerjoin(changes, changes.c.run_id == _RUN.c.run_id)
-        counts = counts.with_only_columns(live, health, func.count().label("runs"), changed).group_by(live, health)
-        with self._database.reading() as connection:
-            total, healths, newest = 0, {}, []
-            for row in connection.execute(counts):
-                total += row.runs
-                newest.append(row.changed_at)
-                if row.live:
-                    healths[row.health] = row.runs
-            ordered = _ordered(base, query, state, sign).offset(query.offset).limit(query.limit)
-            ids = list(connection.execute(ordered).scalars()) if query.limit else []
-            records = read_records(connection, ids) if ids else {}
-            chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.overview).where(_OVERVIEW.c.run_id.in_(ids))
-            found = {row.run_id: _DECODE(row.overview) for row in connection.execute(chosen)} if ids else {}
-            rows = [(records[run_id], found.get(run_id)) for run_id in ids]
-            return TablePage(rows, total, healths, max(newest, default=None))
 
     def filters(self, projects: Sequence[str] | None) -> wire.RunFilters:
         """The values that runs can be filtered by, with how many runs have each."""
@@ -201,31 +155,9 @@ def _reported() -> Select[Any]:
     ).group_by(latest.c.run_id)
 
 
-def _later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[float]:
+def later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[float]:
+    """The later of two times; `one` where the other is null."""
     return case((other > one, other), else_=one)
-
-
-def _conditions(query: TableQuery, state: ColumnElement[str]) -> list[ColumnElement[bool]]:
-    equal = ((_OVERVIEW.c.health, query.health), (state, query.state))
-    found = [*matching(query), *(column == value for column, value in equal if value is not None)]
-    if query.run_ids is not None:
-        found.append(_RUN.c.run_id.in_(query.run_ids))
-    return found
-
-
-def _ordered(
-    statement: Select[Any], query: TableQuery, state: ColumnElement[str], sign: ColumnElement[float]
-) -> Select[Any]:
-    columns: dict[str, ColumnElement[Any]] = {
-        **{name: _RUN.c[name] for name in _OF_RUN},
-        "state": state,
-        "updated_at": sign,
-        **{name: _OVERVIEW.c[name] for name in ("health", "last_step", *schema.OVERVIEW_NUMBERS)},
-    }
-    column = columns[query.sort]
-    order = column.desc() if query.descending else column.asc()
-    # What is not known stands last, whichever way; the newest of equals first.
-    return statement.order_by(column.is_(None), order, _RUN.c.created_at.desc(), _RUN.c.run_id.desc())
 
 
 def _numbers(record: RunRecord, overview: wire.Overview) -> dict[str, float | None]:

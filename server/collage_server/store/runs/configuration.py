@@ -1,4 +1,4 @@
-"""Runs by what they have in common."""
+"""Which runs have one configuration, seeds aside."""
 
 from __future__ import annotations
 

@@ -1,0 +1,241 @@
+"""What the table of runs shows: its columns, a row a run or a group of runs, and the words above."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import dash_mantine_components as dmc
+from dash import dcc, html
+
+from collage_dashboard.components import text_of_tags, verdict_mark
+from collage_dashboard.descriptions import describe, state_key
+from collage_dashboard.figures.style import strategy_colour
+from collage_dashboard.identities import strategy_title
+from collage_dashboard.view import MAXIMUM_RUNS, View, write_address
+from collage_monitor import wire
+
+__all__ = ["columns", "compare_link", "group_rows", "headline_of", "rows"]
+
+_FOUR_DIGITS: Final = {"function": "fourDigitsOver(params)"}
+_OF_A_RUN: Final = {"function": "params.data && !params.data.group"}
+_OVER_RUNS: Final = {"function": "overRuns(params)"}
+_LARGE: Final = {"cellEditor": "agLargeTextCellEditor", "cellEditorPopup": True}
+_HOW_TO_EDIT: Final = "Double-click or press Enter to edit."
+
+
+def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
+    """The table's columns; what they mean stands in their header's tooltip."""
+    found = [
+        {
+            "field": "name",
+            "headerName": "Run",
+            "cellRenderer": "RunCell",
+            "minWidth": 200,
+            "width": 250,
+            "pinned": "left",
+        },
+        {
+            "field": "health",
+            "headerName": "Verdict",
+            "cellRenderer": "VerdictCell",
+            "minWidth": 310,
+            "flex": 1,
+            "headerTooltip": "What is wrong, where and since when; over the run's recent past.",
+        },
+        {
+            **_text("strategy", "Strategy", 100),
+            "cellClass": "wrapped",
+            "cellClassRules": {"disputed": "params.data && params.data.disputed"},
+        },
+        _number("loss", "Loss", width=72),
+        _number("lost_update_ratio", "Lost", width=78),
+        _number("edq_ratio", "EDQ", width=72),
+        {
+            "field": "trend",
+            "headerName": "EDQ over the run",
+            "cellRenderer": "TrendCell",
+            "width": 92,
+            "wrapHeaderText": True,
+            "sortable": False,
+        },
+        _number("bytes_per_parameter", "Bytes a parameter", width=92),
+        _number("tokens_per_second", "Tokens/s", width=78),
+        _text("state", "State", 76),
+        _number("validation_loss", "Validation loss", width=88),
+        _number(
+            "state_decrement_ratio",
+            "State decrement",
+            describe("state_decrement_ratio/exp_avg_sq").help,
+            width=92,
+        ),
+        _number("last_step", "Step", "Newest step that was reported.", width=76),
+        _text("project", "Project", 110),
+        _editable(
+            "tags", "Tags", 150, f"Tags, with commas between; one that holds a comma in quotes. {_HOW_TO_EDIT}"
+        ),
+        _editable("notes", "Notes", 180, f"Notes. {_HOW_TO_EDIT}", **_LARGE),
+        {
+            "field": "updated_at",
+            "headerName": "Last data (UTC)",
+            "width": 140,
+            "valueFormatter": {"function": "minuteUtc(params.value)"},
+        },
+    ]
+    for column in found:
+        if column["field"] == sort.removeprefix("-"):
+            column["sort"] = "desc" if sort.startswith("-") else "asc"
+    return found
+
+
+def rows(table: Sequence[wire.RunRow]) -> list[dict[str, Any]]:
+    """A row a run; numbers stay numbers so that they sort, undefined is None."""
+    return [_row(run) for run in table]
+
+
+def headline_of(table: wire.RunTable) -> str:
+    """'3 of 12 live runs are losing updates', and how many runs there are."""
+    live = sum(table.live.values())
+    told = [(table.live.get(health, 0), words) for health, words in _TOLD if table.live.get(health)]
+    noun = "run" if table.total == 1 else "runs"
+    if not live:
+        return f"{table.total:,} {noun}, none of them live."
+    if not told:
+        verb = "is" if live == 1 else "are"
+        return f"{live:,} of {table.total:,} {noun} {verb} live; none is known to lose updates."
+    parts = [
+        f"{count} of {live} live {'run' if live == 1 else 'runs'} {words[count != 1]}" for count, words in told
+    ]
+    return f"{'; '.join(parts)}. {table.total:,} {noun} in all."
+
+
+_TOLD: Final = (
+    ("not finite", ("is not finite", "are not finite")),
+    ("losing updates", ("is losing updates", "are losing updates")),
+    ("states are stuck", ("has a stuck optimizer state", "have a stuck optimizer state")),
+    ("decay is lost", ("loses its weight decay", "lose their weight decay")),
+    ("residuals are off", ("has residuals that are off", "have residuals that are off")),
+    ("steps are off", ("takes steps that are off", "take steps that are off")),
+)
+
+
+def compare_link(picked: Mapping[str, str]) -> Any:
+    """The way to the comparison of the picked runs, by id and name, and a way to let them go."""
+    count = len(picked)
+    if count < 1:
+        return dmc.Button("Pick runs to compare", disabled=True, variant="light", id="compare-button")
+    text = "Compare 1 run" if count == 1 else f"Compare {min(count, MAXIMUM_RUNS)} runs"
+    pathname, search = write_address(View(page="compare", runs=tuple(picked)[:MAXIMUM_RUNS]))
+    names = ", ".join(picked.values())
+    link = dcc.Link(text, href=pathname + search, className="button", title=names)
+    clear = dmc.Button("Clear", id={"type": "clear-picked", "index": 0}, variant="subtle", size="compact-sm")
+    return html.Div([link, clear], className="tray")
+
+
+def _row(run: wire.RunRow) -> dict[str, Any]:
+    observed = run.observed_strategy or "unknown"
+    disputed = bool(run.strategy) and observed not in {"unknown", run.strategy}
+    title = strategy_title(run.strategy or observed, run.dtype)
+    numbers = run.overview.numbers if run.overview else {}
+    return {
+        "run_id": run.run_id,
+        "address": write_address(View(page="run", runs=(run.run_id,)))[0],
+        "name": run.name,
+        "project": run.project,
+        "strategy": f"{title} (observed: {strategy_title(observed)})" if disputed else title,
+        "disputed": disputed,
+        "colour": strategy_colour(run.strategy or observed, run.dtype),
+        "state": run.state,
+        "health": run.overview.health if run.overview else None,
+        "mark": verdict_mark(run.overview.health if run.overview else "unknown"),
+        "headline": run.overview.headline if run.overview else "Not evaluated yet.",
+        "trend": run.overview.trend if run.overview else [],
+        "last_step": run.last_step,
+        "tags": text_of_tags(run.tags),
+        "notes": run.notes,
+        "edq_ratio": numbers.get("edq_ratio"),
+        "state_decrement_ratio": numbers.get(state_key(numbers)),
+        "lost_update_ratio": numbers.get("lost_update_ratio"),
+        **{
+            name: entry.value
+            for name in ("loss", "validation_loss", "bytes_per_parameter", "tokens_per_second")
+            if (entry := run.scalars.get(name))
+        },
+        "updated_at": run.updated_at,
+    }
+
+
+def group_rows(entries: Sequence[wire.TableEntry], view: View) -> list[dict[str, Any]]:
+    """A row a group, and after an open one a row a run of it."""
+    found = []
+    for entry in entries:
+        if entry.group is not None:
+            found.append(_group_row(entry.group, view))
+        elif entry.run is not None:
+            found.append({**_row(entry.run), "member": True})
+    return found
+
+
+def _group_row(group: wire.RunGroup, view: View) -> dict[str, Any]:
+    is_open = group.key in view.opened
+    others = tuple(key for key in view.opened if key != group.key)
+    count, at_odds = group.count, group.healths.get(group.health, 0)
+    of_these = f"{at_odds} of {count}: " if at_odds < count else ""
+    title = strategy_title(group.strategy, group.dtype)
+    return {
+        "group": True,
+        "run_id": group.key,
+        "address": "".join(write_address(replace(view, opened=others if is_open else (*others, group.key)))),
+        "open": is_open,
+        "name": _group_name(group, view.by, title),
+        "runs": f"{count} run" if count == 1 else f"{count:,} runs",
+        "picks": group.runs,
+        "project": group.project,
+        "strategy": title,
+        "colour": strategy_colour(group.strategy, group.dtype),
+        "state": ", ".join(state if n == count else f"{n} {state}" for state, n in sorted(group.states.items())),
+        "health": group.health,
+        "mark": verdict_mark(group.health),
+        "headline": f"{of_these}{group.headline}",
+        "last_step": group.last_step,
+        "updated_at": group.updated_at,
+        **{name: over.value for name, over in group.numbers.items()},
+        "over": {name: [over.count, over.spread] for name, over in group.numbers.items()},
+    }
+
+
+def _group_name(group: wire.RunGroup, by: wire.GroupBy | None, title: str) -> str:
+    if by == "strategy":
+        return title
+    if by == "group":
+        return ", ".join(group.groups) or "No group"
+    first = next(iter(group.runs.values()), "")
+    return first if group.count == 1 else f"{first} and {group.count - 1:,} more"
+
+
+def _text(field: str, header: str, width: int) -> dict[str, Any]:
+    return {"field": field, "headerName": header, "width": width, "tooltipField": field}
+
+
+def _editable(field: str, header: str, width: int, help_line: str, **more: Any) -> dict[str, Any]:
+    own = {
+        "headerTooltip": help_line,
+        "editable": _OF_A_RUN,
+        "sortable": False,
+    }
+    return {**_text(field, header, width), **own, **more}
+
+
+def _number(field: str, header: str, help_line: str = "", *, width: int) -> dict[str, Any]:
+    return {
+        "field": field,
+        "headerName": header,
+        "headerTooltip": help_line or describe(field).help,
+        "type": "rightAligned",
+        "cellClass": ["ag-right-aligned-cell", "number-cell"],
+        "tooltipValueGetter": _OVER_RUNS,
+        "width": width,
+        "wrapHeaderText": True,
+        "valueFormatter": {"function": "wholeNumber(params.value)"} if field == "last_step" else _FOUR_DIGITS,
+    }

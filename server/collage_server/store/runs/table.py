@@ -1,0 +1,233 @@
+"""The table of runs: pages of it, filtered and in order, of single runs or of groups that open into their runs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Select, case, func, literal, select
+
+from collage_monitor import wire
+from collage_server.store import schema
+from collage_server.store.engine.database import Database
+from collage_server.store.records import GroupQuery, RunGroupRecord, RunRecord, TableQuery
+from collage_server.store.runs.overviews import DECODE_OVERVIEW, later
+from collage_server.store.runs.runs import matching, read_records
+
+__all__ = ["GroupPage", "TablePage", "TableStore"]
+
+_RUN: Final = schema.run
+_OVERVIEW: Final = schema.run_overview
+_OF_RUN: Final = ("name", "project", "group", "strategy", "dtype", "created_at")
+LISTED: Final = 20
+"""Runs and names of a group that its row lists: as many as one comparison shows."""
+_OF_GROUP: Final = (
+    "name",
+    "created_at",
+    "project",
+    "group",
+    "strategy",
+    "dtype",
+    "health",
+    "last_step",
+    *schema.OVERVIEW_NUMBERS,
+)
+_NOT_AGAINST: Final = frozenset({"healthy", "unknown", None})
+_WORDS: Final = frozenset({"name", "project", "group", "strategy", "dtype", "state", "health"})
+_NEWEST: Final = frozenset({"created_at", "updated_at", "last_step"})
+_SEPARATOR: Final = "\x1f"
+_NONE: Final = "\x1e"
+"""ASCII's own separators: a group's key holds them, and no name that people write does."""
+
+TableRow = tuple[RunRecord, wire.Overview | None]
+
+
+@dataclass(frozen=True)
+class TablePage:
+    """A page of the table: records with their overviews, how many runs there are, and the live ones by health.
+
+    `changed_at`: the newest change or report of any of the runs; None without runs.
+    """
+
+    rows: list[TableRow]
+    total: int
+    live: dict[str, int]
+    changed_at: float | None
+
+
+@dataclass(frozen=True)
+class GroupPage:
+    """A page of groups and of the runs of open ones, which follow their group; `total` counts both."""
+
+    rows: list[RunGroupRecord | TableRow]
+    total: int
+
+
+class TableStore:
+    """The table of runs, made of what is said of each."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def page(self, query: TableQuery, now: float, stale_after_seconds: float) -> TablePage:
+        """A page of the table of runs."""
+        table = _Table(query, now - stale_after_seconds)
+        with self._database.reading() as connection:
+            total, live, changed_at = table.counted(connection)
+            rows = table.rows(connection, query.offset, query.limit) if query.limit else []
+        return TablePage(rows, total, live, changed_at)
+
+    def groups(self, query: GroupQuery, now: float, stale_after_seconds: float) -> GroupPage:
+        """A page of the table of runs in groups: each by what its runs have in common, the open ones with them."""
+        table = _Table(query, now - stale_after_seconds)
+        key = _key(query.by)
+        with self._database.reading() as connection:
+            counts = [(row.key, row.runs) for row in connection.execute(table.grouped(key))]
+            opened = set(query.opened)
+            total = len(counts) + sum(runs for found, runs in counts if found in opened)
+            shown: list[tuple[str, int, int]] = []
+            """Of each group within the page: its key, and which of its runs; -1 is the group itself."""
+            place, end = 0, query.offset + query.limit
+            for found, runs in counts:
+                first = place
+                place += 1 + (runs if found in opened else 0)
+                if place > query.offset and first < end:
+                    shown.append((found, max(query.offset - first, 0) - 1, min(end - first, place - first) - 1))
+            groups = table.groups(connection, key, [found for found, first, _ in shown if first < 0])
+            rows: list[RunGroupRecord | TableRow] = []
+            for found, first, last in shown:
+                if first < 0:
+                    rows.append(groups[found])
+                if last > max(first, 0):
+                    rows += table.rows(connection, max(first, 0), last - max(first, 0), key == found)
+            return GroupPage(rows, total)
+
+
+class _Table:
+    """The runs that a query leaves, and their order."""
+
+    def __init__(self, query: TableQuery, stale_before: float) -> None:
+        self._query = query
+        sign = later(_RUN.c.updated_at, _OVERVIEW.c.updated_at)
+        self._state: ColumnElement[str] = case(
+            (_RUN.c.state != "running", _RUN.c.state),
+            (sign >= stale_before, literal("running")),
+            else_=literal("stale"),
+        )
+        self._columns: dict[str, ColumnElement[Any]] = {
+            **{name: _RUN.c[name] for name in _OF_RUN},
+            "state": self._state,
+            "updated_at": sign,
+            **{name: _OVERVIEW.c[name] for name in ("health", "last_step", *schema.OVERVIEW_NUMBERS)},
+        }
+        equal = ((_OVERVIEW.c.health, query.health), (self._state, query.state))
+        conditions = [*matching(query), *(column == value for column, value in equal if value is not None)]
+        if query.run_ids is not None:
+            conditions.append(_RUN.c.run_id.in_(query.run_ids))
+        self._base = select(_RUN.c.run_id).outerjoin(_OVERVIEW, _OVERVIEW.c.run_id == _RUN.c.run_id)
+        self._base = self._base.where(*conditions)
+
+    def counted(self, connection: Connection) -> tuple[int, dict[str, int], float | None]:
+        """How many runs there are, the live ones by health, and when one of them changed last."""
+        health = func.coalesce(_OVERVIEW.c.health, "").label("health")
+        live = (self._state == "running").label("live")
+        changes = schema.run_change
+        changed = func.max(later(self._columns["updated_at"], changes.c.changed_at)).label("changed_at")
+        counts = self._base.outerjoin(changes, changes.c.run_id == _RUN.c.run_id)
+        counts = counts.with_only_columns(live, health, func.count().label("runs"), changed).group_by(live, health)
+        rows = connection.execute(counts).all()
+        total, newest = sum(row.runs for row in rows), max((row.changed_at for row in rows), default=None)
+        return total, {row.health: row.runs for row in rows if row.live}, newest
+
+    def rows(
+        self, connection: Connection, offset: int, limit: int, *conditions: ColumnElement[bool]
+    ) -> list[TableRow]:
+        """Some of the runs, in order."""
+        column = self._columns[self._query.sort]
+        # What is not known stands last, whichever way; the newest of equals first.
+        order = (column.is_(None), self._directed(column), _RUN.c.created_at.desc(), _RUN.c.run_id.desc())
+        ordered = self._base.where(*conditions).order_by(*order).offset(offset).limit(limit)
+        ids = list(connection.execute(ordered).scalars())
+        records = read_records(connection, ids) if ids else {}
+        found = _overviews(connection, ids)
+        return [(records[run_id], found.get(run_id)) for run_id in ids]
+
+    def grouped(self, key: ColumnElement[str]) -> Select[Any]:
+        """Keys and sizes of all groups, in order: by the mean of a number, the newest of a time, the first word."""
+        sort = self._query.sort
+        column = self._columns[sort]
+        value = func.min(column) if sort in _WORDS else func.max(column) if sort in _NEWEST else func.avg(column)
+        named = key.label("key")
+        columns: list[Any] = [named, func.count().label("runs")]
+        chosen = self._base.with_only_columns(*columns).group_by(named)
+        return chosen.order_by(value.is_(None), self._directed(value), named)
+
+    def groups(
+        self, connection: Connection, key: ColumnElement[str], keys: Sequence[str]
+    ) -> dict[str, RunGroupRecord]:
+        """These groups, by key."""
+        columns = [_RUN.c[name] if name in _RUN.c else self._columns[name] for name in ("run_id", *_OF_GROUP)]
+        chosen = self._base.with_only_columns(key, *columns, self._state, self._columns["updated_at"])
+        chosen = chosen.where(key.in_(keys))
+        members: dict[str, list[Sequence[Any]]] = defaultdict(list)
+        for row in connection.execute(chosen).all():
+            members[row[0]].append(row)
+        names = ("key", "run_id", *_OF_GROUP, "state", "updated_at")
+        found = {key: dict(zip(names, zip(*runs, strict=True), strict=True)) for key, runs in members.items()}
+        worst = {key: of["run_id"][_worst(of["health"], of["edq_ratio"])] for key, of in found.items()}
+        said = _overviews(connection, list(worst.values()))
+        return {key: _group(key, of, said.get(worst[key])) for key, of in found.items()}
+
+    def _directed(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
+        return column.desc() if self._query.descending else column.asc()
+
+
+def _key(by: wire.GroupBy) -> ColumnElement[str]:
+    """What the runs of a group have in common, as one text; their strategy and dtype always, so that means mean."""
+    more: Sequence[ColumnElement[Any]] = {
+        "strategy": [],
+        "group": [_RUN.c.group],
+        "configuration": [_OVERVIEW.c.configuration],
+    }[by]
+    key: ColumnElement[str] = _RUN.c.project
+    for column in (_RUN.c.strategy, _RUN.c.dtype, *more):
+        key = key + literal(_SEPARATOR) + func.coalesce(column, _NONE)
+    return key
+
+
+def _worst(healths: Sequence[str | None], edq: Sequence[float | None]) -> int:
+    """Which run speaks for its group: what speaks against one, then what is not known, then the lowest EDQ."""
+    standing = [
+        (health in _NOT_AGAINST, health == "healthy", value or 0.0)
+        for health, value in zip(healths, edq, strict=True)
+    ]
+    return standing.index(min(standing))
+
+
+def _group(key: str, of: Mapping[str, Sequence[Any]], worst: wire.Overview | None) -> RunGroupRecord:
+    """The group of the runs with these values by name, in one order each."""
+    numbers = {name: [value for value in of[name] if value is not None] for name in schema.OVERVIEW_NUMBERS}
+    newest = nlargest(LISTED, zip(of["created_at"], of["run_id"], of["name"], strict=True))
+    return RunGroupRecord(
+        key=key,
+        project=of["project"][0],
+        strategy=of["strategy"][0],
+        dtype=of["dtype"][0],
+        groups=sorted({name for name in of["group"] if name is not None})[:LISTED],
+        runs={run_id: name for _, run_id, name in newest},
+        count=len(of["run_id"]),
+        states=Counter(of["state"]),
+        healths=Counter(health or "unknown" for health in of["health"]),
+        worst=worst,
+        numbers={name: values for name, values in numbers.items() if values},
+        last_step=max((step for step in of["last_step"] if step is not None), default=None),
+        updated_at=max(of["updated_at"]),
+    )
+
+
+def _overviews(connection: Connection, ids: Sequence[str]) -> dict[str, wire.Overview]:
+    chosen = select(_OVERVIEW.c.run_id, _OVERVIEW.c.overview).where(_OVERVIEW.c.run_id.in_(ids))
+    return {row.run_id: DECODE_OVERVIEW(row.overview) for row in connection.execute(chosen)} if ids else {}

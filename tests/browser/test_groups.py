@@ -1,0 +1,135 @@
+"""The table of runs in groups: runs that differ by seed are one row, mean ± spread, that opens into its runs."""
+
+import pytest
+
+from collage_monitor.client import Client
+from collage_monitor.seeds import mean_over_seeds
+from tests.browser.test_comparison import tick
+from tests.dashboard.generated import GeneratedRun
+from tests.waiting import until
+
+pytestmark = pytest.mark.browser
+
+SEEDS = 3
+LOSSES = {"plain": 2.0, "plus": 1.5}
+FILLING = 60
+"""More runs than one question of the table reads."""
+
+
+class Seeded(GeneratedRun):
+    """Its loss is its strategy's and its seed's, the last digit of its name."""
+
+    def scalars(self, step):
+        return super().scalars(step) | {"loss": LOSSES[self.strategy] + 0.25 * int(self.name[-1])}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    seeds = [
+        Seeded(f"{strategy}-seed{seed}", strategy, run_id=f"run-{strategy}-{seed}", steps=40)
+        for strategy in LOSSES
+        for seed in range(SEEDS)
+    ]
+    return seeds + [GeneratedRun(f"filler-{i:02}", "light", steps=10, blocks=1) for i in range(FILLING)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def evaluated(server_url):
+    address, token_file = server_url
+    with Client(address, token_file.read_text().strip()) as client:
+
+        def none_is_missing():
+            rows = client.run_table(sort="health", descending=False, limit=500).rows
+            return all(row.overview for row in rows)
+
+        until(none_is_missing, "the evaluation of all runs")
+
+
+def names(page):
+    """What the rows on the screen say, from the top."""
+    rows = page.locator(".runs-grid .ag-pinned-left-cols-container .ag-row").all()
+    rows.sort(key=lambda row: int(row.get_attribute("row-index")))
+    return [row.locator(".group-name, a").text_content() for row in rows]
+
+
+def first_row(page, name):
+    """Wait until the table begins with this row."""
+    row = '.ag-pinned-left-cols-container .ag-row[row-index="0"]'
+    said = f"document.querySelector('{row} .group-name, {row} a')?.textContent"
+    page.wait_for_function(f"name => {said} === name", arg=name)
+
+
+def choose_grouping(page, title):
+    page.locator("#runs-by").click()
+    page.get_by_role("option", name=title).click()
+
+
+def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/?q=seed&sort=loss")
+    first_row(page, "plus-seed0")
+    choose_grouping(page, "By strategy")
+    page.wait_for_function("location.search.includes('by=strategy')")
+    first_row(page, "Collage plus · bfloat16 · 3 runs")
+    assert names(page) == ["Collage plus · bfloat16 · 3 runs", "Plain · bfloat16 · 3 runs"]
+    loss = mean_over_seeds([LOSSES["plus"] + 0.25 * seed for seed in range(SEEDS)]) or pytest.fail("no mean")
+    cell = page.locator('.ag-row[row-index="0"] .ag-cell[col-id="loss"]')
+    assert cell.text_content().replace("\u00a0", " ") == f"{loss.value:.3f} ± {loss.spread:.2f}"
+
+    page.get_by_role("button", name="3 runs of Plain · bfloat16").click()
+    page.get_by_role("link", name="plain-seed2").wait_for()
+    page.wait_for_function("location.search.includes('open=')")
+    assert names(page)[1:] == ["Plain · bfloat16 · 3 runs", "plain-seed0", "plain-seed1", "plain-seed2"]
+
+    page.locator(".ag-header-cell-text", has_text="EDQ").first.click()
+    first_row(page, "Plain · bfloat16 · 3 runs")
+    assert "sort=edq_ratio" in page.url
+    assert names(page)[4] == "Collage plus · bfloat16 · 3 runs"
+
+    page.get_by_role("link", name="plain-seed1").click()
+    page.wait_for_selector("#run-panel .hm image")
+    page.go_back()
+    first_row(page, "Plain · bfloat16 · 3 runs")
+    page.get_by_role("link", name="plain-seed1").wait_for()
+    assert page.locator("#runs-by").input_value() == "By strategy"
+
+    page.get_by_label("Search names, projects, tags and ids").fill("seed1")
+    first_row(page, "Plain · bfloat16 · 1 run")
+    page.get_by_role("button", name="1 run of Plain · bfloat16", expanded=True).click()
+    page.get_by_role("link", name="plain-seed1").wait_for(state="detached")
+
+
+def test_back_leads_to_the_grouping_that_was_chosen_before(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/?q=seed&by=strategy&sort=loss")
+    first_row(page, "Collage plus · bfloat16 · 3 runs")
+    choose_grouping(page, "By configuration")
+    first_row(page, "plus-seed2 and 2 more · 3 runs")
+    page.go_back()
+    first_row(page, "Collage plus · bfloat16 · 3 runs")
+    page.wait_for_function("document.querySelector('#runs-by').value === 'By strategy'")
+
+
+def test_what_was_picked_survives_search_pages_and_grouping(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/?sort=-name&by=strategy")
+    picked = page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare")
+    picked.check()
+    page.get_by_role("link", name="Compare 3 runs").wait_for()
+    page.goto(f"{watched.url}/?sort=-name")
+    first_row(page, "plus-seed2")
+    assert page.get_by_role("checkbox", name="Pick plain-seed1 to compare").is_checked()
+    page.evaluate("row => dash_ag_grid.getApi('runs-grid').ensureIndexVisible(row)", FILLING + 5)
+    tick(page, "filler-00")
+    page.get_by_role("link", name="Compare 4 runs").wait_for()
+    page.evaluate("dash_ag_grid.getApi('runs-grid').ensureIndexVisible(0)")
+    page.get_by_role("checkbox", name="Pick plain-seed1 to compare").uncheck()
+    page.get_by_label("Search names, projects, tags and ids").fill("filler-00")
+    page.get_by_role("link", name="plain-seed1").wait_for(state="detached")
+    assert page.get_by_role("checkbox", name="Pick filler-00 to compare").is_checked()
+    page.get_by_label("Search names, projects, tags and ids").fill("")
+    choose_grouping(page, "By strategy")
+    page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare").wait_for()
+    assert not picked.is_checked()
+    link = page.get_by_role("link", name="Compare 3 runs").get_attribute("href")
+    assert link.endswith("?run=run-plain-2&run=run-plain-0&run=run-filler-00")
