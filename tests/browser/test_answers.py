@@ -1,0 +1,81 @@
+"""What a page says first: where and since when, numbers that agree, curves with room, titles that say of what."""
+
+import re
+
+import pytest
+from collage_dashboard.figures.style import STRATEGY_COLOURS
+
+from tests.browser.test_incidents import DROP, Dropping
+from tests.dashboard.generated import GeneratedRun, demo_runs
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The demo's, one that falls in the middle, and five more to compare."""
+    more = [GeneratedRun(f"seed {number}", "stochastic", run_id=f"run-seed-{number}") for number in range(5)]
+    return [*demo_runs(), Dropping("falls", "plus", steps=2 * DROP, run_id="run-falls"), *more]
+
+
+def test_a_fall_is_told_with_its_step_and_its_layers(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-falls")
+    answer = page.locator(".answer .verdict")
+    answer.get_by_text(re.compile(rf"since step {DROP + 10}, in ")).wait_for()
+    worst = page.get_by_role("region", name="Layers that lose the most")
+    assert worst.get_by_role("link").count() == 5
+
+
+def test_the_sentence_quotes_the_numbers_that_stand_beside_it(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain")
+    page.locator(".number-card").first.wait_for()
+    said = page.locator(".answer .verdict").inner_text()
+    edq, lost = (
+        float(page.locator(f".number-card[data-metric='{key}'] .value").inner_text())
+        for key in ("edq_ratio", "lost_update_ratio")
+    )
+    assert f"Loses {100 * lost:.1f} % of its updates (EDQ {edq:.3f})" in said
+    card = page.locator(".number-card[data-metric='edq_ratio']").inner_text()
+    assert re.search(r"over steps 10 to 200, 95 % interval\s+newest step 0\.\d+", card)
+    page.goto(f"{watched.url}/?q=run-plain")
+    page.locator(".ag-row .verdict-cell", has_text=f"EDQ {edq:.3f}").wait_for()
+
+
+def test_ten_runs_share_one_legend_and_leave_room_for_their_curves(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=1280).page
+    names = [
+        "plain",
+        "light",
+        "plus",
+        "master-weights",
+        "fp32-reference",
+        *(f"seed-{number}" for number in range(5)),
+    ]
+    page.goto(f"{dashboard_url}/compare?" + "&".join(f"run=run-{name}" for name in names))
+    page.wait_for_selector("#compare-chart-3 .scatterlayer .trace", state="attached")
+    assert page.locator("#compare-legend .run-label").count() == 10
+    assert page.locator(".legend .traces").count() == 0
+    heights = page.evaluate(
+        """() => [...document.querySelectorAll("[id^='compare-chart-'] .js-plotly-plot")]
+            .map(plot => plot._fullLayout._size.h)"""
+    )
+    assert len(heights) == 4
+    assert min(heights) > 200
+    page.set_viewport_size({"width": 1920, "height": 1080})
+    assert page.locator("main, .page").first.evaluate("page => page.clientWidth") > 0.95 * 1920
+
+
+def test_titles_say_layer_and_steps_and_a_curve_has_its_strategys_colour(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?layer=blocks.0.mlp.up.weight&step=100")
+    page.wait_for_selector("#run-panel .barlayer .point", state="attached")
+    page.locator(".gtitle", has_text="blocks.0.mlp.up.weight, step 100").wait_for()
+    assert page.locator(".gtitle", has_text="blocks.0.mlp.up.weight").count() == 2
+    assert page.get_by_role("heading", name="EDQ by layer").count() == 1
+    colours = page.evaluate(
+        """() => [...document.querySelectorAll('#run-panel .js-plotly-plot')].flatMap(plot => plot.data)
+            .filter(trace => trace.type === 'scatter').map(trace => trace.line?.color)"""
+    )
+    assert STRATEGY_COLOURS["plain"] in colours
