@@ -106,19 +106,19 @@ def traces(name):
     runs["finished"] = [*_values(name, sick=True)[: gone + 1], *[None] * (length - gone - 1)]
     if entry.for_seconds:
         runs["dented"] = _values(name, sick=True, minutes=max(round(entry.for_seconds / 60) - 1, 1))
-    if entry.warm_up_steps:
-        runs["young"] = _values(name, sick=True)
+    # Neither wakes an alert that waits for their end, whatever is wrong, nor any other alert by itself.
+    runs["young"] = _values(name, sick=bool(entry.warm_up_steps))
+    runs["resumed"] = _values(name, sick=bool(entry.settle_steps))
+    runs["skipping"] = _values(name, sick=False)
     if case.poor:
         before, after = case.poor
         runs["poor"] = [after if value == case.sick else before for value in runs["sick"]]
-    if entry.settle_steps:
-        runs["resumed"] = _values(name, sick=True)
     found = []
     for run_id, values in runs.items():
         labels = {"project": "p", "run": "a", "run_id": run_id, "strategy": "plain"} | case.labels
         there = [minute for minute, value in enumerate(values) if value is not None]
         last = length if run_id != "finished" else max(there, default=onset) + 1
-        first_step = 100 if run_id == "young" else 1000
+        first_step = 1 if run_id == "young" else 1000
         steps = [first_step + minute for minute in range(last)] + [None] * (length - last)
         own = {key: labels[key] for key in ("project", "run", "run_id", "strategy")}
         found += [Trace(case.series, labels, values), Trace("collage_step", own, steps)]
@@ -126,6 +126,13 @@ def traces(name):
             # It resumes at the onset, and steps so slowly that it does not settle while something is wrong.
             since = [None] * onset + [1.0 + minute / 10 for minute in range(length - onset)]
             found.append(Trace("collage_steps_since_resume", own, since))
+        if run_id == "skipping":
+            # The loss scaler grows too large now and then: a step in five minutes is skipped, and says nothing.
+            skips = [2.0 + minute // 5 for minute in range(length)]
+            if case.series == "collage_skipped_steps":
+                found[-2] = Trace(case.series, labels, skips)
+            else:
+                found.append(Trace("collage_skipped_steps", own, skips))
     return found
 
 
