@@ -101,9 +101,12 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
     monkeypatch.undo()
     server.filled("r3", "r3-s")
-    monkeypatch.setattr(
-        store.runs, "page", lambda *asked, real=store.runs.page: delete_after(store, real(*asked), clock)
-    )
+    listed = Snapshot.run_page
+    monkeypatch.setattr(Snapshot, "run_page", lambda *asked: delete_after(store, listed(*asked), clock))
+    of_one_moment = server.get("/runs", wire.RunPage).runs
+    assert [run.run_id for run in of_one_moment] == ["r3", "r2"]
+    assert all(run.latest["edq_ratio"] is not None for run in of_one_moment)
+    monkeypatch.undo()
     assert [run.run_id for run in server.get("/runs", wire.RunPage).runs] == ["r2"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
 from typing import Annotated, Literal
 
 from fastapi import Path, Query
@@ -20,9 +19,9 @@ from collage_server.auth.administration import new_act
 from collage_server.auth.bearer import asked_by, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
-from collage_server.errors import Gone, NotFound, Unprocessable
+from collage_server.errors import Unprocessable
 from collage_server.queries.runs import run_answer
-from collage_server.store import RunQuery, RunRecord
+from collage_server.store import LatestPoint, RunQuery, RunRecord
 
 __all__ = ["router"]
 
@@ -31,13 +30,20 @@ Filter = Annotated[str | None, Query(max_length=512)]
 
 
 def _answer(components: Components, record: RunRecord, reader: Principal) -> wire.Run:
+    point = None
+    if reader.may("read"):
+        with components.store.points.snapshot() as snapshot:
+            point = snapshot.latest(record.run_id)
+    return _as_seen(record, point, reader, components.clock(), components.settings.stale_after_seconds)
+
+
+def _as_seen(
+    record: RunRecord, point: LatestPoint | None, reader: Principal, now: float, stale_after_seconds: float
+) -> wire.Run:
     """The run as this principal may see it: who only sends learns nothing of what others sent."""
     if not reader.may("read"):
-        record = dataclasses.replace(record, config={}, notes="", tags=[], watch=None, scalars={})
-        return run_answer(record, None, components.clock(), components.settings.stale_after_seconds)
-    with components.store.points.snapshot() as snapshot:
-        point = snapshot.latest(record.run_id)
-    return run_answer(record, point, components.clock(), components.settings.stale_after_seconds)
+        record, point = dataclasses.replace(record, config={}, notes="", tags=[], watch=None, scalars={}), None
+    return run_answer(record, point, now, stale_after_seconds)
 
 
 def _check(create: wire.RunCreate) -> None:
@@ -92,11 +98,11 @@ def list_runs(
         cursor=cursor,
         limit=limit,
     )
-    page = components.store.runs.page(query, components.clock(), components.settings.stale_after_seconds)
-    runs = []
-    for record in page.runs:
-        with suppress(Gone, NotFound):  # It was deleted since.
-            runs.append(_answer(components, record, principal_of(request)))
+    reader, now, stale_after = principal_of(request), components.clock(), components.settings.stale_after_seconds
+    with components.store.points.snapshot() as snapshot:
+        page = snapshot.run_page(query, now)
+        latest = snapshot.latest_of([record.run_id for record in page.runs] if reader.may("read") else [])
+    runs = [_as_seen(record, latest.get(record.run_id), reader, now, stale_after) for record in page.runs]
     return answer(wire.RunPage(runs=runs, cursor=page.cursor))
 
 

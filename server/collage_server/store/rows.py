@@ -81,6 +81,8 @@ def require_run(connection: Connection, run_id: str, *, lock: bool = False) -> N
 
 def require_runs(connection: Connection, run_ids: Collection[str]) -> None:
     """Raise NotFound or Gone unless all these runs exist."""
+    if not run_ids:
+        return
     there = set(connection.execute(select(schema.run.c.run_id).where(schema.run.c.run_id.in_(run_ids))).scalars())
     for run_id in run_ids:
         if run_id not in there:

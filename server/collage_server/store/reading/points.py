@@ -343,19 +343,26 @@ def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[st
 
 
 def read_latest(
-    connection: Connection, run_id: str, stale_after_seconds: float, cache: ColumnCache
-) -> LatestPoint | None:
-    """The newest measured step that every live rank has reached and reported whole, with the model's totals."""
-    view = RunView(connection, run_id)
-    step = newest_measured_step(connection, run_id, view.first_hidden_steps, stale_after_seconds)
-    if step is None:
-        found = read_points(connection, [run_id], ("measured_steps",), Selection(), cache)[run_id]
-        steps = found.steps[found.ranks > 0]
-        if not len(steps):
-            return None
-        step = int(steps[-1])
-    at = Selection(first_step=step, last_step=step)
-    points = read_points(connection, [run_id], None, at, cache)[run_id]
-    if not len(points.steps):
-        return None
-    return LatestPoint(step, float(points.times[0]), {key: values[0] for key, values in points.totals.items()})
+    connection: Connection, run_ids: Sequence[str], stale_after_seconds: float, cache: ColumnCache
+) -> dict[str, LatestPoint | None]:
+    """By run the newest measured step that every live rank has reached and reported whole, with the model's totals.
+
+    Runs that stand at the same step are read together.
+    """
+    views = read_views(connection, run_ids)
+    standing: dict[int, dict[str, RunView]] = defaultdict(dict)
+    for run_id, view in views.items():
+        step = newest_measured_step(connection, run_id, view.first_hidden_steps, stale_after_seconds)
+        if step is None:
+            found = points_of_views(connection, {run_id: view}, ("measured_steps",), Selection(), cache)[run_id]
+            step = max(found.steps[found.ranks > 0].tolist(), default=None)
+        if step is not None:
+            standing[step][run_id] = view
+    latest: dict[str, LatestPoint | None] = dict.fromkeys(run_ids)
+    for step, some in standing.items():
+        at = Selection(first_step=step, last_step=step)
+        for run_id, points in points_of_views(connection, some, None, at, cache).items():
+            if len(points.steps):
+                totals = {key: values[0] for key, values in points.totals.items()}
+                latest[run_id] = LatestPoint(step, float(points.times[0]), totals)
+    return latest

@@ -23,18 +23,22 @@ from collage_server.store.records import (
     LatestPoint,
     NewestReport,
     Points,
+    RunPageRecord,
+    RunQuery,
     RunRecord,
     ScalarPoints,
     Selection,
 )
 from collage_server.store.runs.events import read_events
-from collage_server.store.runs.latest import measured_state
-from collage_server.store.runs.runs import read_records
+from collage_server.store.runs.latest import measured_states
+from collage_server.store.runs.runs import read_page, read_records
 
 __all__ = ["PointStore", "Snapshot"]
 
 _CACHED_RUNS: Final = 1000
 _CACHED_COLUMN_BYTES: Final = 64 * 2**20
+_RUNS_AT_ONCE: Final = 64
+"""Of so many runs chunks are in memory at a time."""
 
 
 class PointStore:
@@ -83,6 +87,10 @@ class Snapshot:
         self._caches = caches
         self._stale_after_seconds = stale_after_seconds
 
+    def run_page(self, query: RunQuery, now: float) -> RunPageRecord:
+        """A page of runs, newest first."""
+        return read_page(self._connection, query, now, self._stale_after_seconds)
+
     def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
         """Several runs, in the order given."""
         return read_records(self._connection, run_ids)
@@ -124,10 +132,22 @@ class Snapshot:
 
     def latest(self, run_id: str) -> LatestPoint | None:
         """The newest measured step; read again only when `run_latest` has moved since the last call."""
-        state = measured_state(self._connection, run_id, self._stale_after_seconds)
-        point = self._caches.newest(run_id, state)
-        if point is None:
-            point = read_latest(self._connection, run_id, self._stale_after_seconds, self._caches.columns)
-            if point is not None:  # A deleted run's state is that of one without points.
-                self._caches.keep_newest(run_id, state, point)
-        return point
+        return self.latest_of([run_id])[run_id]
+
+    def latest_of(self, run_ids: Sequence[str]) -> dict[str, LatestPoint | None]:
+        """The newest measured step of each of these runs, None where nothing is measured.
+
+        Raises:
+            NotFound, Gone: one of the runs is not there.
+        """
+        states = measured_states(self._connection, run_ids, self._stale_after_seconds)
+        found = {run_id: self._caches.newest(run_id, state) for run_id, state in states.items()}
+        unknown = [run_id for run_id, point in found.items() if point is None]
+        for start in range(0, len(unknown), _RUNS_AT_ONCE):
+            some = unknown[start : start + _RUNS_AT_ONCE]
+            read = read_latest(self._connection, some, self._stale_after_seconds, self._caches.columns)
+            for run_id, point in read.items():
+                found[run_id] = point
+                if point is not None:  # A deleted run's state is that of one without points.
+                    self._caches.keep_newest(run_id, states[run_id], point)
+        return found

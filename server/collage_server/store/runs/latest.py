@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from collage_server.store import schema
 __all__ = [
     "first_hidden_steps",
     "logged_names",
-    "measured_state",
+    "measured_states",
     "newest_measured_step",
     "newest_scalars",
     "sum_of_newest",
@@ -127,15 +128,25 @@ def _measured_steps(connection: Connection, run_id: str, stream_id: str, after: 
     return list(connection.execute(statement.order_by(table.c.seq.desc()).limit(4 * _PASSED)).scalars())
 
 
-def measured_state(connection: Connection, run_id: str, stale_after_seconds: float) -> object:
-    """A value that changes whenever the newest measured step of a run may have changed."""
+def measured_states(
+    connection: Connection, run_ids: Sequence[str], stale_after_seconds: float
+) -> dict[str, object]:
+    """By run a value that changes whenever its newest measured step may have changed."""
     table, attempt = schema.run_latest, schema.attempt
-    names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at")
-    places = connection.execute(
-        select(*(table.c[name] for name in names)).where(
-            table.c.run_id == run_id, table.c.measured_step.is_not(None)
-        )
-    ).all()
+    names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at", "run_id")
+    measured = select(*(table.c[name] for name in names)).where(
+        table.c.run_id.in_(run_ids), table.c.measured_step.is_not(None)
+    )
+    begun = select(attempt.c.attempt, attempt.c.first_step, attempt.c.run_id).where(attempt.c.run_id.in_(run_ids))
+    places: dict[str, list[Row[Any]]] = defaultdict(list)
+    launches: dict[str, list[Row[Any]]] = defaultdict(list)
+    for rows, statement in ((places, measured), (launches, begun)):
+        for row in connection.execute(statement):
+            rows[row.run_id].append(row)
+    return {run_id: _state(places[run_id], launches[run_id], stale_after_seconds) for run_id in run_ids}
+
+
+def _state(places: Sequence[Row[Any]], launches: Sequence[Row[Any]], stale_after_seconds: float) -> object:
     newest = max((row.measured_step for row in places), default=0)
     freshest: dict[int, float] = {}
     for row in places:
@@ -146,7 +157,4 @@ def measured_state(connection: Connection, run_id: str, stale_after_seconds: flo
         return row.last_step, row.last_report_at >= freshest[row.attempt] - stale_after_seconds
 
     seen = [(*row[:4], lagging(row) if row.measured_step < newest else None) for row in places]
-    launches = connection.execute(
-        select(attempt.c.attempt, attempt.c.first_step).where(attempt.c.run_id == run_id)
-    ).all()
-    return sorted(seen), sorted(map(tuple, launches))
+    return sorted(seen), sorted(tuple(row)[:2] for row in launches)

@@ -21,7 +21,7 @@ from collage_server.store.records import RunFilter, RunPageRecord, RunQuery, Run
 from collage_server.store.rows import from_json, missing_run, require_run, require_runs, to_json
 from collage_server.store.runs.latest import first_hidden_steps, newest_scalars, sum_of_newest
 
-__all__ = ["CountedRows", "QuotaCheck", "RunStore", "matching", "read_records", "read_run"]
+__all__ = ["CountedRows", "QuotaCheck", "RunStore", "matching", "read_page", "read_records", "read_run"]
 
 CountedRows = Literal["runs", "tags"]
 QuotaCheck = Callable[[str, CountedRows, int], None]
@@ -77,14 +77,7 @@ class RunStore:
     def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
         """A page of runs, newest first."""
         with self._database.reading() as connection:
-            statement = _runs().where(*_filters(query, now - stale_after_seconds))
-            statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
-            if query.cursor is not None:
-                statement = _after(statement, query.cursor)
-            rows = connection.execute(statement).all()
-            page, more = rows[: query.limit], len(rows) > query.limit
-            cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
-            return RunPageRecord(_records(connection, page), cursor)
+            return read_page(connection, query, now, stale_after_seconds)
 
     def get(self, run_id: str) -> RunRecord:
         """One run."""
@@ -276,11 +269,24 @@ def read_run(connection: Connection, run_id: str) -> RunRecord:
     return _records(connection, [row])[0]
 
 
+def read_page(connection: Connection, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
+    """A page of runs, newest first."""
+    statement = _runs().where(*_filters(query, now - stale_after_seconds))
+    statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
+    if query.cursor is not None:
+        statement = _after(statement, query.cursor)
+    rows = connection.execute(statement).all()
+    page, more = rows[: query.limit], len(rows) > query.limit
+    cursor = _cursor(page[-1].created_at, page[-1].run_id) if more else None
+    return RunPageRecord(_records(connection, page), cursor)
+
+
 def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRecord]:
     """Several runs, in the order given."""
     ids = list(dict.fromkeys(run_ids))
-    require_runs(connection, ids)
     rows = connection.execute(_runs().where(_RUN.c.run_id.in_(ids))).all()
+    if len(rows) < len(ids):
+        require_runs(connection, ids)
     found = {record.run_id: record for record in _records(connection, rows)}
     return {run_id: found[run_id] for run_id in ids}
 
