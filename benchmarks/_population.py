@@ -1,20 +1,30 @@
-"""Runs for the query benchmark: one of each kind goes through journal and sealer, the others hold its rows again.
+"""Runs for benchmarks: one of each kind goes through journal and sealer, the others hold its rows again.
 
 A copied run has rows of its own under its own ids, as large and as many as if it had been sealed itself.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from collage_server.store import ReportGroup, SqliteStore, Store
 from collage_server.store.schema import metadata
-from sqlalchemy import Connection, Engine, Table, event, insert, literal, select, text
+from sqlalchemy import Connection, Engine, String, Table, cast, event, insert, literal, select, true
 
 from collage_monitor import wire
 
-__all__ = ["LAYERED", "LAYERS", "MODELS", "STATISTICS", "UnsyncedStore", "copy_run", "populate", "seal_run"]
+__all__ = [
+    "LAYERED",
+    "LAYERS",
+    "MODELS",
+    "STATISTICS",
+    "UnsyncedStore",
+    "copy_often",
+    "copy_run",
+    "populate",
+    "seal_run",
+]
 
 LAYERS: Final = 200
 STATISTICS: Final = (
@@ -67,9 +77,6 @@ def populate(store: Store, seed: int) -> int:
                 first[points] = run_id
                 seal_run(store, run_id, points, layers, seed)
             numbers += points * len(STATISTICS) * (layers + 1)
-    if store.engine.dialect.name == "postgresql":
-        with store.engine.begin() as connection:
-            connection.execute(text("ANALYZE"))
     return numbers
 
 
@@ -109,6 +116,23 @@ def _report(seq: int, table: np.ndarray, layers: int) -> wire.Report:
         statistics=wire.array_to_bytes(table) if layers else None,
         model=wire.array_to_bytes(model),
     )
+
+
+def copy_often(store: Store, source: str, count: int) -> None:
+    """More runs like `source`, called `source`-1, `source`-2, …, with rows of their own; a second between them."""
+    numbers = select(literal(1).label("number")).cte("numbers", recursive=True)
+    numbers = numbers.union_all(select(numbers.c.number + 1).where(numbers.c.number < count))
+    run_id = literal(f"{source}-", String) + cast(numbers.c.number, String)
+    with store.engine.begin() as connection:
+        for table in metadata.sorted_tables:
+            if "run_id" not in table.c or table.name == "deleted_run":
+                continue
+            own: dict[str, Any] = {"run_id": run_id, "stream_id": run_id}
+            if table.name == "run":
+                own |= {"name": run_id, "created_at": table.c.created_at + numbers.c.number}
+            columns = [own.get(column.name, column).label(column.name) for column in table.c]
+            rows = select(*columns).select_from(table.join(numbers, true())).where(table.c.run_id == source)
+            connection.execute(insert(table).from_select([column.name for column in table.c], rows))
 
 
 def copy_run(store: Store, source: str, run_id: str) -> None:

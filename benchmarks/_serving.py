@@ -261,6 +261,7 @@ def serve(kind: str, folder: Path, database: str | None = None) -> None:
         port=0,
         no_auth=True,
         seal_interval_seconds=_NEVER,
+        idle_seconds=_NEVER,
         journal_run_bytes=_NO_BOUND,
         journal_bytes=_NO_BOUND,
         commit_bytes=1 if kind == "single" else Settings.commit_bytes,

@@ -23,13 +23,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import psycopg
-from collage_server.store import PostgresqlStore
+from collage_server.store import PostgresqlStore, Store
+from sqlalchemy import text
 
 from benchmarks._harness import Figure, Measuring, Options, main
 from benchmarks._population import LAYERED, MODELS, UnsyncedStore, populate
@@ -39,7 +41,8 @@ ROUNDS, GATE_ROUNDS = 15, 9
 COLD_ROUNDS, GATE_COLD_ROUNDS = 5, 3
 _TEN: Final = [run for run in LAYERED if run != "layers-long"][:10]
 _FIFTY: Final = [run for run in MODELS if run != "model-long"]
-_EDQ: Final = "metric=edq_ratio"
+_POINTS: Final = "points={points}"
+_EDQ: Final = f"metric=edq_ratio&{_POINTS}"
 _RATIO: Final = ("measured_steps", "intended_effective_sum", "intended_squared_sum")
 _INTERVAL: Final = (
     *_RATIO,
@@ -49,6 +52,10 @@ _INTERVAL: Final = (
     "covariance/edq_ratio",
 )
 _LAYER: Final = 100
+_COUNT: Final = (
+    "SELECT run.state, run_overview.health, count(*) FROM run LEFT JOIN run_overview "
+    "ON run_overview.run_id = run.run_id GROUP BY run.state, run_overview.health"
+)
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,42 @@ class StoredColumns:
         """Of the statement, for one run."""
         return (run, run, *self.statistics) if self.statistics else (run,)
 
+    def read(self, cursor: Any, mark: str) -> int:
+        """Read them and add up all that is in them; how many numbers that was."""
+        count, statement = 0, self.statement(mark)
+        for run in self.runs:
+            rows = cursor.execute(statement, self.parameters(run)).fetchall()
+            values = np.frombuffer(b"".join([row[0] for row in rows]), dtype="<f8")
+            np.add.reduce(values)
+            count += len(values)
+        return count
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """What a question is about: all rows of these runs in these tables; `counted`: how healthy all runs are."""
+
+    tables: Sequence[str]
+    runs: Sequence[str]
+    counted: bool = False
+
+    def read(self, cursor: Any, mark: str) -> int:
+        """Read them; how many values that was."""
+        marks, count = ", ".join([mark] * len(self.runs)), 0
+        for table in self.tables:
+            rows = cursor.execute(f"SELECT * FROM {table} WHERE run_id IN ({marks})", tuple(self.runs)).fetchall()
+            count += sum(map(len, rows))
+        if self.counted:
+            cursor.execute(_COUNT).fetchall()
+        return count
+
+
+Stored = StoredColumns | StoredRows
+
 
 @dataclass(frozen=True)
 class Question:
-    """Paths asked one after the other, so many points of each, and the columns that they are about.
+    """Paths asked one after the other, `{points}` in them replaced, and what is stored of what they are about.
 
     `limits` are how many times the reference the median may take, warm (CPU) and cold (time), on SQLite and then on
     PostgreSQL, two to three times what was measured; None is stated, not held.
@@ -91,7 +130,7 @@ class Question:
     name: str
     paths: list[str]
     points: int
-    columns: Sequence[StoredColumns]
+    columns: Sequence[Stored]
     limits: tuple[tuple[float, float], tuple[float, float]] | None = None
 
 
@@ -133,17 +172,9 @@ class Side:
         return time.process_time() + (0.0 if self.postgres is None else cpu_seconds(self.postgres))
 
 
-def read_by_key(cursor: Any, columns: Sequence[StoredColumns], mark: str) -> int:
-    """Read these columns and add up all that is in them; how many numbers that was."""
-    count = 0
-    for entry in columns:
-        statement = entry.statement(mark)
-        for run in entry.runs:
-            rows = cursor.execute(statement, entry.parameters(run)).fetchall()
-            values = np.frombuffer(b"".join([row[0] for row in rows]), dtype="<f8")
-            np.add.reduce(values)
-            count += len(values)
-    return count
+def read_by_key(cursor: Any, columns: Sequence[Stored], mark: str) -> int:
+    """Read these; how many numbers that was."""
+    return sum(entry.read(cursor, mark) for entry in columns)
 
 
 def questions() -> list[Question]:
@@ -185,7 +216,7 @@ def questions() -> list[Question]:
         ),
         Question(
             "a loss of 100,000 points",
-            ["/runs/model-long/series?metric=loss"],
+            [f"/runs/model-long/series?metric=loss&{_POINTS}"],
             1000,
             [StoredColumns("scalar_chunk", ["model-long"])],
             ((10, 8), (12, 12)),
@@ -197,7 +228,7 @@ def ask(connection: Connection, question: Question, fewer: int = 0) -> tuple[flo
     """(milliseconds from asking to the last byte, the answers); `fewer` points make it a new question."""
     started, bodies = time.perf_counter(), []
     for path in question.paths:
-        target = f"/api/v1{path}&points={question.points - fewer}"
+        target = f"/api/v1{path}".format(points=question.points - fewer)
         status, body = connection.exchange(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         if status != 200:
             raise RuntimeError(f"{path}: {status} {body[:300]!r}")
@@ -207,14 +238,20 @@ def ask(connection: Connection, question: Question, fewer: int = 0) -> tuple[flo
 
 def measure(options: Options) -> Measuring:
     """Populate, then ask every question of both databases, warm and cold."""
+    notes = yield from measure_answers(options, questions(), partial(populate, seed=options.seed))
+    return [f"{_numbers() / 1e6:.0f} M numbers on each", *notes]
+
+
+def measure_answers(options: Options, asked: Sequence[Question], fill: Callable[[Store], Any]) -> Measuring:
+    """Fill both databases, then ask both, warm and cold."""
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
-    asked = [question for question in questions() if question.limits is not None or not options.gate]
+    asked = [question for question in asked if question.limits is not None or not options.gate]
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sides = [_sqlite(root, options.seed)]
+        sides = [_sqlite(root, fill)]
         found = stack.enter_context(run_cluster())
         if found is not None:
-            sides.append(_postgresql(root, options.seed, *found))
+            sides.append(_postgresql(root, fill, *found))
         _warm(sides, asked, rounds)
         for place, side in enumerate(sides):
             yield from _ratios(side, place, asked, "CPU of a warm answer")
@@ -226,27 +263,29 @@ def measure(options: Options) -> Measuring:
     for place, side in enumerate(sides):
         yield from _ratios(side, place, asked, "cold answer's time")
         yield from _times(side, asked, "cold answer", "cold reference")
-    notes = [f"{_numbers() / 1e6:.0f} M numbers on each; {rounds} rounds, databases and questions in turns"]
+    notes = [f"{rounds} rounds, databases and questions in turns"]
     notes += [f"{side.kind}: filled in {side.seconds:.0f} s" for side in sides]
     if found is None:
         notes.append("no PostgreSQL programs on this machine: only SQLite was measured")
     return notes
 
 
-def _sqlite(root: Path, seed: int) -> Side:
+def _sqlite(root: Path, fill: Callable[[Store], Any]) -> Side:
     started = time.perf_counter()
     store = UnsyncedStore(root / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
-    populate(store, seed)
+    fill(store)
     store.close()
     return Side("SQLite", root, root / "collage.sqlite", seconds=time.perf_counter() - started)
 
 
-def _postgresql(root: Path, seed: int, url: str, process_id: int) -> Side:
+def _postgresql(root: Path, fill: Callable[[Store], Any], url: str, process_id: int) -> Side:
     started = time.perf_counter()
     store = PostgresqlStore(url, stale_after_seconds=600.0)
     store.open()
-    populate(store, seed)
+    fill(store)
+    with store.engine.begin() as connection:
+        connection.execute(text("ANALYZE"))
     store.close()
     data = Path(url.partition("host=")[2]) / "data"
     return Side("PostgreSQL", root, data, url, process_id, time.perf_counter() - started)

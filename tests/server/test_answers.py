@@ -8,10 +8,12 @@ import msgspec
 import pytest
 from collage_server.answer_cache import AnswerCache
 from collage_server.store.reading.snapshot import Snapshot
+from sqlalchemy import event
 
 from collage_monitor import wire
 from tests.server.samples import STATISTICS, block, layer, report, watch
 from tests.server.store.contract import LIMITS
+from tests.waiting import PATIENCE_SECONDS
 
 PATHS = (
     "/runs/r1/series?metric=edq_ratio",
@@ -151,6 +153,38 @@ def test_a_deleted_run_is_gone_from_the_cache_too(server):
     server.send("DELETE", "/runs/r1", kind=wire.Deleted)
     assert fetch(server, PATHS[0], etag).status_code == 410
     assert fetch(server, "/compare?run=r1&metric=edq_ratio").status_code == 410
+
+
+def test_a_page_of_the_list_reads_its_runs_together(server):
+    """Each run took a snapshot and thirty statements of its own."""
+    for place in range(12):
+        server.filled(f"r{place}", f"s{place}")
+    components = server.app.state.components
+    store = components.store
+    for thread in (
+        components.overviews,
+        components.sealer,
+        components.maintenance,
+        *server.app.state.alert_threads,
+    ):
+        thread.stop(PATIENCE_SECONDS)
+    for place in range(12):
+        server.send("PATCH", f"/runs/r{place}", wire.RunUpdate(state="finished"))
+        while store.sealing.seal(f"r{place}", server.clock()):
+            pass
+    statements = []
+    event.listen(store.engine, "before_cursor_execute", lambda _c, _u, statement, *_: statements.append(statement))
+
+    def asked(limit):
+        statements.clear()
+        runs = server.get(f"/runs?limit={limit}", wire.RunPage).runs
+        assert len(runs) == limit
+        assert all(run.latest["edq_ratio"] is not None for run in runs)
+        return sum("FROM run_latest" in statement or "_chunk" in statement for statement in statements)
+
+    few, many = asked(2), asked(12)
+    assert many - few <= 12, "one statement a run, for its step"
+    assert asked(12) == asked(2), "nothing a run once its newest step is known"
 
 
 def test_errors_are_not_kept(server):

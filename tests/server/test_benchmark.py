@@ -7,12 +7,15 @@ from contextlib import closing
 
 import pytest
 from collage_server.store import ReportGroup, Selection
+from collage_server.store.schema import metadata
 
 from benchmarks import _population
 from benchmarks._harness import Figure
 from benchmarks._reports import LARGE, SMALL, batches, requests
 from benchmarks._serving import NullStore
-from benchmarks.query import StoredColumns, questions, read_by_key
+from benchmarks.query import StoredColumns, StoredRows, questions, read_by_key
+from benchmarks.runs import fill
+from benchmarks.runs import questions as questions_about_runs
 from collage_monitor import wire
 from tests.server.reads import layer_points, model_points
 from tests.server.samples import layer, stream_create
@@ -96,3 +99,21 @@ def test_every_question_of_the_benchmark_has_a_reference_and_limits_on_both_data
         assert question.columns
         assert question.limits is None or [len(limits) for limits in question.limits] == [2, 2]
     assert sum(question.limits is not None for question in questions()) == 6
+
+
+def test_many_runs_are_told_apart_and_answered_alike(server):
+    store = server.app.state.components.store
+    fill(store, 0, runs=6)
+    names = ["run", *(f"run-{place}" for place in range(1, 6))]
+    listed = server.get("/runs", wire.RunPage).runs
+    assert sorted(run.run_id for run in listed) == names
+    assert {run.name for run in listed} == set(names)
+    assert all(run.latest == listed[0].latest for run in listed)
+    assert listed[0].latest["edq_ratio"] is not None
+    assert [row.overview.measured_steps for row in server.get("/run-table", wire.RunTable).rows] == [32] * 6
+    paths = [path for question in questions_about_runs() for path in question.paths]
+    assert all("{points}" in path for path in paths)
+    with closing(sqlite3.connect(store.path)) as connection:
+        rows = StoredRows(("run", "run_overview"), ["run-1", "run-2"], counted=True)
+        known = len(metadata.tables["run"].c) + len(metadata.tables["run_overview"].c)
+        assert read_by_key(connection, [rows], "?") == 2 * known
