@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from collage_agent.optim import CollageAdamW
 from collage_agent.watch import Watch, watch
+from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks._harness import Figure, Measuring, Options, main
@@ -36,6 +37,8 @@ BUFFER_MEGABYTES = 64.0
 REPORT_ROUNDS = 3
 DEVICE_MEGABYTES, MEMORY_MEGABYTES = 32.0, 64.0
 BUDGET, WATCHED_STEPS = 0.01, 20
+MANY_TENSORS, MANY_ROUNDS = 20_000, 3
+MANY_LIMITS = {"the first measured step": 3.0, "a later measured step": 2.0, "an unmeasured step": 1.2}
 TAIL_ROUNDS, TAIL_STEPS, HEAVY_STEPS = 10, 10, 2
 
 
@@ -189,8 +192,48 @@ def measure(options: Options) -> Measuring:
     yield from idle_figures(training)
     buffers = (buffers_kept(training),)
     yield Figure("buffers kept, every step, 4096 a tensor, oracle", "MB", buffers, BUFFER_MEGABYTES)
+    yield from many_tensors_figures()
     yield from further_figures(options, training)
     return notes
+
+
+def many_tensors_figures() -> list[Figure]:
+    """CPU of the optimizer's steps, watched every 10th, over those without a watch, with very many small tensors.
+
+    The first measured step plans what later ones reuse.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(8, 8, generator=generator).to(torch.bfloat16) for _ in range(MANY_TENSORS)]
+    model = nn.ParameterList(weights)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(8, 8, generator=generator).to(torch.bfloat16)
+    found: dict[str, list[float]] = {name: [] for name in MANY_LIMITS}
+    for _ in range(MANY_ROUNDS):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer.step()
+        alone = [_step_seconds(optimizer) for _ in range(4)]
+        handle = watch(model, optimizer, budget=None, first_step=1)
+        steps = {number: _step_seconds(optimizer) for number in range(1, 31)}
+        handle.remove()
+        base = statistics.median(alone + [_step_seconds(optimizer) for _ in range(4)])
+        measured = [steps.pop(number) / base for number in (10, 20, 30)]
+        unmeasured = statistics.median(steps.values()) / base
+        for name, ratio in zip(
+            MANY_LIMITS, (measured[0], statistics.median(measured[1:]), unmeasured), strict=True
+        ):
+            found[name].append(ratio)
+    return [
+        Figure(
+            f"{name} of AdamW / without a watch, {MANY_TENSORS:,} tensors", "×", tuple(ratios), MANY_LIMITS[name]
+        )
+        for name, ratios in found.items()
+    ]
+
+
+def _step_seconds(optimizer: Optimizer) -> float:
+    started = time.process_time()
+    optimizer.step()
+    return time.process_time() - started
 
 
 def idle_figures(training: Training) -> list[Figure]:

@@ -61,7 +61,8 @@ _SCALARS = (
         "Bytes per parameter",
         "bytes",
         "agent",
-        "Weights, optimizer states and gradients, from their storages.",
+        "Weights, optimizer states and gradients, from where they lie in memory. With more than 2,000 layers: from "
+        "the second measured step on.",
     ),
     Scalar("agent_cpu_seconds", "Agent CPU", "seconds", "agent", "CPU that the agent has used since attach."),
     Scalar(

@@ -40,6 +40,8 @@ Optimizers = Any
 
 An optimizer of another make, or a function that takes the step, is measured between `before` and `after`.
 """
+_MANY_LAYERS = 2_000
+"""With more, the first report is without bytes per parameter: counting them takes a quarter of such a step."""
 _LOG = logging.getLogger("collage_agent")
 
 
@@ -248,7 +250,8 @@ class Watch:
                 hooks.meter.shrink_sample(int(self._governor.sample))
 
     def _hand_over(self, table: Table[Tensor]) -> None:
-        if self._bytes_per_parameter is None:
+        put_off = self._last is None and len(self._union.layers) > _MANY_LAYERS
+        if self._bytes_per_parameter is None and not put_off:
             self._bytes_per_parameter = bytes_per_parameter([hooks.stepping for hooks in self._hooks])
         scalars: dict[str, float | Tensor] = {
             "agent_cpu_seconds": self._governor.agent_cpu_seconds,
@@ -273,7 +276,7 @@ class Watch:
         assert self.step is not None
         self._last = Measurement(self._current_layout(), self.step, time.time(), table.array, scalars)
         self._history.add(self._last)
-        own_bytes = sum(hooks.meter.buffer_bytes(hooks.stepping) for hooks in self._hooks)
+        own_bytes = sum(hooks.meter.buffer_bytes() for hooks in self._hooks)
         # The watch and its history hold this step now, too.
         scalars["agent_memory_bytes"] = table.array.nbytes + self._history.bytes + own_bytes
         for hooks in self._hooks:

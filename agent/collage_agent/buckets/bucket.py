@@ -351,8 +351,11 @@ class Bucket:
         self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True
     ) -> Staging:
         staging = into.get(key)
-        if staging is None or staging.values.dtype != tensors[0].dtype:
-            staging = into[key] = Staging(self.layout, tensors[0].dtype)
+        dtype = tensors[0].dtype
+        if staging is None or staging.values.dtype != dtype:
+            other = (self._after if into is self._before else self._before).get(key)
+            shared = other.views if other is not None and other.values.dtype == dtype else None
+            staging = into[key] = Staging(self.layout, dtype, shared)
         self.layout.gather(tensors, staging, lasting=lasting)
         return staging
 

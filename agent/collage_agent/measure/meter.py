@@ -17,8 +17,8 @@ from collage_agent.measure.oracles import Oracles
 from collage_agent.measure.planning import Planner, Signature
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation
 from collage_agent.measure.windows import Windows
-from collage_agent.sample.gather import Staging, local
-from collage_agent.sample.quantised import stored_tensors
+from collage_agent.sample.gather import BlockLayout, Views, local
+from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.scaling import loss_scaling
@@ -69,21 +69,13 @@ class Meter:
         """How often the oracles had to attach anew."""
         return 0 if self._oracles is None else self._oracles.restarts
 
-    def buffer_bytes(self, optimizer: Optimizer) -> float:
+    def buffer_bytes(self) -> float:
         """Bytes of the buffers kept for this optimizer; counted anew when the buckets were planned anew."""
         counted_for, found = self._buffer_bytes
         plans = (self._plan, self._rotation.kept, None if self.windows is None else self.windows.plan)
         if counted_for is None or any(then is not now for then, now in zip(counted_for, plans, strict=True)):
-            parameters = [watched.parameter for watched in self.watched]
-            kept = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
-            states = [value for state in kept for value in state.values()]
-            gradients = [
-                self._planner.intents[entry.group].composition.gradient_of(entry.parameter)
-                for entry in self.watched
-            ]
-            training = [tensor for tensor in (*parameters, *gradients, *states) if isinstance(tensor, Tensor)]
             ours = (self._plan, self._running(), self.windows, self._rotation)
-            found = float(buffer_bytes(ours, training))
+            found = float(buffer_bytes(ours, [watched.parameter for watched in self.watched]))
             self._buffer_bytes = plans, found
         return found
 
@@ -149,10 +141,11 @@ class Meter:
 
     def before(self, optimizer: Optimizer, *, closure: bool) -> None:
         """Gather what the step is about to change. Inside `isolated`."""
-        if self._signature_now(optimizer, closure) != self._signature:
+        signature = self._signature_now(optimizer, closure)
+        if signature != self._signature:
             if self._oracles is not None:
                 self._oracles.split_by_state(optimizer)
-            signature = self._signature_now(optimizer, closure)
+                signature = self._signature_now(optimizer, closure)
             self._plan = self._planner.plans(optimizer, signature, self.sample, self._running())
             self._signature = signature
         for planned in self._plan:
@@ -205,23 +198,20 @@ def _nan_where(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
     return Table(part.statistics, part.layers, torch.where(skip, torch.nan, part.array))
 
 
-def buffer_bytes(root: object, foreign: Iterable[Tensor]) -> int:
+def buffer_bytes(root: object, parameters: Iterable[Tensor]) -> int:
     """Bytes of the tensors reachable from `root` through the agent's objects, on whatever device they are.
 
-    Memory is counted once, however many views share it. `foreign` are the tensors of the training (weights,
-    gradients, states), whose memory is not the agent's. Reads sizes and addresses only: synchronises no device.
+    Memory is counted once, however many views share it, that of the training's `parameters` not at all. Reads sizes
+    and addresses only: synchronises no device.
     """
-    not_ours = {_address(part) for tensor in foreign for part in stored_tensors(tensor)}
-    sizes = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(root)}
-    return sum(size for address, size in sizes.items() if address not in not_ours)
+    found = _tensors(root, {id(parameter) for parameter in parameters})
+    storages = [tensor.untyped_storage() for tensor in found]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _address(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage().data_ptr()
-
-
-def _tensors(root: object) -> Iterator[Tensor]:
-    seen: set[int] = set()
+def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
+    """The tensors reachable from `root`, but for what has an id that is known."""
+    seen = set(known)
     waiting: list[Any] = [root]
     while waiting:
         found = waiting.pop()
@@ -234,8 +224,9 @@ def _tensors(root: object) -> Iterator[Tensor]:
             waiting += found.values()
         elif isinstance(found, list | tuple | set | frozenset):
             waiting += found
-        elif isinstance(found, Staging):
-            # Its views are mostly of the training's tensors, and there are many.
-            waiting += (found.values, found.zeros, *(() if found._sources else found.views))
-        elif type(found).__module__.partition(".")[0] == "collage_agent":
+        elif isinstance(found, BlockLayout):
+            waiting += (found.columns, found.rows)
+        elif isinstance(found, Views):
+            waiting += (found.zeros, found.copies)
+        elif not isinstance(found, TensorSample) and type(found).__module__.partition(".")[0] == "collage_agent":
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()

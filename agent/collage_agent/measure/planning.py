@@ -82,6 +82,7 @@ class Planner:
     ) -> list[BucketPlan]:
         """A bucket for each kind of tensor in the signature; `oracles` are those that may look on."""
         kinds: dict[object, list[int]] = {}
+        dtypes_of: dict[object, object] = {}
         found: list[BucketPlan] = []
         closure, _, entries = signature
         for index, *rest in entries:
@@ -89,11 +90,15 @@ class Planner:
             gradient = self.intents[self.watched[index].group].composition.gradient_of(parameter)
             if gradient is not None and not gradient.is_sparse and not placed_alike(parameter, gradient):
                 continue
-            shapes = stored.elementwise_dtypes(parameter, optimizer.state.get(parameter, {}))
             if gradient is not None and gradient.is_sparse:
                 found += self._plan_touched(index, cap, gradient, optimizer)
                 continue
-            kinds.setdefault((*rest, local(parameter).device, parameter.dtype, shapes), []).append(index)
+            state = optimizer.state.get(parameter, {})
+            form = stored.form_of(parameter, state)
+            dtypes = dtypes_of.get(form)
+            if dtypes is None:
+                dtypes = dtypes_of[form] = stored.elementwise_dtypes(parameter, state)
+            kinds.setdefault((*rest, local(parameter).device, parameter.dtype, dtypes), []).append(index)
         return found + [self._plan_bucket(members, closure, cap, oracles) for members in kinds.values()]
 
     def _plan_touched(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from operator import is_
 from typing import Final
 
 import numpy as np
@@ -14,21 +15,25 @@ from torch.nn import Parameter
 
 from collage_agent.sample.sampling import TensorSample
 
-__all__ = ["BlockLayout", "Staging", "local"]
+__all__ = ["BlockLayout", "Staging", "Views", "largest_magnitudes", "local"]
 
+_PLAIN: Final = {Tensor, Parameter}
 _EMPTY: Final = np.empty(0, dtype=np.int64)
 _MOST_BLOCKS: Final = 2**40
+_MANY: Final = 16
+"""Tensors of one shape that are joined as they are: below that, a call for them costs more than views of them."""
 
 
 def local(tensor: Tensor) -> Tensor:
     """The shard of a distributed tensor that lives on this rank; any other tensor as it is."""
-    if type(tensor) in (Tensor, Parameter):
+    if type(tensor) in _PLAIN:
         return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
-def _largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
+def largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """The largest |x| of each tensor, [()] in its own dtype, NaN if one is. No synchronisation."""
     if not tensors[0].is_cpu:
         return torch._foreach_norm(tensors, inf)
     # On the host that norm takes twenty times as long.
@@ -38,10 +43,11 @@ def _largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
 class BlockLayout:
     """Where the sampled blocks of several tensors lie in a flat buffer of `slots` = blocks · block elements.
 
-    First the full blocks of the sampled tensors, by `index_select`; behind them the tensors measured whole and
-    the ragged tails, by one `cat`, each padded to whole blocks with zeros.
-    `columns` [blocks] int64 names the tensor that each block belongs to, `host_columns` is the same on the host;
-    `padding` lists the padded slots.
+    First the full blocks of the sampled tensors, by `index_select`; behind them those measured whole of which there
+    are many of one shape, by one `cat` a shape; then the others measured whole and the ragged tails, by one `cat`,
+    each padded to whole blocks with zeros.
+    `rows`: of each sampled tensor its blocks, int32. `columns` [blocks] int64 names the tensor that each block
+    belongs to, `host_columns` is the same on the host; `padding` lists the padded slots.
     """
 
     def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
@@ -52,37 +58,64 @@ class BlockLayout:
             None if sample.start is None else slice(sample.start, sample.start + sample.elements)
             for sample in samples
         ]
-        self._plain = all(type(parameter) in (Tensor, Parameter) for parameter in parameters)
-        self._sampled: list[tuple[int, Tensor, slice]] = []
-        self._pieces: list[tuple[int, int, int]] = []
+        self._plain = {type(parameter) for parameter in parameters} <= _PLAIN
+        self.row_major = all(order is None for order in self._orders)
+        self._simple = self._plain and self.row_major and all(part is None for part in self._parts)
+        self.rows: list[Tensor] = []
+        self._sampled: list[tuple[int, slice]] = []
         columns, numbers = [_EMPTY], [_EMPTY]
-        padding: list[int] = []
         count = 0
         for tensor, sample in enumerate(samples):
             if not sample.whole and len(sample.rows):
                 rows = torch.from_numpy(sample.rows.astype(np.int32)).to(self.device)
-                self._sampled.append((tensor, rows, slice(count, count + len(rows))))
+                self.rows.append(rows)
+                self._sampled.append((tensor, slice(count, count + len(rows))))
                 columns.append(np.full(len(rows), tensor))
                 numbers.append(sample.rows)
                 count += len(rows)
         self._boundary = count * self.block
-        for tensor, sample in enumerate(samples):
-            length = sample.elements if sample.whole else sample.tail * sample.tail_elements
-            if length:
-                blocks = -(-length // self.block)
-                missing = blocks * self.block - length
-                self._pieces.append((tensor, length, missing))
-                columns.append(np.full(blocks, tensor))
-                numbers.append(np.arange(sample.population_blocks - blocks, sample.population_blocks))
-                count += blocks
-                padding += range(count * self.block - missing, count * self.block)
-        self._chosen = [samples[tensor].rows.astype(np.intp) for tensor, _, _ in self._sampled]
+        self._alike: list[tuple[list[int], slice, torch.Size]] = []
+        for members in self._of_one_shape(samples, parameters) if self._simple else ():
+            start, shape = self._boundary, parameters[members[0]].shape
+            self._boundary += len(members) * shape.numel()
+            self._alike.append((members, slice(start, self._boundary), shape))
+        first = [tensor for members, _, _ in self._alike for tensor in members]
+        others = sorted({*range(len(samples))}.difference(first))
+        pieces = [(tensor, _length(samples[tensor])) for tensor in (*first, *others) if _length(samples[tensor])]
+        of, lengths = np.array(pieces, dtype=np.int64).reshape(-1, 2).T
+        blocks = -(-lengths // self.block)
+        missing = blocks * self.block - lengths
+        ends = count + blocks.cumsum()
+        self._pieces = [
+            (tensor, length, lacking)
+            for (tensor, length), lacking in zip(pieces[len(first) :], missing[len(first) :].tolist(), strict=True)
+        ]
+        self._viewed = [entry[0] for entry in self._sampled] + [entry[0] for entry in self._pieces]
+        population = np.array([samples[tensor].population_blocks for tensor, _ in pieces], dtype=np.int64)
+        columns.append(np.repeat(of, blocks))
+        numbers.append(np.arange(count, count + blocks.sum()) + np.repeat(population - ends, blocks))
+        count += int(blocks.sum())
+        padded = missing > 0
+        ends, missing = ends[padded] * self.block, missing[padded]
+        self.padding = [
+            slot
+            for end, lacking in zip(ends.tolist(), missing.tolist(), strict=True)
+            for slot in range(end - lacking, end)
+        ]
+        self._chosen = [samples[tensor].rows.astype(np.intp) for tensor, _ in self._sampled]
         self.blocks = count
         self.slots = count * self.block
         self.host_columns = np.concatenate(columns)
         self.columns = torch.from_numpy(self.host_columns).to(self.device)
-        self.padding = padding
         self._keys = self.host_columns * _MOST_BLOCKS + np.concatenate(numbers)
+
+    def _of_one_shape(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> list[list[int]]:
+        """Tensors measured whole, without padding, of which there are many of one shape."""
+        found: dict[torch.Size, list[int]] = {}
+        for tensor, (sample, parameter) in enumerate(zip(samples, parameters, strict=True)):
+            if sample.whole and sample.elements % self.block == 0 < parameter.dim():
+                found.setdefault(parameter.shape, []).append(tensor)
+        return [members for members in found.values() if len(members) >= _MANY]
 
     def positions_of(self, smaller: BlockLayout, tensors: Sequence[int] | None = None) -> NDArray[np.int64]:
         """Position in this layout of each block of a layout over a smaller sample of the same tensors.
@@ -107,17 +140,20 @@ class BlockLayout:
 
         `lasting` says that the same tensors will come again, as weights and states do: views of them are kept.
         """
+        views = staging.views
         if lasting and self._plain:
-            staging.keep_views_of(tensors, self)
-            sampled, pieces = staging.views
+            views.show(tensors, self)
+            sampled, pieces = views.sampled, views.pieces
         else:
-            sampled, pieces = self.views_of(tensors, staging.zeros)
-        if lasting and staging.records:
-            for records, chosen, into in zip(staging.records, self._chosen, staging.target_records, strict=True):
+            sampled, pieces = self.views_of(tensors, views.zeros)
+        if lasting and views.records:
+            for records, chosen, into in zip(views.records, self._chosen, staging.target_records, strict=True):
                 records.take(chosen, 0, into, "clip")
         else:
-            for (_, rows, _), blocks, target in zip(self._sampled, sampled, staging.targets, strict=True):
+            for rows, blocks, target in zip(self.rows, sampled, staging.targets, strict=True):
                 torch.index_select(blocks, 0, rows, out=target)
+        for (members, _, _), target in zip(self._alike, staging.alike, strict=True):
+            torch.cat([tensors[member] for member in members], out=target)
         if pieces:
             torch.cat(pieces, out=staging.tail)
 
@@ -129,7 +165,7 @@ class BlockLayout:
         """
         partly = [index for index, sample in enumerate(samples) if not sample.whole]
         flat = [self._flat(index, tensors[index]) for index in partly]
-        pairs = zip(torch._foreach_norm(flat, 2), _largest_magnitudes(flat), strict=True)
+        pairs = zip(torch._foreach_norm(flat, 2), largest_magnitudes(flat), strict=True)
         norms = [torch.stack(pair) for pair in pairs]
         of_tensor = dict(zip(partly, norms, strict=True))
         none = torch.zeros_like(norms[0])
@@ -139,20 +175,23 @@ class BlockLayout:
     def views_of(self, tensors: Sequence[Tensor], zeros: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views [blocks, block] of the tensors that are sampled, and the flat pieces that are taken whole."""
         sampled, pieces = [], []
-        for index, _, _ in self._sampled:
+        for index, _ in self._sampled:
             tensor = tensors[index]
-            simple = self._plain and self._orders[index] is None and self._parts[index] is None
-            if simple and tensor.is_contiguous() and not tensor.numel() % self.block:
+            if self._simple and tensor.is_contiguous() and not tensor.numel() % self.block:
                 sampled.append(tensor.view(-1, self.block))
                 continue
             flat = self._flat(index, tensor)
             ragged = flat.numel() % self.block
             sampled.append((flat[:-ragged] if ragged else flat).view(-1, self.block))
+        fillings: dict[int, Tensor] = {}
         for index, length, missing in self._pieces:
-            flat = self._flat(index, tensors[index])
+            flat = tensors[index].reshape(-1) if self._simple else self._flat(index, tensors[index])
             pieces.append(flat if flat.numel() == length else flat[-length:])
             if missing:
-                pieces.append(zeros[:missing])
+                filling = fillings.get(missing)
+                if filling is None:
+                    filling = fillings[missing] = zeros[:missing]
+                pieces.append(filling)
         return sampled, pieces
 
     def _flat(self, index: int, tensor: Tensor) -> Tensor:
@@ -165,38 +204,60 @@ class BlockLayout:
         return flat if part is None else flat[part]
 
 
-class Staging:
-    """A flat buffer in the dtype of what it holds, with the views that a layout fills it from and through."""
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _length(sample: TensorSample) -> int:
+    """How many elements are taken one after the other: all, or a ragged tail."""
+    return sample.elements if sample.whole else sample.tail * sample.tail_elements
+
+
+class Views:
+    """Views through which a layout gathers tensors of one dtype that come again, as weights and states do.
+
+    `sampled` and `pieces`: see `BlockLayout.views_of`; `copies`: those that share no memory with the tensors. What
+    is gathered before a step and after it shares them.
+    """
 
     def __init__(self, layout: BlockLayout, dtype: torch.dtype) -> None:
-        self.values = torch.zeros(layout.slots, dtype=dtype, device=layout.device)
         self.zeros = torch.zeros(layout.block, dtype=dtype, device=layout.device)
-        rows = self.values.view(-1, layout.block)
-        self.targets = [rows[where] for _, _, where in layout._sampled]
-        self.tail = self.values[layout._boundary :]
-        self.views: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.sampled: list[Tensor] = []
+        self.pieces: list[Tensor] = []
         self.records: list[NDArray[np.void]] = []
-        self.target_records = [_records(target) for target in self.targets] if self.values.is_cpu else []
-        self._sources: list[tuple[Tensor, int]] = []
+        self.of: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        self._addresses: list[int] = []
 
-    def keep_views_of(self, tensors: Sequence[Tensor], layout: BlockLayout) -> None:
-        """Have `views` show these tensors, made anew only if a tensor or its memory is another than last time."""
-        known = self._sources
-        if len(known) == len(tensors) and all(
-            tensor is source and tensor.data_ptr() == address
-            for tensor, (source, address) in zip(tensors, known, strict=True)
-        ):
+    def show(self, tensors: Sequence[Tensor], layout: BlockLayout) -> None:
+        """Be of these tensors; made anew only if a tensor or its memory is another than last time."""
+        viewed: list[Tensor] = [tensors[index] for index in layout._viewed]
+        addresses = [tensor.data_ptr() for tensor in viewed]
+        if addresses == self._addresses and all(map(is_, viewed, self.of)):
             return
-        self.views = layout.views_of(tensors, self.zeros)
-        contiguous = all(order is None for order in layout._orders) and all(
-            tensor.is_contiguous() for tensor in tensors
-        )
+        self.sampled, self.pieces = layout.views_of(tensors, self.zeros)
+        contiguous = layout.row_major and all(tensor.is_contiguous() for tensor in viewed)
         # A tensor that is not contiguous was copied, not viewed: it must be read again each time.
-        self._sources = [(tensor, tensor.data_ptr()) for tensor in tensors] if contiguous else []
-        readable = (
-            contiguous and self.values.is_cpu and all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
-        )
-        self.records = [_records(blocks) for blocks in self.views[0]] if readable else []
+        self.of, self._addresses = (viewed, addresses) if contiguous else ([], [])
+        theirs = set() if contiguous else {_address(local(tensor)) for tensor in viewed}
+        made = () if contiguous else (*self.sampled, *self.pieces)
+        self.copies = [view for view in made if _address(view) not in theirs]
+        readable = contiguous and self.zeros.is_cpu and {type(tensor) for tensor in viewed} <= _PLAIN
+        self.records = [_records(blocks) for blocks in self.sampled] if readable else []
+
+
+class Staging:
+    """A flat buffer in the dtype of what it holds, and what a layout fills it through."""
+
+    def __init__(self, layout: BlockLayout, dtype: torch.dtype, views: Views | None = None) -> None:
+        """views: of the same tensors, made for another buffer."""
+        self.values = torch.zeros(layout.slots, dtype=dtype, device=layout.device)
+        self.views = Views(layout, dtype) if views is None else views
+        rows = self.values.view(-1, layout.block)
+        self.targets = [rows[where] for _, where in layout._sampled]
+        self.alike = [self.values[where].view(-1, *shape[1:]) for _, where, shape in layout._alike]
+        self.tail = self.values[layout._boundary :]
+        self.target_records = [_records(target) for target in self.targets] if self.values.is_cpu else []
 
 
 def _records(blocks: Tensor) -> NDArray[np.void]:

@@ -44,6 +44,8 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
     """
     if tensor.layout != torch.strided:
         return []
+    if type(tensor) in _PLAIN:
+        return [tensor]
     tensor = local(tensor.detach()) if not is_quantised(tensor) else tensor
     if not is_quantised(tensor):
         return [tensor]

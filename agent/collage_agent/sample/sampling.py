@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 import numpy as np
@@ -85,11 +86,19 @@ def draw(
     block = block_elements(itemsize, least_block)
     population = -(-elements // block)
     if cap == "all" or elements <= cap:
-        return TensorSample(elements, block, np.arange(elements // block), elements % block > 0, start)
+        return _whole(elements, block, start)
     count = min(max(cap // block, 1), population)
     drawn = _permutation_prefix(_generator(seed, name, shard), population, count)
     ragged = population - 1 if elements % block else -1
     return TensorSample(elements, block, drawn[drawn != ragged], bool((drawn == ragged).any()), start)
+
+
+@lru_cache(maxsize=256)
+def _whole(elements: int, block: int, start: int | None) -> TensorSample:
+    """All of a tensor: models have many of the same size."""
+    rows = np.arange(elements // block)
+    rows.flags.writeable = False
+    return TensorSample(elements, block, rows, elements % block > 0, start)
 
 
 def _generator(seed: int, name: str, shard: int) -> np.random.Generator:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
+from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import completes_another, reading_dtype
 from collage_agent.sample.remainders import SIGNED_BITS, SIGNED_BYTE, RemainderCode
 
@@ -24,6 +25,7 @@ __all__ = [
     "decaying",
     "elementwise_dtypes",
     "elementwise_state",
+    "form_of",
     "scalar_state",
     "stored_parameter",
 ]
@@ -117,6 +119,19 @@ def scalar_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
 def elementwise_dtypes(parameter: Tensor, state: Mapping[str, Any]) -> tuple[tuple[str, torch.dtype], ...]:
     """(key, dtype it is read in) of each elementwise state: tensors stepped alike agree in them."""
     return tuple((key, reading_dtype(state, key)) for key in elementwise_state(parameter, state))
+
+
+def form_of(parameter: Tensor, state: Mapping[str, Any]) -> object:
+    """What decides how a state is read: alike for parameters that agree in keys, classes, dtypes and dimensions."""
+    shape, found = parameter.shape, list[object]()
+    for key, value in state.items():
+        kind = type(value)
+        found += (key, kind)
+        if kind is Tensor:
+            found += (value.dtype, value.shape == shape)
+        elif isinstance(value, Tensor):
+            found += (value.dtype, value.shape == shape, type(local(value)))
+    return tuple(found)
 
 
 def components(name: str, keys: Iterable[str], composition: Composition) -> list[str]:

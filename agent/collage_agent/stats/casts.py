@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.numerics.formats import COPIES, CopyFormat, copied
+from collage_agent.sample.gather import largest_magnitudes
 from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
 from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
 from collage_monitor.table import Table
@@ -61,8 +62,7 @@ def largest_magnitude(components: Sequence[Tensor]) -> Tensor:
     A pass over the tensor, of sums in pieces so that they take little memory. No synchronisation.
     """
     if len(components) == 1:
-        largest: Tensor = torch.linalg.vector_norm(components[0], torch.inf, dtype=torch.float32)
-        return largest
+        return largest_magnitudes([components[0]])[0].to(torch.float32)
     found = []
     for pieces in zip(*(torch.split(part.reshape(-1), _ADDED_AT_ONCE) for part in components), strict=True):
         total = pieces[0].to(torch.float64)

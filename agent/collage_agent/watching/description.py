@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -22,14 +23,15 @@ from collage_agent.options import WatchOptions
 from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import is_quantised, reading_dtype, stored_tensors
 from collage_agent.sample.remainders import codes_of
-from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state
+from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, form_of
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["bytes_per_parameter", "describe", "external_writes", "fingerprint", "joined", "observed_strategy"]
+__all__ = ["bytes_per_parameter", "describe", "external_writes", "joined"]
 
 _UNKNOWN: Final = "unknown"
+_SCALAR: Final = torch.Size([])
 _NEARLY_ALL: Final = 0.9
 _CLOSURE_NOTE = "steps evaluate a closure repeatedly: no one gradient leads to them, only what changed is measured"
 
@@ -45,29 +47,29 @@ def describe(
 ) -> wire.WatchInfo:
     """The watch as it travels; where groups differ, the larger part speaks and the reason names the rest."""
     dtypes: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
+    sources: Counter[str] = Counter()
     reasons: dict[str, None] = {}
-    large = 0
-    for entry in watched:
-        elements = entry.shard.elements
-        dtypes[str(entry.parameter.dtype).removeprefix("torch.")] += elements
+    kinds = _kinds_of(optimizer, watched, intents)
+    for entry, elements in kinds:
+        dtypes[_name(entry.parameter.dtype)] += elements
         intent = intents[entry.group]
-        kinds["whole-tensor" if isinstance(intent, WholeTensor) else intent.kind] += elements
+        sources["whole-tensor" if isinstance(intent, WholeTensor) else intent.kind] += elements
         if isinstance(intent, WholeTensor):
             reasons[f"whole tensors of group {entry.group} in rotation: {intent.reason}"] = None
-            large += too_large(entry) and options.sample != "all"
         elif isinstance(intent, BeforeAfter):
             reasons[f"only what changed is known of group {entry.group}: {intent.reason}"] = None
+    rotating = [] if options.sample == "all" else watched
+    large = sum(too_large(entry) for entry in rotating if isinstance(intents[entry.group], WholeTensor))
     if large:
         reasons[
             f"{large} tensors of more than {ELEMENTS_A_STEP} elements have no turn: only what changed is known of "
             'them; watch(…, sample="all") measures them too'
         ] = None
-    intent_kind: Any = "before-after" if closure else _most_common(kinds, "shadow")
+    intent_kind: Any = "before-after" if closure else _most_common(sources, "shadow")
     return wire.WatchInfo(
         optimizer=type(optimizer).__name__,
         strategy=options.strategy,
-        observed_strategy=observed_strategy(optimizer, watched, intents),
+        observed_strategy=_observed_strategy(optimizer, kinds, intents),
         dtype=_most_common(dtypes, "unknown"),
         intent=intent_kind,
         intent_reason="; ".join([*reasons, *([_CLOSURE_NOTE] if closure else []), *notes]),
@@ -77,8 +79,24 @@ def describe(
         oracle=options.oracle,
         agent_version=collage_monitor.__version__,
         host=socket.gethostname(),
-        fingerprint=fingerprint(optimizer, watched, intents, options.strategy),
+        fingerprint=_fingerprint(optimizer, kinds, intents, options.strategy),
     )
+
+
+def _kinds_of(
+    optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent]
+) -> list[tuple[WatchedParameter, int]]:
+    """One parameter of each kind that is kept alike, with the elements of all of its kind."""
+    found: dict[object, tuple[WatchedParameter, int]] = {}
+    for entry in watched:
+        parameter = entry.parameter
+        gradient = intents[entry.group].composition.gradient_of(parameter)
+        of_gradient = None if gradient is None else gradient.dtype
+        form = form_of(parameter, optimizer.state.get(parameter, {}))
+        key = entry.group, parameter.dtype, parameter.device, of_gradient, form
+        first, elements = found.get(key, (entry, 0))
+        found[key] = first, elements + entry.shard.elements
+    return list(found.values())
 
 
 def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
@@ -138,8 +156,8 @@ def external_writes(optimizers: Sequence[Optimizer]) -> int:
 def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
     """Bytes of weights, optimizer states and gradients over the number of weights; None while there is no state.
 
-    From the storages, each counted once. Numbers kept once for a tensor, such as step counters, are left out.
-    No synchronisation.
+    From where they lie in memory, each byte once. Numbers kept once for a tensor, such as step counters, are left
+    out. No synchronisation.
     """
     states: dict[Tensor, dict[str, Any]] = {
         parameter: optimizer.state.get(parameter, {})
@@ -149,36 +167,58 @@ def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
     }
     if not any(states.values()):
         return None
-    storages: dict[tuple[torch.device, int], int] = {}
+    places: dict[torch.device, list[int]] = {}
     for parameter, state in states.items():
         for tensor in _tensors_of(parameter, state):
             for part in stored_tensors(tensor):
-                if part.numel():
-                    storage = part.untyped_storage()
-                    storages[part.device, storage.data_ptr()] = storage.nbytes()
-    elements = sum(local(parameter).numel() for parameter in states)
-    return sum(storages.values()) / elements if elements else None
+                places.setdefault(part.device, []).extend((part.data_ptr(), _bytes_spanned(part)))
+    elements = sum([local(parameter).numel() for parameter in states])
+    return sum(map(_bytes_covered, places.values())) / elements if elements else None
+
+
+def _bytes_covered(places: Sequence[int]) -> int:
+    """Bytes in which any tensor lies, of address and length of each; an object for each storage takes longer."""
+    starts, lengths = np.array(places, dtype=np.uint64).reshape(-1, 2).T
+    order = np.argsort(starts)
+    starts, ends = starts[order], (starts + lengths)[order]
+    reached = np.maximum.accumulate(ends)
+    starts[1:] = np.maximum(starts[1:], reached[:-1])
+    return int((reached - np.minimum(starts, reached)).sum())
+
+
+def _bytes_spanned(tensor: Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _tensors_of(parameter: Tensor, state: dict[str, Any]) -> Iterator[Tensor]:
     yield parameter
-    for gradient in (parameter.grad, getattr(parameter, "decoupled_grad", None)):
+    for gradient in (parameter.grad, vars(parameter).get("decoupled_grad")):
         if gradient is not None and not gradient.is_sparse:
             yield gradient
     for value in state.values():
-        if isinstance(value, Tensor) and (value.numel() > 1 or value.shape == parameter.shape != torch.Size([])):
+        if isinstance(value, Tensor) and (value.numel() > 1 or value.shape == parameter.shape != _SCALAR):
             yield value
 
 
-def fingerprint(
-    optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent], declared: str | None
+def _fingerprint(
+    optimizer: Optimizer,
+    kinds: Sequence[tuple[WatchedParameter, int]],
+    intents: Sequence[Intent],
+    declared: str | None,
 ) -> wire.Fingerprint:
-    """Dtypes as they are now, and what was observed at attach. Reads no value: synchronises no device."""
+    """Dtypes as they are now, and what was observed at attach. Reads no value: synchronises no device.
+
+    kinds: see `_kinds_of`.
+    """
     parameters: Counter[str] = Counter()
     gradients: Counter[str] = Counter()
     states: dict[str, set[str]] = {}
-    for entry in watched:
-        parameter, elements = entry.parameter, entry.shard.elements
+    watched = [entry for entry, _ in kinds]
+    for entry, elements in kinds:
+        parameter = entry.parameter
         parameters[_name(parameter.dtype)] += elements
         composition = intents[entry.group].composition
         if (gradient := composition.gradient_of(parameter)) is not None:
@@ -203,7 +243,7 @@ def fingerprint(
         stochastic_rounding=stochastic.pop() if len(stochastic) == 1 else None,
         implementation=_implementation(optimizer, watched),
         findings=[
-            *_findings(observed_strategy(optimizer, watched, intents), declared, states),
+            *_findings(_observed_strategy(optimizer, kinds, intents), declared, states),
             *(_cast_master(key) for key in masters if _is_cast(key, optimizer, watched)),
             *dict.fromkeys(_cast_remainders(optimizer, watched, intents)),
         ],
@@ -211,18 +251,23 @@ def fingerprint(
     )
 
 
-def observed_strategy(optimizer: Optimizer, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> str:
-    """How weights and states are seen to be kept, as a strategy's name; "unknown" where not seen, or mixed."""
+def _observed_strategy(
+    optimizer: Optimizer, kinds: Sequence[tuple[WatchedParameter, int]], intents: Sequence[Intent]
+) -> str:
+    """How weights and states are seen to be kept, as a strategy's name; "unknown" where not seen, or mixed.
+
+    kinds: see `_kinds_of`.
+    """
     if isinstance(optimizer, CollageOptimizer):
         names = {str(group["strategy"]) for group in optimizer.param_groups}
         return names.pop() if len(names) == 1 else _UNKNOWN
     # fp32 weights beside 16-bit ones need no help, nor do small tensors: the others give the strategy its name.
-    narrow = [entry for entry in watched if entry.parameter.dtype.itemsize < 4]
-    elements: Counter[str] = Counter()
-    for entry in narrow or watched:
-        elements[_strategy_of(optimizer, entry, intents[entry.group])] += entry.shard.elements
-    name, most = elements.most_common(1)[0] if elements else (_UNKNOWN, 0)
-    return name if most >= _NEARLY_ALL * elements.total() else _UNKNOWN
+    narrow = [(entry, elements) for entry, elements in kinds if entry.parameter.dtype.itemsize < 4]
+    found: Counter[str] = Counter()
+    for entry, elements in narrow or kinds:
+        found[_strategy_of(optimizer, entry, intents[entry.group])] += elements
+    name, most = found.most_common(1)[0] if found else (_UNKNOWN, 0)
+    return name if most >= _NEARLY_ALL * found.total() else _UNKNOWN
 
 
 def _strategy_of(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) -> str:

@@ -358,7 +358,7 @@ def steps_taken(optimizer: Optimizer) -> int | None:
     counts = [state["step"] for state in states if "step" in state]
     # schedule-free optimizers count in `k` of a group, others in its `step`.
     counts += [group[key] for group in optimizer.param_groups for key in ("step", "k") if key in group]
-    known = [int(count.max().item()) if isinstance(count, Tensor) else int(count) for count in counts]
+    known = [int(count.max() if isinstance(count, Tensor) and count.dim() else count) for count in counts]
     return max(known) if known else None if states else 0
 
 

@@ -66,6 +66,28 @@ def test_gathering_reads_exactly_the_chosen_elements():
     assert len(layout.padding) == layout.slots - sum(sample.sampled for sample in samples)
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_many_tensors_of_one_shape_are_gathered_as_they_are(contiguous):
+    shapes = [(4, 8), (3, 5), (64,), (2000,), (2, 4, 2, 2)]
+    tensors = [torch.randn(shapes[index % 5]) + index for index in range(150)]
+    samples = [draw(f"t{index}", tensor.numel(), 4, 128) for index, tensor in enumerate(tensors)]
+    layout = BlockLayout(samples, tensors)
+    staging = Staging(layout, torch.float32)
+    assert len(staging.alike) == 3
+    if not contiguous:  # As gradients can be.
+        tensors = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in tensors]
+    for _ in range(2):
+        layout.gather(tensors, staging, lasting=contiguous)
+        values = staging.values.view(-1, 16)
+        for index, (tensor, sample) in enumerate(zip(tensors, samples, strict=True)):
+            found = values[layout.columns == index]
+            padded = torch.cat([tensor.reshape(-1), torch.zeros(-tensor.numel() % 16)]).view(-1, 16)
+            assert torch.equal(found, padded[torch.from_numpy(sample.rows)] if not sample.whole else padded)
+        tensors = [tensor.clone() for tensor in tensors]
+    assert layout.positions_of(layout).tolist() == list(range(layout.blocks))
+    assert all(staging.values[layout.padding] == 0)
+
+
 def test_positions_of_a_smaller_sample_are_found_and_a_foreign_one_is_refused():
     tensors = [torch.zeros(5000), torch.zeros(300)]
     large = BlockLayout([draw("a", 5000, 4, 2048), draw("b", 300, 4, 2048)], tensors)
