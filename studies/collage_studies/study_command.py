@@ -20,7 +20,7 @@ from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.pool import Line, WorkerPool
 from collage_studies.records import RecordFile, compact
 from collage_studies.study import Curve, Record, RecordLine, Reporting, Study
-from collage_studies.trial_process import TrialTask
+from collage_studies.worker import TrialTask
 
 __all__ = ["study"]
 

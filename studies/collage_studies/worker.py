@@ -1,21 +1,33 @@
-"""A training of the demo in a process of its own, `python -m collage_studies.worker JOB`. It prints JSON lines."""
+"""One training of the demo, or one trial of a study, in a process of its own. It prints lines of JSON.
+
+`python -m collage_studies.worker TASK`
+"""
 
 from __future__ import annotations
 
+import platform
 import sys
-from dataclasses import dataclass
+import time
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
 from collage_studies.recipe import Plan, Recipe
+from collage_studies.study import RecordLine, Reporting, Trial
 
-__all__ = ["FinalLine", "Job", "ProgressLine"]
+__all__ = ["FinalLine", "Job", "ProgressLine", "TrialTask"]
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a worker trains, and where it reports to."""
+class _Task(msgspec.Struct, frozen=True, tag=True):
+    @property
+    def command(self) -> list[str]:
+        """What runs it."""
+        return [sys.executable, "-m", "collage_studies.worker", msgspec.json.encode(self, enc_hook=str).decode()]
+
+
+class Job(_Task, frozen=True, tag=True):
+    """What a worker trains for the demo, and where it reports to."""
 
     plan: Plan
     recipe: Recipe
@@ -29,10 +41,18 @@ class Job:
         """The run's name."""
         return f"{self.plan.name}{', resumed' if self.loses_residuals else ''}"
 
+
+class TrialTask(_Task, frozen=True, tag=True):
+    """A trial of a study by name, and where it reports to."""
+
+    study: str
+    trial: Trial
+    reporting: Reporting
+
     @property
-    def command(self) -> list[str]:
-        """What trains it."""
-        return [sys.executable, "-m", "collage_studies.worker", msgspec.json.encode(self, enc_hook=str).decode()]
+    def name(self) -> str:
+        """The trial's name."""
+        return self.trial.name
 
 
 class ProgressLine(msgspec.Struct, frozen=True, tag="step"):
@@ -44,7 +64,7 @@ class ProgressLine(msgspec.Struct, frozen=True, tag="step"):
 
 
 class FinalLine(msgspec.Struct, frozen=True, tag="done"):
-    """The last line: the fields of `training.Outcome`."""
+    """The last line of a training of the demo: the fields of `training.Outcome`."""
 
     run_id: str
     steps: int
@@ -54,14 +74,18 @@ class FinalLine(msgspec.Struct, frozen=True, tag="done"):
 
 
 def main(argument: str) -> None:
-    """Train the job that `argument` holds as JSON."""
+    """Run the task that `argument` holds as JSON, on one thread."""
     import torch
 
+    torch.set_num_threads(1)
+    task: Job | TrialTask = msgspec.json.decode(argument, type=Job | TrialTask, dec_hook=lambda kind, it: kind(it))
+    _print(_trained(task) if isinstance(task, Job) else _tried(task))
+
+
+def _trained(job: Job) -> FinalLine:
     from collage_studies.corpus import standard_library
     from collage_studies.training import train
 
-    torch.set_num_threads(1)
-    job = msgspec.json.decode(argument, type=Job, dec_hook=lambda kind, value: kind(value))
     outcome = train(
         job.plan,
         job.recipe,
@@ -73,10 +97,22 @@ def main(argument: str) -> None:
         folder=job.folder,
         loses_residuals=job.loses_residuals,
     )
-    _print(msgspec.convert(outcome, FinalLine, from_attributes=True))
+    return msgspec.convert(outcome, FinalLine, from_attributes=True)
 
 
-def _print(line: ProgressLine | FinalLine) -> None:
+def _tried(task: TrialTask) -> RecordLine:
+    from collage_studies.catalogue import study_named
+
+    started = time.process_time()
+    record = study_named(task.study).run(task.trial, task.reporting)
+    versions = {name: version(name) for name in ("collage-monitor", "torch")} | {
+        "Python": platform.python_version()
+    }
+    seconds = round(time.process_time() - started, 2)
+    return RecordLine(msgspec.structs.replace(record, versions=versions, cpu_seconds=seconds))
+
+
+def _print(line: ProgressLine | FinalLine | RecordLine) -> None:
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
     sys.stdout.flush()
 

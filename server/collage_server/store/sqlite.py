@@ -13,10 +13,10 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event
 
 from collage_server.errors import StoreUnusable
 from collage_server.store.database import Store
-from collage_server.store.engine.ballast import Ballast
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import driver_cursor
 from collage_server.store.engine.files import (
+    Ballast,
     checkpoint_log,
     file_identity,
     folder_lock,

@@ -9,7 +9,7 @@ from collage_server.app import create_app
 from collage_server.errors import Busy
 from collage_server.settings import Settings
 from collage_server.store.backup import back_up
-from collage_server.store.engine.ballast import Ballast
+from collage_server.store.engine.files import Ballast
 from starlette.testclient import TestClient
 
 from benchmarks._reports import LARGE, batches

@@ -1,10 +1,11 @@
-"""A database's file and its folder: the space it takes and gives back, the lock of the one server that seals.
+"""A database's file and its folder: the space it takes, holds and gives back, the lock of the server that seals.
 
 A folder is refused where its disk is a network's.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from typing import Final
 from collage_server.store.records import Sizes
 
 __all__ = [
+    "Ballast",
     "file_identity",
     "checkpoint_log",
     "folder_lock",
@@ -28,6 +30,7 @@ __all__ = [
     "sqlite_sizes",
 ]
 
+_LOG: Final = logging.getLogger(__name__)
 _MOUNTS = Path("/proc/self/mounts")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 _NETWORK: Final = frozenset(
@@ -48,6 +51,7 @@ _PRIVATE_FOLDER: Final = 0o700
 _OTHERS: Final = 0o077
 _PAGES_A_SLICE: Final = 256
 _PATIENCE_SECONDS: Final = 0.5
+_PIECE: Final = bytes(2**20)
 
 
 def network_file_system(folder: Path) -> str | None:
@@ -175,3 +179,49 @@ def _opened(path: Path, timeout_seconds: float = 5.0) -> closing[sqlite3.Connect
     """A connection to a file that is there: an empty one, made anew, would swallow the log of the one that was."""
     address = f"{path.absolute().as_uri()}?mode=rw"
     return closing(sqlite3.connect(address, timeout=timeout_seconds, isolation_level=None, uri=True))
+
+
+class Ballast:
+    """Disk space for what must work on a full disk: `size` bytes, kept in the file `path`; of 0 there is no file.
+
+    Who else fills the disk leaves these. `release` gives them to the database, `keep` takes them again.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        self._size = size
+
+    @property
+    def bytes(self) -> int:
+        """What the file takes now."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def keep(self) -> None:
+        """Take the space, if the disk has twice of it: what was just released is not taken away again."""
+        if self.bytes >= self._size or shutil.disk_usage(self._path.parent).free < 2 * self._size:
+            return
+        try:
+            descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY, 0o600)
+            try:
+                _allocate(descriptor, self._size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            _LOG.warning("%s cannot hold %d bytes for a full disk: %s", self._path, self._size, error)
+            self.release()
+
+    def release(self) -> None:
+        """Give the space back if the disk has less than that left."""
+        if self.bytes and shutil.disk_usage(self._path.parent).free < self._size:
+            os.truncate(self._path, 0)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    for start in range(0, size, len(_PIECE)):
+        os.write(descriptor, _PIECE[: size - start])

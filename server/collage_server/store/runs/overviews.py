@@ -3,6 +3,9 @@ runs can be filtered by."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +19,12 @@ from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
 from collage_server.store.rows import from_json, to_json
-from collage_server.store.runs.configuration import configuration_of
 
 __all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore", "later"]
 
 _RUN: Final = schema.run
 _OVERVIEW: Final = schema.run_overview
+_SEED: Final = re.compile(r"(.*[^a-z])?seed", re.IGNORECASE)
 DECODE_OVERVIEW: Final = msgspec.json.Decoder(wire.Overview).decode
 
 
@@ -101,7 +104,7 @@ class OverviewStore:
                     reports=due.reports,
                     last_step=record.last_step,
                     health=overview.health,
-                    configuration=configuration_of(record),
+                    configuration=_configuration_of(record),
                     findings=to_json(overview.findings) if overview.findings else None,
                     overview=to_json(overview),
                     made_by=made_by,
@@ -172,3 +175,18 @@ def _numbers(record: RunRecord, overview: wire.Overview) -> dict[str, float | No
 def _finite(value: Any) -> float | None:
     number = float("nan") if value is None else float(value)
     return number if abs(number) < float("inf") else None
+
+
+def _configuration_of(record: RunRecord) -> str:
+    """The same for runs of one strategy and dtype whose configurations differ in nothing but seeds.
+
+    A seed is an entry, at any depth, whose name is or ends with the word "seed".
+    """
+    text = json.dumps([record.strategy, record.dtype, _without_seeds(record.config)], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _without_seeds(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_seeds(entry) for name, entry in value.items() if not _SEED.fullmatch(name)}
+    return [_without_seeds(entry) for entry in value] if isinstance(value, list) else value
