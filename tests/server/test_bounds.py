@@ -10,6 +10,7 @@ from collage_server.app import create_app
 from collage_server.errors import JournalFull
 from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import Settings
+from collage_server.store import report_bytes
 from msgspec.structs import replace
 from starlette.testclient import TestClient
 
@@ -158,6 +159,19 @@ def test_what_no_commit_took_does_not_fill_the_journal(bounded):
 def test_what_is_stored_already_does_not_fill_the_journal(bounded):
     batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
     assert [sent(bounded.client, batch).status_code for _ in range(30)] == [200] * 30
+
+
+def test_what_is_logged_takes_room_in_the_journal_too(bounded):
+    """Two hundred scalars are more than most measurements: uncounted, they came in until the next count."""
+    scalars = {f"name of a scalar {number:40}": 1 / 3 for number in range(200)}
+    batches = [
+        wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1, measured=False, scalars=scalars)]))
+        for seq in range(2)
+    ]
+    assert [sent(bounded.client, batch).status_code for batch in batches] == [200, 429]
+    components = bounded.app.state.components
+    in_database = components.store.journal.bytes_of("r1")
+    assert in_database <= report_bytes(wire.decode_batch(batches[0], wire.MSGPACK).reports[0]) < 1.5 * in_database
 
 
 def test_a_report_is_counted_as_rejected_once_however_often_its_batch_is_sent(bounded):

@@ -45,6 +45,8 @@ __all__ = ["REPORT_BYTES", "ReportJournal", "read_reports", "report_bytes"]
 
 _ROW_BYTES: Final = 1024
 """What a report is taken to cost besides what it holds: many small ones are slow to read, too."""
+_SCALAR_BYTES: Final = 24
+"""Beside its name: quotes, colon, comma, and the digits of a float."""
 REPORT_BYTES: Final[ColumnElement[int]] = sum(
     (func.coalesce(func.length(schema.report.c[name]), 0) for name in ("scalars", "model", "statistics")),
     literal(_ROW_BYTES),
@@ -381,8 +383,9 @@ def _highest(known: int | None, value: int) -> int:
 
 
 def report_bytes(report: wire.Report) -> int:
-    """What a report takes of the journal's bounds, but for its few scalars."""
-    return _ROW_BYTES + len(report.model or b"") + len(report.statistics or b"")
+    """What a report takes of the journal's bounds; of its scalars, about their JSON text, or more."""
+    scalars = sum(map(len, report.scalars)) + _SCALAR_BYTES * len(report.scalars)
+    return _ROW_BYTES + scalars + len(report.model or b"") + len(report.statistics or b"")
 
 
 def read_reports(
