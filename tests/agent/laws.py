@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from collage_agent.numerics import round_to
-from collage_agent.stats.blocks import Columns, block_sums
+from collage_agent.stats.blocks import Segments, block_sums
 from collage_agent.stats.intervals import (
     NOTHING_SEEN,
     fourth_moments,
@@ -138,23 +138,23 @@ def _sampled(
     """The totals of `draws` samples, as the agent sends them: [draws] each."""
     population = sums.shape[1]
     chosen = torch.from_numpy(np.argsort(generator.random((draws, population)), axis=1)[:, :blocks].reshape(-1))
-    columns = Columns(torch.arange(draws).repeat_interleave(blocks), draws)
+    segments = Segments(torch.arange(draws).repeat_interleave(blocks), draws)
     count = torch.full((draws,), float(blocks), dtype=torch.float64)
     factor = population_factor(count, torch.full_like(count, float(population)))
     scale = torch.full_like(count, population / blocks)
     sampled = sums[:, chosen]
     a, b = sampled[[0, 2]], sampled[[1, 3]]
-    totals_a, totals_b = columns.sums(a), columns.sums(b)
-    variances = ratio_variances(columns.sums(product_rows(a, b)), totals_a, totals_b, count, factor)
+    totals_a, totals_b = segments.sums(a), segments.sums(b)
+    variances = ratio_variances(segments.sums(product_rows(a, b)), totals_a, totals_b, count, factor)
     values = torch.nan_to_num(totals_a[:1] / totals_b[:1])
-    fourth = fourth_moments(a[:1], b[:1], values, columns, factor)
+    fourth = fourth_moments(a[:1], b[:1], values, segments, factor)
     missed = torch.stack(
         [
             missed_share(
                 b[0],
                 x.sum(1)[chosen],
                 torch.stack((x.sum(), x.max())).view(2, 1).expand(2, draws),
-                columns,
+                segments,
                 scale,
                 count,
                 factor,
@@ -177,7 +177,7 @@ def _sampled(
         "nonfinite": torch.zeros_like(count),
         "idle": scale * (count * BLOCK - totals_b[1]),
         "sampled": count * BLOCK,
-        "active_blocks": columns.sums(b[1:].gt(0).double())[0],
+        "active_blocks": segments.sums(b[1:].gt(0).double())[0],
         "measured_steps": torch.ones_like(count),
         "fourth_moment/edq_ratio": fourth[0],
         "unseen_variance": torch.where(

@@ -248,8 +248,8 @@ class Bucket:
         format asked for is narrower than the weights are kept."""
         keys = stored.stored_parameter(after, self.intent.composition)
         dtypes = [after[key].dtype for key in keys]
-        columns = self.layout.columns[_blocks(slots, self.layout.block)]
-        known = {key: of[columns] for key, of in self._copies.items() if is_wider(dtypes, COPIES[key])}
+        tensor_of_block = self.layout.tensor_of_block[_blocks(slots, self.layout.block)]
+        known = {key: of[tensor_of_block] for key, of in self._copies.items() if is_wider(dtypes, COPIES[key])}
         if not known:
             return None
         ends: list[StoredWeights] = []
@@ -258,7 +258,7 @@ class Bucket:
             total = next(iter(parts.values()))
             if len(parts) > 1:
                 total = sum_components(parts, list(parts), torch.empty_like(total, dtype=torch.float64))
-            ends.append(StoredWeights(total, None if magnitudes is None else magnitudes[columns]))
+            ends.append(StoredWeights(total, None if magnitudes is None else magnitudes[tensor_of_block]))
         return Copies(ends[0], ends[1], known)
 
     def vacant(self) -> Tensor:
@@ -306,7 +306,7 @@ class Bucket:
             **vars(self._step_inputs(slots, scale)),
             after={key: self._after[key].values[slots] for key in keys_after},
             block=block,
-            columns=self.layout.columns[_blocks(slots, block)],
+            tensor_of_block=self.layout.tensor_of_block[_blocks(slots, block)],
             block_elements=self._block_elements[run],
             tensors=len(self.members),
             padding=self._padding[run],
@@ -322,7 +322,7 @@ class Bucket:
     def _fp8_scales(self) -> Tensor:
         weights = stored.stored_parameter(self._keys_before, self.intent.composition)
         values = self._before[weights[0]].values
-        return fp8_scales(values, self.layout.columns, len(self.members), self.layout.block)
+        return fp8_scales(values, self.layout.tensor_of_block, len(self.members), self.layout.block)
 
     def _gather_weights(self, into: dict[str, Staging], states: Sequence[Mapping[str, Any]]) -> dict[str, Staging]:
         """The components of the weights, visible and stored, by key."""

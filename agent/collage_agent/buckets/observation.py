@@ -97,14 +97,14 @@ def sum_components(values: Values, keys: list[str], target: Tensor) -> Tensor:
 class ObservedStep(StepInputs):
     """A run of gathered slots before and after the live step.
 
-    `columns` [blocks] int64 names each block's tensor of `tensors`. `block_elements` fp64 [blocks] counts a block's
-    slots that hold an element, `padding` lists the others. `scales` fp64 [blocks]: of fp8, where counterfactuals
-    are asked for; `copies` in the formats that are asked for.
+    `tensor_of_block` [blocks] int64: its place in `tensors`. `block_elements` fp64 [blocks] counts a block's slots
+    that hold an element, `padding` lists the others. `scales` fp64 [blocks]: of fp8, where counterfactuals are
+    asked for; `copies` in the formats that are asked for.
     """
 
     after: Values
     block: int
-    columns: Tensor
+    tensor_of_block: Tensor
     block_elements: Tensor
     tensors: int
     padding: Tensor
@@ -141,7 +141,7 @@ def view_of(step: ObservedStep) -> StepView:
         intended_known=update.known,
         registered=registered,
         block=step.block,
-        columns=step.columns,
+        tensor_of_block=step.tensor_of_block,
         tensors=step.tensors,
         block_elements=step.block_elements,
         classes=class_counts(updates, products[0], flags, step.block, step.block_elements),

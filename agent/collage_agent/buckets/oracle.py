@@ -81,7 +81,7 @@ class OracleView:
         a, b = by_block["oracle_effective_sum"].unsqueeze(0), by_block["oracle_squared_sum"].unsqueeze(0)
         sizes, pairs = self.sizes, product_rows(a, b)
         parts = (pairs, (b > 0).double(), by_block.array)
-        products, active, sums = torch.split(sizes.columns.sums(torch.cat(parts)), [len(part) for part in parts])
+        products, active, sums = torch.split(sizes.segments.sums(torch.cat(parts)), [len(part) for part in parts])
         by_layer = Table(by_block.statistics, self.layers, sums)
         total_a, total_b = (
             by_layer["oracle_effective_sum"].unsqueeze(0),
@@ -89,7 +89,7 @@ class OracleView:
         )
         variances = ratio_variances(products, total_a, total_b, sizes.blocks, sizes.factor)
         values = torch.nan_to_num(total_a / total_b, 0.0, 0.0, 0.0)
-        fourth = fourth_moments(a, b, values, sizes.columns, sizes.factor)
+        fourth = fourth_moments(a, b, values, sizes.segments, sizes.factor)
         steps = torch.full_like(sizes.elements, float(self.oracle.steps))
         fixed = torch.stack((steps, sizes.sampled, sizes.elements))
         return Table(_STATISTICS, self.layers, torch.cat((fixed, active, sums * self.factors, variances, fourth)))

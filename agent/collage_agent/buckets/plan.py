@@ -101,7 +101,7 @@ class BucketPlan:
         if self.replicated is not None:
             values, sizes = self.bucket.parameter_after, self.sizes
             sums = replicas.replica_sums(
-                values, self.bucket.layout.block, sizes.columns, sizes.sampled, self.replicated
+                values, self.bucket.layout.block, sizes.segments, sizes.sampled, self.replicated
             )
             found.append(Table(_CHECKSUMS, self.layers, sums))
         return found + [oracle.totals() for oracle in self.oracles]
@@ -110,7 +110,7 @@ class BucketPlan:
         """`missed_share` of each tensor by each that was looked at whole, 0 by nothing: fp64 [k, tensors]."""
         sizes, intended = self.sizes, next(part for part in blocks.by_block if _INTENDED in part)[_INTENDED]
         found = [
-            missed_share(intended, sampled, whole, sizes.columns, sizes.scale, sizes.blocks, sizes.factor)
+            missed_share(intended, sampled, whole, sizes.segments, sizes.scale, sizes.blocks, sizes.factor)
             for sampled, whole in looked_at
         ]
         return torch.stack(found or [torch.zeros_like(sizes.elements)])

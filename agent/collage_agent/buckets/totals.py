@@ -16,7 +16,7 @@ from torch import Tensor
 from collage_agent.sample.gather import BlockLayout
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import classes, edq, updates
-from collage_agent.stats.blocks import Columns
+from collage_agent.stats.blocks import Segments
 from collage_agent.stats.classes import active_elements
 from collage_agent.stats.intervals import (
     NOTHING_SEEN,
@@ -92,7 +92,7 @@ class SampleSizes:
         def vector(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64).to(device)
 
-        self.columns = Columns(layout.columns, len(samples))
+        self.segments = Segments(layout.tensor_of_block, len(samples))
         self.elements = vector([sample.elements for sample in samples])
         self.sampled = vector([sample.sampled for sample in samples])
         self.blocks = vector([sample.blocks for sample in samples])
@@ -143,14 +143,14 @@ def estimated_totals(
     pairs = tuple(rows.ratios.values())
     ratios = _ratio_rows(pairs, by_block)
     arrays = [table.array for table in blocks.by_block]
-    products, sums = _split(sizes.columns.sums(torch.cat((product_rows(*ratios), *arrays))), 3 * len(pairs))
+    products, sums = _split(sizes.segments.sums(torch.cat((product_rows(*ratios), *arrays))), 3 * len(pairs))
     by_tensor = named(keys[: len(sums)], sums)
     numerators, denominators = _ratio_rows(pairs, by_tensor)
     variances = ratio_variances(products, numerators, denominators, sizes.blocks, sizes.factor)
     tailed = [index for index, pair in enumerate(pairs) if not pair.share]
     values = torch.nan_to_num(_chosen(numerators, tailed) / _chosen(denominators, tailed), 0.0, 0.0, 0.0)
     parts = [_chosen(part, tailed) for part in ratios]
-    fourth = fourth_moments(parts[0], parts[1], values, sizes.columns, sizes.factor)
+    fourth = fourth_moments(parts[0], parts[1], values, sizes.segments, sizes.factor)
     spread = variances[len(pairs) + list(rows.ratios).index("edq_ratio")]
     unseen = torch.where(missed.isinf(), NOTHING_SEEN, missed * spread).unsqueeze(0)
     others = [table.array for table in blocks.by_tensor]

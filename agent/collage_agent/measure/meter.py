@@ -225,7 +225,7 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
         elif isinstance(found, list | tuple | set | frozenset):
             waiting += found
         elif isinstance(found, BlockLayout):
-            waiting += (found.columns, found.rows)
+            waiting += (found.tensor_of_block, found.rows)
         elif isinstance(found, Views):
             waiting += (found.zeros, found.copies)
         elif not isinstance(found, TensorSample) and type(found).__module__.partition(".")[0] == "collage_agent":

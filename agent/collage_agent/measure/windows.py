@@ -68,7 +68,7 @@ class _OpenWindow:
     def totals(self, planned: BucketPlan, by_block: Table[Tensor]) -> Table[Tensor]:
         """Estimated totals of sums by block, not a number if the window is invalid."""
         keys = Axis(f"{key}/{self.span.length}" for key in by_block.statistics)
-        totals = planned.sizes.columns.sums(by_block.array) * planned.sizes.factors(keys)
+        totals = planned.sizes.segments.sums(by_block.array) * planned.sizes.factors(keys)
         return Table(keys, planned.layers, _nan_where(self.invalid, totals))
 
 

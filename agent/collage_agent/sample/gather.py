@@ -46,8 +46,8 @@ class BlockLayout:
     First the full blocks of the sampled tensors, by `index_select`; behind them those measured whole of which there
     are many of one shape, by one `cat` a shape; then the others measured whole and the ragged tails, by one `cat`,
     each padded to whole blocks with zeros.
-    `rows`: of each sampled tensor its blocks, int32. `columns` [blocks] int64 names the tensor that each block
-    belongs to, `host_columns` is the same on the host; `padding` lists the padded slots.
+    `rows`: of each sampled tensor its blocks, int32. `tensor_of_block` [blocks] int64 is a tensor's place, and
+    `host_tensor_of_block` the same on the host; `padding` lists the padded slots.
     """
 
     def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
@@ -63,14 +63,14 @@ class BlockLayout:
         self._simple = self._plain and self.row_major and all(part is None for part in self._parts)
         self.rows: list[Tensor] = []
         self._sampled: list[tuple[int, slice]] = []
-        columns, numbers = [_EMPTY], [_EMPTY]
+        tensors, numbers = [_EMPTY], [_EMPTY]
         count = 0
         for tensor, sample in enumerate(samples):
             if not sample.whole and len(sample.rows):
                 rows = torch.from_numpy(sample.rows.astype(np.int32)).to(self.device)
                 self.rows.append(rows)
                 self._sampled.append((tensor, slice(count, count + len(rows))))
-                columns.append(np.full(len(rows), tensor))
+                tensors.append(np.full(len(rows), tensor))
                 numbers.append(sample.rows)
                 count += len(rows)
         self._boundary = count * self.block
@@ -92,7 +92,7 @@ class BlockLayout:
         ]
         self._viewed = [entry[0] for entry in self._sampled] + [entry[0] for entry in self._pieces]
         population = np.array([samples[tensor].population_blocks for tensor, _ in pieces], dtype=np.int64)
-        columns.append(np.repeat(of, blocks))
+        tensors.append(np.repeat(of, blocks))
         numbers.append(np.arange(count, count + blocks.sum()) + np.repeat(population - ends, blocks))
         count += int(blocks.sum())
         padded = missing > 0
@@ -105,9 +105,9 @@ class BlockLayout:
         self._chosen = [samples[tensor].rows.astype(np.intp) for tensor, _ in self._sampled]
         self.blocks = count
         self.slots = count * self.block
-        self.host_columns = np.concatenate(columns)
-        self.columns = torch.from_numpy(self.host_columns).to(self.device)
-        self._keys = self.host_columns * _MOST_BLOCKS + np.concatenate(numbers)
+        self.host_tensor_of_block = np.concatenate(tensors)
+        self.tensor_of_block = torch.from_numpy(self.host_tensor_of_block).to(self.device)
+        self._keys = self.host_tensor_of_block * _MOST_BLOCKS + np.concatenate(numbers)
 
     def _of_one_shape(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> list[list[int]]:
         """Tensors measured whole, without padding, of which there are many of one shape."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_agent.sample.sampling import MAXIMUM_BLOCK
 
-__all__ = ["Columns", "block_sums", "flag_counts", "nonfinite", "on_host", "sum_is_finite", "zero_excluded"]
+__all__ = ["Segments", "block_sums", "flag_counts", "nonfinite", "on_host", "sum_is_finite", "zero_excluded"]
 
 _LANES: Final = 0x0101_0101_0101_0101
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,17 +45,17 @@ def flag_counts(flags: Tensor, block: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Which tensor each block belongs to: `of_block` int64 [blocks], values below `count`, of tensors."""
+class Segments:
+    """The blocks of each tensor: `tensor_of_block` int64 [blocks] says which one a block is of, of `count`."""
 
-    of_block: Tensor
+    tensor_of_block: Tensor
     count: int
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums of values [k, blocks] over each tensor's blocks: [k, count], their dtype. No synchronisation."""
         # Transposed: adding whole rows of numbers is faster than adding columns, copy included.
         rows = values.t().contiguous()
-        return values.new_zeros(self.count, len(values)).index_add_(0, self.of_block, rows).t()
+        return values.new_zeros(self.count, len(values)).index_add_(0, self.tensor_of_block, rows).t()
 
 
 def nonfinite(values: Tensor) -> Tensor:

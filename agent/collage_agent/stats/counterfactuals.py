@@ -71,16 +71,16 @@ def _block_sums(parameter: Tensor, intended: Tensor, scales: Tensor, block: int)
     return block_sums(rows, block)
 
 
-def fp8_scales(parameter: Tensor, columns: Tensor, count: int, block: int) -> Tensor:
+def fp8_scales(parameter: Tensor, tensor_of_block: Tensor, count: int, block: int) -> Tensor:
     """fp64 [blocks]: the scale amax / 448 of each block's tensor, 1 for a tensor of zeros. No synchronisation.
 
-    θ = parameter [slots] floats; amax is the largest finite |θ| of the sampled elements. `columns` int64 [blocks]
-    names the tensor of each block, below `count`.
+    θ = parameter [slots] floats; amax is the largest finite |θ| of the sampled elements.
+    `tensor_of_block` int64 [blocks] is below `count`.
     """
     largest = parameter.abs().nan_to_num_(0.0, 0.0).view(-1, block).amax(1).to(torch.float64)
     amax = torch.zeros(count, dtype=torch.float64, device=parameter.device)
-    amax.scatter_reduce_(0, columns, largest, "amax")
-    return torch.where(amax > 0, amax / _LARGEST_FP8, torch.ones_like(amax))[columns]
+    amax.scatter_reduce_(0, tensor_of_block, largest, "amax")
+    return torch.where(amax > 0, amax / _LARGEST_FP8, torch.ones_like(amax))[tensor_of_block]
 
 
 def _light(parameter: Tensor, intended: Tensor, start: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import Columns
+from collage_agent.stats.blocks import Segments
 from collage_monitor.definitions import Interval
 from collage_monitor.statistics.intervals import MOST_UNSEEN
 
@@ -74,22 +74,22 @@ def ratio_variances(
 
 
 def fourth_moments(
-    numerators: Tensor, denominators: Tensor, ratios: Tensor, columns: Columns, factor: Tensor
+    numerators: Tensor, denominators: Tensor, ratios: Tensor, segments: Segments, factor: Tensor
 ) -> Tensor:
     """f² · Σ d⁴ over the sampled blocks of each tensor, d = a − R·b with the tensor's own R: fp64 [k, tensors].
 
     numerators and denominators [k, blocks] by block, ratios R [k, tensors]: 0 where it is undefined. `factor` f:
     `population_factor`. Squared variances over this tell from how many blocks they come. No synchronisation.
     """
-    deviations = numerators - ratios.index_select(1, columns.of_block) * denominators
-    return columns.sums(deviations.square_().square_()) * factor * factor
+    deviations = numerators - ratios.index_select(1, segments.tensor_of_block) * denominators
+    return segments.sums(deviations.square_().square_()) * factor * factor
 
 
 def missed_share(
     intended: Tensor,
     auxiliary: Tensor,
     whole: Tensor,
-    columns: Columns,
+    segments: Segments,
     scale: Tensor,
     blocks: Tensor,
     factor: Tensor,
@@ -105,15 +105,15 @@ def missed_share(
     at all, 0 where the whole is not finite. No synchronisation.
     """
     rows = (intended, auxiliary, intended * intended, auxiliary * auxiliary, intended * auxiliary)
-    u, x, uu, xx, ux = columns.sums(torch.stack(rows))
+    u, x, uu, xx, ux = segments.sums(torch.stack(rows))
     of_u, of_x, together = uu - u * u / blocks, xx - x * x / blocks, ux - u * x / blocks
     slope = together / of_x
     error = ((of_u - slope * together).clamp_(min=0.0) / (blocks - 2) / of_x).sqrt_()
     # Norms of 16-bit tensors are rounded to 16 bits.
     total, largest = whole
     missing = ((total - x * scale).abs_() - _NORM_ERROR * total).clamp_(min=0.0)
-    as_large = auxiliary >= largest.index_select(0, columns.of_block)
-    seen = columns.sums(as_large.to(torch.float64).unsqueeze(0))[0] > 0
+    as_large = auxiliary >= largest.index_select(0, segments.tensor_of_block)
+    seen = segments.sums(as_large.to(torch.float64).unsqueeze(0))[0] > 0
     alone = torch.where(seen, 0.0, largest * (MOST_UNSEEN / _MOST_BIAS))
     off = (slope - _SURE * error).clamp_(min=0.0) * torch.maximum(missing, alone)
     share = torch.nan_to_num(off * off / (of_u * factor), 0.0, 0.0, 0.0).clamp_(min=0.0)

@@ -25,7 +25,7 @@ def ulp_octave_counts(
     intended: Tensor,
     visible_parameter: Tensor,
     dtype: torch.dtype,
-    columns: Tensor,
+    tensor_of_block: Tensor,
     count: int,
     block: int,
     *,
@@ -35,8 +35,8 @@ def ulp_octave_counts(
 
     The gap is that from θᵛ to its neighbour in `dtype` in u's direction: half as wide downwards from a power of
     two, the smallest subnormal below the normal range. u = intended: fp64 [slots]; θᵛ = visible_parameter [slots],
-    exact in `dtype`, of at most 32 bits, in that or a wider format. `columns` [blocks] int64 names the tensor of
-    each block of `block`.
+    exact in `dtype`, of at most 32 bits, in that or a wider format. `tensor_of_block` [blocks] int64 is of blocks
+    of `block` slots, below `count`.
     u = 0 falls into the underflow: the caller takes it out. Gaps are powers of two, so the octave is a difference
     of exponents and exact. `gaps`: a power of two, count octaves of |u| / (gaps · gap) instead. No synchronisation.
     """
@@ -46,7 +46,7 @@ def ulp_octave_counts(
     octave = magnitude.bitwise_right_shift_(_FRACTION_BITS).to(torch.int32).sub_(exponent)
     first = HISTOGRAM_OCTAVES[0] - 1
     bins = octave.clamp_(first + shift, first + BINS - 1 + shift)
-    offsets = columns.to(torch.int32) * BINS - (first + shift)
+    offsets = tensor_of_block.to(torch.int32) * BINS - (first + shift)
     bins.view(-1, block).add_(offsets.unsqueeze(1))
     counts = torch.zeros(count * BINS, dtype=torch.float64, device=intended.device)
     ones = torch.ones((), dtype=torch.float64, device=intended.device).expand(bins.numel())

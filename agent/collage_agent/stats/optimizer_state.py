@@ -190,10 +190,10 @@ def measure_residuals(step: StepView) -> Sums:
     residual = step.residual.clone()
     residual.view(torch.int64).bitwise_and_(step.excluded.to(torch.int64).sub_(1))
     sums = named(RESIDUAL_SUMS, residual_block_sums(residual, registered, dtype, step.excluded, block))
-    fills = ulp_octave_counts(residual, registered, dtype, step.columns, step.tensors, block, gaps=0.5)
+    fills = ulp_octave_counts(residual, registered, dtype, step.tensor_of_block, step.tensors, block, gaps=0.5)
     # r = 0 was counted as underflow.
     filled = sums["residual_elements"] - sums["residual_zero"]
-    fills[0].index_add_(0, step.columns, filled.sub_(block))
+    fills[0].index_add_(0, step.tensor_of_block, filled.sub_(block))
     # Before its first step a tensor has no averages: there a residual of 0 is no loss.
     stepped = step.averages.states[0].ne(0).any(0).view(torch.uint8).bitwise_and_(step.excluded.bitwise_xor(1))
     dropped = block_sums(stepped.bitwise_and_(residual.logical_not().view(torch.uint8)).to(torch.float64), block)

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.stats.blocks import Columns
+from collage_agent.stats.blocks import Segments
 
 __all__ = ["KEYS", "block_checksums", "replica_sums"]
 
@@ -34,10 +34,10 @@ def block_checksums(values: Tensor, block: int) -> Tensor:
     return torch.cat(sums).to(torch.int64).bitwise_and_(_BITS)
 
 
-def replica_sums(values: Tensor, block: int, columns: Columns, sampled: Tensor, replicated: Tensor) -> Tensor:
+def replica_sums(values: Tensor, block: int, segments: Segments, sampled: Tensor, replicated: Tensor) -> Tensor:
     """Each tensor's checksum and what it was made of: fp64 [KEYS, tensors], NaN where not `replicated` [tensors].
 
     values: the weights after the step, [slots] in their own dtype; sampled fp64 [tensors]. No synchronisation.
     """
-    sums = columns.sums(block_checksums(values, block).unsqueeze(0)).bitwise_and_(_BITS).to(torch.float64)
+    sums = segments.sums(block_checksums(values, block).unsqueeze(0)).bitwise_and_(_BITS).to(torch.float64)
     return torch.where(replicated, torch.cat((sums, sampled.unsqueeze(0))), torch.nan)

@@ -19,7 +19,9 @@ def measure(step: StepView) -> Sums:
     if not step.intended_known:
         return Sums(by_tensor=named(KEYS, step.block_elements.new_zeros(len(KEYS), step.tensors)))
     dtype = step.registered.dtype
-    counts = ulp_octave_counts(step.intended, step.registered, dtype, step.columns, step.tensors, step.block)
+    counts = ulp_octave_counts(
+        step.intended, step.registered, dtype, step.tensor_of_block, step.tensors, step.block
+    )
     # u = 0 was counted as underflow.
-    counts[0].index_add_(0, step.columns, active_elements(step.classes).sub_(step.block))
+    counts[0].index_add_(0, step.tensor_of_block, active_elements(step.classes).sub_(step.block))
     return Sums(by_tensor=named(KEYS, counts))

@@ -66,7 +66,7 @@ class StepView:
     averages are 0 there too; not known on a device. e and eᵛ are one tensor where the registered parameter is all
     that is stored. `intended_known`: there is a u; without, it is 0.
     registered: θᵛ before the step in its own dtype [slots].
-    Slots come in blocks of `block`, each of one tensor: `columns` int64 [blocks] says of which, below `tensors`;
+    Slots come in blocks of `block`, each of one tensor: `tensor_of_block` int64 [blocks] is below `tensors`;
     `block_elements` fp64 [blocks] counts the slots that hold an element.
 
     `classes` counts by block what became of the elements, by the names of the catalogue.
@@ -88,7 +88,7 @@ class StepView:
     intended_known: bool
     registered: Tensor
     block: int
-    columns: Tensor
+    tensor_of_block: Tensor
     tensors: int
     block_elements: Tensor
     classes: Table[Tensor]

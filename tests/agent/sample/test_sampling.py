@@ -58,7 +58,7 @@ def test_gathering_reads_exactly_the_chosen_elements():
     layout.gather(tensors, staging)
     values = staging.values.view(-1, layout.block)
     for index, (tensor, sample) in enumerate(zip(tensors, samples, strict=True)):
-        found = values[layout.columns == index].flatten()
+        found = values[layout.tensor_of_block == index].flatten()
         found = found[found != 0]
         blocks = sample.rows.tolist() + ([sample.elements // 16] if sample.tail else [])
         wanted = [x for block in blocks for x in tensor[16 * block : 16 * block + 16].tolist()]
@@ -80,7 +80,7 @@ def test_many_tensors_of_one_shape_are_gathered_as_they_are(contiguous):
         layout.gather(tensors, staging, lasting=contiguous)
         values = staging.values.view(-1, 16)
         for index, (tensor, sample) in enumerate(zip(tensors, samples, strict=True)):
-            found = values[layout.columns == index]
+            found = values[layout.tensor_of_block == index]
             padded = torch.cat([tensor.reshape(-1), torch.zeros(-tensor.numel() % 16)]).view(-1, 16)
             assert torch.equal(found, padded[torch.from_numpy(sample.rows)] if not sample.whole else padded)
         tensors = [tensor.clone() for tensor in tensors]
@@ -93,7 +93,7 @@ def test_positions_of_a_smaller_sample_are_found_and_a_foreign_one_is_refused():
     large = BlockLayout([draw("a", 5000, 4, 2048), draw("b", 300, 4, 2048)], tensors)
     small = BlockLayout([draw("a", 5000, 4, 512), draw("b", 300, 4, 128)], tensors)
     positions = torch.from_numpy(large.positions_of(small))
-    assert torch.equal(large.columns[positions], small.columns)
+    assert torch.equal(large.tensor_of_block[positions], small.tensor_of_block)
     foreign = BlockLayout([draw("a", 5000, 4, 2048, seed=9), draw("b", 300, 4, 128)], tensors)
     with pytest.raises(ValueError, match="same seed"):
         large.positions_of(foreign)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from collage_agent.stats.blocks import Columns
+from collage_agent.stats.blocks import Segments
 from collage_agent.stats.edq import edq_block_sums, edq_products, squared_block_sums
 from collage_agent.stats.intervals import (
     fourth_moments,
@@ -39,8 +39,8 @@ def test_block_sums_equal_the_exact_ones():
 
 def test_columns_add_up_blocks_of_the_same_tensor():
     values = torch.arange(12, dtype=torch.float64).view(2, 6)
-    columns = Columns(torch.tensor([0, 2, 2, 0, 1, 2]), 4)
-    assert columns.sums(values).tolist() == [[3.0, 4.0, 8.0, 0.0], [15.0, 10.0, 26.0, 0.0]]
+    segments = Segments(torch.tensor([0, 2, 2, 0, 1, 2]), 4)
+    assert segments.sums(values).tolist() == [[3.0, 4.0, 8.0, 0.0], [15.0, 10.0, 26.0, 0.0]]
 
 
 def test_variances_equal_the_textbook_formula():
@@ -48,12 +48,12 @@ def test_variances_equal_the_textbook_formula():
     sizes, populations = (7, 12, 5), (70, 12, 30)
     of_block = torch.tensor([tensor for tensor, size in enumerate(sizes) for _ in range(size)])
     a, b = (torch.from_numpy(generator.normal(3.0, 1.0, len(of_block))) for _ in range(2))
-    columns = Columns(of_block, 3)
+    segments = Segments(of_block, 3)
     numerators, denominators = a.view(1, -1), b.view(1, -1)
     found = ratio_variances(
-        columns.sums(product_rows(numerators, denominators)),
-        columns.sums(numerators),
-        columns.sums(denominators),
+        segments.sums(product_rows(numerators, denominators)),
+        segments.sums(numerators),
+        segments.sums(denominators),
         torch.tensor(sizes, dtype=torch.float64),
         population_factor(torch.tensor(sizes, dtype=torch.float64), torch.tensor(populations, dtype=torch.float64)),
     )
@@ -70,9 +70,9 @@ def test_variances_equal_the_textbook_formula():
 def test_fourth_moments_tell_from_how_many_blocks_a_variance_comes():
     generator = np.random.default_rng(6)
     a, b = (torch.from_numpy(generator.normal(3.0, 1.0, 40)) for _ in range(2))
-    columns, factor = Columns(torch.zeros(40, dtype=torch.int64), 1), torch.tensor([2.5], dtype=torch.float64)
+    segments, factor = Segments(torch.zeros(40, dtype=torch.int64), 1), torch.tensor([2.5], dtype=torch.float64)
     ratio = (a.sum() / b.sum()).view(1, 1)
-    found = fourth_moments(a.view(1, -1), b.view(1, -1), ratio, columns, factor)
+    found = fourth_moments(a.view(1, -1), b.view(1, -1), ratio, segments, factor)
     exact = [diagnostics.exact(values) for values in (a, b, ratio[0])]
     expected = sum((x - exact[2][0] * y) ** 4 for x, y in zip(*exact[:2], strict=True))
     assert float(found[0, 0]) == pytest.approx(2.5**2 * float(expected), rel=1e-12)
@@ -81,7 +81,7 @@ def test_fourth_moments_tell_from_how_many_blocks_a_variance_comes():
 def test_what_a_sample_misses_is_told_by_an_auxiliary_that_steps_grow_with():
     generator = np.random.default_rng(7)
     squares = torch.from_numpy(generator.chisquare(32, 50))
-    columns = Columns(torch.zeros(50, dtype=torch.int64), 1)
+    segments = Segments(torch.zeros(50, dtype=torch.int64), 1)
     one, count = torch.ones(1, dtype=torch.float64), torch.full((1,), 50.0, dtype=torch.float64)
     scale, factor = 10 * one, population_factor(count, 10 * count)
     error = float((squares.var() * 49 * factor).sqrt())
@@ -92,7 +92,7 @@ def test_what_a_sample_misses_is_told_by_an_auxiliary_that_steps_grow_with():
         (squares, torch.nan * one, 0.0),
         (torch.zeros_like(squares), one, torch.inf),
     ):
-        found = missed_share(squares, other, torch.stack((whole.view(1), 0 * one)), columns, scale, count, factor)
+        found = missed_share(squares, other, torch.stack((whole.view(1), 0 * one)), segments, scale, count, factor)
         # Norms may be rounded to 16 bits: so much of the whole is not counted as missed.
         rounding = float(whole.sum()) / float(other.sum() or 1) * float(squares.sum()) * 2.0**-7 / error
         wanted = (expected**0.5 - rounding) ** 2 if expected == 9.0 else expected
@@ -101,14 +101,14 @@ def test_what_a_sample_misses_is_told_by_an_auxiliary_that_steps_grow_with():
 
 def test_one_element_larger_than_any_sampled_block_may_bring_four_tenths_of_a_standard_error():
     squares = torch.from_numpy(np.random.default_rng(7).chisquare(32, 50))
-    columns = Columns(torch.zeros(50, dtype=torch.int64), 1)
+    segments = Segments(torch.zeros(50, dtype=torch.int64), 1)
     count = torch.full((1,), 50.0, dtype=torch.float64)
     scale, factor = torch.full_like(count, 10.0), population_factor(count, 10 * count)
     error = (squares.var() * 49 * factor).sqrt()
     for largest, expected in ((squares.amax(), 0.0), (0.4 * error, 2.25**2), (error, (2.25 / 0.4) ** 2)):
         assert expected == 0.0 or largest > squares.amax()
         whole = torch.stack((10 * squares.sum(), largest.view(()))).view(2, 1)
-        assert float(missed_share(squares, squares, whole, columns, scale, count, factor)) == pytest.approx(
+        assert float(missed_share(squares, squares, whole, segments, scale, count, factor)) == pytest.approx(
             expected
         )
 
