@@ -116,7 +116,7 @@ def test_a_cell_of_the_heatmap_leads_to_its_layer(watched):
 def test_every_tab_of_a_live_run_draws_its_figures_and_keeps_them(watched):
     page = watched.page
     page.goto(f"{watched.url}/run/run-live")
-    for tab, figures in (("Curves", 6), ("Norms", 5), ("States", 2), ("Elements", 1), ("Oracle", 4)):
+    for tab, figures in (("Curves", 7), ("Norms", 5), ("States", 2), ("Elements", 1), ("Oracle", 4)):
         page.get_by_role("tab", name=tab).click()
         drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length"
         page.wait_for_function(f"{drawn} === {figures}")

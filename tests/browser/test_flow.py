@@ -141,7 +141,7 @@ def test_an_error_goes_away_by_itself_when_the_server_is_back(watched, between):
     page.get_by_role("tab", name="Curves").click()
     page.get_by_text("What is shown was read before").wait_for()
     between.away = False
-    drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length === 6"
+    drawn = "document.querySelectorAll('#run-panel .js-plotly-plot:has(.scatterlayer .trace)').length === 7"
     page.wait_for_function(drawn)
     page.get_by_text("The server does not answer").wait_for(state="detached")
 

@@ -8,8 +8,10 @@
     if (!next.layout || before.uirevision !== next.layout.uirevision) return next;
     const layout = { ...next.layout };
     for (const axis of AXES) {
-      if (before[axis] && before[axis].autorange === false && before[axis].range) {
-        layout[axis] = { ...layout[axis], range: before[axis].range, autorange: false };
+      const was = before[axis] || {};
+      const will = layout[axis] || {};
+      if (was.uirevision === will.uirevision && was.autorange === false && was.range) {
+        layout[axis] = { ...will, range: was.range, autorange: false };
       }
     }
     return { ...next, layout };
@@ -30,15 +32,30 @@
   }
 
   // The charts of a page share their x axis: a zoom of one is that of all.
-  function linkZoom(...changes) {
+  function linkZoom() {
     const no = window.dash_clientside.no_update;
     const [trigger] = window.dash_clientside.callback_context.triggered;
     const zoom = trigger && zoomOf(trigger.value);
     if (!zoom) return no;
-    for (let place = 0; place < changes.length; place++) {
-      const plot = document.querySelector(`#compare-chart-${place} .js-plotly-plot`);
-      if (plot && plot.data.length && !shows(plot, zoom)) window.Plotly.relayout(plot, zoom);
+    zoomAll("[id^='compare-chart-']", zoom);
+    return no;
+  }
+
+  function zoomAll(graphs, zoom) {
+    for (const plot of document.querySelectorAll(`${graphs} .js-plotly-plot`)) {
+      if (plot.data.length && !shows(plot, zoom)) window.Plotly.relayout(plot, zoom);
     }
+  }
+
+  // A zoom over steps stands in the run page's address, from which all its charts are read anew; the server narrows
+  // by steps alone, so on another axis it moves the charts as they are. The histogram runs over sizes.
+  function zoomRun() {
+    const no = window.dash_clientside.no_update;
+    const [trigger] = window.dash_clientside.callback_context.triggered;
+    const zoom = trigger && !trigger.prop_id.includes('"kind":"histogram"') && zoomOf(trigger.value);
+    if (!zoom) return no;
+    if (!new URLSearchParams(window.location.search).has("axis")) return zoom;
+    zoomAll(`#run-panel .dash-graph:not([id*='"kind":"histogram"'])`, zoom);
     return no;
   }
 
@@ -46,6 +63,7 @@
     collage: {
       keepZoom: (figure, current) => (figure ? carry(figure, current) : window.dash_clientside.no_update),
       linkZoom,
+      zoomRun,
     },
   });
 })();

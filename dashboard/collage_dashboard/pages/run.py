@@ -78,6 +78,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Location(id="run-address", refresh=False, search=search),
             dcc.Store(id="run-shown", data={"pathname": pathname, "search": search}),
             dcc.Store(id="run-revision", data=_revision(row)),
+            dcc.Store(id="run-zoom"),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
             pace_marker("run-pace", wait_of([row] if row else [], 0.0)),
             html.Div(
@@ -214,6 +215,12 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         State({"type": "run-figure", **each}, "figure"),
         prevent_initial_call=True,
     )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("collage", "zoomRun"),
+        Output("run-zoom", "data"),
+        Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "relayoutData"),
+        prevent_initial_call=True,
+    )
 
 
 def _incidents(run_id: str) -> str:
@@ -243,24 +250,24 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         Input("run-address", "search"),
         *(Input(name, "value") for name in _CONTROLS),
         Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "clickData"),
-        Input({"type": "run-figure", "kind": "heatmap", "metric": ALL}, "relayoutData"),
+        Input("run-zoom", "data"),
         State("run-address", "pathname"),
         State("run-shown", "data"),
         State("run-record", "data"),
         prevent_initial_call=True,
     )
     def navigate(search: str | None, *rest: Any) -> tuple[Any, ...]:
-        *controls, clicks, zooms, pathname, shown, record = rest
+        *controls, clicks, zoom, pathname, shown, record = rest
         before = read_address(shown["pathname"], shown["search"])
         if pathname != shown["pathname"]:
             raise dash.exceptions.PreventUpdate
         trigger = dash.ctx.triggered_id
         if trigger == "run-address":
             view = read_address(pathname, search)
+        elif trigger == "run-zoom":
+            view = _zoomed(before, zoom)
         elif isinstance(trigger, str):
             view = _chosen(before, *controls)
-        elif dash.ctx.triggered and dash.ctx.triggered[0]["prop_id"].endswith(".relayoutData"):
-            view = _zoomed(before, zooms)
         else:
             view = _clicked(before, clicks, reader)
         wanted = write_address(view)[1]
@@ -324,17 +331,11 @@ def _step_at(place: float, view: View, reader: Reader) -> int | None:
     return min(known)[1] if known else None
 
 
-def _zoomed(before: View, zooms: list[dict[str, Any] | None]) -> View:
+def _zoomed(before: View, zoom: dict[str, Any]) -> View:
     """The view of the steps that the reader zoomed to; the whole run after a double click."""
-    zoom = next((zoom for zoom in zooms if zoom), {})
-    if before.axis != "step":
-        return before  # The server narrows by steps.
-    if zoom.get("xaxis.autorange") or zoom.get("autosize"):
-        return replace(before, first_step=None, last_step=None) if zoom.get("xaxis.autorange") else before
-    ends = zoom.get("xaxis.range") or [zoom.get("xaxis.range[0]"), zoom.get("xaxis.range[1]")]
-    if None in ends:
-        return before
-    first, last = sorted(max(round(float(end)), 0) for end in ends)
+    if zoom["xaxis.autorange"]:
+        return replace(before, first_step=None, last_step=None)
+    first, last = sorted(max(round(float(end)), 0) for end in zoom["xaxis.range"])
     return replace(before, first_step=first, last_step=last)
 
 

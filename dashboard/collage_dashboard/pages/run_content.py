@@ -240,7 +240,16 @@ TABS: Final[dict[Tab, str]] = {
     "about": "About",
 }
 SERIES: Final[dict[Tab, tuple[str, ...]]] = {
-    "curves": ("loss", "validation_loss", "edq_ratio", "lost_update_ratio", "edq_visible_ratio", "half_ulp_margin"),
+    # Beside each other in pairs: the first of each stand below one another.
+    "curves": (
+        "loss",
+        "validation_loss",
+        "edq_ratio",
+        "edq_visible_ratio",
+        "lost_update_ratio",
+        "half_ulp_margin",
+        "learning_rate",
+    ),
     "norms": ("grad_norm", "param_norm", "intended_norm", "effective_norm", "update_to_weight_ratio"),
     "oracle": (
         "edq_oracle_ratio",
@@ -267,7 +276,8 @@ def panel(view: View, run: wire.Run) -> Any:
     keys = SERIES.get(view.tab) or tuple(sorted(key for key in run.latest if split_key(key)[0] == STATE))
     if not keys:
         return html.P("The optimizer's states were not measured.", className="crumbs")
-    return html.Div([_card("series", key, strategy=_strategy(run)) for key in keys], className="charts")
+    cards = [_card("series", key, strategy=_strategy(run)) for key in keys]
+    return html.Div(cards, className="charts pairs" if view.tab == "curves" else "charts")
 
 
 def layer_metrics(run: wire.Run) -> list[str]:
@@ -322,11 +332,22 @@ def draw(kind: str, metric: str, view: View, reader: Reader, colour: str = ACCEN
         CollageError: the server does not answer, or refuses the token.
     """
     try:
-        return _series(metric, view, reader, colour) if kind == "series" else _DRAWERS[kind](metric, view, reader)
+        if kind == "series":
+            return _narrowed(_series(metric, view, reader, colour), view)
+        drawn = _DRAWERS[kind](metric, view, reader)
+        return drawn if kind == "histogram" else _narrowed(drawn, view)
     except NotAuthorised:
         raise
     except ServerRefusal as error:
         return empty_figure(str(error))
+
+
+def _narrowed(figure: go.Figure, view: View) -> go.Figure:
+    """The axis of steps from one end of the view's zoom to the other: the charts of a page share it."""
+    if view.axis != "step" or view.first_step is None or view.last_step is None:
+        return figure
+    ends = [view.first_step, view.last_step]
+    return figure.update_xaxes(range=ends, uirevision=str(ends))
 
 
 def _series(metric: str, view: View, reader: Reader, colour: str) -> go.Figure:

@@ -1,0 +1,117 @@
+"""The figures of the run page: one zoom for all, the chosen axis, colours that mean the same in every run."""
+
+import pytest
+
+from tests.dashboard.generated import demo_runs
+
+pytestmark = pytest.mark.browser
+
+STACKED = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return demo_runs()
+
+
+def plot(kind, metric):
+    """What finds a drawn figure of the run page."""
+    return f"""document.querySelector(`[id*='"kind":"{kind}","metric":"{metric}"'] .js-plotly-plot`)"""
+
+
+def ends(page, metric):
+    """The ends of a curve's x axis."""
+    return page.evaluate(f"{plot('series', metric)}._fullLayout.xaxis.range")
+
+
+def drag(page, metric, begin, end):
+    """Zoom a curve from one share of its width to another."""
+    area = page.locator(f'[id*=\'"metric":"{metric}"\'] .nsewdrag')
+    area.scroll_into_view_if_needed()
+    box = area.bounding_box()
+    height = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * begin, height)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * end, height, steps=5)
+    page.mouse.up()
+
+
+def all_have(page, condition):
+    """Wait until the x axis of each stacked chart, `axis`, meets the condition."""
+    plots = ", ".join(plot("series", metric) for metric in STACKED)
+    page.wait_for_function(
+        f"[{plots}].every(plot => plot?.data.length && (axis => {condition})(plot._fullLayout.xaxis))"
+    )
+
+
+def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+    all_have(page, "axis.range[1] > 195")
+    left = {page.evaluate(f"{plot('series', metric)}.getBoundingClientRect().left") for metric in STACKED}
+    assert len(left) == 1, "they stand below each other"
+    drag(page, "loss", 0.2, 0.6)
+    page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
+    address = page.url
+    first, last = (int(part.partition("=")[2]) for part in address.split("&")[-2:])
+    assert 30 < first < 60 < 100 < last < 140
+    exactly = f"axis.range[0] === {first} && axis.range[1] === {last}"
+    all_have(page, exactly)
+    page.goto("about:blank")
+    page.goto(address)
+    all_have(page, exactly)
+    drag(page, "learning_rate", 0.3, 0.7)
+    all_have(page, f"axis.range[0] > {first} && axis.range[1] < {last}")
+    assert len({tuple(ends(page, metric)) for metric in STACKED}) == 1
+    page.go_back()
+    all_have(page, exactly)
+    page.evaluate(f"Plotly.relayout({plot('series', 'edq_ratio')}, {{'xaxis.autorange': true}})")
+    all_have(page, "axis.range[0] < 11 && axis.range[1] > 195")
+    assert "from=" not in page.url
+
+
+def test_on_another_axis_the_curves_are_zoomed_together_as_well(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=curves&axis=tokens")
+    all_have(page, "axis.range[1] > 400000")
+    drag(page, "lost_update_ratio", 0.2, 0.6)
+    all_have(page, "axis.range[0] > 60000 && axis.range[1] < 300000")
+    assert len({tuple(ends(page, metric)) for metric in STACKED}) == 1
+
+
+def test_the_heatmap_runs_over_the_axis_that_was_chosen(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain")
+    drawn = plot("heatmap", "edq_ratio")
+    tokens, seconds = 2048 * 200, 0.5 * 190
+    for axis, last, title in (("Tokens", tokens, "tokens"), ("Time", seconds, "seconds"), ("Step", 200, "step")):
+        page.locator("#run-axis").get_by_text(axis).click()
+        page.wait_for_function(f"{drawn}?.data[0]?.x.at(-1) === {last}")
+        page.wait_for_function(f"{drawn}.querySelector('.xtitle').textContent.includes('{title}')")
+
+
+def test_a_colour_means_the_same_in_runs_of_different_ranges(watched):
+    page = watched.page
+    drawn = plot("heatmap", "edq_ratio")
+    scales, worst = [], []
+    for run in ("plain", "plus"):
+        page.goto(f"{watched.url}/run/run-{run}")
+        page.wait_for_selector("#run-panel .hm image")
+        scale = "(({ zmin, zmax, zauto, colorscale }) => ({ zmin, zmax, zauto, colorscale }))"
+        scales.append(page.evaluate(f"{scale}({drawn}._fullData[0])"))
+        worst.append(page.evaluate(f"Math.min(...{drawn}.data[0].z.flat())"))
+    assert worst[0] < 0.95 < worst[1]
+    assert scales[0] == scales[1]
+    assert (scales[0]["zmin"], scales[0]["zmax"], scales[0]["zauto"]) == (0.5, 1.5, False)
+
+
+def test_the_row_of_the_selected_layer_is_framed(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?layer=blocks.1.mlp.up.weight")
+    label = page.locator("#run-panel .ytick", has_text="▸ blocks.1.mlp.up.weight")
+    frame = page.locator("#run-panel .shapelayer path[data-index='0']").first
+    row, framed, cells = (at.bounding_box() for at in (label, frame, page.locator("#run-panel .hm image").first))
+    assert framed["y"] < row["y"] + row["height"] / 2 < framed["y"] + framed["height"]
+    assert framed["height"] < 2.5 * cells["height"] / 12, "one row of twelve, and its line"
+    assert framed["width"] >= cells["width"]
+    assert frame.evaluate("path => getComputedStyle(path).strokeWidth") == "2px"
