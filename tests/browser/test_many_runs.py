@@ -1,0 +1,114 @@
+"""The table of runs on a server with 5,000 of them: its first rows, its end, and what is searched for."""
+
+import re
+
+import pytest
+from collage_server.overviews import keep_overview, overview_code
+
+from benchmarks._population import UnsyncedStore, copy_often, seal_run
+from collage_monitor import wire
+from tests.system import require
+
+pytestmark = pytest.mark.browser
+
+RUNS = 5_000
+NOW = 1.7e9
+APART, PROJECT = "run-apart", "scaling-laws"
+"""A run in a project of its own."""
+TAG = "warmup-fixed"
+TAGGED = f"run-{RUNS // 2}"
+NAMES = sorted(["run", APART, *(f"run-{number}" for number in range(1, RUNS - 1))])
+
+
+@pytest.fixture(scope="module")
+def server_url(served, tmp_path_factory):
+    """One run went through journal and evaluation, the others are its copies, and one is in another project."""
+    require("chromium")
+    folder = tmp_path_factory.mktemp("server")
+    store = UnsyncedStore(folder / "collage.sqlite", stale_after_seconds=1e9)
+    store.open()
+    seal_run(store, "run", points=8, layers=0, seed=0)
+    store.runs.update("run", wire.RunUpdate(state="finished"), NOW)
+    _evaluate(store)
+    copy_often(store, "run", RUNS - 2)
+    store.runs.create(PROJECT, wire.RunCreate(run_id=APART), NOW)
+    store.runs.update(APART, wire.RunUpdate(state="finished"), NOW)
+    store.runs.update(TAGGED, wire.RunUpdate(tags=[TAG]), NOW)
+    _evaluate(store)
+    store.close()
+    with served(folder) as server:
+        yield server
+
+
+def _evaluate(store):
+    """What is evaluated already changes no more, and the table is not read anew."""
+    for due in store.overviews.due(RUNS, overview_code()):
+        keep_overview(store, due)
+
+
+@pytest.fixture
+def listed(watched):
+    """The table by name, and the first row of each block of rows that it asked for."""
+    asked: list[int] = []
+    page = watched.page
+
+    def note(request):
+        if "/_dash-update-component" in request.url:
+            inputs = request.post_data_json["inputs"]
+            asked.extend(
+                given["value"]["startRow"]
+                for given in inputs
+                if given.get("id") == "runs-wanted" and given["value"]
+            )
+
+    page.on("request", note)
+    page.goto(f"{watched.url}/?sort=name")
+    row_says(page, 0, NAMES[0])
+    return page, asked
+
+
+def row_says(page, place, name):
+    row = f'.ag-pinned-left-cols-container .ag-row[row-index="{place}"]'
+    page.locator(row).get_by_role("link", name=name, exact=True).wait_for()
+
+
+def scroll_to(page, place):
+    page.locator(".runs-grid .ag-body-viewport").evaluate(
+        "(view, share) => { view.scrollTop = share * view.scrollHeight }", place / RUNS
+    )
+
+
+def test_the_first_rows_and_how_many_there_are_in_words(listed):
+    page, asked = listed
+    assert page.locator("#runs-count").inner_text() == "5,000 runs, none of them live."
+    for place in range(5):
+        row_says(page, place, NAMES[place])
+    assert page.get_by_role("link", name="run-1", exact=True).count() == 1
+    assert asked == [], "the first rows came with the page"
+
+
+def test_it_is_scrolled_to_its_end_and_no_answer_is_thrown_away(listed):
+    page, asked = listed
+    lost = []
+    page.on("requestfailed", lambda request: lost.append(request.url))
+    scroll_to(page, 2510)
+    scroll_to(page, RUNS)
+    row_says(page, RUNS - 1, NAMES[-1])
+    scroll_to(page, 2510)
+    row_says(page, 2515, NAMES[2515])
+    scroll_to(page, RUNS)
+    row_says(page, RUNS - 1, NAMES[-1])
+    scroll_to(page, 0)
+    row_says(page, 0, NAMES[0])
+    assert lost == []
+    assert sorted(asked) == sorted(set(asked)), "what was read already was asked for again"
+    assert set(asked) <= {2500, RUNS - 50}
+
+
+@pytest.mark.parametrize(("word", "name"), [(TAG, TAGGED), (PROJECT, APART), (PROJECT[:5].upper(), APART)])
+def test_a_search_finds_a_tag_and_a_project(listed, word, name):
+    page, _ = listed
+    page.get_by_label("Search names, projects, tags and ids").fill(word)
+    page.locator("#runs-count", has_text=re.compile(r"\b1\b.* run")).wait_for()
+    row_says(page, 0, name)
+    page.wait_for_function("document.querySelectorAll('.ag-pinned-left-cols-container .ag-row').length === 1")
