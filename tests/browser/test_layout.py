@@ -1,6 +1,7 @@
 """Pages as people meet them: narrow, wide, dark, by keyboard or screen reader, with names that nobody foresaw."""
 
 import re
+from itertools import combinations
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -172,7 +173,32 @@ def test_a_loss_that_is_nan_is_named_with_its_step(open_page, dashboard_url):
     page.locator(".verdict-cell", has_text="not finite since step 110").wait_for()
     page.goto(f"{dashboard_url}/run/run-nan?tab=curves")
     page.locator(".answer", has_text="Loss is not finite since step 110").wait_for()
-    page.get_by_text("10 points are not finite and cannot be drawn, the first at step 110").wait_for()
+    page.get_by_text("10 points are not finite, the first at step 110").wait_for()
+
+
+def test_a_phone_shows_notes_whole_and_labels_apart(open_page, dashboard_url):
+    page = open_page(dashboard_url, width=390).page
+    page.goto(f"{dashboard_url}/run/run-nan?tab=curves")
+    note = page.get_by_text("points are not finite")
+    note.wait_for()
+    edge, card = note.bounding_box(), page.locator(".chart-card", has=note).bounding_box()
+    assert card["x"] < edge["x"]
+    assert edge["x"] + edge["width"] < card["x"] + card["width"]
+    page.goto(f"{dashboard_url}/compare?" + "&".join(f"run={run.run_id}" for run in demo_runs()))
+    for place in range(2):
+        labels = page.locator(f"#compare-cost-{place} .textpoint text")
+        labels.last.wait_for(state="attached")
+        boxes = [label.bounding_box() for label in labels.all()]
+        assert len(boxes) >= 4
+        assert [(one, other) for one, other in combinations(boxes, 2) if overlap(one, other)] == []
+
+
+def overlap(one, other, touching=3):
+    """Whether two boxes share more than their edges: letters do not fill theirs."""
+    return all(
+        one[start] < other[start] + other[size] - touching and other[start] < one[start] + one[size] - touching
+        for start, size in (("x", "width"), ("y", "height"))
+    )
 
 
 def test_layers_are_grouped_and_sorted_as_the_address_says(open_page, dashboard_url):

@@ -74,9 +74,7 @@ def curves(
     beyond = [step for line in lines for step in _not_finite(line.series)]
     if not beyond:
         return figure
-    return add_note(
-        figure, f"{len(beyond)} points are not finite and cannot be drawn, the first at step {min(beyond)}"
-    )
+    return add_note(figure, f"{len(beyond)} points are not finite, the first at step {min(beyond)}")
 
 
 def mark_steps(figure: go.Figure, marks: Sequence[tuple[int, str]]) -> go.Figure:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import dash_mantine_components as dmc
+import plotly.graph_objects as go
 from dash import dcc, html
 
 from collage_dashboard.components import report_link, run_label, scrollable, verdict_mark
@@ -253,21 +254,22 @@ def _card(head: list[Any], rows: list[Any], label: str, note: str, title: Any = 
 
 def cost_cards(results: Sequence[StrategyResult], found: Recommendation) -> html.Div:
     """The two pictures: loss against bytes, loss against throughput."""
-    cards = [
-        dmc.Paper(
-            [
-                html.H2(f"Loss against {describe(cost).title.lower()}", className="card-title"),
-                html.Div(
-                    dcc.Graph(id=f"compare-cost-{place}", figure=figure, config=GRAPH_CONFIG),
-                    className="figure-place",
-                ),
-            ],
-            className="card chart-card",
-            withBorder=True,
-        )
-        for place, (cost, figure) in enumerate(zip(COSTS, cost_figures(results, found), strict=True))
-    ]
-    return html.Div(cards, className="two")
+    figures = zip(COSTS, cost_figures(results, found), strict=True)
+    return html.Div([_cost_card(place, *each) for place, each in enumerate(figures)], className="two")
+
+
+def _cost_card(place: int, cost: Cost, figure: go.Figure) -> dmc.Paper:
+    title = f"Loss against {describe(cost).title.lower()}"
+    named: dict[str, Any] = {"aria-label": title, "role": "region", "tabIndex": "0"}
+    graph = dcc.Graph(id=f"compare-cost-{place}", figure=figure, config=GRAPH_CONFIG)
+    return dmc.Paper(
+        [
+            html.H2(title, className="card-title"),
+            html.Div(graph, className="figure-place cost-place", **named),
+        ],
+        className="card chart-card",
+        withBorder=True,
+    )
 
 
 def choices(rows: Sequence[wire.RunRow]) -> Any:

@@ -47,7 +47,7 @@ def test_several_runs_have_a_legend_with_their_names():
 def test_undefined_and_non_finite_values_are_gaps_and_the_latter_are_counted():
     figure = curves("loss", [NamedCurve("run", RED, series([1.0, None, "NaN", "Infinity", 2.0], "loss"))])
     assert list(drawn(figure, "run")["y"]) == [1.0, None, None, None, 2.0]
-    assert figure.layout.annotations[0].text == "2 points are not finite and cannot be drawn, the first at step 30"
+    assert figure.layout.annotations[0].text == "2 points are not finite, the first at step 30"
 
 
 def test_a_band_follows_the_interval_and_breaks_at_a_gap():
