@@ -227,5 +227,8 @@ def test_a_zoom_reads_finer_data_and_stands_in_the_address(open_page, dashboard_
     steps = "document.querySelector('#run-panel .js-plotly-plot').data[0].x"
     page.wait_for_function(f"{steps}.length < 20")
     assert page.evaluate(f"Math.min(...{steps})") > 30
+    rows = "document.querySelector('#run-panel .js-plotly-plot')._fullLayout.yaxis.range"
+    assert page.evaluate(f"{rows}[0] - {rows}[1]") < 6
     page.go_back()
     page.wait_for_function(f"{steps}.length === 20")
+    page.wait_for_function(f"{rows}[0] - {rows}[1] === 12")
