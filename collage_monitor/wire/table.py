@@ -12,8 +12,8 @@ from collage_monitor.wire.numbers import Number
 __all__ = [
     "GroupBy",
     "LayerLoss",
-    "Overview",
     "OverRuns",
+    "Overview",
     "RunFilters",
     "RunGroup",
     "RunGroups",
