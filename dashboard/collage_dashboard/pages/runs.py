@@ -315,7 +315,7 @@ def _grouping(view: View) -> dmc.Select:
         id="runs-by",
         data=[{"value": value, "label": f"By {title}"} for value, title in GROUPS.items()],
         value=view.by,
-        placeholder="Group runs that differ by seed",
+        placeholder="Group by",
         clearable=True,
         size="xs",
         className="filter",
