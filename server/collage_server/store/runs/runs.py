@@ -243,7 +243,7 @@ def _taken(run_id: str) -> Conflict:
 
 
 def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now: float) -> None:
-    """Change the stated fields. A stated state is a sign of life; name, group, tags and notes are none."""
+    """Change the stated fields, if any. A stated state is a sign of life; name, group, tags and notes are none."""
     require_run(connection, run_id, lock=True)
     stated = {
         name: getattr(change, name)
@@ -254,6 +254,8 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
         stated["updated_at"] = now
     if stated:
         connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(**stated))
+    if not stated and change.tags is None:
+        return
     changes = schema.run_change
     connection.execute(delete(changes).where(changes.c.run_id == run_id))
     connection.execute(insert(changes).values(run_id=run_id, changed_at=now))
