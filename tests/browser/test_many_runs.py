@@ -73,9 +73,8 @@ def row_says(page, place, name):
 
 
 def scroll_to(page, place):
-    page.locator(".runs-grid .ag-body-viewport").evaluate(
-        "(view, share) => { view.scrollTop = share * view.scrollHeight }", place / RUNS
-    )
+    """By the grid's own call: it ignores one lone scroll of its rows that falls within 0.5 s of one of its bar."""
+    page.evaluate(f"dash_ag_grid.getApi('runs-grid').ensureIndexVisible({place}, 'top')")
 
 
 def test_the_first_rows_and_how_many_there_are_in_words(listed):
@@ -92,11 +91,11 @@ def test_it_is_scrolled_to_its_end_and_no_answer_is_thrown_away(listed):
     lost = []
     page.on("requestfailed", lambda request: lost.append(request.url))
     scroll_to(page, 2510)
-    scroll_to(page, RUNS)
+    scroll_to(page, RUNS - 1)
     row_says(page, RUNS - 1, NAMES[-1])
     scroll_to(page, 2510)
     row_says(page, 2515, NAMES[2515])
-    scroll_to(page, RUNS)
+    scroll_to(page, RUNS - 1)
     row_says(page, RUNS - 1, NAMES[-1])
     scroll_to(page, 0)
     row_says(page, 0, NAMES[0])
