@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import matplotlib
 
@@ -13,28 +14,45 @@ from cycler import cycler
 from matplotlib import pyplot, rcParams
 
 from collage_studies.study import Page, Plot, Record, Study, Table
+from collage_studies.words import listed
 
-__all__ = ["write_page"]
+__all__ = ["draw", "table_text", "write_page"]
 
 _DOTS_PER_INCH = 110
 
 
-def write_page(study: Study, page: Page, records: Sequence[Record], folder: Path) -> Path:
-    """Write FOLDER/NAME.md and its pictures under FOLDER/images; both only from what is given."""
+def write_page(
+    study: Study,
+    page: Page,
+    records: Sequence[Record],
+    folder: Path,
+    *,
+    read: Mapping[str, int] = MappingProxyType({}),
+    repeated: Sequence[str | Table] = (),
+) -> Path:
+    """Write FOLDER/NAME.md and its pictures under FOLDER/images; both only from what is given.
+
+    read: records of other studies that the page rests on, by study, 0 where they are missing. repeated: what
+    repeats with other seeds said.
+    """
     parts = [f"# {study.title}", f"**Question.** {study.question}", f"**Answer.** {page.verdict}", "## Method"]
-    parts += [study.method, _made_with(study, records), "## What was found"]
-    for entry in page.evidence:
-        if isinstance(entry, Table):
-            parts.append(_table(entry))
-        elif isinstance(entry, Plot):
-            parts.append(f"![{entry.title}]({draw(entry, folder).relative_to(folder).as_posix()})")
-        else:
-            parts.append(entry)
+    parts += [study.method, _made_with(study, records, read), "## What was found"]
+    parts += [_entry(entry, folder) for entry in page.evidence]
+    if repeated:
+        parts += ["## Repeated with other seeds", *(_entry(entry, folder) for entry in repeated)]
     if page.limits:
         parts += ["## Limits", "\n".join(f"- {limit}" for limit in page.limits)]
     written = folder / f"{study.name}.md"
     written.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return written
+
+
+def _entry(entry: str | Table | Plot, folder: Path) -> str:
+    if isinstance(entry, Table):
+        return table_text(entry)
+    if isinstance(entry, Plot):
+        return f"![{entry.title}]({draw(entry, folder).relative_to(folder).as_posix()})"
+    return entry
 
 
 def draw(plot: Plot, folder: Path) -> Path:
@@ -63,17 +81,23 @@ def draw(plot: Plot, folder: Path) -> Path:
     return written
 
 
-def _table(table: Table) -> str:
+def table_text(table: Table) -> str:
+    """The table in Markdown."""
     lines = [table.head, ["---"] * len(table.head), *table.rows]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     return f"{table.caption}\n\n{text}" if table.caption else text
 
 
-def _made_with(study: Study, records: Sequence[Record]) -> str:
+def _made_with(study: Study, records: Sequence[Record], read: Mapping[str, int]) -> str:
     seconds = sum(record.cpu_seconds for record in records)
     versions = sorted({f"{name} {version}" for record in records for name, version in record.versions.items()})
     took = f"{seconds / 60:.0f} CPU minutes" if seconds >= 120 else f"{seconds:.0f} CPU seconds"
+    others = [
+        f"[{name}]({name}.md) ({count} trials)" if count else f"{name} (not run: missing here)"
+        for name, count in read.items()
+    ]
+    more = f" The page also reads the records of {listed(others)}." if others else ""
     return (
         f"`collage-monitor study {study.name}`: {len(records)} trials, {took}; {', '.join(versions)}. "
-        f"This page is drawn from [`data/{study.name}.jsonl`](data/{study.name}.jsonl)."
+        f"This page is drawn from [`data/{study.name}.jsonl`](data/{study.name}.jsonl).{more}"
     )

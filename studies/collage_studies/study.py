@@ -116,7 +116,9 @@ class Study:
     """A study, by what it asks.
 
     trials(quick): what is run, a fraction of it if quick. run(trial, reporting): the record, in the trial's own
-    process. page(records): what they say.
+    process. page(records): what they say; after its own records stand those of the studies that it `reads`, as far
+    as they are there. `compared`: the values, merged metrics and curves by which a repeat with other seeds is held
+    against it.
     """
 
     name: str
@@ -126,3 +128,5 @@ class Study:
     trials: Callable[[bool], Sequence[Trial]]
     run: Callable[[Trial, Reporting], Record]
     page: Callable[[Sequence[Record]], Page]
+    reads: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ("validation_loss", "edq_ratio")

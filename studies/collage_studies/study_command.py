@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +20,8 @@ from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.pool import Line, WorkerPool
 from collage_studies.records import RecordFile, compact
-from collage_studies.study import Curve, Record, RecordLine, Reporting, Study
+from collage_studies.repeats import record_file, repeats_of, reseeded, told_of
+from collage_studies.study import Curve, Record, RecordLine, Reporting, Study, Trial
 from collage_studies.worker import TrialTask
 
 __all__ = ["study"]
@@ -29,6 +31,11 @@ _CURVE_POINTS = 120
 
 @click.command("study")
 @click.argument("name", type=click.Choice([*STUDY_NAMES, "all"]))
+@click.option(
+    "--first-seed",
+    type=click.IntRange(1),
+    help="Repeat it with seeds from this one on; the page says whether that says the same.",
+)
 @click.option("--quick", is_flag=True, help="A small part of it, in a minute; kept apart from the whole.")
 @click.option(
     "--output",
@@ -44,6 +51,7 @@ _CURVE_POINTS = 120
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def study(
     name: str,
+    first_seed: int | None,
     quick: bool,
     output: Path,
     folder: Path | None,
@@ -61,30 +69,56 @@ def study(
     chosen = [study_named(entry) for entry in (STUDY_NAMES if name == "all" else [name])]
     output = output / "quick" if quick else output
     output.mkdir(parents=True, exist_ok=True)
-    if any(_file_of(entry, output).missing(entry.trials(quick)) for entry in chosen):
+    batches = [_batch(entry, quick, output, first_seed) for entry in chosen]
+    if any(file.missing(trials) for _, trials, file in batches):
         data = (folder or output / "server").resolve()
         with Services(data, port, dashboard_port, alone=True) as services:
             services.start_dashboard()
             click.echo(f"dashboard  {services.dashboard_url}", err=True)
-            for entry in chosen:
-                _run(entry, quick, output, services, processes)
-    from collage_studies.pages import write_page
-
-    written = []
-    for entry in chosen:
-        records = _file_of(entry, output).of(entry.trials(quick))
-        written.append(write_page(entry, entry.page(records), records, output))
+            for entry, trials, file in batches:
+                _run(entry, trials, file, services, processes)
+    written = [path for entry in chosen if (path := _write(entry, quick, output)) is not None]
     names = [str(path) for path in written]
     click.echo(json.dumps({"pages": names}) if as_json else "\n".join(f"written    {path}" for path in names))
 
 
-def _file_of(entry: Study, output: Path) -> RecordFile:
-    return RecordFile(output / "data" / f"{entry.name}.jsonl")
+def _batch(
+    entry: Study, quick: bool, output: Path, first_seed: int | None
+) -> tuple[Study, Sequence[Trial], RecordFile]:
+    """The trials of a study or of its repeat, and where their records are kept."""
+    trials = entry.trials(quick)
+    if first_seed is not None:
+        try:
+            trials = reseeded(trials, first_seed)
+        except ValueError as error:
+            told = f"{entry.name} cannot be repeated with --first-seed {first_seed}: {error}"
+            raise click.UsageError(told) from error
+    return entry, trials, record_file(entry.name, output, first_seed)
 
 
-def _run(entry: Study, quick: bool, output: Path, services: Services, processes: int) -> None:
+def _write(entry: Study, quick: bool, output: Path) -> Path | None:
+    """Write the page of a study from all records that are there; None, and a line, where its own are not whole."""
+    from collage_studies.pages import write_page
+
+    trials, file = entry.trials(quick), record_file(entry.name, output)
+    if file.missing(trials):
+        click.echo(f"no page of {entry.name}: it has not been run here without --first-seed", err=True)
+        return None
+    records = file.of(trials)
+    others = {name: _records_of(name, quick, output) for name in entry.reads}
+    found = entry.page([*records, *(record for own in others.values() for record in own)])
+    repeated = [part for repeat in repeats_of(entry, trials, output) for part in told_of(entry, records, repeat)]
+    read = {name: len(own) for name, own in others.items()}
+    return write_page(entry, found, records, output, read=read, repeated=repeated)
+
+
+def _records_of(name: str, quick: bool, output: Path) -> list[Record]:
+    """The records of another study; none where there is no such study."""
+    return record_file(name, output).of(study_named(name).trials(quick)) if name in STUDY_NAMES else []
+
+
+def _run(entry: Study, trials: Sequence[Trial], file: RecordFile, services: Services, processes: int) -> None:
     """Run the trials that have no record, and keep each record as its trial ends."""
-    trials, file = entry.trials(quick), _file_of(entry, output)
     missing = file.missing(trials)
     click.echo(f"{entry.name}: {len(trials)} trials, {len(trials) - len(missing)} of them done before", err=True)
     reporting = Reporting(services.server_url, services.folder, f"{entry.name} {time.strftime('%Y-%m-%d')}")

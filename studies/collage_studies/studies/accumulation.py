@@ -236,4 +236,5 @@ STUDY: Final = Study(
     trials=trials,
     run=run,
     page=page,
+    compared=tuple(f"all/{count}" for count in COUNTS),
 )

@@ -121,4 +121,5 @@ STUDY: Final = Study(
     trials=trials,
     run=run_training,
     page=page,
+    compared=("validation_loss", DECREMENT),
 )

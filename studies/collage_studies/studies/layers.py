@@ -120,4 +120,5 @@ STUDY: Final = Study(
     trials=trials,
     run=run_training,
     page=page,
+    compared=CURVES,
 )

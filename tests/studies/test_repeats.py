@@ -1,0 +1,119 @@
+"""A repeat with other seeds: the same trials with others, and what its numbers say of the first."""
+
+from dataclasses import replace
+
+import click
+import pytest
+from click.testing import CliRunner
+from collage_studies.catalogue import STUDY_NAMES, study_named
+from collage_studies.recipe import Plan, Recipe
+from collage_studies.records import RecordFile
+from collage_studies.repeats import Repeat, record_file, repeats_of, reseeded, seed_of, told_of
+from collage_studies.study import Page, Record, Study, Table, Trial
+from collage_studies.study_command import study
+
+FP32, PLAIN = Plan("plain", "float32"), Plan("plain", "bfloat16")
+LOSSES = {
+    1: {FP32: 2.0, PLAIN: 2.11},
+    2: {FP32: 2.5, PLAIN: 2.60},
+    3: {FP32: 1.7, PLAIN: 1.79},
+}
+"""By seed: losses that differ far more between seeds than between plans."""
+
+
+def trials(quick=False):
+    return [
+        Trial(name=f"{plan.name}, seed {seed}", plan=plan, recipe=Recipe(seed=seed))
+        for seed in LOSSES
+        for plan in (FP32, PLAIN)
+    ]
+
+
+def study_of(records):
+    return Study(
+        name="losses",
+        title="",
+        question="",
+        method="",
+        trials=trials,
+        run=lambda trial, reporting: records[0],
+        page=lambda records: Page(f"{len(records)} records.", []),
+        compared=("validation_loss",),
+    )
+
+
+def records_of(wanted, extra=0.0):
+    return [
+        Record(
+            trial=trial,
+            versions={},
+            cpu_seconds=1.0,
+            run_id=trial.name,
+            values={
+                "validation_loss": LOSSES[(trial.recipe.seed - 1) % 100 + 1][trial.plan]
+                + extra * (trial.plan == PLAIN)
+            },
+        )
+        for trial in wanted
+    ]
+
+
+def test_only_seeds_and_names_are_others():
+    for old, new in zip(trials(), reseeded(trials(), 101), strict=True):
+        assert old.recipe
+        assert new.recipe == replace(old.recipe, seed=old.recipe.seed + 100)
+        assert new.name == old.name.replace(f"seed {seed_of(old)}", f"seed {seed_of(new)}")
+        assert new.plan == old.plan
+
+
+@pytest.mark.parametrize("name", STUDY_NAMES)
+def test_every_study_can_be_repeated_or_says_why_not(name):
+    old = study_named(name).trials(False)
+    if any(seed_of(trial) is None for trial in old):
+        with pytest.raises(ValueError, match="without a seed"):
+            reseeded(old, 1001)
+        return
+    new = reseeded(old, 1001)
+    assert {seed_of(trial) for trial in new}.isdisjoint({seed_of(trial) for trial in old})
+    assert len({trial.name for trial in [*old, *new]}) == 2 * len(old)
+
+
+def test_seeds_of_its_own_are_refused():
+    with pytest.raises(ValueError, match="overlap its own, 1 to 3"):
+        reseeded(trials(), 2)
+
+
+def test_the_command_says_why_a_study_cannot_be_repeated(tmp_path):
+    done = CliRunner().invoke(study, ["expansions", "--first-seed", "9", "--output", str(tmp_path)])
+    assert done.exit_code == click.UsageError.exit_code
+    assert "expansions cannot be repeated with --first-seed 9: it has trials without a seed" in done.output
+
+
+def test_a_repeat_is_found_when_it_is_whole(tmp_path):
+    wanted = records_of(reseeded(trials(), 101))
+    file = record_file("losses", tmp_path, 101)
+    for record in wanted[:-1]:
+        file.add(record)
+    assert repeats_of(study_of(wanted), trials(), tmp_path) == []
+    file.add(wanted[-1])
+    (found,) = repeats_of(study_of(wanted), trials(), tmp_path)
+    assert (found.file, list(found.records)) == (file.path, wanted)
+    assert RecordFile(tmp_path / "data" / "losses.jsonl").of(trials()) == []
+
+
+def test_gaps_to_fp32_are_compared_not_losses(tmp_path):
+    first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.002)
+    (said,) = told_of(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
+    assert isinstance(said, str)
+    assert "seeds 101, 102 and 103" in said
+    assert "it says the same: of 1 means, 1 differ" in said
+    assert said.endswith("Its own answer: 6 records.")
+
+
+def test_a_repeat_that_says_something_else_is_told(tmp_path):
+    first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.2)
+    said, outside = told_of(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
+    assert isinstance(said, str)
+    assert isinstance(outside, Table)
+    assert "it does not say the same: of 1 means, 0 differ" in said
+    assert [row[:2] for row in outside.rows] == [["plain bfloat16", "gap of validation_loss to fp32"]]
