@@ -16,6 +16,7 @@ _MODULES: Final = {
     "layers": "layers",
     "beta2": "beta2",
     "counterfactuals": "counterfactuals",
+    "quality": "quality",
 }
 STUDY_NAMES: Final = tuple(_MODULES)
 

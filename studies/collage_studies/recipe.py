@@ -32,6 +32,7 @@ class Recipe:
     measure_every: int = 10
     validate_every: int = 50
     validation_batches: int = 8
+    windows: tuple[int, ...] = ()
 
     def rate_factor(self, step: int) -> float:
         """Of the learning rate at a step, counted from 0: warm-up, then constant or a cosine to zero."""

@@ -180,6 +180,7 @@ class _Loop:
             strategy=self.plan.strategy,
             every=self.recipe.measure_every,
             oracle=True,
+            windows=self.recipe.windows,
             budget=None,
             first_step=first_step,
         )

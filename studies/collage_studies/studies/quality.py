@@ -1,0 +1,337 @@
+"""Does EDQ predict quality? Correlation of early numbers of a run with its final gap to fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from collage_monitor.judgement import EDQ_TOLERANCE, STATE_TOLERANCE
+from collage_monitor.judgement.rules import LOST_TOLERANCE, ORACLE_TOLERANCE
+from collage_monitor.seeds import Estimate, mean_over_seeds
+from collage_studies.correlations import Point, correlation
+from collage_studies.recipe import Plan, Recipe
+from collage_studies.results import by_plan, gaps, recipe_of
+from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
+from collage_studies.trained import run_training
+from collage_studies.words import UNDEFINED, estimate, listed, share
+
+__all__ = ["STUDY"]
+
+REFERENCE: Final = Plan("plain", "float32")
+PLANS: Final = (REFERENCE, *(Plan(name, "bfloat16") for name in ("plain", "light", "kahan", "stochastic")))
+RATES: Final = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+SEEDS: Final = (1, 2, 3)
+WINDOW: Final = 8
+EARLY: Final = 0.25
+"""The share of a training's steps that counts as early."""
+STEP, ORACLE, MOVED = "edq_ratio", "edq_oracle_ratio", "oracle_displacement_ratio"
+WINDOWED: Final = f"edq_window_ratio/{WINDOW}"
+DECREMENT: Final = "state_decrement_ratio/exp_avg_sq"
+LOST: Final = "lost_update_ratio"
+CURVES: Final = ("validation_loss", STEP, WINDOWED, ORACLE, MOVED, DECREMENT, LOST)
+SHAPE: Final = {"steps": 400, "batch_size": 16, "length": 64, "layers": 2, "width": 64, "warm_up_steps": 40}
+QUICK: Final = {"steps": 80, "batch_size": 8, "length": 32, "layers": 1, "width": 32, "warm_up_steps": 10}
+_OF_VISIBLE_WEIGHTS: Final = ("plain", "fp32-states")
+"""Strategies that keep nothing beside the visible weight and round to nearest: judged by one step's EDQ."""
+
+Number = Callable[[Record], float | None]
+
+
+def trials(quick: bool) -> Sequence[Trial]:
+    """Seeds × rates × plans; quick: one seed and rate, fp32 and three strategies."""
+    shape = QUICK if quick else SHAPE
+    return [
+        Trial(
+            name=f"{plan.name}, rate {rate:g}, seed {seed}",
+            plan=plan,
+            recipe=Recipe(learning_rate=rate, seed=seed, windows=(WINDOW,), **shape),  # type: ignore[arg-type]
+            curves=CURVES,
+        )
+        for seed in SEEDS[: 1 if quick else None]
+        for rate in (RATES[1:2] if quick else RATES)
+        for plan in (PLANS[:4] if quick else PLANS)
+    ]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A strategy in a setting (all of a training but strategy and seed): its runs, and their gap to fp32."""
+
+    setting: str
+    plan: Plan
+    runs: Sequence[Record]
+    gap: Estimate
+
+    @property
+    def name(self) -> str:
+        """The strategy and the setting."""
+        return f"{self.plan.strategy} ({self.setting})"
+
+    def mean(self, number: Number) -> float | None:
+        """A number's mean over the runs; None if it is undefined in one of them."""
+        found = [number(run) for run in self.runs]
+        known = [value for value in found if value is not None]
+        return sum(known) / len(known) if known and len(known) == len(found) else None
+
+
+def _early(name: str) -> Number:
+    """How far a metric's mean over the early steps is from 1; a lost share, from 0."""
+
+    def number(record: Record) -> float | None:
+        curve = record.curves.get(name)
+        if curve is None:
+            return None
+        last = EARLY * recipe_of(record).steps
+        pairs = zip(curve.steps, curve.values, strict=True)
+        known = [value for step, value in pairs if value is not None and step <= last]
+        return _missing(name, sum(known) / len(known)) if known else None
+
+    return number
+
+
+def _merged(name: str) -> Number:
+    """The same of the whole run, merged."""
+
+    def number(record: Record) -> float | None:
+        value = record.merged.get(name)
+        return None if value is None else _missing(name, value)
+
+    return number
+
+
+def _missing(name: str, value: float) -> float:
+    return value if name == LOST else abs(1 - value)
+
+
+def _judged(record: Record) -> float | None:
+    """The EDQ by which the judgement goes: over a window where more than the visible weight is kept, or rounding is
+    at random; else of one step."""
+    assert record.trial.plan is not None
+    return _early(STEP if record.trial.plan.strategy in _OF_VISIBLE_WEIGHTS else WINDOWED)(record)
+
+
+KINDS: Final[Mapping[str, tuple[Number, Number | None, float]]] = {
+    "EDQ of one step": (_early(STEP), _merged(STEP), EDQ_TOLERANCE),
+    f"EDQ over {WINDOW} steps": (_early(WINDOWED), None, EDQ_TOLERANCE),
+    "EDQ of the judgement": (_judged, None, EDQ_TOLERANCE),
+    "EDQ against the oracle": (_early(ORACLE), _merged(ORACLE), ORACLE_TOLERANCE),
+    "oracle's displacement": (_early(MOVED), _merged(MOVED), ORACLE_TOLERANCE),
+    "state decrement": (_early(DECREMENT), _merged(DECREMENT), STATE_TOLERANCE),
+    "share of updates lost": (_early(LOST), _merged(LOST), LOST_TOLERANCE),
+}
+"""By name: the number early, over the whole run, and from which deviation on the judgement speaks of it."""
+
+
+def configurations(records: Sequence[Record]) -> list[Configuration]:
+    """Every strategy in every setting that has an fp32 run with the same seed; fp32 itself is left out."""
+    settings: dict[str, list[Record]] = {}
+    for record in records:
+        if record.trial.plan is not None and record.trial.recipe is not None:
+            settings.setdefault(_setting(record), []).append(record)
+    names = _short(list(settings), settings)
+    return [
+        Configuration(names[key], plan, by_plan(own)[plan], gap)
+        for key, own in settings.items()
+        for plan, gap in gaps(own, REFERENCE).items()
+        if gap is not None
+    ]
+
+
+def _setting(record: Record) -> str:
+    settings = {name: value for name, value in record.trial.settings.items() if name != "seed"}
+    key = [replace(recipe_of(record), seed=0), settings]
+    return msgspec.json.encode(key, order="sorted").decode()
+
+
+def _short(keys: Sequence[str], settings: Mapping[str, Sequence[Record]]) -> dict[str, str]:
+    """What tells the settings apart, in words; equal words are numbered."""
+    names: dict[str, str] = {}
+    for key in keys:
+        recipe = recipe_of(settings[key][0])
+        name = f"{recipe.model.upper()}, rate {recipe.learning_rate:g}, β₂ {recipe.betas[1]:g}"
+        more = [f"{value}" for value in settings[key][0].trial.settings.values() if isinstance(value, str)]
+        name = ", ".join([name, *more])
+        count = sum(known == name or known.startswith(f"{name}, no. ") for known in names.values())
+        names[key] = f"{name}, no. {count + 1}" if count else name
+    return names
+
+
+def page(records: Sequence[Record]) -> Page:
+    """Correlations early and over the whole run, by rate, what is missed, and what a lost share costs."""
+    every = configurations(records)
+    own = [entry for entry in every if recipe_of(entry.runs[0]).windows]
+    early = {name: number for name, (number, _, _) in KINDS.items()}
+    whole = {name: number for name, (_, number, _) in KINDS.items() if number is not None}
+    others = len(every) - len(own)
+    evidence: list[str | Table | Plot] = [
+        _correlations(
+            own,
+            early,
+            f"Early in the run (first {share(EARLY)} of the steps), the sweep of rates, {len(own)} configurations:",
+        ),
+        _correlations(
+            every,
+            {"EDQ of one step": early["EDQ of one step"], "state decrement": early["state decrement"]},
+            f"Early in the run, every study's runs that kept the curve ({others} further configurations):",
+        ),
+        _correlations(every, whole, "Over the whole run, every study's runs:"),
+        "Pooled correlation is confounded by the learning rate: a small rate loses more updates, and is also "
+        "further from the end of its training. Within a rate strategies differ in their storage alone.",
+        _by_setting(own, early),
+        _plot(own),
+        _failures(own),
+        _costs(every),
+    ]
+    return Page(
+        _verdict(own, early),
+        evidence,
+        [
+            "A configuration is a strategy in a setting, with its mean over seeds. fp32, against which gaps are "
+            "measured, is none. A run whose loss is not finite has no gap and is left out.",
+            f"Within a rate the sweep has {len(PLANS) - 1} configurations: orders of so few are coarse.",
+            "Intervals are over configurations; those of one setting share their seeds and their fp32 runs.",
+            "Small models and short runs. What is lost may cost more in long ones.",
+        ],
+    )
+
+
+def _points(entries: Sequence[Configuration], number: Number) -> list[Point]:
+    known = [(entry, entry.mean(number)) for entry in entries]
+    return [Point(x, entry.gap.value, entry.setting) for entry, x in known if x is not None]
+
+
+def _correlations(entries: Sequence[Configuration], kinds: Mapping[str, Number], caption: str) -> Table:
+    rows = []
+    for name, number in kinds.items():
+        points = _points(entries, number)
+        cells = [
+            estimate(correlation(points, ranks=ranks, within=within), "+.2f")
+            for within in (True, False)
+            for ranks in (True, False)
+        ]
+        rows.append([name, str(len(points)), *cells])
+    head = ["distance from 1 of", "configurations", "rank, within a rate", "linear, within a rate"]
+    return Table([*head, "rank, pooled", "linear, pooled"], rows, caption)
+
+
+def _by_setting(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> Table:
+    rows = []
+    for setting in dict.fromkeys(entry.setting for entry in entries):
+        own = [entry for entry in entries if entry.setting == setting]
+        found = [correlation(_points(own, number), ranks=True, within=False) for number in kinds.values()]
+        gap = max(own, key=lambda entry: entry.gap.value)
+        cells = [UNDEFINED if value is None else f"{value.value:+.2f}" for value in found]
+        rows.append([setting, *cells, f"{gap.plan.strategy}: {estimate(gap.gap, '+.4f')}"])
+    return Table(["setting", *kinds, "largest gap"], rows, "Rank correlation at each rate of the sweep:")
+
+
+def _plot(entries: Sequence[Configuration]) -> Plot:
+    curves = {}
+    for setting in dict.fromkeys(entry.setting for entry in entries):
+        points = [point for point in _points(entries, _early(STEP)) if point.stratum == setting]
+        curves[setting] = Points([point.x for point in points], [point.y for point in points])
+    return Plot(
+        file="quality.png",
+        title=f"Early loss of descent and the final gap to fp32 (a dot: a strategy, mean of {len(SEEDS)} seeds)",
+        x="1 − EDQ of one step, first quarter",
+        y="gap to fp32, nats a byte",
+        curves=curves,
+        x_scale="symlog",
+        lines=False,
+    )
+
+
+def _flags(entries: Sequence[Configuration], kind: str) -> tuple[list[str], list[str], int, int]:
+    """Configurations that end worse and are not spoken of, those spoken of that do not; how many do, do not."""
+    number, _, bound = KINDS[kind]
+    known = [(entry, x) for entry in entries if (x := entry.mean(number)) is not None]
+    worse = [(entry, x) for entry, x in known if _worse(entry)]
+    fine = [(entry, x) for entry, x in known if not _worse(entry)]
+    missed = [entry.name for entry, x in worse if x <= bound]
+    harmless = [entry.name for entry, x in fine if x > bound]
+    return missed, harmless, len(worse), len(fine)
+
+
+def _worse(entry: Configuration) -> bool:
+    return entry.gap.low is not None and entry.gap.low > 0
+
+
+def _failures(entries: Sequence[Configuration]) -> Table:
+    rows = []
+    for kind, (_, _, bound) in KINDS.items():
+        missed, harmless, worse, fine = _flags(entries, kind)
+        rows.append(
+            [
+                kind,
+                f"{bound:g}",
+                f"{len(missed)} of {worse}: {'; '.join(missed)}" if missed else f"0 of {worse}",
+                f"{len(harmless)} of {fine}: {'; '.join(harmless)}" if harmless else f"0 of {fine}",
+            ]
+        )
+    head = ["number", "bound of the judgement", "ends worse than fp32 beyond chance, not beyond the bound"]
+    caption = "Where the early number fails, held against the bound that the judgement has for it:"
+    return Table([*head, "beyond the bound, not shown to end worse"], rows, caption)
+
+
+def _costs(entries: Sequence[Configuration]) -> Table:
+    plain = [entry for entry in entries if entry.plan == Plan("plain", "bfloat16")]
+    known = []
+    for entry in plain:
+        lost, missing = entry.mean(_merged(LOST)), entry.mean(_merged(STEP))
+        if lost is not None and missing is not None:
+            loss = mean_over_seeds([run.values["validation_loss"] or 0.0 for run in entry.runs])
+            known.append((lost, missing, entry, loss.value - entry.gap.value if loss else None))
+    rows = [
+        [
+            entry.setting,
+            share(lost),
+            share(missing),
+            estimate(entry.gap, "+.4f"),
+            share(entry.gap.value / base) if base else UNDEFINED,
+        ]
+        for lost, missing, entry, base in sorted(known, key=lambda found: found[0])
+    ]
+    head = ["setting", "updates lost", "descent lost (1 − EDQ)", "gap to fp32, nats a byte", "of fp32's loss"]
+    return Table(head, rows, "What plain bfloat16 loses over its run, and what that costs, by the share lost:")
+
+
+def _verdict(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> str:
+    found = {name: correlation(_points(entries, number), ranks=True, within=True) for name, number in kinds.items()}
+    shown = {name: value for name, value in found.items() if value and value.low is not None and value.low > 0}
+    ordered = sorted(shown, key=lambda name: -shown[name].value)
+    parts = []
+    if ordered:
+        numbers = [f"{name} ({estimate(shown[name], '+.2f')})" for name in ordered]
+        parts.append(f"Within a rate, the order of the final gaps is foretold early by the {listed(numbers)}.")
+    else:
+        parts.append("Within a rate, no early number is shown to foretell the order of the final gaps.")
+    silent = [name for name in kinds if name not in shown]
+    if ordered and silent:
+        parts.append(f"Not shown for the {listed(silent)}.")
+    missed, harmless, worse, fine = _flags(entries, "EDQ of the judgement")
+    parts.append(
+        f"Early, the judgement's EDQ misses {len(missed)} of {worse} configurations that end worse than fp32 "
+        f"beyond chance, and speaks of {len(harmless)} of {fine} that are not shown to."
+    )
+    return " ".join(parts)
+
+
+STUDY: Final = Study(
+    name="quality",
+    title="Does EDQ predict quality?",
+    question="Does what is lost early in a run foretell its final loss against fp32: by rank, by size, at one rate "
+    "and across rates? Which of the numbers does, where does it fail, and what does a lost share cost?",
+    method=f"The small GPT is trained at {len(RATES)} rates in fp32 and under four strategies, three seeds each. "
+    "For each strategy at each rate, the distance of an early number from what exact arithmetic gives is "
+    "correlated with the gap of the last validation loss to fp32 (same seed, same batches). Rank correlation is "
+    "Spearman's, linear Pearson's; within a rate, of ranks and differences within each setting. Intervals: 95 %, "
+    "bootstrapped over configurations. The runs of the other studies add to what they hold.",
+    trials=trials,
+    run=run_training,
+    page=page,
+    reads=("strategies", "beta2", "finetuning"),
+    compared=("validation_loss", STEP),
+)

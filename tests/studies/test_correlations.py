@@ -1,0 +1,69 @@
+"""Correlations against their definitions, with ties, within strata, and undefined where nothing varies."""
+
+import numpy as np
+import pytest
+from collage_studies.correlations import Point, correlation
+
+
+def value_of(points, **options):
+    found = correlation(points, **options)
+    return None if found is None else found.value
+
+
+def points_of(xs, ys, stratum=None):
+    return [Point(float(x), float(y), stratum) for x, y in zip(xs, ys, strict=True)]
+
+
+def test_linear_correlation_is_numpys():
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=40)
+    y = 0.5 * x + generator.normal(size=40)
+    found = correlation(points_of(x, y), ranks=False, within=False)
+    assert found is not None
+    assert found.value == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-12)
+    # Fisher's interval of the same numbers, which a bootstrap of 40 points comes near.
+    z, half = np.arctanh(found.value), 1.96 / np.sqrt(37)
+    assert (found.low, found.high) == pytest.approx((np.tanh(z - half), np.tanh(z + half)), abs=0.08)
+
+
+def test_ranks_do_not_care_for_sizes_and_ties_share_theirs():
+    assert value_of(points_of([1, 2, 3, 4], [1, 10, 100, 1e6]), ranks=True, within=False) == pytest.approx(1)
+    # Ranks 1.5, 1.5, 3, 4 against 1, 2, 3, 4.
+    expected = np.corrcoef([1.5, 1.5, 3, 4], [1, 2, 3, 4])[0, 1]
+    assert value_of(points_of([5, 5, 6, 7], [1, 2, 3, 4]), ranks=True, within=False) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+def test_within_strata_the_confounder_is_gone(ranks):
+    """In each stratum the order is the reverse of that between them."""
+    points = [
+        *points_of([1, 2, 3], [3, 2, 1], "small"),
+        *points_of([11, 12, 13], [13, 12, 11], "middle"),
+        *points_of([21, 22, 23], [23, 22, 21], "large"),
+    ]
+    pooled = value_of(points, ranks=ranks, within=False)
+    assert pooled is not None
+    assert pooled > 0.75
+    assert value_of(points, ranks=ranks, within=True) == pytest.approx(-1)
+
+
+def test_a_stratum_of_two_is_left_out():
+    points = [*points_of([1, 2, 3], [1, 2, 3], "three"), *points_of([1, 2], [2, 1], "two")]
+    found = correlation(points, ranks=True, within=True)
+    assert found is not None
+    assert found.value == pytest.approx(1)
+    assert found.count == 3
+    assert correlation(points[3:], ranks=True, within=True) is None
+
+
+def test_what_does_not_vary_has_no_correlation():
+    for x, y in (([0.1] * 5, [1, 2, 3, 4, 5]), ([1, 2, 3, 4, 5], [0.3] * 5)):
+        assert correlation(points_of(x, y), ranks=False, within=False) is None
+        assert correlation(points_of(x, y), ranks=True, within=False) is None
+
+
+def test_one_point_that_decides_gives_no_interval():
+    found = correlation(points_of([0, 0, 0, 1], [0, 0, 0, 1]), ranks=False, within=False)
+    assert found is not None
+    assert found.value == pytest.approx(1)
+    assert found.low is found.high is None
