@@ -1,15 +1,25 @@
-"""Statistics that pages share: records by plan, means over seeds, gaps to a reference."""
+"""Statistics that pages share: records by plan, means over seeds, gaps to a reference, correlations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.study import Record
 from collage_studies.words import UNDEFINED
 
-__all__ = ["by_plan", "gaps", "mean", "mean_of", "recipe_of"]
+__all__ = ["Point", "by_plan", "correlation", "gaps", "mean", "mean_of", "recipe_of"]
+
+_RESAMPLES: Final = 2000
+_FEWEST: Final = 3
+"""A stratum of fewer points says nothing of an order within it."""
+Array = NDArray[np.float64]
 
 
 def recipe_of(record: Record) -> Recipe:
@@ -51,3 +61,62 @@ def _losses(records: Sequence[Record]) -> list[SeedValue]:
         for record in records
         if (value := record.values.get("validation_loss")) is not None
     ]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A pair of numbers in a stratum, within which it can be compared."""
+
+    x: float
+    y: float
+    stratum: Hashable = None
+
+
+def correlation(points: Sequence[Point], *, ranks: bool, within: bool) -> Estimate | None:
+    """Pearson's correlation, or with `ranks` Spearman's; None where x or y is constant or points are too few.
+
+    within: of the differences from each stratum's means, and of ranks within each stratum; ties share their mean
+    rank. The interval is the middle 95 % over 2,000 resamples of the points with the ranks that they have in the
+    whole sample; there is none where the correlation is undefined in more than a tenth of them.
+    """
+    strata: dict[Hashable, list[Point]] = {}
+    for point in points:
+        strata.setdefault(point.stratum if within else None, []).append(point)
+    groups = [own for own in strata.values() if len(own) >= _FEWEST]
+    if not groups:
+        return None
+    x, y = (np.concatenate([_numbers(own, axis, ranks) for own in groups]) for axis in ("x", "y"))
+    member = np.repeat(np.eye(len(groups)), [len(own) for own in groups], axis=0)
+    count = len(x)
+    draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_RESAMPLES)
+    found = _weighted(np.concatenate([np.ones((1, count)), draws]), x, y, member)
+    value, resampled = float(found[0]), found[1:][~np.isnan(found[1:])]
+    if np.isnan(value):
+        return None
+    if len(resampled) < 0.9 * _RESAMPLES:
+        return Estimate(value, count)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return Estimate(value, count, float(low), float(high))
+
+
+def _numbers(points: Sequence[Point], axis: str, ranks: bool) -> Array:
+    values = np.array([getattr(point, axis) for point in points], dtype=np.float64)
+    if not ranks:
+        return values
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    found: Array = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    return found
+
+
+def _weighted(weights: Array, x: Array, y: Array, member: Array) -> Array:
+    """A correlation for each row of weights [rows, points]; NaN where x or y is constant."""
+    sizes = np.maximum(weights @ member, 1.0)
+    centred = [values - ((weights * values) @ member / sizes) @ member.T for values in (x, y)]
+    squares = [(weights * values**2).sum(axis=1) for values in centred]
+    # Equal numbers leave a remainder of rounding beside their mean.
+    floors = [1e-18 * max(float((values**2).sum()), 1e-300) for values in (x, y)]
+    constant = (squares[0] <= floors[0]) | (squares[1] <= floors[1])
+    products = (weights * centred[0] * centred[1]).sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: Array = np.where(constant, np.nan, products / np.sqrt(squares[0] * squares[1]))
+    return found

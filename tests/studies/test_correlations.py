@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from collage_studies.correlations import Point, correlation
+from collage_studies.results import Point, correlation
 
 
 def value_of(points, **options):
