@@ -75,6 +75,17 @@ def test_it_fires_with_its_reason_and_ends_when_the_run_does(low):
     assert ended.resolved_at - fired.started_at == pytest.approx(600, abs=120)
 
 
+def test_the_reason_says_each_sentence_once(server):
+    server.filled(steps=())
+    server.reports([report(0, 10, measured=False)])
+    rounds(server, evaluator(server, "CollageRunStalled"), 20 * 60, alive=False)
+    (fired,) = incidents(server, run="r1")
+    overview = server.get("/runs/r1/overview", wire.Overview)
+    told = overview.headline.rstrip(".").casefold()
+    assert told in overview.verdict.casefold(), "of such a run headline and verdict say the same"
+    assert fired.text.casefold().count(told) == 1
+
+
 def test_a_run_in_its_warm_up_and_a_finished_one_do_not_fire(server):
     server.filled(steps=range(10, 60, 10))
     server.filled("r2", "s2", steps=range(1000, 1400, 10))

@@ -126,5 +126,6 @@ class AlertEvaluator(BackgroundThread):
                 with self._store.points.snapshot() as snapshot:
                     record = snapshot.records([run_id])[run_id]
                     step, found = record.last_step, evaluate(snapshot, record)
-                parts += [found.headline, f"Judged {found.health}: {found.verdict}"]
+                said = found.headline.rstrip(".").casefold() in found.verdict.casefold()
+                parts += [*([] if said else [found.headline]), f"Judged {found.health}: {found.verdict}"]
         return " ".join(parts), step
