@@ -35,8 +35,10 @@ _PAGE_BYTES: Final = 16384
 _INCREMENTAL: Final = 2
 _MAPPED_BYTES: Final = 2**31 - 2**16
 """As much of the file as SQLite can map: readers then take pages from the system's cache without a copy."""
-_LOG_BYTES: Final = 64 * 2**20
-"""What the write-ahead log keeps of the disk; beside a long reader it grows beyond that, and shrinks again."""
+_LOG_BYTES: Final = 16 * 2**20
+"""What the write-ahead log keeps of the disk: SQLite's own measure of when to begin it anew, 1,000 pages."""
+_LONG_LOG_BYTES: Final = 64 * 2**20
+"""Readers without a pause let the log grow beyond what it keeps; from here on writers wait until it is emptied."""
 _PRAGMAS: Final = (
     "synchronous = FULL",
     "foreign_keys = ON",
@@ -69,7 +71,7 @@ class SqliteStore(Store):
         self._ballast = Ballast(path.with_name(f"{path.name}-ballast"), ballast_bytes)
         self._busy_timeout_seconds = busy_timeout_seconds
         self._write_lock = Lock()
-        self._longest_log = _LOG_BYTES
+        self._longest_log = _LONG_LOG_BYTES
         self._identity: tuple[int, int] | None = None
 
     def _connect(self) -> Engine:
@@ -154,7 +156,7 @@ class SqliteStore(Store):
             self._ballast.keep()
 
     def checkpoint_log(self, *, read_only: bool = False) -> None:
-        """Empty the write-ahead log where readers have let it grow beyond what it keeps.
+        """Empty the write-ahead log where readers have let it grow long.
 
         Beside a long reader writers would wait in vain: then it is tried again when the log is twice as long. While
         nothing may be stored, nobody waits, and the log is emptied whatever it holds.
@@ -162,7 +164,7 @@ class SqliteStore(Store):
         size = log_bytes(self.path)
         if size > (0 if read_only else self._longest_log) and self._is_there:
             with self._write_lock:
-                self._longest_log = _LOG_BYTES if checkpoint_log(self.path) else 2 * size
+                self._longest_log = _LONG_LOG_BYTES if checkpoint_log(self.path) else 2 * size
 
     def release_space(self) -> bool:
         """Give a slice of free pages back to the disk; True if there are more."""
