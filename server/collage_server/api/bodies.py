@@ -136,6 +136,8 @@ async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearr
     try:
         async with asyncio.timeout_at(began + seconds) as deadline:
             async for part in request.stream():
+                if not part:
+                    continue
                 if len(body) + len(part) > limit:
                     raise _too_large(limit)
                 held.arrive(len(part))

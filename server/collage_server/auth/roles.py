@@ -6,8 +6,9 @@ A route that is missing here does not exist for any token but an administrator's
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Final, Literal
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any, Final, Literal
 
 from collage_monitor.wire import ROLES, Role
 
@@ -80,10 +81,9 @@ def matched_rule(method: str, path: str) -> tuple[Capability, dict[str, str]] | 
     if path.startswith(_PROJECTS) and path.endswith("/runs"):
         # A project may have a slash in its name; here as in the route, all between is the name.
         given = [*_PROJECTS.split("/")[:-1], path[len(_PROJECTS) : -len("/runs")], "runs"]
-    for parts, capability in _BY_SHAPE.get((method, len(given)), ()):
-        if all(part == value if part[:1] != "{" else value for part, value in zip(parts, given, strict=True)):
-            ids = {part[1:-1]: value for part, value in zip(parts, given, strict=True) if part[:1] == "{"}
-            return capability, ids
+    for literals, wanted, places, capability in _BY_SHAPE.get((method, len(given)), ()):
+        if literals(given) == wanted:
+            return capability, {name: given[place] for place, name in places}
     return None
 
 
@@ -102,13 +102,18 @@ def _rows() -> Iterator[str]:
 
 
 _PROJECTS: Final = "/api/v1/projects/"
+_Shape = tuple[Callable[[list[str]], Any], Any, list[tuple[int, str]], Capability]
 
 
-def _by_shape() -> dict[tuple[str, int], list[tuple[list[str], Capability]]]:
-    shapes: dict[tuple[str, int], list[tuple[list[str], Capability]]] = {}
+def _by_shape() -> dict[tuple[str, int], list[_Shape]]:
+    """Rules by method and number of parts: which parts stand in the template as they are, and which are ids."""
+    shapes: dict[tuple[str, int], list[_Shape]] = {}
     for (method, template), capability in RULES.items():
         parts = template.split("/")
-        shapes.setdefault((method, len(parts)), []).append((parts, capability))
+        ids = [(place, part[1:-1]) for place, part in enumerate(parts) if part[:1] == "{"]
+        fixed = [place for place in range(len(parts)) if place not in dict(ids)]
+        literals: Callable[[list[str]], Any] = itemgetter(*fixed)
+        shapes.setdefault((method, len(parts)), []).append((literals, literals(parts), ids, capability))
     return shapes
 
 

@@ -190,7 +190,8 @@ class IngestCounters:
     def count(self, *, accepted: int = 0, duplicates: int = 0, rejected: int = 0, late: int = 0) -> None:
         """Add outcomes of reports."""
         for outcome, count in zip(_OUTCOMES, (accepted, duplicates, rejected, late), strict=True):
-            self._reports[outcome].inc(count)
+            if count:
+                self._reports[outcome].inc(count)
 
     def committed(self, seconds: float) -> None:
         """Add one commit."""
