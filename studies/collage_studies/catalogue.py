@@ -17,6 +17,7 @@ _MODULES: Final = {
     "beta2": "beta2",
     "counterfactuals": "counterfactuals",
     "quality": "quality",
+    "memory": "memory",
 }
 STUDY_NAMES: Final = tuple(_MODULES)
 

@@ -104,11 +104,13 @@ class Plot:
 
 @dataclass(frozen=True)
 class Page:
-    """What a study found: `verdict` in sentences that its numbers make, then evidence, then limits."""
+    """What a study found: `verdict` in sentences that its numbers make, then evidence, then limits. `brief`: the
+    verdict in a line or two for the summary of all studies, where it is much shorter."""
 
     verdict: str
     evidence: Sequence[str | Table | Plot]
     limits: Sequence[str] = field(default_factory=tuple)
+    brief: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

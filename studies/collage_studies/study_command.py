@@ -36,6 +36,7 @@ _CURVE_POINTS = 120
     type=click.IntRange(1),
     help="Repeat it with seeds from this one on; the page says whether that says the same.",
 )
+@click.option("--pages-only", is_flag=True, help="Run nothing: write the pages of what has been run.")
 @click.option("--quick", is_flag=True, help="A small part of it, in a minute; kept apart from the whole.")
 @click.option(
     "--output",
@@ -52,6 +53,7 @@ _CURVE_POINTS = 120
 def study(
     name: str,
     first_seed: int | None,
+    pages_only: bool,
     quick: bool,
     output: Path,
     folder: Path | None,
@@ -70,7 +72,7 @@ def study(
     output = output / "quick" if quick else output
     output.mkdir(parents=True, exist_ok=True)
     batches = [_batch(entry, quick, output, first_seed) for entry in chosen]
-    if any(file.missing(trials) for _, trials, file in batches):
+    if not pages_only and any(file.missing(trials) for _, trials, file in batches):
         data = (folder or output / "server").resolve()
         with Services(data, port, dashboard_port, alone=True) as services:
             services.start_dashboard()
@@ -78,6 +80,9 @@ def study(
             for entry, trials, file in batches:
                 _run(entry, trials, file, services, processes)
     written = [path for entry in chosen if (path := _write(entry, quick, output)) is not None]
+    from collage_studies.summary import write_summary
+
+    write_summary(output, quick=quick)
     names = [str(path) for path in written]
     click.echo(json.dumps({"pages": names}) if as_json else "\n".join(f"written    {path}" for path in names))
 
@@ -99,22 +104,18 @@ def _batch(
 def _write(entry: Study, quick: bool, output: Path) -> Path | None:
     """Write the page of a study from all records that are there; None, and a line, where its own are not whole."""
     from collage_studies.pages import write_page
+    from collage_studies.summary import records_of
 
     trials, file = entry.trials(quick), record_file(entry.name, output)
     if file.missing(trials):
-        click.echo(f"no page of {entry.name}: it has not been run here without --first-seed", err=True)
+        click.echo(f"no page of {entry.name}: it has not been run whole under {output}", err=True)
         return None
     records = file.of(trials)
-    others = {name: _records_of(name, quick, output) for name in entry.reads}
+    others = {name: records_of(name, output, quick=quick) for name in entry.reads}
     found = entry.page([*records, *(record for own in others.values() for record in own)])
     repeated = [part for repeat in repeats_of(entry, trials, output) for part in told_of(entry, records, repeat)]
     read = {name: len(own) for name, own in others.items()}
     return write_page(entry, found, records, output, read=read, repeated=repeated)
-
-
-def _records_of(name: str, quick: bool, output: Path) -> list[Record]:
-    """The records of another study; none where there is no such study."""
-    return record_file(name, output).of(study_named(name).trials(quick)) if name in STUDY_NAMES else []
 
 
 def _run(entry: Study, trials: Sequence[Trial], file: RecordFile, services: Services, processes: int) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "studies").glob("*.md"), *ROOT.glob("*.md")])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if "://" not in target:

@@ -25,13 +25,15 @@ from collage_agent.optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, Stat
 
 __all__ = [
     "Structure",
+    "TESTED_ELEMENTS",
     "check_compiled",
     "compiled_step",
     "packed_scalars",
 ]
 
 _CHUNK_ELEMENTS = 1 << 19
-_TESTED_ELEMENTS = 65_539
+TESTED_ELEMENTS = 65_539
+"""Of the self-test, for which a step is compiled."""
 _TESTED_SEEDING = Seeding(0, 1)
 Options = dict[str, str | int | bool | Callable[..., object]]
 _OPTIONS: Options = {"emulate_precision_casts": True}
@@ -141,7 +143,7 @@ def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], n
 
 
 def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:
-    workspace = Workspace(_TESTED_ELEMENTS, torch.float32, torch.device(structure.device_type))
+    workspace = Workspace(TESTED_ELEMENTS, torch.float32, torch.device(structure.device_type))
     return Step(
         rule=structure.rule,
         strategy=structure.strategy,
@@ -159,7 +161,7 @@ def _components(structure: Structure) -> State:
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> torch.Tensor:
-        return torch.randn(_TESTED_ELEMENTS, generator=generator) * 1e-2
+        return torch.randn(TESTED_ELEMENTS, generator=generator) * 1e-2
 
     value, strategy = drawn(), structure.strategy
     found = {"parameter": value.to(structure.dtype), "gradient": drawn().to(structure.dtype)}
@@ -185,7 +187,7 @@ def _difference_from_eager(structure: Structure, advance: Advance) -> str | None
         step_tensors(_step(structure, numbers), [Member(0, eager["parameter"], eager["gradient"], eager)])
         advance(compiled, packed_scalars(numbers, torch.float32), noise)
     low = compiled.get(PARAMETER_LOW)
-    if low is not None and int((low != 0).sum()) < _TESTED_ELEMENTS // 2:
+    if low is not None and int((low != 0).sum()) < TESTED_ELEMENTS // 2:
         return "the compiler folds the low component to zero"
     for name, tensor in compiled.items():
         if not torch.equal(tensor, eager[name]):

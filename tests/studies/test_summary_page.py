@@ -1,0 +1,53 @@
+"""The studies' first page: written from records alone, says what is missing, and is not older than the records."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from collage_studies.catalogue import STUDY_NAMES, study_named
+from collage_studies.study_command import study
+from collage_studies.summary import CLAIMS, page_of, records_of, summary_text
+
+STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+WRITTEN = [name for name in STUDY_NAMES if (STUDIES / f"{name}.md").exists()]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {name: records_of(name, STUDIES) for name in STUDY_NAMES}
+
+
+def test_the_page_is_what_its_records_say():
+    text = (STUDIES / "README.md").read_text()
+    assert text == summary_text(STUDIES), "collage-monitor study all --pages-only --output docs/studies"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_answer_of_a_study_is_what_its_records_say(name, found):
+    text = (STUDIES / f"{name}.md").read_text()
+    assert f"**Answer.** {page_of(name, found).verdict}\n" in text
+
+
+def test_what_has_not_been_run_is_said_to_be_missing(tmp_path):
+    text = summary_text(tmp_path)
+    for name in STUDY_NAMES:
+        assert f"- **{study_named(name).title}**: not run yet (`collage-monitor study {name}`)." in text
+    for claim in CLAIMS:
+        assert f"| {claim.said} | not run yet: `collage-monitor study {claim.study}` |" in text
+
+
+def test_pages_alone_start_no_training(tmp_path):
+    done = CliRunner().invoke(study, ["all", "--pages-only", "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    for name in STUDY_NAMES:
+        assert f"no page of {name}: it has not been run whole under {tmp_path}" in done.output
+
+
+def test_records_on_disk_make_a_page_without_running(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "expansions.jsonl").write_bytes((STUDIES / "data" / "expansions.jsonl").read_bytes())
+    done = CliRunner().invoke(study, ["expansions", "--pages-only", "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "expansions.md").read_text() == (STUDIES / "expansions.md").read_text()
+    assert "[What an expansion keeps](expansions.md)" in (tmp_path / "README.md").read_text()
