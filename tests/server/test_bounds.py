@@ -10,7 +10,8 @@ from collage_server.app import create_app
 from collage_server.errors import JournalFull
 from collage_server.ingest.backpressure import JournalBounds
 from collage_server.settings import Settings
-from collage_server.store import report_bytes
+from collage_server.store import records
+from collage_server.store.records import report_bytes
 from msgspec.structs import replace
 from starlette.testclient import TestClient
 
@@ -172,6 +173,19 @@ def test_what_is_logged_takes_room_in_the_journal_too(bounded):
     components = bounded.app.state.components
     in_database = components.store.journal.bytes_of("r1")
     assert in_database <= report_bytes(wire.decode_batch(batches[0], wire.MSGPACK).reports[0]) < 1.5 * in_database
+
+
+def test_a_report_is_measured_once_on_its_way_into_the_journal(bounded, monkeypatch):
+    measured = []
+
+    def counting(report):
+        measured.append(report.seq)
+        return report_bytes(report)
+
+    monkeypatch.setattr(records, "report_bytes", counting)
+    batch = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq + 1) for seq in range(3)]))
+    assert sent(bounded.client, batch).json()["accepted"] == 3
+    assert measured == [0, 1, 2]
 
 
 def test_a_report_is_counted_as_rejected_once_however_often_its_batch_is_sent(bounded):

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import typing
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from fastapi import Path, Query
+from fastapi import Depends, Path, Query
+from fastapi.dependencies.models import Dependant, ModelField
 from pydantic import StringConstraints
 from starlette.requests import Request
 
+from collage_monitor import wire
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import metric
+from collage_server.auth.bearer import principal_of
 from collage_server.errors import Unprocessable
+from collage_server.store import RunFilter, TableQuery
 
 __all__ = [
     "AxisName",
+    "Filter",
     "FirstStep",
     "LastStep",
     "LayerName",
@@ -25,7 +31,9 @@ __all__ = [
     "Pattern",
     "PointCount",
     "Rank",
+    "RunFilters",
     "RunId",
+    "TablePart",
     "checked_metric",
     "refuse_unknown_parameters",
 ]
@@ -58,6 +66,45 @@ MetricKeys = Annotated[
         description="A metric's key, or the name of a logged scalar; repeat it: the further ones stand in `more`.",
     ),
 ]
+Filter = Annotated[str | None, Query(max_length=512)]
+
+
+async def _run_filter(
+    request: Request,
+    project: Filter = None,
+    strategy: Filter = None,
+    group: Filter = None,
+    tag: Filter = None,
+    state: Literal["running", "finished", "failed", "stale"] | None = None,
+    q: Filter = None,
+) -> RunFilter:
+    """Of the runs that the asker may see, those of the question."""
+    return RunFilter(
+        project=project,
+        projects=principal_of(request).projects,
+        strategy=strategy,
+        group=group,
+        tag=tag,
+        state=state,
+        q=q,
+    )
+
+
+RunFilters = Annotated[RunFilter, Depends(_run_filter)]
+
+
+async def _table_part(
+    filters: RunFilters,
+    health: Filter = None,
+    sort: wire.RunSort = "updated_at",
+    descending: bool = True,
+    offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
+    limit: Annotated[int, Query(ge=0, le=500)] = 50,
+) -> TableQuery:
+    return TableQuery(**vars(filters), health=health, sort=sort, descending=descending, offset=offset, limit=limit)
+
+
+TablePart = Annotated[TableQuery, Depends(_table_part)]
 
 
 def checked_metric(key: str) -> str:
@@ -79,7 +126,7 @@ async def refuse_unknown_parameters(request: Request) -> None:
     Raises:
         Unprocessable: the query names a parameter that the route does not declare, or one twice that it takes once.
     """
-    known = {parameter.alias: parameter for parameter in request.scope["route"].dependant.query_params}
+    known = {parameter.alias: parameter for parameter in _query_parameters(request.scope["route"].dependant)}
     for name, times in Counter(name for name, _ in request.query_params.multi_items()).items():
         if times > 1 and name in known and typing.get_origin(known[name].field_info.annotation) is not list:
             raise Unprocessable(f"{name} stands {times} times in the question; give it once", field=name)
@@ -88,3 +135,10 @@ async def refuse_unknown_parameters(request: Request) -> None:
                 f"{name!r} is no parameter of this route; it takes {', '.join(sorted(known)) or 'none'}",
                 field=name,
             )
+
+
+def _query_parameters(dependant: Dependant) -> Iterator[ModelField]:
+    """Those of a route, and of what it depends on."""
+    yield from dependant.query_params
+    for other in dependant.dependencies:
+        yield from _query_parameters(other)

@@ -19,7 +19,7 @@ from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest.check import check_batch
-from collage_server.store import GroupOutcome, ReportGroup, StreamRecord, report_bytes
+from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
 
 __all__ = ["router"]
 
@@ -84,7 +84,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
 
 
 async def _commit(components: Components, group: ReportGroup) -> GroupOutcome:
-    run_id, admitted, stored = group.stream.run_id, sum(map(report_bytes, group.reports)), 0
+    run_id, admitted, stored = group.stream.run_id, sum(group.sizes), 0
     components.bounds.admit(run_id, admitted)
     try:
         outcome = await components.writer.submit(group)

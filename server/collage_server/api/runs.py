@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import Path, Query
 from starlette.concurrency import run_in_threadpool
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
-from collage_server.api.parameters import RunId
+from collage_server.api.parameters import Filter, RunFilters, RunId
 from collage_server.api.routing import resource
 from collage_server.auth.administration import new_act
 from collage_server.auth.bearer import asked_by, principal_of
@@ -26,7 +26,6 @@ from collage_server.store import LatestPoint, RunQuery, RunRecord
 __all__ = ["router"]
 
 router = resource("runs")
-Filter = Annotated[str | None, Query(max_length=512)]
 
 
 def _answer(components: Components, record: RunRecord, reader: Principal) -> wire.Run:
@@ -76,28 +75,13 @@ async def create_run(request: Request, project: Annotated[str, Path(min_length=1
 @router.get("/runs", **describes(wire.RunPage))
 def list_runs(
     request: Request,
-    project: Filter = None,
-    strategy: Filter = None,
-    group: Filter = None,
-    tag: Filter = None,
-    state: Literal["running", "finished", "failed", "stale"] | None = None,
-    q: Filter = None,
+    filters: RunFilters,
     cursor: Filter = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """A page of runs, newest first; `q` searches names, ids, projects, groups, tags and notes."""
     components = components_of(request)
-    query = RunQuery(
-        project=project,
-        projects=principal_of(request).projects,
-        strategy=strategy,
-        group=group,
-        tag=tag,
-        state=state,
-        q=q,
-        cursor=cursor,
-        limit=limit,
-    )
+    query = RunQuery(**vars(filters), cursor=cursor, limit=limit)
     reader, now, stale_after = principal_of(request), components.clock(), components.settings.stale_after_seconds
     with components.store.points.snapshot() as snapshot:
         page = snapshot.run_page(query, now)

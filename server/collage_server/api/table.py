@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated
 
 from fastapi import Query
 from starlette.requests import Request
@@ -10,23 +11,23 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
-from collage_server.api.parameters import RunId
+from collage_server.api.parameters import RunId, TablePart
 from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
 from collage_server.overviews import keep_overview, overview_code
-from collage_server.queries.runs import group_row, run_row
-from collage_server.store import DueRun, GroupQuery, RunGroupRecord, TableQuery
+from collage_server.queries.runs import run_row
+from collage_server.store import DueRun, GroupQuery
 
 __all__ = ["router"]
 
 router = resource("runs")
-Filter = Annotated[str | None, Query(max_length=512)]
 
 
 @router.get("/run-table", **describes(wire.RunTable))
 def get_run_table(
     request: Request,
+    part: TablePart,
     run_id: Annotated[
         list[str],
         Query(
@@ -35,35 +36,10 @@ def get_run_table(
             description="These runs alone; those that are gone are left out.",
         ),
     ],
-    project: Filter = None,
-    strategy: Filter = None,
-    group: Filter = None,
-    tag: Filter = None,
-    state: Literal["running", "finished", "failed", "stale"] | None = None,
-    health: Filter = None,
-    q: Filter = None,
-    sort: wire.RunSort = "updated_at",
-    descending: bool = True,
-    offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
-    limit: Annotated[int, Query(ge=0, le=500)] = 50,
 ) -> Response:
     """Rows `offset` … of the table of runs. `q` searches names, ids, projects, groups, tags and notes."""
     components = components_of(request)
-    query = TableQuery(
-        project=project,
-        projects=principal_of(request).projects,
-        strategy=strategy,
-        group=group,
-        tag=tag,
-        state=state,
-        health=health,
-        q=q,
-        run_ids=tuple(run_id) or None,
-        sort=sort,
-        descending=descending,
-        offset=offset,
-        limit=limit,
-    )
+    query = replace(part, run_ids=tuple(run_id) or None)
     now, stale_after = components.clock(), components.settings.stale_after_seconds
     page = components.store.table.page(query, now, stale_after)
     rows = [run_row(*row, now, stale_after) for row in page.rows]
@@ -73,6 +49,7 @@ def get_run_table(
 @router.get("/run-groups", **describes(wire.RunGroups))
 def get_run_groups(
     request: Request,
+    part: TablePart,
     by: wire.GroupBy,
     opened: Annotated[
         list[str],
@@ -80,41 +57,15 @@ def get_run_groups(
             default_factory=list, alias="open", max_length=100, description="Keys of groups whose runs are shown."
         ),
     ],
-    project: Filter = None,
-    strategy: Filter = None,
-    group: Filter = None,
-    tag: Filter = None,
-    state: Literal["running", "finished", "failed", "stale"] | None = None,
-    health: Filter = None,
-    q: Filter = None,
-    sort: wire.RunSort = "updated_at",
-    descending: bool = True,
-    offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
-    limit: Annotated[int, Query(ge=0, le=500)] = 50,
 ) -> Response:
     """Rows `offset` … of the table of runs in groups. Numbers sort by their mean, times by the newest."""
     components = components_of(request)
-    query = GroupQuery(
-        by=by,
-        opened=opened,
-        project=project,
-        projects=principal_of(request).projects,
-        strategy=strategy,
-        group=group,
-        tag=tag,
-        state=state,
-        health=health,
-        q=q,
-        sort=sort,
-        descending=descending,
-        offset=offset,
-        limit=limit,
-    )
+    query = GroupQuery(**vars(part), by=by, opened=opened)
     now, stale_after = components.clock(), components.settings.stale_after_seconds
     page = components.store.table.groups(query, now, stale_after)
     rows = [
-        wire.TableEntry(group=group_row(row))
-        if isinstance(row, RunGroupRecord)
+        wire.TableEntry(group=row)
+        if isinstance(row, wire.RunGroup)
         else wire.TableEntry(run=run_row(*row, now, stale_after))
         for row in page.rows
     ]

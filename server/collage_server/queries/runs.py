@@ -10,16 +10,14 @@ import msgspec
 import numpy as np
 
 from collage_monitor import wire
-from collage_monitor.seeds import mean_over_seeds
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import Number
 from collage_server.queries.finished import numbers
-from collage_server.store.records import LatestPoint, NewEvent, NewIncident, RunGroupRecord, RunRecord
+from collage_server.store.records import LatestPoint, NewEvent, NewIncident, RunRecord
 
 __all__ = [
     "WORST_LAYERS",
     "alert_event",
-    "group_row",
     "latest_answer",
     "model_metrics",
     "new_incident",
@@ -91,22 +89,6 @@ def run_row(
     }
     stored = (name for name in wire.RunRow.__struct_fields__ if name not in computed)
     return wire.RunRow(**computed, **{name: getattr(record, name) for name in stored})
-
-
-def group_row(record: RunGroupRecord) -> wire.RunGroup:
-    """The group as a row of the table of runs."""
-    over_runs = {name: mean_over_seeds(values) for name, values in record.numbers.items()}
-    computed: dict[str, Any] = {
-        "health": record.worst.health if record.worst else "unknown",
-        "headline": record.worst.headline if record.worst else "Not evaluated yet.",
-        "numbers": {
-            name: wire.OverRuns(value=found.value, count=found.count, spread=found.spread)
-            for name, found in over_runs.items()
-            if found is not None
-        },
-    }
-    stored = (name for name in wire.RunGroup.__struct_fields__ if name not in computed)
-    return wire.RunGroup(**computed, **{name: getattr(record, name) for name in stored})
 
 
 def with_health(streams: Sequence[wire.Stream]) -> list[wire.Stream]:

@@ -2,7 +2,7 @@
 
 from collage_server.store.access.tokens import AccessStore
 from collage_server.store.database import Store
-from collage_server.store.journal.reports import ReportJournal, report_bytes
+from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot
 from collage_server.store.records import (
@@ -16,7 +16,7 @@ from collage_server.store.records import (
     NewIncident,
     Points,
     ReportGroup,
-    RunGroupRecord,
+    RunFilter,
     RunQuery,
     RunRecord,
     RunRevision,
@@ -46,7 +46,7 @@ __all__ = [
     "READERS",
     "ReportGroup",
     "ReportJournal",
-    "RunGroupRecord",
+    "RunFilter",
     "RunQuery",
     "RunRecord",
     "RunRevision",
@@ -58,5 +58,4 @@ __all__ = [
     "Store",
     "StreamRecord",
     "TableQuery",
-    "report_bytes",
 ]

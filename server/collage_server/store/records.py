@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "NewestReport",
     "Points",
     "READERS",
+    "ROW_BYTES",
     "ReportGroup",
     "RunFilter",
     "RunPageRecord",
@@ -33,6 +35,7 @@ __all__ = [
     "Sizes",
     "StreamRecord",
     "TableQuery",
+    "report_bytes",
 ]
 
 CONNECTIONS: Final = 40
@@ -72,12 +75,29 @@ class ReportGroup:
     reports: Sequence[wire.Report]
     bytes: int = 0
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """What each report takes of the journal's bounds."""
+        return [report_bytes(report) for report in self.reports]
+
+
+ROW_BYTES: Final = 1024
+"""What a report is taken to cost besides what it holds: many small ones are slow to read, too."""
+_SCALAR_BYTES: Final = 24
+"""Beside its name: quotes, colon, comma, and the digits of a float."""
+
+
+def report_bytes(report: wire.Report) -> int:
+    """What a report takes of the journal's bounds; of its scalars, about their JSON text, or more."""
+    scalars = sum(map(len, report.scalars)) + _SCALAR_BYTES * len(report.scalars)
+    return ROW_BYTES + scalars + len(report.model or b"") + len(report.statistics or b"")
+
 
 @dataclass(frozen=True)
 class GroupOutcome:
     """What became of a group, known after the commit. `gone`: the run was deleted, nothing was stored.
 
-    `accepted_bytes`: what the accepted reports take of the journal's bounds (`report_bytes`).
+    `accepted_bytes`: what the accepted reports take of the journal's bounds.
 
     `late` are positions in the group whose totals belong to steps at or before `frozen_step`, `crowded` those that
     log under more names than a stream may: refused, not stored.
@@ -143,30 +163,6 @@ class GroupQuery(TableQuery):
 
     by: wire.GroupBy
     opened: Collection[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunGroupRecord:
-    """Runs of one project, strategy and dtype that have something more in common.
-
-    `groups`: the names that who trained the runs grouped them under. `runs`: names by id, newest first. Both are
-    cut, `count` is of all runs.
-    `worst`: what is said of the run that speaks for all. `numbers`: by name, those of the runs that have one.
-    """
-
-    key: str
-    project: str
-    strategy: str | None
-    dtype: str | None
-    groups: list[str]
-    runs: dict[str, str]
-    count: int
-    states: dict[str, int]
-    healths: dict[str, int]
-    worst: wire.Overview | None
-    numbers: dict[str, list[float]]
-    last_step: int | None
-    updated_at: float
 
 
 @dataclass(frozen=True, kw_only=True)

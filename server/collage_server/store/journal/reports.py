@@ -36,20 +36,15 @@ from collage_server.store.ranges import (
     ranges_from_json,
     ranges_to_json,
 )
-from collage_server.store.records import GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
+from collage_server.store.records import ROW_BYTES, GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
 from collage_server.store.rows import scalars_to_json, to_json
 from collage_server.store.runs.events import COUNTED, add_events, count_event
 
-__all__ = ["REPORT_BYTES", "ReportJournal", "read_reports", "report_bytes"]
+__all__ = ["REPORT_BYTES", "ReportJournal", "read_reports"]
 
-
-_ROW_BYTES: Final = 1024
-"""What a report is taken to cost besides what it holds: many small ones are slow to read, too."""
-_SCALAR_BYTES: Final = 24
-"""Beside its name: quotes, colon, comma, and the digits of a float."""
 REPORT_BYTES: Final[ColumnElement[int]] = sum(
     (func.coalesce(func.length(schema.report.c[name]), 0) for name in ("scalars", "model", "statistics")),
-    literal(_ROW_BYTES),
+    literal(ROW_BYTES),
 )
 """The same as `report_bytes`, of a row of the journal."""
 _Destination = Literal["journal", "sealed", "late", "crowded", "gone"]
@@ -347,10 +342,10 @@ def _outcome(
     if latest is None:
         return GroupOutcome(0, 0, gone=True)
     accepted = accepted_bytes = 0
-    for report, destination in zip(group.reports, destinations, strict=True):
+    for report, size, destination in zip(group.reports, group.sizes, destinations, strict=True):
         if destination == "journal" and next(flags):
             accepted += 1
-            accepted_bytes += report_bytes(report)
+            accepted_bytes += size
             latest.take_in(report)
     late, crowded = (
         tuple(i for i, destination in enumerate(destinations) if destination == kind)
@@ -380,12 +375,6 @@ def _row(stream: StreamRecord, report: wire.Report) -> dict[str, Any]:
 
 def _highest(known: int | None, value: int) -> int:
     return value if known is None or value > known else known
-
-
-def report_bytes(report: wire.Report) -> int:
-    """What a report takes of the journal's bounds; of its scalars, about their JSON text, or more."""
-    scalars = sum(map(len, report.scalars)) + _SCALAR_BYTES * len(report.scalars)
-    return _ROW_BYTES + scalars + len(report.model or b"") + len(report.statistics or b"")
 
 
 def read_reports(

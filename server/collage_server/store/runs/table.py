@@ -11,9 +11,10 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Select, case, func, literal, select
 
 from collage_monitor import wire
+from collage_monitor.seeds import mean_over_seeds
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
-from collage_server.store.records import GroupQuery, RunGroupRecord, RunRecord, TableQuery
+from collage_server.store.records import GroupQuery, RunRecord, TableQuery
 from collage_server.store.runs.overviews import DECODE_OVERVIEW, later
 from collage_server.store.runs.runs import matching, read_records
 
@@ -62,7 +63,7 @@ class TablePage:
 class GroupPage:
     """A page of groups and of the runs of open ones, which follow their group; `total` counts both."""
 
-    rows: list[RunGroupRecord | TableRow]
+    rows: list[wire.RunGroup | TableRow]
     total: int
 
 
@@ -97,7 +98,7 @@ class TableStore:
                 if place > query.offset and first < end:
                     shown.append((found, max(query.offset - first, 0) - 1, min(end - first, place - first) - 1))
             groups = table.groups(connection, key, [found for found, first, _ in shown if first < 0])
-            rows: list[RunGroupRecord | TableRow] = []
+            rows: list[wire.RunGroup | TableRow] = []
             for found, first, last in shown:
                 if first < 0:
                     rows.append(groups[found])
@@ -167,7 +168,7 @@ class _Table:
 
     def groups(
         self, connection: Connection, key: ColumnElement[str], keys: Sequence[str]
-    ) -> dict[str, RunGroupRecord]:
+    ) -> dict[str, wire.RunGroup]:
         """These groups, by key."""
         columns = [_RUN.c[name] if name in _RUN.c else self._columns[name] for name in ("run_id", *_OF_GROUP)]
         chosen = self._base.with_only_columns(key, *columns, self._state, self._columns["updated_at"])
@@ -207,11 +208,14 @@ def _worst(healths: Sequence[str | None], edq: Sequence[float | None]) -> int:
     return standing.index(min(standing))
 
 
-def _group(key: str, of: Mapping[str, Sequence[Any]], worst: wire.Overview | None) -> RunGroupRecord:
+def _group(key: str, of: Mapping[str, Sequence[Any]], worst: wire.Overview | None) -> wire.RunGroup:
     """The group of the runs with these values by name, in one order each."""
-    numbers = {name: [value for value in of[name] if value is not None] for name in schema.OVERVIEW_NUMBERS}
+    numbers = {
+        name: mean_over_seeds([value for value in of[name] if value is not None])
+        for name in schema.OVERVIEW_NUMBERS
+    }
     newest = nlargest(LISTED, zip(of["created_at"], of["run_id"], of["name"], strict=True))
-    return RunGroupRecord(
+    return wire.RunGroup(
         key=key,
         project=of["project"][0],
         strategy=of["strategy"][0],
@@ -221,8 +225,13 @@ def _group(key: str, of: Mapping[str, Sequence[Any]], worst: wire.Overview | Non
         count=len(of["run_id"]),
         states=Counter(of["state"]),
         healths=Counter(health or "unknown" for health in of["health"]),
-        worst=worst,
-        numbers={name: values for name, values in numbers.items() if values},
+        health=worst.health if worst else "unknown",
+        headline=worst.headline if worst else "Not evaluated yet.",
+        numbers={
+            name: wire.OverRuns(value=found.value, count=found.count, spread=found.spread)
+            for name, found in numbers.items()
+            if found is not None
+        },
         last_step=max((step for step in of["last_step"] if step is not None), default=None),
         updated_at=max(of["updated_at"]),
     )
