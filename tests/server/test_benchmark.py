@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from collage_server.store import ReportGroup, Selection
@@ -99,6 +100,15 @@ def test_every_question_of_the_benchmark_has_a_reference_and_limits_on_both_data
         assert question.columns
         assert question.limits is None or [len(limits) for limits in question.limits] == [2, 2]
     assert sum(question.limits is not None for question in questions()) == 6
+
+
+def test_the_documented_limits_are_those_that_are_held():
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    header = "| Question | SQLite, ms | at most |"
+    rows = page.partition(header)[2].partition("\n\n")[0].splitlines()[2:]
+    stated = [tuple(cell.strip() for cell in row.split("|")[3:8:4]) for row in rows]
+    held = [question.limits for question in questions() if question.limits is not None]
+    assert stated == [tuple(f"{warm:g} and {cold:g}" for warm, cold in limits) for limits in held]
 
 
 def test_many_runs_are_told_apart_and_answered_alike(server):
