@@ -133,7 +133,12 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
             interval_seconds=settings.seal_interval_seconds,
         ),
         maintenance=Maintenance(
-            store, guard, clock=clock, days=settings.retention_days, event_days=settings.retention_event_days
+            store,
+            guard,
+            clock=clock,
+            days=settings.retention_days,
+            event_days=settings.retention_event_days,
+            audit_days=settings.retention_audit_days,
         ),
         overviews=OverviewKeeper(store),
         guard=guard,

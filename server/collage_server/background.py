@@ -123,7 +123,7 @@ class Maintenance(BackgroundThread):
     """Looks at the disk every `disk_seconds`, however long a round takes, at the rest every `interval_seconds`.
 
     `days` maps a level (measured points a stored point merges) to how long it is kept; `event_days` is how long
-    incidents that have ended and events are, None for good.
+    incidents that have ended and events are, `audit_days` how long the audit log is, None for good.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class Maintenance(BackgroundThread):
         clock: Callable[[], float],
         days: Mapping[int, float],
         event_days: float | None = None,
+        audit_days: float | None = None,
         interval_seconds: float = 60.0,
         disk_seconds: float = 2.0,
     ) -> None:
@@ -143,6 +144,7 @@ class Maintenance(BackgroundThread):
         self._clock = clock
         self._days = days
         self._event_days = event_days
+        self._audit_days = audit_days
         self._disk_seconds = disk_seconds
         self._disk_due = time.monotonic()
         self._round_seconds = interval_seconds
@@ -182,6 +184,9 @@ class Maintenance(BackgroundThread):
             now = self._clock()
             before, owed_before = now - self._event_days * _DAY_SECONDS, now - _OWED_DAYS * _DAY_SECONDS
             self._repeat(lambda: self._store.history.expire(before, owed_before) > 0)
+        if self._audit_days is not None:
+            acts_before = self._clock() - self._audit_days * _DAY_SECONDS
+            self._repeat(lambda: self._store.history.expire_acts(acts_before) > 0)
         self._repeat(lambda: self._store.retention.purge(_SLICES))
         self._repeat(self._store.release_space)
 

@@ -109,8 +109,9 @@ class Settings:
 
     `retention_raw_days` is how long single measured points are kept, `retention_coarse_days` how long points of 16,
     both for good when None; points of 256 always are. `retention_event_days` is how long incidents that have ended,
-    events of runs, and silences that are over are kept; what is open always is, and what people wrote. Beyond
-    `disk_budget_bytes` of data, or with less than `disk_reserve_bytes` left on the disk, the server reads only.
+    events of runs, and silences that are over are kept; what is open always is, and what people wrote.
+    `retention_audit_days` is how long the audit log is kept. Beyond `disk_budget_bytes` of data, or with less than
+    `disk_reserve_bytes` left on the disk, the server reads only.
     """
 
     folder: Path
@@ -142,6 +143,7 @@ class Settings:
     retention_raw_days: _Number | None = None
     retention_coarse_days: _Number | None = None
     retention_event_days: _Number | None = None
+    retention_audit_days: _Number | None = None
     disk_budget_bytes: _Count | None = None
     disk_reserve_bytes: _Count = 512 * 2**20
     alerts: _Alerts = "default"

@@ -135,6 +135,21 @@ def test_retention_by_settings(tmp_path):
         ]
 
 
+@pytest.mark.parametrize(("days", "kept"), [(None, ["second", "first"]), (30, ["second"])])
+def test_the_audit_log_is_kept_for_good_or_as_long_as_its_setting_says(tmp_path, days, kept):
+    clock = Clock()
+    settings = Settings(folder=tmp_path, no_auth=True, retention_event_days=1, retention_audit_days=days)
+    app = create_app(settings, clock=clock)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        server = Server(client, clock, app)
+        for name in ("first", "second"):
+            server.post("/tokens", wire.TokenCreate(name=name, role="read", projects=None), status=201)
+            clock.now += 20 * DAY
+        app.state.components.maintenance.once()
+        acts = server.get("/audit", wire.ActPage).acts
+        assert [act.details["name"] for act in acts] == kept
+
+
 def test_settings_of_retention_are_checked(tmp_path):
     cases: list[dict[str, Any]] = [
         {"retention_coarse_days": 3},

@@ -84,6 +84,12 @@ class AccessContract:
             with pytest.raises(Unprocessable):
                 store.access.acts(bad, 3)
 
+    def test_old_acts_go_and_no_others(self, store):
+        with store.writing() as connection:
+            record_acts(connection, [new_act(NOW + time, "host", "test", str(time)) for time in range(1200)])
+        assert [store.history.expire_acts(NOW + 1190) for _ in range(4)] == [500, 500, 190, 0]
+        assert [int(act.subject) for act in store.access.acts(None, 100).acts] == list(range(1199, 1189, -1))
+
     def test_a_deletion_and_its_act_stand_together_or_not_at_all(self, store):
         fill(store, "p", "r1")
         act = new_act(NOW, "host", "run.delete", "r1")

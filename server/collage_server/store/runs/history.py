@@ -1,10 +1,10 @@
-"""What has happened goes by its age: incidents that ended, with what was delivered of them, events, silences."""
+"""What has happened goes by its age: incidents that ended, with what was delivered, events, silences, acts."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import Table, delete, exists, func, select, tuple_
+from sqlalchemy import ColumnElement, Table, delete, exists, func, select, tuple_
 
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
@@ -29,14 +29,19 @@ class History:
         What is open stays, with all that its run told since it began, and what ended and is owed a message until
         `owed_before`. Of a run stay the notes, which people wrote, and the newest event: they are numbered from it.
         """
-        for table, old in self._old(before, owed_before):
-            key = list(table.primary_key.columns)
-            with self._database.freeing() as connection:
-                chosen = [tuple(row) for row in connection.execute(select(*key).where(*old).limit(_SLICE_ROWS))]
-                if chosen:
-                    connection.execute(delete(table).where(tuple_(*key).in_(chosen)))
-                    return len(chosen)
-        return 0
+        return next(filter(None, (self._remove(table, *old) for table, old in self._old(before, owed_before))), 0)
+
+    def expire_acts(self, before: float) -> int:
+        """Remove a slice of the audit log from before a moment (Unix seconds); how many acts went."""
+        return self._remove(schema.act, schema.act.c.time < before)
+
+    def _remove(self, table: Table, *old: ColumnElement[bool]) -> int:
+        key = list(table.primary_key.columns)
+        with self._database.freeing() as connection:
+            chosen = [tuple(row) for row in connection.execute(select(*key).where(*old).limit(_SLICE_ROWS))]
+            if chosen:
+                connection.execute(delete(table).where(tuple_(*key).in_(chosen)))
+        return len(chosen)
 
     @staticmethod
     def _old(before: float, owed_before: float) -> list[tuple[Table, tuple[Any, ...]]]:
