@@ -5,10 +5,10 @@ from __future__ import annotations
 import typing
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Path, Query
-from fastapi.dependencies.models import Dependant, ModelField
+from fastapi.dependencies.models import Dependant
 from pydantic import StringConstraints
 from starlette.requests import Request
 
@@ -137,7 +137,7 @@ async def refuse_unknown_parameters(request: Request) -> None:
             )
 
 
-def _query_parameters(dependant: Dependant) -> Iterator[ModelField]:
+def _query_parameters(dependant: Dependant) -> Iterator[Any]:
     """Those of a route, and of what it depends on."""
     yield from dependant.query_params
     for other in dependant.dependencies:
