@@ -7,6 +7,7 @@ numbers are strings.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -59,7 +60,7 @@ _Bound = msgspec.Meta(max_length=LIMITS["reports_per_batch"])
 
 class _RawBatch(msgspec.Struct, kw_only=True, frozen=True):
     reports: Annotated[list[msgspec.Raw], _Bound]
-    gaps: list[ReportGap] = msgspec.field(default_factory=list)
+    gaps: Annotated[list[ReportGap], _Bound] = msgspec.field(default_factory=list)
 
 
 class _PlainBatch(msgspec.Struct, kw_only=True, frozen=True):
@@ -71,12 +72,17 @@ class _Numbered(msgspec.Struct, frozen=True):
     seq: Index
 
 
+class _RawScalars(msgspec.Struct, frozen=True):
+    scalars: msgspec.Raw
+
+
 _LENGTH: Final = re.compile(r"length <= (\d+)")
 _DECODE_JSON_BATCH = msgspec.json.Decoder(_JsonBatch).decode
 _DECODE_REPORT = msgspec.msgpack.Decoder(Report).decode
 _DECODE_RAW_BATCH = msgspec.msgpack.Decoder(_RawBatch).decode
 _DECODE_PLAIN_BATCH = msgspec.json.Decoder(_PlainBatch).decode
 _DECODE_NUMBERED = msgspec.msgpack.Decoder(_Numbered).decode
+_DECODE_RAW_SCALARS = msgspec.msgpack.Decoder(_RawScalars).decode
 
 
 def encode_message(message: Any, content_type: str = MSGPACK) -> bytes:
@@ -130,7 +136,8 @@ def decode_batch_singly(
 ) -> tuple[ReportBatch, list[RejectedReport]]:
     """Decode what can be decoded of a batch, report by report; say what is wrong with each other one.
 
-    `index` is a refused report's place in the batch as it was sent.
+    `index` is a refused report's place in the batch as it was sent. In msgpack, a report of too many scalars is
+    refused before they are decoded: as objects they take 25 times as many bytes.
 
     Raises:
         WireError: the batch itself is not decodable, or none of its reports is.
@@ -142,22 +149,25 @@ def decode_batch_singly(
     kept: list[Report] = []
     refused: list[RejectedReport] = []
     first: WireError | None = None
+    readable = False
     for index, part in enumerate(parts.reports):
         try:
+            _require_few_scalars(part)
             kept.append(_one_report(part))
         except WireError as error:
-            first = first or error
+            code = "unreadable" if error.limit is None else "too_many"
+            first, readable = first or error, readable or code == "too_many"
             refused.append(
                 RejectedReport(
                     index=index,
                     seq=_number_of(part),
-                    code="unreadable",
+                    code=code,
                     message=str(error),
                     field=error.field or None,
                     limit=error.limit,
                 )
             )
-    if first is not None and not kept:
+    if first is not None and not kept and not readable:
         raise first
     return ReportBatch(reports=kept, gaps=parts.gaps), refused
 
@@ -170,6 +180,24 @@ def _parts(data: bytes | bytearray, content_type: str) -> _RawBatch | _PlainBatc
     if content_type == MSGPACK:
         return _DECODE_RAW_BATCH(data)
     return _DECODE_PLAIN_BATCH(data)
+
+
+def _require_few_scalars(part: Any) -> None:
+    """Raise WireError unless the report may hold so many scalars; a malformed one is left to its decoder."""
+    count = 0
+    if isinstance(part, msgspec.Raw):
+        with suppress(msgspec.MsgspecError, RecursionError):
+            count = _map_length(bytes(memoryview(_DECODE_RAW_SCALARS(part).scalars)[:5]))
+    most = LIMITS["scalars_per_report"]
+    if count > most:
+        raise WireError(f"{count} scalars, at most {most}", field="scalars", limit=most)
+
+
+def _map_length(head: bytes) -> int:
+    """How many entries a msgpack map has, by its first bytes; 0 of what is none."""
+    if head[0] in (0xDE, 0xDF):
+        return int.from_bytes(head[1 : 3 if head[0] == 0xDE else 5], "big")
+    return head[0] & 0x0F if head[0] & 0xF0 == 0x80 else 0
 
 
 def _one_report(part: Any) -> Report:

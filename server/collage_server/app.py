@@ -145,6 +145,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         registry=StreamRegistry(store.streams.record),
         counters=counters,
         in_flight=InFlightBudget(settings.in_flight_bytes),
+        decoding=asyncio.Semaphore(),
         json_process=JsonProcess(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings, store.access),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ __all__ = ["Components", "components_of"]
 
 @dataclass(frozen=True, eq=False)
 class Components:
-    """Everything that a request may need."""
+    """Everything that a request may need. `decoding`: whoever has it decodes a large body, one at a time."""
 
     settings: Settings
     store: Store
@@ -38,6 +39,7 @@ class Components:
     registry: StreamRegistry
     counters: IngestCounters
     in_flight: InFlightBudget
+    decoding: asyncio.Semaphore
     json_process: JsonProcess
     directory: TokenDirectory
     quotas: Quotas

@@ -17,7 +17,7 @@ from collage_monitor import wire
 from collage_server.components import Components, components_of
 from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
 from collage_server.ingest.backpressure import BudgetLease
-from collage_server.ingest.decode import decoded_batch, decoded_message
+from collage_server.ingest.decode import decoded_batch, decoded_message, with_refused
 from collage_server.ingest.json_process import JsonProcess
 
 __all__ = [
@@ -38,6 +38,8 @@ _Message = TypeVar("_Message")
 LARGE_BYTES: Final = 64 * 2**10
 """Smaller ones are decoded and checked in less time than a thread takes."""
 _JSON_GROWTH: Final = 16
+_SCALAR_BYTES: Final = 80
+"""What a logged value takes as an object, with its place among the others of its report."""
 _PATIENCE_SECONDS: Final = 20.0
 _SLOWEST_BYTES_A_SECOND: Final = 100_000
 """Slower bodies are given up, after some patience: one whose sender has died would hold its room for ever."""
@@ -182,22 +184,28 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
 
 
 async def batch_in(
-    components: Components, data: bytes | bytearray, content_type: str
+    components: Components, data: bytes | bytearray, content_type: str, held: BudgetLease
 ) -> tuple[wire.ReportBatch, list[wire.RejectedReport]]:
     """The batch in a body, and its reports that cannot be decoded; a large one is not decoded on the event loop.
+
+    Large ones are decoded one at a time: `held` grows to what each takes as objects before the next one begins.
 
     Raises:
         BadRequest, Unprocessable: no report can be decoded.
         TooLarge: more reports or gaps than one batch may hold.
-        Busy: it cannot be decoded now.
+        Busy: it cannot be decoded now, or does not fit beside what is in flight.
     """
     if len(data) <= LARGE_BYTES:
         return decoded_batch(data, content_type)
-    if content_type == wire.MSGPACK:
-        return await run_in_threadpool(decoded_batch, data, content_type)
-    packed, refused = await _apart(components.json_process, wire.ReportBatch, data)
-    batch, _ = await run_in_threadpool(decoded_batch, packed, wire.MSGPACK)
-    return batch, refused
+    refused: list[wire.RejectedReport] = []
+    packed = data
+    if content_type == wire.JSON:
+        packed, refused = await _apart(components.json_process, wire.ReportBatch, data)
+    async with components.decoding:
+        batch, more = await run_in_threadpool(decoded_batch, packed, wire.MSGPACK)
+        scalars = sum(len(report.scalars) for report in batch.reports)
+        held.resize(max(held.size, len(data) + _SCALAR_BYTES * scalars))
+    return batch, with_refused(more, refused, len(batch.reports) + len(more))
 
 
 async def _apart(

@@ -19,6 +19,7 @@ from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest.check import check_batch
+from collage_server.ingest.decode import kept_places, with_refused
 from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
 
 __all__ = ["router"]
@@ -33,7 +34,7 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
     content_type = content_type_of(request)
     with body_lease(request, components) as held:
         body = await read_body(request, components, held, content_type)
-        batch, refused = await batch_in(components, body, content_type)
+        batch, refused = await batch_in(components, body, content_type, held)
         began = time.monotonic()
         stored = await _store(components, stream_id, batch, len(body))
         if refused:
@@ -45,16 +46,7 @@ async def add_reports(request: Request, stream_id: Annotated[str, Path(max_lengt
 
 def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedReport], kept: int) -> wire.BatchAnswer:
     """The answer with its indices as in the batch that was sent, refused reports included."""
-    places = _kept_places(kept + len(refused), refused)
-    moved = [msgspec.structs.replace(entry, index=places[entry.index]) for entry in stored.rejected]
-    rejected = sorted([*moved, *refused], key=lambda entry: entry.index)
-    return msgspec.structs.replace(stored, rejected=rejected)
-
-
-def _kept_places(count: int, refused: Sequence[wire.RejectedReport]) -> list[int]:
-    """Indices, in a batch of `count` reports, of those not refused."""
-    without = {entry.index for entry in refused}
-    return [place for place in range(count) if place not in without]
+    return msgspec.structs.replace(stored, rejected=with_refused(stored.rejected, refused, kept))
 
 
 async def _store(components: Components, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
@@ -76,7 +68,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
         components.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
     if outcome.late or outcome.crowded:
-        places = _kept_places(len(batch.reports), rejected)
+        places = kept_places(len(batch.reports), rejected)
         rejected += [_late(places[at], kept[at], outcome.frozen_step) for at in outcome.late]
         rejected += [_crowded(places[at], kept[at]) for at in outcome.crowded]
         rejected.sort(key=lambda entry: entry.index)

@@ -5,14 +5,17 @@ A process that only decodes imports this, so it knows neither web framework nor 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
+
+import msgspec
 
 from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.errors import BadRequest, TooLarge, Unprocessable
 
-__all__ = ["Body", "decoded_batch", "decoded_message"]
+__all__ = ["Body", "decoded_batch", "decoded_message", "kept_places", "with_refused"]
 
 Body = bytes | bytearray
 _Message = TypeVar("_Message")
@@ -29,8 +32,8 @@ def decoded_batch(data: Body, content_type: str) -> tuple[wire.ReportBatch, list
     try:
         batch, refused = _decoded(data, content_type)
     except WireError as error:
-        if error.field == "reports" and error.limit == _LIMIT:
-            raise _too_many("reports") from error
+        if error.field in ("reports", "gaps") and error.limit == _LIMIT:
+            raise _too_many(error.field) from error
         raise _unreadable(error) from error
     for field in ("reports", "gaps"):
         if len(getattr(batch, field)) > _LIMIT:
@@ -44,6 +47,21 @@ def _decoded(data: Body, content_type: str) -> tuple[wire.ReportBatch, list[wire
             return wire.decode_batch(data, content_type), []
     # At once, a batch of 13 MB would hold the interpreter for 0.1 CPU-seconds: no other thread gets on meanwhile.
     return wire.decode_batch_singly(data, content_type)
+
+
+def kept_places(count: int, refused: Sequence[wire.RejectedReport]) -> list[int]:
+    """Indices, in a batch of `count` reports, of those not refused."""
+    without = {entry.index for entry in refused}
+    return [place for place in range(count) if place not in without]
+
+
+def with_refused(
+    later: Sequence[wire.RejectedReport], refused: Sequence[wire.RejectedReport], kept: int
+) -> list[wire.RejectedReport]:
+    """All that were refused, by index in the batch that was sent: `later` ones are numbered in the `kept` of it."""
+    places = kept_places(kept + len(refused), refused)
+    moved = [msgspec.structs.replace(entry, index=places[entry.index]) for entry in later]
+    return sorted([*moved, *refused], key=lambda entry: entry.index)
 
 
 def _too_many(field: str) -> TooLarge:

@@ -29,6 +29,7 @@ __all__ = [
     "RunQuery",
     "RunRecord",
     "RunRevision",
+    "SCALAR_BYTES",
     "ScalarPoints",
     "SealLimits",
     "Selection",
@@ -83,13 +84,15 @@ class ReportGroup:
 
 ROW_BYTES: Final = 1024
 """What a report is taken to cost besides what it holds: many small ones are slow to read, too."""
-_SCALAR_BYTES: Final = 24
-"""Beside its name: quotes, colon, comma, and the digits of a float."""
+SCALAR_BYTES: Final = 32
+"""What a logged value takes beside its text when it is read: seq, step, time and value as numbers."""
+_TEXT_BYTES: Final = 24
+"""Beside a logged value's name: quotes, colon, comma, and the digits of a float."""
 
 
 def report_bytes(report: wire.Report) -> int:
-    """What a report takes of the journal's bounds; of its scalars, about their JSON text, or more."""
-    scalars = sum(map(len, report.scalars)) + _SCALAR_BYTES * len(report.scalars)
+    """What a report takes of the journal's bounds; of its scalars, their text, about, and them as numbers."""
+    scalars = sum(map(len, report.scalars)) + (_TEXT_BYTES + SCALAR_BYTES) * len(report.scalars)
     return ROW_BYTES + scalars + len(report.model or b"") + len(report.statistics or b"")
 
 

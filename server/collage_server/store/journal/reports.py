@@ -36,15 +36,26 @@ from collage_server.store.ranges import (
     ranges_from_json,
     ranges_to_json,
 )
-from collage_server.store.records import ROW_BYTES, GroupOutcome, NewEvent, ReportGroup, Selection, StreamRecord
+from collage_server.store.records import (
+    ROW_BYTES,
+    SCALAR_BYTES,
+    GroupOutcome,
+    NewEvent,
+    ReportGroup,
+    Selection,
+    StreamRecord,
+)
 from collage_server.store.rows import scalars_to_json, to_json
 from collage_server.store.runs.events import COUNTED, add_events, count_event
 
 __all__ = ["REPORT_BYTES", "ReportJournal", "read_reports"]
 
+_MARK: Final = '":'
+"""Stands after each name in a report's scalars, as JSON text."""
+_MARKS: Final = func.length(schema.report.c.scalars) - func.length(func.replace(schema.report.c.scalars, _MARK, ""))
 REPORT_BYTES: Final[ColumnElement[int]] = sum(
     (func.coalesce(func.length(schema.report.c[name]), 0) for name in ("scalars", "model", "statistics")),
-    literal(ROW_BYTES),
+    literal(ROW_BYTES) + SCALAR_BYTES // len(_MARK) * func.coalesce(_MARKS, 0),
 )
 """The same as `report_bytes`, of a row of the journal."""
 _Destination = Literal["journal", "sealed", "late", "crowded", "gone"]

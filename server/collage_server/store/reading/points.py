@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,14 +51,20 @@ def read_points(
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ColumnCache,
+    known: Views = MappingProxyType({}),
 ) -> dict[str, Points]:
     """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says.
 
-    Several runs are read by layer together only where the selection names the layers.
+    Several runs are read by layer together only where the selection names the layers. `known`: whole views that this
+    snapshot has read already.
     """
     if selection.by_layer and not all(map(has_layer_extremes, selection.extremes_of)):
         selection = replace(selection, points=None, extremes_of=())
-    views = read_views(connection, run_ids, _needed(wanted, selection))
+    views: Views
+    if all(run_id in known for run_id in run_ids):
+        views = {run_id: known[run_id] for run_id in run_ids}
+    else:
+        views = read_views(connection, run_ids, _needed(wanted, selection))
     return points_of_views(connection, views, wanted, selection, cache)
 
 
@@ -343,13 +350,12 @@ def _point_tables(views: Views, level: int, points: PointRows, keys: Sequence[st
 
 
 def read_latest(
-    connection: Connection, run_ids: Sequence[str], stale_after_seconds: float, cache: ColumnCache
+    connection: Connection, views: Views, stale_after_seconds: float, cache: ColumnCache
 ) -> dict[str, LatestPoint | None]:
     """By run the newest measured step that every live rank has reached and reported whole, with the model's totals.
 
     Runs that stand at the same step are read together.
     """
-    views = read_views(connection, run_ids)
     standing: dict[int, dict[str, RunView]] = defaultdict(dict)
     for run_id, view in views.items():
         step = newest_measured_step(connection, run_id, view.first_hidden_steps, stale_after_seconds)
@@ -358,7 +364,7 @@ def read_latest(
             step = max(found.steps[found.ranks > 0].tolist(), default=None)
         if step is not None:
             standing[step][run_id] = view
-    latest: dict[str, LatestPoint | None] = dict.fromkeys(run_ids)
+    latest: dict[str, LatestPoint | None] = dict.fromkeys(views)
     for step, some in standing.items():
         at = Selection(first_step=step, last_step=step)
         for run_id, points in points_of_views(connection, some, None, at, cache).items():

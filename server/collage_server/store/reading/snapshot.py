@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Final
@@ -16,7 +16,7 @@ from collage_server.store.engine.database import Database
 from collage_server.store.journal.streams import read_layers, read_streams
 from collage_server.store.reading.newest import read_newest_reports
 from collage_server.store.reading.points import read_latest, read_points
-from collage_server.store.reading.run_view import read_views
+from collage_server.store.reading.run_view import RunView, read_views
 from collage_server.store.reading.scalars import read_newest_scalars, read_scalar_points
 from collage_server.store.records import (
     FloatArray,
@@ -86,6 +86,7 @@ class Snapshot:
         self._connection = connection
         self._caches = caches
         self._stale_after_seconds = stale_after_seconds
+        self._views: Mapping[str, RunView] = {}
 
     def run_page(self, query: RunQuery, now: float) -> RunPageRecord:
         """A page of runs, newest first."""
@@ -111,7 +112,7 @@ class Snapshot:
         self, run_ids: Sequence[str], keys: Collection[str] | None, selection: Selection
     ) -> dict[str, Points]:
         """Totals of each run, only those of `keys` (None: all)."""
-        return read_points(self._connection, run_ids, keys, selection, self._caches.columns)
+        return read_points(self._connection, run_ids, keys, selection, self._caches.columns, self._views)
 
     def scalars(
         self, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
@@ -145,7 +146,10 @@ class Snapshot:
         unknown = [run_id for run_id, point in found.items() if point is None]
         for start in range(0, len(unknown), _RUNS_AT_ONCE):
             some = unknown[start : start + _RUNS_AT_ONCE]
-            read = read_latest(self._connection, some, self._stale_after_seconds, self._caches.columns)
+            views = read_views(self._connection, some)
+            # Of a single run more is asked in a moment, such as its worst layers; of a page of them not.
+            self._views = views if len(run_ids) == 1 else self._views
+            read = read_latest(self._connection, views, self._stale_after_seconds, self._caches.columns)
             for run_id, point in read.items():
                 found[run_id] = point
                 if point is not None:  # A deleted run's state is that of one without points.

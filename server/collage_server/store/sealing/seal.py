@@ -7,6 +7,7 @@ which the next sealing overwrites, or sealed journal rows, which readers skip an
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -290,15 +291,16 @@ def _coarse_layers(
 
 def _scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, bytes]]:
     """(stream_id, name) → (count, packed values) of all scalars in these rows; the last word on a step counts."""
-    found: dict[tuple[str, str], dict[int, tuple[float, float]]] = defaultdict(dict)
+    found: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
     for row in sorted(rows, key=lambda row: row.seq):
         for name, value in scalars_from_json(row.scalars).items() if row.scalars else ():
-            found[row.stream_id, name][row.step] = (row.time, value)
+            found[row.stream_id, name].extend((row.step, row.time, value))
     packed = {}
-    for key, values in found.items():
-        steps = np.array(sorted(values), dtype=np.int64)
-        table = np.array([values[step] for step in steps.tolist()], dtype=_FLOAT).T
-        packed[key] = (len(steps), int_bytes(steps) + np.ascontiguousarray(table).tobytes())
+    for key in list(found):
+        values = np.frombuffer(found.pop(key), dtype=np.float64).reshape(-1, 3)[::-1]
+        _, last = np.unique(values[:, 0], return_index=True)
+        table = values[last]
+        packed[key] = (len(last), int_bytes(table[:, 0].astype(np.int64)) + _float_bytes(table[:, 1:].T))
     return packed
 
 
