@@ -155,12 +155,9 @@ def test_a_deleted_run_is_gone_from_the_cache_too(server):
     assert fetch(server, "/compare?run=r1&metric=edq_ratio").status_code == 410
 
 
-def test_a_page_of_the_list_reads_its_runs_together(server):
-    """Each run took a snapshot and thirty statements of its own."""
-    for place in range(12):
-        server.filled(f"r{place}", f"s{place}")
+def statements_of(server):
+    """What is asked of the database from now on, by requests alone."""
     components = server.app.state.components
-    store = components.store
     for thread in (
         components.overviews,
         components.sealer,
@@ -168,12 +165,32 @@ def test_a_page_of_the_list_reads_its_runs_together(server):
         *server.app.state.alert_threads,
     ):
         thread.stop(PATIENCE_SECONDS)
+    statements: list[str] = []
+    event.listen(
+        components.store.engine,
+        "before_cursor_execute",
+        lambda _c, _u, statement, *_: statements.append(statement),
+    )
+    return statements
+
+
+def test_the_newest_values_of_a_run_read_once_what_it_is_made_of(server):
+    server.filled()
+    statements = statements_of(server)
+    assert len(server.get("/runs/r1/latest", wire.Latest).worst) == 3
+    assert sum("FROM stream JOIN run" in statement for statement in statements) == 1
+
+
+def test_a_page_of_the_list_reads_its_runs_together(server):
+    """Each run took a snapshot and thirty statements of its own."""
+    for place in range(12):
+        server.filled(f"r{place}", f"s{place}")
+    store = server.app.state.components.store
+    statements = statements_of(server)
     for place in range(12):
         server.send("PATCH", f"/runs/r{place}", wire.RunUpdate(state="finished"))
         while store.sealing.seal(f"r{place}", server.clock()):
             pass
-    statements = []
-    event.listen(store.engine, "before_cursor_execute", lambda _c, _u, statement, *_: statements.append(statement))
 
     def asked(limit):
         statements.clear()

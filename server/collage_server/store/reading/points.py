@@ -55,8 +55,8 @@ def read_points(
 ) -> dict[str, Points]:
     """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says.
 
-    Several runs are read by layer together only where the selection names the layers. `known`: whole views that this
-    snapshot has read already.
+    Several runs are read by layer together only where the selection names the layers. `known`: views of runs, with
+    their whole dictionaries, that this snapshot has read already.
     """
     if selection.by_layer and not all(map(has_layer_extremes, selection.extremes_of)):
         selection = replace(selection, points=None, extremes_of=())
