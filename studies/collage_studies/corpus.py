@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["MASK", "NO_TARGET", "Corpus", "batch", "masked", "standard_library"]
+__all__ = ["DOCUMENTATION", "MASK", "NO_TARGET", "Corpus", "batch", "documentation", "masked", "standard_library"]
 
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _HELD_OUT_EVERY = 16
+DOCUMENTATION = "pydoc_data"
+"""The package of the standard library that holds the language reference, as text for `help`."""
+_TOPICS_HELD_OUT_EVERY = 8
 MASK = 256
 """Stands for a byte that the model shall guess."""
 NO_TARGET = -100
@@ -29,19 +32,31 @@ class Corpus:
     validation: torch.Tensor
 
 
-def standard_library(folder: Path | None = None) -> Corpus:
+def standard_library(folder: Path | None = None, *, without: Collection[str] = ()) -> Corpus:
     """The `.py` files of the standard library (or of `folder`), ordered by name; each 16th is for validation.
+
+    without: packages to leave out.
 
     Raises:
         FileNotFoundError: the folder holds too few sources.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
-    files = sorted(_sources(root), key=lambda path: path.relative_to(root).as_posix())
+    files = sorted(_sources(root, without), key=lambda path: path.relative_to(root).as_posix())
     if len(files) < _HELD_OUT_EVERY:
         raise FileNotFoundError(f"{root} holds {len(files)} Python sources; at least {_HELD_OUT_EVERY} are needed")
     held_out = files[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
     training = [path for index, path in enumerate(files, 1) if index % _HELD_OUT_EVERY]
     return Corpus(_read(training), _read(held_out))
+
+
+def documentation() -> Corpus:
+    """The language reference as `help` shows it, English prose with examples; each 8th topic is for validation."""
+    from pydoc_data.topics import topics
+
+    texts = [text.encode() for _, text in sorted(topics.items())]
+    held_out = texts[_TOPICS_HELD_OUT_EVERY - 1 :: _TOPICS_HELD_OUT_EVERY]
+    training = [text for index, text in enumerate(texts, 1) if index % _TOPICS_HELD_OUT_EVERY]
+    return Corpus(_joined(training), _joined(held_out))
 
 
 def batch(text: torch.Tensor, size: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,12 +76,16 @@ def masked(text: torch.Tensor, size: int, length: int, seed: int) -> tuple[torch
     return passages.masked_fill(hidden, MASK), passages.masked_fill(~hidden, NO_TARGET)
 
 
-def _sources(root: Path) -> Iterator[Path]:
+def _sources(root: Path, without: Collection[str]) -> Iterator[Path]:
     for folder, below, names in os.walk(root):
         # Do not enter these: site-packages may be a hundred times as large as the library.
-        below[:] = [name for name in below if name not in _LEFT_OUT]
+        below[:] = [name for name in below if name not in _LEFT_OUT and name not in without]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _read(files: list[Path]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+    return _joined([path.read_bytes() for path in files])
+
+
+def _joined(texts: list[bytes]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)

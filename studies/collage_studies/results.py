@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.study import Record
-from collage_studies.words import UNDEFINED
+from collage_studies.study import Points, Record
+from collage_studies.words import UNDEFINED, estimate, listed
 
-__all__ = ["Point", "by_plan", "correlation", "gaps", "mean", "mean_of", "recipe_of"]
+__all__ = ["Point", "by_plan", "correlation", "gaps", "mean", "mean_curve", "mean_of", "recipe_of", "told_apart"]
 
 _RESAMPLES: Final = 2000
 _FEWEST: Final = 3
@@ -61,6 +61,38 @@ def _losses(records: Sequence[Record]) -> list[SeedValue]:
         for record in records
         if (value := record.values.get("validation_loss")) is not None
     ]
+
+
+def mean_curve(records: Sequence[Record], name: str) -> Points:
+    """The mean over runs of a curve, at the steps of the first run's; a run's undefined points are left out."""
+    steps = records[0].curves[name].steps
+    columns = zip(*(record.curves[name].values for record in records), strict=True)
+    means = [mean_over_seeds([value for value in column if value is not None]) for column in columns]
+    known = [(step, found.value) for step, found in zip(steps, means, strict=True) if found]
+    return Points([step for step, _ in known], [value for _, value in known])
+
+
+def told_apart(found: Mapping[str, Estimate | None], form: str = "+.4f") -> str:
+    """What gaps to a reference show: who is worse beyond chance, who is better, and of whom neither is shown."""
+    known = sorted(((name, gap) for name, gap in found.items() if gap), key=lambda entry: -entry[1].value)
+    worse = [entry for entry in known if entry[1].low is not None and entry[1].low > 0]
+    better = [entry for entry in known if entry[1].high is not None and entry[1].high < 0]
+    rest = [entry for entry in known if entry not in worse and entry not in better]
+    alone = [name for name, gap in rest if gap.low is None or gap.high is None]
+    open_ = [entry for entry in rest if entry[0] not in alone]
+    parts = [
+        f"{word} beyond chance: {listed(f'{name} ({estimate(gap, form)})' for name, gap in named)}"
+        for word, named in (("worse", worse), ("better", better))
+        if named
+    ]
+    if open_:
+        bound = max(abs(end) for _, gap in open_ for end in (gap.low, gap.high) if end is not None)
+        names = listed(name for name, _ in open_)
+        parts.append(
+            f"neither is shown of {names} (intervals that include 0, all within ±{bound:{form.lstrip('+')}})"
+        )
+    parts += [f"without an interval: {listed(alone)}"] if alone else []
+    return "; ".join(parts) or "nothing was compared"
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collage_studies.corpus import standard_library
+from collage_agent.options import WatchArguments
+
+from collage_studies.corpus import Corpus, standard_library
 from collage_studies.study import Record, Reporting, Trial
-from collage_studies.training import train
+from collage_studies.training import Build, train
 
 __all__ = ["run_training"]
 
 
-def run_training(trial: Trial, reporting: Reporting) -> Record:
-    """Train the trial's recipe under its plan; the record names the run, and holds the speed."""
+def run_training(
+    trial: Trial,
+    reporting: Reporting,
+    *,
+    corpus: Corpus | None = None,
+    build: Build | None = None,
+    options: WatchArguments | None = None,
+) -> Record:
+    """Train the trial's recipe under its plan; the record names the run, and holds the speed.
+
+    corpus: other text than the standard library's sources; build, options: see `train`.
+    """
     assert trial.plan is not None
     assert trial.recipe is not None
     outcome = train(
         trial.plan,
         trial.recipe,
-        standard_library(),
+        corpus or standard_library(),
         lambda *_: None,
         project="studies",
         name=trial.name,
         group=reporting.group,
         server_url=reporting.server_url,
         folder=reporting.folder,
+        build=build,
+        settings=trial.settings,
+        options=options,
     )
     values: dict[str, float | None] = {"tokens_per_cpu_second": outcome.tokens_per_cpu_second}
     return Record(trial=trial, versions={}, cpu_seconds=0.0, run_id=outcome.run_id, values=values)

@@ -6,15 +6,17 @@ The models have learned positions, pre-norm blocks, and an output matrix that is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import collage_agent as collage
 import torch
-from collage_agent.optim import CollageAdamW
+from collage_agent.optim import STRATEGIES, CollageAdamW
+from collage_agent.options import WatchArguments
 from collage_agent.transport import Transport
 from torch import nn
 from torch.nn import functional
@@ -22,11 +24,24 @@ from torch.nn import functional
 from collage_studies.corpus import NO_TARGET, Corpus, batch, masked
 from collage_studies.recipe import Plan, Recipe
 
-__all__ = ["ByteBERT", "ByteGPT", "Outcome", "Progress", "loss_of", "train"]
+__all__ = [
+    "Build",
+    "ByteBERT",
+    "ByteGPT",
+    "Outcome",
+    "Progress",
+    "loss_of",
+    "new_model",
+    "train",
+    "usual",
+    "validate",
+]
 
 _BYTES = 256
 Progress = Callable[[int, float, float], None]
 """Called with (step, loss, validation loss) at every validation."""
+Build = Callable[[Plan, Recipe], tuple[nn.Module, Sequence[torch.optim.Optimizer]]]
+"""Makes the model and what steps it; each group's `lr` is the rate that the recipe's schedule is a factor of."""
 _VALIDATION_SEED = 10**9
 _OF_TORCH = frozenset({"step", "exp_avg", "exp_avg_sq"})
 """States that torch's AdamW has, too."""
@@ -133,19 +148,24 @@ def train(
     folder: Path | None = None,
     transport: Transport | None = None,
     loses_residuals: bool = False,
+    build: Build | None = None,
+    settings: Mapping[str, Any] | None = None,
+    options: WatchArguments | None = None,
 ) -> Outcome:
     """Train the recipe under `plan` and watch it; reports go to `server_url`, or to `transport`.
 
+    build: makes model and optimizers in place of `usual`; settings: what else the run's configuration says of it;
+    options: further ones of `watch`.
     loses_residuals: in the middle it resumes from a checkpoint that kept only the states that torch's AdamW has. It
     ends some steps after the alert about it.
     """
-    loop = _Loop(plan, recipe, corpus, progress)
+    loop = _Loop(plan, recipe, corpus, progress, build or usual, options or {})
     with collage.init(
         project,
         name or plan.name,
         group=group,
         seed=recipe.seed,
-        config={**asdict(recipe), **asdict(plan)},
+        config={**asdict(recipe), **asdict(plan), **(settings or {})},
         server_url=server_url,
         dir=folder,
         transport=transport,
@@ -162,43 +182,57 @@ def train(
 
 
 class _Loop:
-    """A training as it goes on: model, optimizer, schedule, and what was taken of it."""
+    """A training as it goes on: model, optimizers, schedule, and what was taken of it."""
 
-    def __init__(self, plan: Plan, recipe: Recipe, corpus: Corpus, progress: Progress) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        recipe: Recipe,
+        corpus: Corpus,
+        progress: Progress,
+        build: Build,
+        options: WatchArguments,
+    ) -> None:
         self.plan, self.recipe, self.corpus, self.progress = plan, recipe, corpus, progress
-        self.model = new_model(plan, recipe)
-        self.optimizer = new_optimizer(self.model, plan, recipe)
+        self.options = options
+        self.model, self.optimizers = build(plan, recipe)
+        self.rates = [group["lr"] for group in self._groups()]
         self.clock = _Clock()
         self.taken = 0
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def watch(self, first_step: int) -> None:
-        """Watch the optimizer, whose next step is `first_step`."""
+        """Watch the optimizers, whose next step is `first_step`."""
         # Without a governor all runs measure the same steps, so they can be compared.
-        collage.watch(
-            self.model,
-            self.optimizer,
-            strategy=self.plan.strategy,
-            every=self.recipe.measure_every,
-            oracle=True,
-            windows=self.recipe.windows,
-            budget=None,
-            first_step=first_step,
-        )
+        chosen: WatchArguments = {
+            "strategy": self.plan.strategy if self.plan.strategy in STRATEGIES else None,
+            "every": self.recipe.measure_every,
+            "oracle": True,
+            "windows": self.recipe.windows,
+            "budget": None,
+            "first_step": first_step,
+        }
+        chosen.update(self.options)
+        collage.watch(self.model, self.optimizers, **chosen)
 
     def take(self, steps: range, stop: Callable[[], bool] = lambda: False) -> int:
         """Take these steps, or up to the first after which `stop` holds; return the last one's number."""
         recipe, step = self.recipe, steps.start - 1
         for step in steps:
-            rate = recipe.learning_rate * recipe.rate_factor(step - 1)
+            factor = recipe.rate_factor(step - 1)
             with self.clock:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = rate
+                for group, rate in zip(self._groups(), self.rates, strict=True):
+                    group["lr"] = rate * factor
                 seed = recipe.seed + step
                 loss = loss_of(self.model, *_batch(self.corpus.training, recipe, seed))
                 loss.backward()  # type: ignore[no-untyped-call]
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                self.model.zero_grad()
                 self.taken += 1
+                rate = recipe.learning_rate * factor
                 collage.log({"loss": loss, "learning_rate": rate, "tokens": step * recipe.tokens_per_step})
             ends = step == steps[-1] or stop()
             if step % recipe.validate_every == 0 or ends:
@@ -215,18 +249,26 @@ class _Loop:
         every, heard = self.recipe.measure_every, Event()
         resumed_at = every * max(self.recipe.steps // (2 * every), 1)
         self.take(range(1, resumed_at))
-        weights, states = deepcopy(self.model.state_dict()), deepcopy(self.optimizer.state_dict())
+        (optimizer,) = self.optimizers
+        weights, states = deepcopy(self.model.state_dict()), deepcopy(optimizer.state_dict())
         self.take(range(resumed_at, resumed_at + every))
         for state in states["state"].values():
             for name in set(state) - _OF_TORCH:
                 del state[name]
         self.model.load_state_dict(weights)
-        self.optimizer = new_optimizer(self.model, self.plan, self.recipe)
-        self.optimizer.load_state_dict(states)
+        optimizer = new_optimizer(self.model, self.plan, self.recipe)
+        optimizer.load_state_dict(states)
+        self.optimizers = [optimizer]
         self.watch(first_step=resumed_at)
         collage.on_alert(lambda _incident: heard.set(), every_seconds=1.0)
         last = self.take(range(resumed_at, resumed_at + _PATIENCE_STEPS), stop=heard.is_set)
         return self.take(range(last + 1, last + 1 + self.recipe.steps // 4))
+
+
+def usual(plan: Plan, recipe: Recipe) -> tuple[ByteGPT, list[CollageAdamW]]:
+    """The model and AdamW under the plan's strategy."""
+    model = new_model(plan, recipe)
+    return model, [new_optimizer(model, plan, recipe)]
 
 
 def new_model(plan: Plan, recipe: Recipe) -> ByteGPT:
@@ -237,10 +279,10 @@ def new_model(plan: Plan, recipe: Recipe) -> ByteGPT:
     return model.to(torch.bfloat16).to(getattr(torch, plan.dtype))
 
 
-def new_optimizer(model: ByteGPT, plan: Plan, recipe: Recipe) -> CollageAdamW:
-    """AdamW under the plan's strategy; in float32, `plain` is the usual AdamW."""
+def new_optimizer(model: nn.Module, plan: Plan, recipe: Recipe) -> CollageAdamW:
+    """AdamW under the plan's strategy on all that learns; in float32, `plain` is the usual AdamW."""
     return CollageAdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=recipe.learning_rate,
         betas=recipe.betas,
         weight_decay=recipe.weight_decay,
@@ -249,7 +291,7 @@ def new_optimizer(model: ByteGPT, plan: Plan, recipe: Recipe) -> CollageAdamW:
 
 
 @torch.no_grad()
-def validate(model: ByteGPT, recipe: Recipe, corpus: Corpus) -> float:
+def validate(model: nn.Module, recipe: Recipe, corpus: Corpus) -> float:
     """Mean loss over fixed passages of the validation text, in the model's dtype. Synchronises."""
     batches = range(recipe.validation_batches)
     losses = [loss_of(model, *_batch(corpus.validation, recipe, _VALIDATION_SEED + index)) for index in batches]

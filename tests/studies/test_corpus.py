@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_studies.corpus import batch, standard_library
+from collage_studies.corpus import DOCUMENTATION, batch, documentation, standard_library
 
 
 def test_held_out_files_are_not_trained_on(tmp_path):
@@ -24,6 +24,20 @@ def test_the_standard_library_is_large_enough_and_reads_the_same_twice():
     assert first.training.numel() > 2_000_000
     assert first.validation.numel() > 100_000
     assert first.training.dtype == torch.uint8
+
+
+def test_the_documentation_is_prose_that_the_code_without_it_does_not_hold():
+    text = documentation()
+    prose, held_out = (bytes(part.tolist()) for part in (text.training, text.validation))
+    assert len(prose) > 200_000
+    assert len(held_out) > 20_000
+    assert prose != held_out
+    code, rest = standard_library(), standard_library(without=(DOCUMENTATION,))
+    everything, library = (bytes(c.training.tolist()) + bytes(c.validation.tolist()) for c in (code, rest))
+    assert len(everything) - len(library) > len(prose)
+    passage = b'The "assert" statement'
+    assert passage in prose + held_out
+    assert passage not in library
 
 
 def test_a_folder_without_sources_is_named(tmp_path):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from collage_agent.options import WatchArguments
 from collage_agent.transport import MemoryTransport
 from collage_studies import training
 from collage_studies.corpus import Corpus
@@ -83,3 +84,37 @@ def test_a_resume_without_residuals_is_a_second_attempt_in_which_they_are_0(corp
     first = dict(zip(resumed, np.frombuffer(measured[1].model), strict=True))
     assert first["residual_dropped"] > 0.5 * first["residual_elements"]
     assert outcome.steps == 4 + 20 - 1 + 3
+
+
+def test_a_study_may_build_other_optimizers_each_with_a_rate_of_its_own(corpus, tmp_path):
+    transport, taken = MemoryTransport(), []
+
+    def build(plan, recipe):
+        model = new_model(plan, recipe)
+        first, *rest = model.parameters()
+        optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(rest, lr=1e-3)]
+        optimizers[0].register_step_pre_hook(
+            lambda *_: taken.append([optimizer.param_groups[0]["lr"] for optimizer in optimizers])
+        )
+        return model, optimizers
+
+    plan, recipe = Plan("kept otherwise", "float32"), Recipe(**{**vars(RECIPE), "warm_up_steps": 4})
+    options: WatchArguments = {"casts": ("mxfp8",)}
+    train(
+        plan,
+        recipe,
+        corpus,
+        lambda *_: None,
+        folder=tmp_path,
+        transport=transport,
+        build=build,
+        settings={"rule": "two"},
+        options=options,
+    )
+    assert taken == [[0.1 * factor, 1e-3 * factor] for factor in (0.25, 0.5, 0.75, *[1.0] * 9)]
+    (created,) = [message for message in transport.messages if isinstance(message, wire.RunCreate)]
+    assert created.config["rule"] == "two"
+    stream = [message for message in transport.messages if isinstance(message, wire.StreamCreate)][-1]
+    assert "cast_changed/mxfp8" in stream.statistics
+    assert stream.watch is not None
+    assert stream.watch.strategy is None

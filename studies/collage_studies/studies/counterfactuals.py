@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from collage_monitor.seeds import Estimate, mean_over_seeds
+from collage_monitor.seeds import Estimate
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan, mean_of, recipe_of
-from collage_studies.study import Curve, Page, Plot, Points, Record, Study, Table, Trial
+from collage_studies.results import by_plan, mean_curve, mean_of, recipe_of
+from collage_studies.study import Curve, Page, Plot, Record, Study, Table, Trial
 from collage_studies.trained import run_training
 from collage_studies.words import UNDEFINED, estimate
 
@@ -112,8 +112,8 @@ def _onset(curve: Curve) -> int | None:
 
 def _plot(own: Mapping[Plan, Sequence[Record]]) -> Plot:
     curves = {
-        "predicted from fp32": _mean_curve(own[REFERENCE], FORECAST),
-        "plain bfloat16, measured": _mean_curve(own[PLANS[1]], "edq_ratio"),
+        "predicted from fp32": mean_curve(own[REFERENCE], FORECAST),
+        "plain bfloat16, measured": mean_curve(own[PLANS[1]], "edq_ratio"),
     }
     return Plot(
         file="counterfactuals.png",
@@ -122,14 +122,6 @@ def _plot(own: Mapping[Plan, Sequence[Record]]) -> Plot:
         y="EDQ",
         curves=curves,
     )
-
-
-def _mean_curve(records: Sequence[Record], name: str) -> Points:
-    steps = records[0].curves[name].steps
-    columns = zip(*(record.curves[name].values for record in records), strict=True)
-    means = [mean_over_seeds([value for value in column if value is not None]) for column in columns]
-    known = [(step, found.value) for step, found in zip(steps, means, strict=True) if found]
-    return Points([step for step, _ in known], [value for _, value in known])
 
 
 STUDY: Final = Study(

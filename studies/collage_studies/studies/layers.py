@@ -7,8 +7,8 @@ from typing import Final
 
 from collage_monitor.seeds import Estimate, mean_over_seeds
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan
-from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
+from collage_studies.results import by_plan, mean_curve
+from collage_studies.study import Page, Plot, Record, Study, Table, Trial
 from collage_studies.trained import run_training
 from collage_studies.words import estimate, listed
 
@@ -91,16 +91,7 @@ def _third(records: Sequence[Record], name: str, third: int) -> Estimate | None:
 
 
 def _plot(plan: Plan, records: Sequence[Record]) -> Plot:
-    curves = {}
-    for name in CURVES:
-        steps = records[0].curves[name].steps
-        columns = zip(*(record.curves[name].values for record in records), strict=True)
-        known = [
-            (step, mean_over_seeds([value for value in column if value is not None]))
-            for step, column in zip(steps, columns, strict=True)
-        ]
-        drawn = [(step, found) for step, found in known if found]
-        curves[name.partition("@")[2]] = Points([step for step, _ in drawn], [found.value for _, found in drawn])
+    curves = {name.partition("@")[2]: mean_curve(records, name) for name in CURVES}
     return Plot(
         file=f"layers-{plan.strategy}.png",
         title=f"EDQ by type of layer: {plan.strategy}, mean over seeds",

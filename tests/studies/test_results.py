@@ -1,0 +1,40 @@
+"""What gaps show, in words: only an interval without 0 makes a strategy worse or better."""
+
+from collage_studies.recipe import Plan, Recipe
+from collage_studies.results import mean_curve, told_apart
+from collage_studies.study import Curve, Record, Trial
+
+from collage_monitor.seeds import Estimate
+
+
+def record(**curve):
+    trial = Trial(name="t", plan=Plan("plain", "bfloat16"), recipe=Recipe())
+    found = {"edq_ratio": Curve(**curve)}
+    return Record(trial=trial, versions={}, cpu_seconds=0.0, run_id="r", curves=found)
+
+
+def test_words_follow_the_intervals():
+    found = {
+        "a": Estimate(0.1, 3, 0.05, 0.15),
+        "b": Estimate(0.3, 3, 0.2, 0.4),
+        "c": Estimate(0.2, 3, -0.1, 0.5),
+        "d": Estimate(-0.2, 3, -0.3, -0.1),
+        "e": Estimate(0.5, 1),
+        "f": None,
+    }
+    assert told_apart(found, "+.3f") == (
+        "worse beyond chance: b (+0.300 [+0.200, +0.400]) and a (+0.100 [+0.050, +0.150]); "
+        "better beyond chance: d (-0.200 [-0.300, -0.100]); "
+        "neither is shown of c (intervals that include 0, all within ±0.500); without an interval: e"
+    )
+
+
+def test_an_interval_that_ends_at_0_shows_nothing():
+    assert told_apart({"a": Estimate(0.1, 3, 0.0, 0.2)}).startswith("neither is shown")
+    assert told_apart({}) == "nothing was compared"
+
+
+def test_a_mean_curve_leaves_undefined_points_out():
+    runs = [record(steps=[1, 2, 3], values=[1.0, None, None]), record(steps=[1, 2, 3], values=[3.0, 5.0, None])]
+    points = mean_curve(runs, "edq_ratio")
+    assert (points.x, points.y) == ([1, 2], [2.0, 5.0])
