@@ -16,6 +16,9 @@ _MODULES: Final = {
     "layers": "layers",
     "beta2": "beta2",
     "counterfactuals": "counterfactuals",
+    "finetuning": "finetuning",
+    "beyond-adamw": "beyond_adamw",
+    "eight-bit": "eight_bit",
     "quality": "quality",
     "memory": "memory",
 }
