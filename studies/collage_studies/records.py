@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -57,7 +58,9 @@ def compact(record: Record) -> Record:
 
 
 def _key(trial: Trial) -> bytes:
-    return msgspec.json.encode(trial, order="sorted")
+    # What was read lacks a recipe's field that has been added since, and msgspec writes it without the default.
+    recipe = None if trial.recipe is None else replace(trial.recipe)
+    return msgspec.json.encode(msgspec.structs.replace(trial, recipe=recipe), order="sorted")
 
 
 def _rounded(value: float | None) -> float | None:

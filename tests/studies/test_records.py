@@ -58,3 +58,13 @@ def test_numbers_are_kept_to_six_digits():
     record = record_of(TRIALS[0], values={"a": 1 / 3, "b": None}, curves={"e": Curve([1, 2], [2 / 3, None])})
     assert compact(record).values == {"a": 0.333333, "b": None}
     assert compact(record).curves == {"e": Curve([1, 2], [0.666667, None])}
+
+
+def test_a_record_counts_though_the_recipe_has_got_a_field_since(file):
+    trial = Trial(name="t", plan=Plan("plain", "bfloat16"), recipe=Recipe())
+    file.add(record_of(trial))
+    said = msgspec.json.decode(file.path.read_bytes())
+    del said["trial"]["recipe"]["windows"]
+    file.path.write_bytes(msgspec.json.encode(said) + b"\n")
+    assert not RecordFile(file.path).missing([trial])
+    assert len(RecordFile(file.path).of([trial])) == 1
