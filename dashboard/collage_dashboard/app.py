@@ -93,6 +93,7 @@ def render(view: View, reader: Reader) -> Any:
 def _shell(page: Any = None, *, signed_in: bool, **address: str) -> dmc.MantineProvider:
     """What stands on all pages, around `page`; without one, the browser tells its address and gets its page."""
     leave = html.Form(html.Button("Sign out", className="sign-out"), action="/sign-out", method="post")
+    unpressed: dict[str, Any] = {"aria-pressed": "false"}
     header = html.Header(
         html.Div(
             [
@@ -105,6 +106,14 @@ def _shell(page: Any = None, *, signed_in: bool, **address: str) -> dmc.MantineP
                 dcc.Link("Strategies", href="/compare", className="nav"),
                 dcc.Link("Incidents", href="/incidents", className="nav"),
                 html.Div(className="spring"),
+                html.Button(
+                    "Pause",
+                    id="pause",
+                    type="button",
+                    className="pause",
+                    title="Keep the page as it is: ask for nothing new",
+                    **unpressed,
+                ),
                 *([leave] if signed_in else []),
                 dmc.ColorSchemeToggle(
                     lightIcon="☀", darkIcon="☾", variant="subtle", color="gray", **{"aria-label": "Light or dark"}

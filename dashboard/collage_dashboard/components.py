@@ -44,6 +44,8 @@ __all__ = [
     "report_link",
     "run_label",
     "runs_in_words",
+    "save_buttons",
+    "scale_control",
     "scrollable",
     "smoothing_control",
     "state_badge",
@@ -108,8 +110,14 @@ def chart_card(
     return dmc.Paper(
         [
             header if header is not None else help_text(title or description.title, description),
-            html.Div(dcc.Graph(id=graph_id, figure=blank, config=GRAPH_CONFIG), className="figure-place"),
-            *([dmc.Text(note, size="xs", className="quiet", px=4)] if note else []),
+            html.Div(
+                dcc.Graph(id=graph_id, figure=blank, config=GRAPH_CONFIG, clear_on_unhover=True),
+                className="figure-place",
+            ),
+            html.Div(
+                [dmc.Text(note, size="xs", className="quiet"), save_buttons(title or description.title)],
+                className="chart-foot",
+            ),
         ],
         className="card chart-card",
         withBorder=True,
@@ -127,9 +135,20 @@ def chart_note(key: str, strategies: Sequence[str | None]) -> str:
     return ""
 
 
+def save_buttons(title: str) -> html.Div:
+    """A chart's numbers and its picture as files; the page's scripts make them of what is drawn."""
+    kinds = {"csv": "CSV", "png": "PNG", "svg": "SVG"}
+    buttons = []
+    for kind, text in kinds.items():
+        named: dict[str, Any] = {"data-save": kind, "data-title": title, "aria-label": f"{title} as {text}"}
+        buttons.append(html.Button(text, type="button", className="save", **named))
+    return html.Div(buttons, className="saves")
+
+
 def help_text(title: str, description: Description) -> dmc.Tooltip:
     """A title that explains itself when pointed at."""
-    lines = [description.help] + ([f"{description.formula}"] if description.formula else [])
+    lines = [description.help] + ([description.formula] if description.formula else [])
+    lines += [f"Unit: {description.unit}"] if description.unit not in {"", "1"} else []
     return dmc.Tooltip(
         html.H2(title, className="card-title"),
         label=html.Div([html.Div(line) for line in lines]),
@@ -309,6 +328,12 @@ def axis_control(identifier: str, view: View) -> Any:
     """What the curves run over."""
     data = [{"value": value, "label": label} for value, label in AXIS_CHOICES]
     return labelled("Axis", dmc.SegmentedControl(id=identifier, data=data, value=view.axis, size="xs"))
+
+
+def scale_control(identifier: str, view: View) -> Any:
+    """How the values of curves are spaced."""
+    data = [{"value": "linear", "label": "Linear"}, {"value": "log", "label": "Log"}]
+    return labelled("Scale", dmc.SegmentedControl(id=identifier, data=data, value=view.scale, size="xs"))
 
 
 def smoothing_control(identifier: str, view: View) -> Any:

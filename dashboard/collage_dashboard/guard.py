@@ -52,6 +52,7 @@ def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
     )
 
 
+_FOR_GOOD: Final = "public, max-age=31536000, immutable"
 _VERSIONED: Final = ("/_dash-component-suites/", "/assets/")
 
 
@@ -86,5 +87,7 @@ def install_compression(server: Flask) -> None:
             # As a whole it is compressed once, and its file is closed here.
             response.direct_passthrough = False
             response.make_sequence()
-            response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
+            response.headers["Cache-Control"] = _FOR_GOOD
+        elif "max-age=31536000" in response.headers.get("Cache-Control", ""):
+            response.headers["Cache-Control"] = _FOR_GOOD
         return response

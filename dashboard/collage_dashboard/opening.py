@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import blake2b
 from html import escape
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import dash
@@ -96,6 +98,11 @@ class OpeningDash(dash.Dash):
         if packed:
             document.headers["Content-Encoding"] = "gzip"
         return document
+
+    def _add_assets_resource(self, url_path: str, file_path: str) -> dict[str, Any]:
+        """An own script or style under an address that changes with its content alone."""
+        found = super()._add_assets_resource(url_path, file_path)  # type: ignore[no-untyped-call]
+        return {**found, "ts": blake2b(Path(file_path).read_bytes(), digest_size=8).hexdigest()}
 
     def _parts(self, before: str, after: str, pathname: str, search: str) -> Iterator[str]:
         yield before

@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the report. Without `heads` its table is a list of facts."""
+    """A section of the report. Without `heads` its table is a list of facts; `is_short`: each a small number."""
 
     title: str
     charts: Sequence[Chart] = ()
@@ -83,6 +83,7 @@ class Part:
     heads: Sequence[str] = ()
     styles: Sequence[RunStyle] = ()
     note: str = ""
+    is_short: bool = False
 
 
 def report(reader: Reader, run_ids: Sequence[str]) -> str:
@@ -146,6 +147,7 @@ def _about_run(reader: Reader, run_id: str) -> str:
             "Numbers",
             rows=_numbers(run, overview),
             note=f"{over_steps(overview).capitalize()}, with 95 % intervals.",
+            is_short=True,
         ),
         Part("Curves", charts=charts),
     ]

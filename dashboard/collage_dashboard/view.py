@@ -19,6 +19,7 @@ __all__ = [
     "Order",
     "Page",
     "Rows",
+    "Scale",
     "Tab",
     "View",
     "read_address",
@@ -30,6 +31,7 @@ Order = Literal["depth", "worst"]
 Rows = Literal["all", "block", "type"]
 Tab = Literal["layers", "curves", "norms", "states", "classes", "oracle", "about"]
 Lines = Literal["run", "strategy"]
+Scale = Literal["linear", "log"]
 MAXIMUM_RUNS: Final = 20
 """Runs that one comparison shows; more curves than this cannot be told apart."""
 FILTERS: Final = ("project", "strategy", "group", "tag", "state", "health")
@@ -51,11 +53,11 @@ class View:
 
     `order` and `rows`: how a heatmap's layers are sorted, and what they are grouped by.
     `lines`: a curve a run, or a strategy's mean over its runs. `smoothing` in [0, 0.99] weighs the past
-    in logged scalars only; measured metrics are never smoothed.
-    `first_step` and `last_step` are the zoom. Of the table of runs: `query`, filters, and what it is sorted by,
-    with a "-" before it where the largest comes first; `by`: what they are grouped by, and the keys of the groups
-    that are `opened`. An incident is found by its id, or is the newest of an
-    `alert` on a run.
+    in logged scalars only; measured metrics are never smoothed. `scale` is that of the curves' values.
+    `zoom`: both ends of what is shown of `axis`, in its unit.
+    Of the table of runs: `query`, filters, and what it is sorted by, with a "-" before it where the largest comes
+    first; `by`: what they are grouped by, and the keys of the groups that are `opened`.
+    An incident is found by its id, or is the newest of an `alert` on a run.
     """
 
     page: Page = "runs"
@@ -69,8 +71,8 @@ class View:
     order: Order = "depth"
     rows: Rows = "all"
     tab: Tab = "layers"
-    first_step: int | None = None
-    last_step: int | None = None
+    scale: Scale = "linear"
+    zoom: tuple[float, float] | None = None
     query: str = ""
     project: str | None = None
     strategy: str | None = None
@@ -104,8 +106,8 @@ def read_address(pathname: str | None, search: str | None) -> View:
         order=_choice(values.get("order"), get_args(Order), "depth"),
         rows=_choice(values.get("rows"), get_args(Rows), "all"),
         tab=_choice(values.get("tab"), get_args(Tab), "layers"),
-        first_step=_whole(values.get("from")),
-        last_step=_whole(values.get("to")),
+        scale=_choice(values.get("scale"), get_args(Scale), "linear"),
+        zoom=_zoom(values.get("from"), values.get("to")),
         query=values.get("q", ""),
         sort=_sort(values.get("sort")),
         by=_choice(values.get("by"), (*GROUPS, None), None),
@@ -130,6 +132,7 @@ def write_address(view: View) -> tuple[str, str]:
         value = getattr(view, attribute)
         if value != getattr(defaults, attribute):
             pairs.append((name, f"{value:g}" if isinstance(value, float) else str(value)))
+    pairs += [(name, f"{end:.15g}") for name, end in zip(("from", "to"), view.zoom or (), strict=False)]
     pairs += [("open", key) for key in view.opened]
     return pathname, f"?{urlencode(pairs)}" if pairs else ""
 
@@ -144,8 +147,7 @@ _QUERY: Final = (
     ("order", "order"),
     ("rows", "rows"),
     ("tab", "tab"),
-    ("from", "first_step"),
-    ("to", "last_step"),
+    ("scale", "scale"),
     ("q", "query"),
     *((name, name) for name in FILTERS),
     ("sort", "sort"),
@@ -180,6 +182,14 @@ def _sort(value: str | None) -> str:
 
 def _whole(value: str | None) -> int | None:
     return int(value) if value is not None and value.isascii() and value.isdigit() and len(value) < 16 else None
+
+
+def _zoom(first: str | None, last: str | None) -> tuple[float, float] | None:
+    try:
+        ends = float(first or "nan"), float(last or "nan")
+    except ValueError:
+        return None
+    return ends if 0 <= ends[0] < ends[1] < math.inf else None
 
 
 def _share(value: str | None) -> float:

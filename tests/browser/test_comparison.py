@@ -141,11 +141,25 @@ def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing
     page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=5)
     page.mouse.up()
     shown = "() => document.querySelector('#compare-chart-0 .js-plotly-plot').layout.xaxis.range"
-    zoom = page.evaluate(shown)
+    page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
+    zoom = [int(part.partition("=")[2]) for part in page.url.split("&")[-2:]]
+    plots = "[...document.querySelectorAll(\"[id^='compare-chart-'] .js-plotly-plot\")]"
+    each = f"{plots}.map(plot => `${{plot.layout.xaxis.range}}`)"
+    page.wait_for_function(f"{each}.every(range => range === '{zoom[0]},{zoom[1]}')")
     growing(200)
     page.wait_for_function(f"({last})() === 200")
     assert page.evaluate(shown) == zoom
     assert 10 < zoom[0] < zoom[1] < 190
+    page.reload()
+    drawn(page)
+    page.wait_for_function(f"{each}.every(range => range === '{zoom[0]},{zoom[1]}')")
+    page.locator("#compare-scale").get_by_text("Log").click()
+    kinds = f"{plots}.map(plot => plot._fullLayout.yaxis.type)"
+    page.wait_for_function(f"{kinds}[0] === 'log'")
+    page.go_back()
+    page.wait_for_function(f"{kinds}[0] === 'linear'")
+    page.go_back()
+    page.wait_for_function(f"(ends => ends[0] < 11 && ends[1] > 195)(({shown})())")
 
 
 def test_an_unknown_run_says_so(watched):

@@ -1,7 +1,9 @@
 """How data flows to a page: a slow server, one that goes away and comes back, and what a tick may cost."""
 
+import re
 import threading
 from contextlib import contextmanager
+from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -16,6 +18,7 @@ from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.browser
 
+FILES = re.compile(r"/assets/.*\.(js|css)\?|/_dash-component-suites/.*\.(js|css)$")
 SLOW_SECONDS = 6.0
 """Longer than a page waits between two refreshes."""
 
@@ -109,7 +112,7 @@ def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
         (
             "/run/run-plain",
             "#run-panel .hm image",
-            ["heatmap", "histogram", "layers", "run-plain", "run-table", "series"],
+            ["events", "heatmap", "histogram", "layers", "run-plain", "run-table", "series"],
         ),
         (
             "/compare?run=run-plain&run=run-plus&run=run-light",
@@ -203,13 +206,21 @@ def test_sort_and_filter_stand_in_the_address_and_are_the_servers(watched):
     )
 
 
-def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send):
+LIVE_PAGES = {
+    "/run/run-ticking": ("#run-panel .hm image", "run-revision.data"),
+    "/?q=ticking": (".run-cell a", "runs-revision.data"),
+    "/compare?run=run-ticking&run=run-plain": ("#compare-chart-3 .scatterlayer .trace", "compare-revision.data"),
+}
+
+
+@pytest.mark.parametrize("path", LIVE_PAGES)
+def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, path):
+    there, idle = LIVE_PAGES[path]
     page = watched.page
     run = GeneratedRun("ticking", "plus", state="running", run_id="run-ticking")
     send(run, 100)
-    page.goto(f"{watched.url}/run/run-ticking")
-    page.wait_for_selector("#run-panel .hm image")
-    idle = "run-revision.data"
+    page.goto(watched.url + path)
+    page.wait_for_selector(there, state="attached")
     sizes: list[int] = []
     while len(sizes) < 2:  # The evaluation in the background may still come in between.
         with page.expect_response(lambda answer: idle in (answer.request.post_data or "")) as found:
@@ -220,11 +231,79 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send):
     assert max(sizes) <= 2000
     changed = []
     page.on("requestfinished", lambda request: changed.append(request.sizes()["responseBodySize"]))
-    send(run, 200)
-    page.locator("#run-head", has_text="step 200").wait_for()
-    curve = "document.querySelector('#run-panel .scatterlayer')?.closest('.js-plotly-plot').data.at(-1)"
-    page.wait_for_function(f"{curve}.x.at(-1) === 200")
+    newest = GeneratedRun("ticking", "plus", state="running", run_id="run-ticking", steps=200 + 10 * len(path))
+    send(newest)
+    if path.startswith("/?"):
+        page.locator('.ag-cell[col-id="last_step"]', has_text=str(newest.steps)).first.wait_for()
+    else:
+        drawn = "[...document.querySelectorAll('.js-plotly-plot')].some(p => p.data.some(t => t.x?.at(-1) === %d))"
+        page.wait_for_function(drawn % newest.steps)
     assert sum(changed) <= 50_000
+
+
+@pytest.mark.parametrize("path", ["/", "/run/run-plain", "/compare?run=run-plain&run=run-plus"])
+def test_no_page_asks_for_all_runs(watched, between, path):
+    between.asked.clear()
+    watched.page.goto(watched.url + path)
+    watched.page.wait_for_selector(".run-cell a, .number-card")
+    tables = [httpx.URL(asked).params for asked in between.asked if "run-table" in asked]
+    assert tables
+    assert all("run_id" in asked or int(asked["limit"]) <= 50 for asked in tables), tables
+    assert not [asked for asked in between.asked if asked.startswith("/api/v1/runs?")]
+
+
+def test_files_of_a_page_travel_compressed_and_are_kept_for_good_under_a_hash(watched):
+    page, files = watched.page, {}
+    page.on("response", lambda answer: files.update({answer.url: answer}) if FILES.search(answer.url) else None)
+    page.goto(f"{watched.url}/run/run-plain")
+    page.wait_for_selector("#run-panel .hm image")
+    own = [address for address in files if "/assets/" in address]
+    assert len(own) >= 5
+    assert len(files) > len(own) + 5
+    for address, answer in files.items():
+        headers = answer.all_headers()
+        assert headers["content-encoding"] in {"br", "gzip"}, address
+        assert "immutable" in headers["cache-control"], (address, headers["cache-control"])
+    for address in own:
+        content = blake2b(files[address].body(), digest_size=8).hexdigest()
+        assert address.endswith(f"?m={content}")
+    assert sum(answer.request.sizes()["responseBodySize"] for answer in files.values()) < 2_500_000
+
+
+def test_a_paused_page_stays_as_it_is_until_it_goes_on(watched, send):
+    page = watched.page
+    send(GeneratedRun("paused", "plus", state="running", run_id="run-paused"), 100)
+    page.goto(f"{watched.url}/run/run-paused")
+    page.wait_for_selector("#run-panel .hm image")
+    button = page.get_by_role("button", name="Pause")
+    button.press("Enter")
+    page.get_by_text("Paused: nothing new is read").wait_for()
+    page.wait_for_function("collageFlow.isDue()")
+    send(GeneratedRun("paused", "plus", state="running", run_id="run-paused"), 200)
+    page.get_by_role("tab", name="Norms").click()  # What its reader chooses is read all the same.
+    page.wait_for_selector("#run-panel .scatterlayer .trace", state="attached")
+    assert "step 100" in page.locator("#run-head").inner_text()
+    button.click()
+    page.locator("#run-head", has_text="step 200").wait_for()
+    assert button.get_attribute("aria-pressed") == "false"
+
+
+def test_the_search_follows_the_way_back(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/?sort=name")
+    page.get_by_role("link", name="plain", exact=True).wait_for()
+    box = page.get_by_label("Search names, projects, tags and ids")
+    for word in ("plus", "light"):
+        box.fill(word)
+        page.wait_for_function("word => location.search.includes(`q=${word}`)", arg=word)
+    page.get_by_role("link", name="light", exact=True).wait_for()
+    page.go_back()
+    page.get_by_role("link", name="plus", exact=True).wait_for()
+    page.wait_for_function("document.querySelector('#runs-query').value === 'plus'")
+    page.go_back()
+    page.get_by_role("link", name="plain", exact=True).wait_for()
+    page.wait_for_function("document.querySelector('#runs-query').value === ''")
+    assert "q=" not in page.url
 
 
 def test_a_hidden_page_asks_nothing_until_it_is_seen_again(watched):

@@ -3,6 +3,7 @@
 import re
 from itertools import combinations
 
+import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
@@ -24,10 +25,22 @@ class Diverged(GeneratedRun):
         return super().scalars(step) | ({"loss": float("nan")} if step > self.steps / 2 else {})
 
 
+class Misnamed(GeneratedRun):
+    """Its layers have names of markup, and modules of types that are."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        names = ["hostile.0.weight", *(f"{HOSTILE[1]}.{place}" for place in range(1, len(self.layers)))]
+        self.layers = [
+            msgspec.structs.replace(layer, name=name, module_type=HOSTILE[1])
+            for layer, name in zip(self.layers, names, strict=True)
+        ]
+
+
 @pytest.fixture(scope="module")
 def runs():
     """The demo's, one with a long name, one whose loss is NaN, and two with hostile names."""
-    hostile = [GeneratedRun(name, "plain", run_id=f"run-hostile-{place}") for place, name in enumerate(HOSTILE)]
+    hostile = [Misnamed(name, "plain", run_id=f"run-hostile-{place}") for place, name in enumerate(HOSTILE)]
     long = GeneratedRun(LONG, "plain", run_id="run-long")
     return [*demo_runs(), long, Diverged(NOT_FINITE, "plus", run_id="run-nan"), *hostile]
 
@@ -38,7 +51,10 @@ PAGES = {
     "/run/run-plain?tab=curves": "#run-panel .scatterlayer .trace",
     "/run/run-plain?layer=blocks.0.mlp.up.weight&rows=block": "#run-panel .barlayer .point",
     "/run/run-plain?tab=states": "#run-panel .scatterlayer .trace",
-    "/run/run-plain?tab=elements": "#run-panel .scatterlayer .trace",
+    "/run/run-plain?tab=classes": "#run-panel .scatterlayer .trace",
+    "/run/run-plain?tab=norms&scale=log": "#run-panel .scatterlayer .trace",
+    "/run/run-plain?tab=oracle": "#run-panel .scatterlayer .trace",
+    "/run/run-hostile-1?layer=hostile.0.weight": "#run-layer-card .value",
     "/run/run-plain?tab=about": ".facts",
     "/compare?run=run-hostile-0&run=run-hostile-1&run=run-plain": "#compare-chart-0 .scatterlayer .trace",
     "/compare": ".choices",
@@ -53,7 +69,26 @@ def test_a_page_fits_and_can_be_used_by_everyone(open_page, dashboard_url, path,
     page.goto(dashboard_url + path)
     page.wait_for_selector(PAGES[path], state="attached")
     page.wait_for_selector(".number-card, .facts, .run-cell, .problem")
+    assert page.locator("main img").count() == 0, "a name became an element"
     assert serious_violations(page) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_without_a_server_or_without_runs_can_be_used_by_everyone(lonely, open_page, scheme):
+    address, server = lonely
+    page = open_page(address, width=WIDTHS[0], scheme=scheme).page
+    page.goto(address)
+    page.get_by_text("The server does not answer").wait_for()
+    assert serious_violations(page) == []
+    with server:
+        page.get_by_text("No runs yet").wait_for()
+        assert serious_violations(page) == []
+        for path, said in (("/compare", "Pick runs to compare"), ("/incidents", "No incident")):
+            page.goto(address + path)
+            page.get_by_text(said).first.wait_for()
+            assert serious_violations(page) == []
+    page.goto(f"{address}/incidents")
+    page.get_by_text("The server does not answer").wait_for()
 
 
 def serious_violations(page):

@@ -70,13 +70,66 @@ def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched):
     assert "from=" not in page.url
 
 
-def test_on_another_axis_the_curves_are_zoomed_together_as_well(watched):
+@pytest.mark.parametrize(("axis", "whole"), [("tokens", 2048 * 200), ("time", 0.5 * 190)])
+def test_on_another_axis_a_zoom_is_that_of_all_and_stands_in_the_address_as_well(watched, axis, whole):
     page = watched.page
-    page.goto(f"{watched.url}/run/run-plain?tab=curves&axis=tokens")
-    all_have(page, "axis.range[1] > 400000")
+    page.goto(f"{watched.url}/run/run-plain?tab=curves&axis={axis}")
+    all_have(page, f"axis.range[1] > {0.97 * whole}")
     drag(page, "lost_update_ratio", 0.2, 0.6)
-    all_have(page, "axis.range[0] > 60000 && axis.range[1] < 300000")
-    assert len({tuple(ends(page, metric)) for metric in STACKED}) == 1
+    page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
+    address = page.url
+    first, last = (float(part.partition("=")[2]) for part in address.split("&")[-2:])
+    assert 0.1 * whole < first < 0.3 * whole < 0.5 * whole < last < 0.75 * whole
+    exactly = f"axis.range[0] === {first} && axis.range[1] === {last}"
+    all_have(page, exactly)
+    read = f"{plot('series', 'edq_ratio')}.data.at(-1).x"
+    page.wait_for_function(f"{read}.length < 14")
+    page.goto("about:blank")
+    page.goto(address)
+    all_have(page, exactly)
+    drag(page, "learning_rate", 0.3, 0.7)
+    all_have(page, f"axis.range[0] > {first} && axis.range[1] < {last}")
+    page.go_back()
+    all_have(page, exactly)
+    page.evaluate(f"Plotly.relayout({plot('series', 'edq_ratio')}, {{'xaxis.autorange': true}})")
+    all_have(page, f"axis.range[1] > {0.97 * whole}")
+    assert "from=" not in page.url
+
+
+def test_a_curve_is_logarithmic_saved_and_explained_and_all_are_pointed_at_together(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=curves&scale=log")
+    all_have(page, "axis.range[1] > 195")
+    types = f"[{', '.join(plot('series', metric) for metric in STACKED)}].map(p => p._fullLayout.yaxis.type)"
+    assert page.evaluate(types) == ["log"] * 4
+    page.locator("#run-scale").get_by_text("Linear").click()
+    page.wait_for_function(f"{types}.every(type => type === 'linear')")
+    assert "scale=" not in page.url
+
+    drawn = page.evaluate(f"(p => [p.data.at(-1).x, p.data.at(-1).y])({plot('series', 'edq_ratio')})")
+    for kind in ("csv", "png", "svg"):
+        with page.expect_download() as found:
+            page.get_by_role("button", name=f"EDQ as {kind.upper()}", exact=True).press("Enter")
+        assert found.value.suggested_filename == f"collage-edq.{kind}"
+        content = found.value.path().read_bytes()
+        if kind == "csv":
+            head, *lines = content.decode().splitlines()
+            assert head == "name,step,EDQ (ratio)"
+            assert [[float(cell) for cell in line.split(",")[1:]] for line in lines] == [
+                *map(list, zip(*drawn, strict=True))
+            ]
+        else:
+            assert content.startswith({"png": b"\x89PNG", "svg": b"<svg"}[kind])
+
+    page.get_by_role("heading", name="EDQ", exact=True).hover()
+    page.get_by_text("Unit: ratio").wait_for()
+    area = page.locator('[id*=\'"metric":"loss"\'] .nsewdrag')
+    area.scroll_into_view_if_needed()
+    area.hover()
+    beside = f"{plot('series', 'edq_ratio')}.querySelector('.hoverlayer .hovertext')"
+    page.wait_for_function(f"{beside} !== null")
+    page.mouse.move(1, 1)
+    page.wait_for_function(f"{beside} === null")
 
 
 def test_the_heatmap_runs_over_the_axis_that_was_chosen(watched):

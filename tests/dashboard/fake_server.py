@@ -21,6 +21,7 @@ class FakeServer:
         self.runs = {run.run_id: run for run in runs}
         self.refuse_with = None
         self.down = False
+        self.events = ()
         self.asked = []
         self._points = {}
 
@@ -68,6 +69,8 @@ class FakeServer:
             return _json(self._heatmap(run, query["metric"], query.get("order")))
         if route == "histogram":
             return _json(self._histogram(run, query.get("layer"), query.get("step")))
+        if route == "events":
+            return _json(wire.EventPage(run_id=run.run_id, events=list(self.events), cursor=0))
         return _error(404, "no_such_route")
 
     def _table(self, query):

@@ -1,10 +1,13 @@
 """The view in the address: a round trip for every view, and tolerance for what an address may hold."""
 
+import pytest
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from hypothesis import given
 from hypothesis import strategies as st
 
 identifiers = st.text("abcXYZ019_.:- /%&?", min_size=1, max_size=12)
+ends = st.integers(0, 10**12) | st.integers(0, 10**9).map(lambda thousandths: thousandths / 1000)
+zooms = st.tuples(ends, ends).filter(lambda pair: pair[0] < pair[1])
 pages = st.one_of(
     st.builds(
         View,
@@ -23,6 +26,8 @@ pages = st.one_of(
         metric=st.none() | st.sampled_from(["param_norm", "state_decrement_ratio/exp_avg_sq", "my own & loss"]),
         axis=st.sampled_from(["step", "tokens", "time"]),
         smoothing=st.integers(0, 99).map(lambda percent: percent / 100),
+        scale=st.sampled_from(["linear", "log"]),
+        zoom=st.none() | zooms,
     ),
     st.builds(
         View,
@@ -32,8 +37,9 @@ pages = st.one_of(
         ),
         layer=st.none() | st.sampled_from(["blocks.0.weight", "a=b&c"]),
         step=st.none() | st.integers(0, 10**12),
-        first_step=st.none() | st.integers(0, 10**9),
-        last_step=st.none() | st.integers(0, 10**9),
+        axis=st.sampled_from(["step", "tokens", "time"]),
+        scale=st.sampled_from(["linear", "log"]),
+        zoom=st.none() | zooms,
         order=st.sampled_from(["depth", "worst"]),
         rows=st.sampled_from(["all", "block", "type"]),
         tab=st.sampled_from(["layers", "curves", "norms", "states", "classes", "oracle", "about"]),
@@ -63,6 +69,13 @@ def test_an_address_with_too_many_runs_is_cut():
 def test_what_cannot_be_read_keeps_its_default():
     view = read_address("/run/r1", "?axis=moon&step=-3&smoothing=nan&order=&tab=zebra&what=ever")
     assert view == View(page="run", runs=("r1",))
+
+
+@pytest.mark.parametrize(
+    "search", ["?from=20&to=10", "?from=10", "?from=nan&to=inf", "?from=-5&to=1", "?from=x&to=9"]
+)
+def test_a_zoom_without_two_ends_in_order_is_none(search):
+    assert read_address("/run/a", search).zoom is None
 
 
 def test_smoothing_stays_below_one():

@@ -33,39 +33,94 @@
     return axis.autorange === false && axis.range.every((end, place) => end === zoom["xaxis.range"][place]);
   }
 
-  // The charts of a page share their x axis: a zoom of one is that of all.
-  function linkZoom() {
+  // The charts of a page share their x axis: a zoom of one is that of all, and stands in the page's address. Of the
+  // run page all charts are read anew for it; the histogram runs over sizes.
+  function zoomOfPage() {
     const no = window.dash_clientside.no_update;
     const [trigger] = window.dash_clientside.callback_context.triggered;
-    const zoom = trigger && zoomOf(trigger.value);
-    if (!zoom) return no;
-    zoomAll("[id^='compare-chart-']", zoom);
-    return no;
+    return (trigger && !trigger.prop_id.includes('"kind":"histogram"') && zoomOf(trigger.value)) || no;
   }
 
-  function zoomAll(graphs, zoom) {
-    for (const plot of document.querySelectorAll(`${graphs} .js-plotly-plot`)) {
-      if (plot.data.length && !shows(plot, zoom)) window.Plotly.relayout(plot, zoom);
+  // What a comparison shows was read already: its charts follow the address as they are.
+  function showZoom(search) {
+    const given = new URLSearchParams(search || "");
+    const ends = [given.get("from"), given.get("to")];
+    const zoom = ends.every((end) => end !== null)
+      ? { "xaxis.range": ends.map(Number), "xaxis.autorange": false }
+      : { "xaxis.autorange": true };
+    for (const plot of plotsOf("[id^='compare-chart-']")) {
+      if (!shows(plot, zoom)) window.Plotly.relayout(plot, zoom);
     }
+    return window.dash_clientside.no_update;
   }
 
-  // A zoom over steps stands in the run page's address, from which all its charts are read anew; the server narrows
-  // by steps alone, so on another axis it moves the charts as they are. The histogram runs over sizes.
-  function zoomRun() {
-    const no = window.dash_clientside.no_update;
+  function plotsOf(place) {
+    return [...document.querySelectorAll(`${place} .js-plotly-plot`)].filter((plot) => plot.data && plot.data.length);
+  }
+
+  // Where one chart is pointed at, the others say what they have there.
+  function shareHover() {
     const [trigger] = window.dash_clientside.callback_context.triggered;
-    const zoom = trigger && !trigger.prop_id.includes('"kind":"histogram"') && zoomOf(trigger.value);
-    if (!zoom) return no;
-    if (!new URLSearchParams(window.location.search).has("axis")) return zoom;
-    zoomAll(`#run-panel .dash-graph:not([id*='"kind":"histogram"'])`, zoom);
-    return no;
+    const point = trigger && trigger.value && trigger.value.points && trigger.value.points[0];
+    const own = '.dash-graph:not([id*=\'"kind":"heatmap"\'], [id*=\'"kind":"histogram"\'])';
+    for (const plot of plotsOf(`:is(#run-panel, .charts) ${own}`)) {
+      if (plot.matches(":hover")) continue;
+      if (point && typeof point.x === "number") window.Plotly.Fx.hover(plot, { xval: point.x });
+      else window.Plotly.Fx.unhover(plot);
+    }
+    return window.dash_clientside.no_update;
+  }
+
+  // A chart as a file: its picture, or the numbers that it draws.
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest && event.target.closest("[data-save]");
+    const plot = button && button.closest(".card").querySelector(".js-plotly-plot");
+    if (!plot || !plot.data || !plot.data.length) return;
+    const { save, title } = button.dataset;
+    const filename = `collage-${title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "")}`;
+    if (save !== "csv") window.Plotly.downloadImage(plot, { format: save, filename, scale: save === "png" ? 2 : 1 });
+    else download(`${filename}.csv`, csvOf(plot));
+  });
+
+  function download(name, text) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+    link.download = name;
+    link.click();
+    URL.revokeObjectURL(link.href);
+  }
+
+  function csvOf(plot) {
+    const titleOf = (axis, other) => ((axis || {}).title || {}).text || other;
+    const { xaxis, yaxis } = plot.layout;
+    const rows = [];
+    for (const trace of plot.data) {
+      if (trace.fill === "toself") continue; // An interval's outline.
+      if (trace.type === "heatmap") {
+        const cells = trace.customdata || trace.z;
+        trace.y.forEach((name, row) => trace.x.forEach((at, place) => rows.push([name, at, cells[row][place]])));
+      } else {
+        trace.x.forEach((at, place) => rows.push([trace.name || "", at, trace.y[place]]));
+      }
+    }
+    rows.unshift(["name", titleOf(xaxis, "x"), plot.data[0].type === "heatmap" ? "value" : titleOf(yaxis, "y")]);
+    return rows.map((row) => row.map(cellOf).join(",")).join("\n") + "\n";
+  }
+
+  // Names are the user's: one that a spreadsheet would take for a formula is text.
+  function cellOf(value) {
+    if (value === null || value === undefined) return "";
+    if (typeof value === "number") return String(value);
+    const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
+    return /[",\n\r]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
   }
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     collage: {
       keepZoom: (figure, current) => (figure ? carry(figure, current) : window.dash_clientside.no_update),
-      linkZoom,
-      zoomRun,
+      zoomOfPage,
+      showZoom,
+      shareHover,
     },
   });
 })();

@@ -9,6 +9,8 @@
   let timer = null;
   let clock = null;
   let due = false;
+  let paused = false;
+  let walkedTo = null;
   let ticks = 0;
   const answered = JSON.parse(document.getElementById("answers")?.textContent || "{}");
 
@@ -65,7 +67,7 @@
   }
 
   function tick() {
-    due = document.hidden;
+    due = document.hidden || paused;
     if (!due) window.dash_clientside.set_props("tick", { data: ++ticks });
   }
 
@@ -79,13 +81,25 @@
   }
 
   window.collageFlow = { isDue: () => due, toggle };
-  document.addEventListener("visibilitychange", () => due && !document.hidden && tick());
+  document.addEventListener("visibilitychange", () => due && tick());
+  window.addEventListener("popstate", () => (walkedTo = window.location.search));
+
+  // Paused, a page asks only for what its reader chooses.
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest && event.target.closest("#pause");
+    if (!button) return;
+    paused = !paused;
+    button.setAttribute("aria-pressed", String(paused));
+    tell();
+    if (due) tick();
+  });
 
   function tell() {
     const sign = document.getElementById("waiting");
     if (!sign) return;
     const longest = Math.max(0, ...[...asked.values()].map((since) => performance.now() - since));
-    sign.textContent = longest > SAYS_AFTER ? `Waiting for the server, ${Math.round(longest / 1000)} s` : "";
+    const idle = paused ? "Paused: nothing new is read" : "";
+    sign.textContent = longest > SAYS_AFTER ? `Waiting for the server, ${Math.round(longest / 1000)} s` : idle;
   }
 
   function filtersOf(search) {
@@ -135,7 +149,7 @@
         return window.dash_clientside.no_update;
       },
       // On the way back through the history, the choices above the table are those of the address.
-      showChoices: (search, ...shown) => {
+      showChoices: (search, query, ...shown) => {
         const no = window.dash_clientside.no_update;
         const given = new URLSearchParams(search || "");
         // The address of another page, on the way to it, chooses nothing here.
@@ -144,6 +158,9 @@
           const value = given.get(choice);
           if (value !== (shown[place] || null)) window.dash_clientside.set_props(`runs-${choice}`, { value });
         });
+        // While its reader types, the box is ahead of the address.
+        const asked = given.get("q") || "";
+        if (search === walkedTo && asked !== (query || "")) window.dash_clientside.set_props("runs-query", { value: asked });
         return no;
       },
       // The page came with its first rows; all others are asked for.

@@ -19,8 +19,13 @@ _HALF_GAP = -1.0
 _FIRST, _LAST = HISTOGRAM_OCTAVES[0], HISTOGRAM_OCTAVES[-1]
 
 
-def update_histogram(answer: wire.Histogram, *, height: int = 300) -> go.Figure:
-    """Shares of the non-idle elements in octaves of |u| / gap; under- and overflow stand at the edges."""
+def update_histogram(
+    answer: wire.Histogram, *, before: wire.Histogram | None = None, height: int = 300
+) -> go.Figure:
+    """Shares of the non-idle elements in octaves of |u| / gap; under- and overflow stand at the edges.
+
+    `before` is drawn as a line over the bars.
+    """
     counts = [finite(value) or 0.0 for value in answer.counts]
     total = sum(counts)
     if total <= 0:
@@ -38,7 +43,8 @@ def update_histogram(answer: wire.Histogram, *, height: int = 300) -> go.Figure:
         hovertemplate="%{customdata}<extra></extra>",
     )
     figure = base_figure(
-        [bars],
+        [bars, *_outline(before)],
+        showlegend=False,
         revision=answer.name,
         height=height,
         margin={"l": 56, "r": 12, "t": 22, "b": 44},
@@ -54,6 +60,24 @@ def update_histogram(answer: wire.Histogram, *, height: int = 300) -> go.Figure:
     return figure.add_annotation(
         x=_HALF_GAP, y=1, yref="paper", text="half a gap", showarrow=False, xanchor="center", yanchor="bottom"
     )
+
+
+def _outline(before: wire.Histogram | None) -> list[go.Scatter]:
+    """The shares of an earlier time as one line."""
+    counts = [finite(value) or 0.0 for value in before.counts] if before else []
+    if before is None or sum(counts) <= 0:
+        return []
+    shares = [value / sum(counts) for value in counts]
+    line = go.Scatter(
+        x=[_left(label) + 0.5 for label in before.labels],
+        y=shares,
+        name="before",
+        mode="lines",
+        line={"color": INK, "width": 2, "shape": "hvh"},
+        customdata=[f"before: {number(share)} of the updates" for share in shares],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+    return [line]
 
 
 def _left(label: str) -> int:

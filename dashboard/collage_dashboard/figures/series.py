@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Literal
 
 import plotly.graph_objects as go
 
@@ -12,7 +12,7 @@ from collage_dashboard.descriptions import AXIS_TITLES, Description, describe, f
 from collage_dashboard.figures.style import INK, add_note, axis, base_figure, empty_figure, literal, translucent
 from collage_monitor import wire
 
-__all__ = ["NamedCurve", "curves", "mark_steps", "smooth"]
+__all__ = ["NamedCurve", "curves", "mark_events", "mark_steps", "smooth"]
 
 SMALLEST_SPAN: Final = 0.01
 """A ratio's axis never shows less than this around its curves: rounding noise must not look like an event."""
@@ -40,16 +40,20 @@ def curves(
     smoothing: float = 0.0,
     height: int = 300,
     legend: bool = True,
+    scale: Literal["linear", "log"] = "linear",
 ) -> go.Figure:
     """The curves of `metric`; `smoothing` in [0, 1) applies to dense logged scalars, raw values behind. Without
     `legend` the page has one for all of its charts.
 
-    Earlier lines are drawn wider, so that they stay visible where a later one covers them.
+    Earlier lines are drawn wider, so that they stay visible where a later one covers them. A logarithmic `scale`
+    says how many points it cannot show.
     """
     description = describe(metric)
     drawable = [line for line in lines if any(finite(value) is not None for value in line.series.values)]
     if not drawable:
         return empty_figure(_why_empty(metric, lines), height=height)
+    shown = [value for line in drawable for value in map(finite, line.series.values) if value is not None]
+    logarithmic = scale == "log" and max(shown) > 0
     weight = smoothing if description.scalar else 0.0
     widths = [_THINNEST + _WIDER * (len(drawable) - 1 - place) for place in range(len(drawable))]
     traces = [
@@ -58,23 +62,43 @@ def curves(
         for trace in _traces(line, description, weight, min(width, _WIDEST))
     ]
     first = drawable[0].series
-    span = _least_span(drawable, description)
+    span = _least_span(shown, description)
+    values: dict[str, Any] = {"autorangeoptions": {"include": span}} if span else {}
+    values = {"type": "log"} if logarithmic else values
     figure = base_figure(
         traces,
         revision=f"{metric} {first.axis} {first.layer}",
         height=height + (_LEGEND_ROW * ((len(lines) - 1) // _LEGEND_COLUMNS) if legend else 0),
         hovermode="x unified" if len(lines) > 1 else "x",
         xaxis=axis(AXIS_TITLES[first.axis]),
-        yaxis=axis(description.axis_title, **({"autorangeoptions": {"include": span}} if span else {})),
+        yaxis=axis(description.axis_title, **values),
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
         showlegend=legend and len(lines) > 1,
     )
-    if description.ideal is not None:
+    if description.ideal is not None and not (logarithmic and description.ideal <= 0):
         figure.add_hline(y=description.ideal, line={"color": INK, "width": 1, "dash": "dot"})
     beyond = [step for line in lines for step in _not_finite(line.series)]
-    if not beyond:
-        return figure
-    return add_note(figure, f"{len(beyond)} points are not finite, the first at step {min(beyond)}")
+    below = sum(value <= 0 for value in shown) if scale == "log" else 0
+    notes = [f"{len(beyond)} points are not finite, the first at step {min(beyond)}"] if beyond else []
+    notes += [f"{below} points are 0 or negative: a logarithm has no place for them"] if below else []
+    return add_note(figure, "<br>".join(notes)) if notes else figure
+
+
+def mark_events(figure: go.Figure, marks: Sequence[tuple[float, str]]) -> go.Figure:
+    """A thin line at each of these places on the x axis; its handle above the curve says on hover what it is."""
+    for place, text in marks:
+        figure.add_vline(x=place, line={"color": INK, "width": 1, "dash": "dashdot"})
+        figure.add_annotation(
+            x=place,
+            y=1,
+            yref="paper",
+            text="▾",
+            hovertext=literal(text),
+            showarrow=False,
+            yanchor="bottom",
+            borderpad=0,
+        )
+    return figure.update_layout(margin={"t": figure.layout.margin.t + _MARK_PIXELS}) if marks else figure
 
 
 def mark_steps(figure: go.Figure, marks: Sequence[tuple[int, str]]) -> go.Figure:
@@ -251,12 +275,10 @@ def _not_finite(series: wire.Series) -> list[int]:
     return [step for step, value in values if value is not None and finite(value) is None]
 
 
-def _least_span(lines: Sequence[NamedCurve], description: Description) -> list[float] | None:
+def _least_span(shown: Sequence[float], description: Description) -> list[float] | None:
     if description.unit != "ratio":
         return None
-    values = [value for line in lines for value in map(finite, line.series.values) if value is not None]
-    if description.ideal is not None:
-        values.append(description.ideal)
+    values = [*shown] if description.ideal is None else [*shown, description.ideal]
     lowest, highest = min(values), max(values)
     if highest - lowest >= SMALLEST_SPAN:
         return None

@@ -27,6 +27,7 @@ from collage_dashboard.components import (
     pace_marker,
     page,
     problem_page,
+    scale_control,
     smoothing_control,
     wait_of,
 )
@@ -57,6 +58,7 @@ from collage_dashboard.pages.strategies_content import (
 )
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
+from collage_dashboard.zoom import narrowed, zoomed
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 from collage_monitor.metrics import METRICS
@@ -97,6 +99,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             pace_marker("compare-pace", wait_of(rows, 0.0)),
             *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
             dcc.Store(id="compare-drawn", data=[]),
+            dcc.Store(id="compare-zoom"),
             html.Div([dcc.Link("Runs", href="/"), " / Strategies"], className="crumbs"),
             html.Div(_picker(view, rows), className="toolbar"),
             html.Div(_missing(view, rows), id="compare-alert"),
@@ -110,6 +113,7 @@ def layout(view: View, reader: Reader) -> html.Div:
                 [
                     _lines_control(view, rows),
                     axis_control("compare-axis", view),
+                    scale_control("compare-scale", view),
                     smoothing_control("compare-smoothing", view),
                 ],
                 className="controls",
@@ -178,7 +182,8 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         rows = _read(kept)
         metrics = (*charted(rows), view.metric or DEFAULT_METRIC)
-        wanted = [f"{revision['at']} {write_address(replace(view, metric=metric))[1]}" for metric in metrics]
+        read = replace(view, zoom=None)  # A zoom moves what is there.
+        wanted = [f"{revision['at']} {write_address(replace(read, metric=metric))[1]}" for metric in metrics]
         before = drawn or [["", ""]] * len(metrics)
         asked = [place for place in places if before[place][0] != wanted[place]]
         if not asked:
@@ -191,7 +196,10 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         results = results_of(run_results(rows, runs or ()))
         shown = [no_update] * (4 + len(COSTS)) if runs is None else _answered(rows, runs, results)
         means = results if lines_of(view, rows) == "strategy" else ()
-        figures = {place: draw_curves(found[metrics[place]], metrics[place], view, means) for place in asked}
+        figures = {
+            place: narrowed(draw_curves(found[metrics[place]], metrics[place], view, means), view)
+            for place in asked
+        }
         now = [[wanted[place], digest(figures[place]) if place in asked else before[place][1]] for place in places]
         changed = [now[place][1] != before[place][1] for place in places]
         return now, *shown, *(figures[place] if changed[place] else no_update for place in places)
@@ -206,9 +214,21 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         )
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "linkZoom"),
-        Output("compare-legend", "id"),
+        ClientsideFunction("collage", "zoomOfPage"),
+        Output("compare-zoom", "data"),
         *(Input(f"compare-chart-{place}", "relayoutData") for place in places),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("collage", "showZoom"),
+        Output("compare-legend", "id"),
+        Input("compare-shown", "data"),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("collage", "shareHover"),
+        Output("compare-otherwise", "id"),
+        *(Input(f"compare-chart-{place}", "hoverData") for place in places),
         prevent_initial_call=True,
     )
 
@@ -239,14 +259,17 @@ def _register_navigation(app: dash.Dash) -> None:
         Output("compare-runs", "value"),
         Output("compare-lines", "value"),
         Output("compare-axis", "value"),
+        Output("compare-scale", "value"),
         Output("compare-smoothing", "value"),
         Output("compare-metric", "value"),
         Input("compare-address", "search"),
         Input("compare-runs", "value"),
         Input("compare-lines", "value"),
         Input("compare-axis", "value"),
+        Input("compare-scale", "value"),
         Input("compare-smoothing", "value"),
         Input("compare-metric", "value"),
+        Input("compare-zoom", "data"),
         State("compare-address", "pathname"),
         State("compare-shown", "data"),
         State("compare-rows", "data"),
@@ -257,8 +280,10 @@ def _register_navigation(app: dash.Dash) -> None:
         runs: list[str] | None,
         lines: str,
         axis: str,
+        scale: str,
         smoothing: float,
         metric: str | None,
+        zoom: dict[str, Any] | None,
         pathname: str | None,
         shown: str,
         kept: str,
@@ -267,14 +292,18 @@ def _register_navigation(app: dash.Dash) -> None:
             raise dash.exceptions.PreventUpdate
         if dash.ctx.triggered_id == "compare-address":
             view = read_address(pathname, search)
+        elif dash.ctx.triggered_id == "compare-zoom" and zoom is not None:
+            view = zoomed(read_address(pathname, shown), zoom)
         else:
             before = read_address(pathname, shown)
-            chosen = read_address(pathname, f"?axis={axis}&lines={lines}")
+            picked = read_address(pathname, f"?axis={axis}&lines={lines}&scale={scale}")
             view = replace(
                 before,
                 runs=tuple(runs or ())[:MAXIMUM_RUNS],
-                axis=chosen.axis,
-                lines=chosen.lines if dash.ctx.triggered_id == "compare-lines" else before.lines,
+                axis=picked.axis,
+                zoom=before.zoom if picked.axis == before.axis else None,
+                scale=picked.scale,
+                lines=picked.lines if dash.ctx.triggered_id == "compare-lines" else before.lines,
                 smoothing=smoothing or 0.0,
                 metric=None if metric == DEFAULT_METRIC else metric,
             )
@@ -284,7 +313,8 @@ def _register_navigation(app: dash.Dash) -> None:
         elif wanted == shown:
             raise dash.exceptions.PreventUpdate
         by = lines_of(view, _read(kept))
-        return wanted, wanted, list(view.runs), by, view.axis, view.smoothing, view.metric or DEFAULT_METRIC
+        chosen = view.axis, view.scale, view.smoothing, view.metric or DEFAULT_METRIC
+        return wanted, wanted, list(view.runs), by, *chosen
 
 
 def _rows(reader: Reader, run_ids: Sequence[str]) -> list[wire.RunRow]:

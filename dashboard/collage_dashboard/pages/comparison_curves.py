@@ -13,7 +13,8 @@ from collage_dashboard.identities import identify
 from collage_dashboard.pages.comparison_content import curve_of, lacks_throughput, with_throughput
 from collage_dashboard.pages.strategies_content import strategy_styles
 from collage_dashboard.reader import Reader
-from collage_dashboard.view import Lines, View
+from collage_dashboard.view import Lines, Scale, View
+from collage_dashboard.zoom import POINTS
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.seeds import curve_over_seeds
@@ -23,7 +24,6 @@ __all__ = [
     "CHARTS",
     "DEFAULT_METRIC",
     "LOSS",
-    "POINTS",
     "charted",
     "completed",
     "draw_curves",
@@ -37,8 +37,6 @@ CHARTS: Final = ("edq_ratio", "lost_update_ratio", "validation_loss")
 LOSS: Final = 2
 """The place of the loss among them: the training loss where not every run logs a validation loss."""
 DEFAULT_METRIC: Final = "state_decrement_ratio/exp_avg_sq"
-POINTS: Final = 300
-"""Of a curve: as many as half a screen shows."""
 
 
 def figure(
@@ -47,6 +45,7 @@ def figure(
     metric: str | None = None,
     *,
     results: Sequence[StrategyResult] = (),
+    scale: Scale = "linear",
 ) -> go.Figure:
     """The curves of a comparison under the names and colours that the runs have everywhere on the page.
 
@@ -60,12 +59,12 @@ def figure(
             NamedCurve(style.label, style.colour, _mean_curve(result, by_id, chosen))
             for style, result in zip(strategy_styles(results), results, strict=True)
         ]
-        return curves(chosen, means, smoothing=smoothing, legend=False)
+        return curves(chosen, means, smoothing=smoothing, legend=False, scale=scale)
     lines = [
         NamedCurve(identity.label, identity.colour, curve_of(run, chosen), identity.dash)
         for identity, run in zip(identify(comparison.runs), comparison.runs, strict=True)
     ]
-    return curves(chosen, lines, smoothing=smoothing, legend=False)
+    return curves(chosen, lines, smoothing=smoothing, legend=False, scale=scale)
 
 
 def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
@@ -110,7 +109,7 @@ def draw_curves(
     """The figure of a metric, or why the server refused it; with `results` a curve is a strategy's mean."""
     if isinstance(found, str):
         return empty_figure(found)
-    return figure(found, view.smoothing, metric, results=results)
+    return figure(found, view.smoothing, metric, results=results, scale=view.scale)
 
 
 def _mean_curve(result: StrategyResult, runs: Mapping[str, wire.ComparedRun], metric: str) -> wire.Series:

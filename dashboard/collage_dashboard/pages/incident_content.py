@@ -10,7 +10,7 @@ import dash_mantine_components as dmc
 import msgspec
 from dash import dcc, html
 
-from collage_dashboard.components import scrollable
+from collage_dashboard.components import save_buttons, scrollable
 from collage_dashboard.descriptions import UNDEFINED, count, describe, number, when
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import mark_steps
@@ -173,7 +173,8 @@ def _picture(evidence: IncidentEvidence) -> Any:
     )
     marks += [(evidence.step, "fired")] if evidence.step is not None else []
     graph = dcc.Graph(id="incident-figure", figure=mark_steps(drawn, marks), config=GRAPH_CONFIG)
-    return _card(describe(evidence.metric).title, html.Div(graph, className="figure-place"), "chart-card")
+    title = describe(evidence.metric).title
+    return _card(title, [html.Div(graph, className="figure-place"), save_buttons(title)], "chart-card")
 
 
 def _compared(evidence: IncidentEvidence) -> Any:

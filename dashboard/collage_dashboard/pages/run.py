@@ -20,15 +20,16 @@ from collage_dashboard.components import (
     page,
     refusal,
     report_link,
+    scale_control,
     smoothing_control,
     wait_of,
 )
-from collage_dashboard.descriptions import finite, metric_choices
+from collage_dashboard.descriptions import metric_choices
 from collage_dashboard.figures.heatmap import short_layer
 from collage_dashboard.figures.style import ACCENT, digest, strategy_colour
+from collage_dashboard.pages.layer_content import layer_card
 from collage_dashboard.pages.run_content import (
     DEFAULT_METRIC,
-    POINTS,
     TABS,
     draw,
     head,
@@ -36,8 +37,10 @@ from collage_dashboard.pages.run_content import (
     panel,
     summary,
 )
+from collage_dashboard.pages.run_marks import marks_in_words, marks_of
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, read_address, write_address
+from collage_dashboard.zoom import step_at, zoomed
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
@@ -46,8 +49,17 @@ __all__ = ["layout", "register"]
 
 WHOLE_MODEL: Final = "whole model"
 _ROWS: Final = (("all", "No"), ("block", "By block"), ("type", "By module type"))
-_CONTROL_GROUPS: Final = ("run-map-controls", "run-curve-controls", "run-smoothing-controls")
-_CONTROLS: Final = ("run-tab", "run-metric", "run-order", "run-rows", "run-layer", "run-axis", "run-smoothing")
+_CONTROL_GROUPS: Final = ("run-map-controls", "run-curve-controls", "run-scale-controls", "run-smoothing-controls")
+_CONTROLS: Final = (
+    "run-tab",
+    "run-metric",
+    "run-order",
+    "run-rows",
+    "run-layer",
+    "run-axis",
+    "run-scale",
+    "run-smoothing",
+)
 
 
 def layout(view: View, reader: Reader) -> html.Div:
@@ -57,10 +69,11 @@ def layout(view: View, reader: Reader) -> html.Div:
         CollageError: the server does not answer, or there is no such run.
     """
     run_id = view.runs[0]
-    run, layers, row = reader.ask_together(
+    run, layers, row, marks = reader.ask_together(
         lambda client: client.run(run_id),
         lambda client: client.layers(run_id).layers,
         lambda client: _row(client, run_id),
+        lambda client: _marks(client, run_id),
     )
     pathname, search = write_address(view)
     tabs = dmc.Tabs(
@@ -77,7 +90,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         [
             dcc.Location(id="run-address", refresh=False, search=search),
             dcc.Store(id="run-shown", data={"pathname": pathname, "search": search}),
-            dcc.Store(id="run-revision", data=_revision(row)),
+            dcc.Store(id="run-revision", data={**_revision(row), "marks": marks}),
             dcc.Store(id="run-zoom"),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
             pace_marker("run-pace", wait_of([row] if row else [], 0.0)),
@@ -102,6 +115,8 @@ def layout(view: View, reader: Reader) -> html.Div:
             ),
             tabs,
             _controls(view, run, list(dict.fromkeys(layer.name for layer in layers))),
+            html.Div(marks_in_words(marks), id="run-marks"),
+            html.Div(id="run-layer-place"),
             html.Div(panel(view, run), id="run-panel"),
             limits_note(),
         ],
@@ -119,6 +134,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         Output("run-revision", "data"),
         Output("run-alert", "children"),
         Output("run-pace", "children"),
+        Output("run-marks", "children"),
         Input("tick", "data"),
         State("run-shown", "data"),
         State("run-revision", "data"),
@@ -129,14 +145,15 @@ def register(app: dash.Dash, reader: Reader) -> None:
         run_id, start = read_address(shown["pathname"], "").runs[0], time.monotonic()
         try:
             row = reader.ask(lambda client: _row(client, run_id))
+            found = _revision(row)
+            if found == {name: value for name, value in known.items() if name != "marks"}:
+                raise dash.exceptions.PreventUpdate
+            marks = reader.ask(lambda client: _marks(client, run_id)) if row else []
         except CollageError as error:
-            return {**known, "failed": True}, notice(explain(error)), str(LIVE_MILLISECONDS)
-        found = _revision(row)
-        if found == known:
-            raise dash.exceptions.PreventUpdate
-        if row is None:
-            return found, notice(Problem("This run is gone", f"There is no run {run_id!r} any more.")), no_update
-        return found, None, str(wait_of([row], time.monotonic() - start))
+            return {**known, "failed": True}, notice(explain(error)), str(LIVE_MILLISECONDS), no_update
+        wait = no_update if row is None else str(wait_of([row], time.monotonic() - start))
+        gone = Problem("This run is gone", f"There is no run {run_id!r} any more.")
+        return {**found, "marks": marks}, notice(gone) if row is None else None, wait, marks_in_words(marks)
 
     @app.callback(
         Output("run-head", "children"),
@@ -200,13 +217,38 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         view = read_address(shown["pathname"], shown["search"])
         try:
-            drawn = draw(chart["kind"], chart["metric"], view, reader, revision["colour"])
+            drawn = draw(
+                chart["kind"],
+                chart["metric"],
+                view,
+                reader,
+                revision["colour"],
+                marks=revision["marks"],
+                since=revision["since"],
+            )
         except CollageError:
             raise dash.exceptions.PreventUpdate from None
         found = digest(drawn)
         if found == known:
             raise dash.exceptions.PreventUpdate
         return drawn, found
+
+    @app.callback(
+        Output("run-layer-place", "children"),
+        Input("run-shown", "data"),
+        Input("run-revision", "data"),
+        State("run-record", "data"),
+    )
+    def tell_layer(shown: dict[str, str], revision: dict[str, Any], record: str) -> Any:
+        view = read_address(shown["pathname"], shown["search"])
+        if revision["failed"]:
+            raise dash.exceptions.PreventUpdate
+        if view.tab == "about":
+            return None
+        try:
+            return layer_card(view, _run_of(record), reader, revision["first"])
+        except CollageError:
+            raise dash.exceptions.PreventUpdate from None
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("collage", "keepZoom"),
@@ -216,9 +258,15 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "zoomRun"),
+        ClientsideFunction("collage", "zoomOfPage"),
         Output("run-zoom", "data"),
         Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "relayoutData"),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(  # type: ignore[no-untyped-call]
+        ClientsideFunction("collage", "shareHover"),
+        Output("run-panel", "id"),
+        Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "hoverData"),
         prevent_initial_call=True,
     )
 
@@ -231,13 +279,24 @@ def _row(client: Client, run_id: str) -> wire.RunRow | None:
     return next(iter(client.run_table(run_ids=[run_id]).rows), None)
 
 
+def _marks(client: Client, run_id: str) -> list[tuple[int, str]]:
+    return marks_of(client.events(run_id).events)
+
+
 def _revision(row: wire.RunRow | None) -> dict[str, Any]:
-    """What changes whenever something that is shown of the run may have changed; its strategy's colour."""
+    """What changes whenever something that is shown of the run may have changed; its strategy's colour, the step
+    since which its EDQ is what it is, and the first of its recent past.
+    """
     if row is None:
-        return {"at": "", "failed": False, "colour": ACCENT}
-    judged = row.overview.last_step if row.overview else None
-    colour = strategy_colour(row.strategy or row.observed_strategy, row.dtype)
-    return {"at": f"{row.updated_at} {row.changed_at} {row.state} {judged}", "failed": False, "colour": colour}
+        return {"at": "", "failed": False, "colour": ACCENT, "since": None, "first": None}
+    said = row.overview or wire.Overview(run_id=row.run_id)
+    return {
+        "at": f"{row.updated_at} {row.changed_at} {row.state} {said.last_step}",
+        "failed": False,
+        "colour": strategy_colour(row.strategy or row.observed_strategy, row.dtype),
+        "since": said.since,
+        "first": said.first_step,
+    }
 
 
 def _register_navigation(app: dash.Dash, reader: Reader) -> None:
@@ -265,7 +324,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         if trigger == "run-address":
             view = read_address(pathname, search)
         elif trigger == "run-zoom":
-            view = _zoomed(before, zoom)
+            view = zoomed(before, zoom)
         elif isinstance(trigger, str):
             view = _chosen(before, *controls)
         else:
@@ -285,15 +344,25 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             view.rows,
             view.layer or WHOLE_MODEL,
             view.axis,
+            view.scale,
             view.smoothing,
         )
 
 
 def _chosen(
-    before: View, tab: str, metric: str, order: str, rows: str, layer: str, axis: str, smoothing: float
+    before: View,
+    tab: str,
+    metric: str,
+    order: str,
+    rows: str,
+    layer: str,
+    axis: str,
+    scale: str,
+    smoothing: float,
 ) -> View:
     """The view after a control was moved; choices pass through the address so that only valid ones survive."""
-    picked = read_address("/", f"?tab={tab}&order={order}&rows={rows}&axis={axis}&smoothing={smoothing or 0}")
+    given = f"?tab={tab}&order={order}&rows={rows}&axis={axis}&scale={scale}&smoothing={smoothing or 0}"
+    picked = read_address("/", given)
     named = None if layer in {None, WHOLE_MODEL} else layer
     return replace(
         before,
@@ -301,6 +370,8 @@ def _chosen(
         order=picked.order,
         rows=picked.rows,
         axis=picked.axis,
+        zoom=before.zoom if picked.axis == before.axis else None,
+        scale=picked.scale,
         smoothing=picked.smoothing,
         metric=None if metric in {None, DEFAULT_METRIC} else metric,
         layer=named,
@@ -313,35 +384,24 @@ def _clicked(before: View, clicks: list[dict[str, Any] | None], reader: Reader) 
     point = next((click["points"][0] for click in clicks if click and click.get("points")), None)
     if point is None:
         return before
-    step = point["x"] if before.axis == "step" else _step_at(float(point["x"]), before, reader)
+    step = point["x"] if before.axis == "step" else _nearest(float(point["x"]), before, reader)
     return replace(before, layer=str(point["y"]), step=None if step is None else int(step))
 
 
-def _step_at(place: float, view: View, reader: Reader) -> int | None:
-    """The measured step nearest to a place on the tokens' or time's axis."""
+def _nearest(place: float, view: View, reader: Reader) -> int | None:
     try:
-        answer = reader.ask(lambda client: client.series(view.runs[0], "edq_ratio", axis=view.axis, points=POINTS))
+        return step_at(place, view, reader)
     except CollageError:
         return None
-    known = [
-        (abs(at - place), step)
-        for at, step in zip(map(finite, answer.positions), answer.steps, strict=True)
-        if at is not None
-    ]
-    return min(known)[1] if known else None
-
-
-def _zoomed(before: View, zoom: dict[str, Any]) -> View:
-    """The view of the steps that the reader zoomed to; the whole run after a double click."""
-    if zoom["xaxis.autorange"]:
-        return replace(before, first_step=None, last_step=None)
-    first, last = sorted(max(round(float(end)), 0) for end in zoom["xaxis.range"])
-    return replace(before, first_step=first, last_step=last)
 
 
 def _panel(view: View, record: str) -> Any:
     """A tab's frame needs no question: it can be looked for while the server is away."""
-    return panel(view, wire.decode_message(record.encode(), wire.Run, wire.JSON))
+    return panel(view, _run_of(record))
+
+
+def _run_of(record: str) -> wire.Run:
+    return wire.decode_message(record.encode(), wire.Run, wire.JSON)
 
 
 def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
@@ -382,6 +442,7 @@ def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
     groups = (
         [labelled("Heatmap of", metric), labelled("Layers", order), labelled("Grouped", rows)],
         [labelled("Curves of", layer), axis_control("run-axis", view)],
+        [scale_control("run-scale", view)],
         [smoothing_control("run-smoothing", view)],
     )
     return html.Div(
@@ -395,5 +456,6 @@ def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
 
 def _group_styles(view: View) -> list[dict[str, str]]:
     """Only the controls that change something on the view's tab are shown."""
-    useful = (view.tab == "layers", view.tab != "about", view.tab == "curves")
+    of_curves = view.tab not in {"about", "classes"}
+    useful = (view.tab == "layers", view.tab != "about", of_curves, view.tab == "curves")
     return [{"display": "flex", "gap": "16px"} if shown else {"display": "none"} for shown in useful]

@@ -25,17 +25,19 @@ from collage_dashboard.figures import NamedCurve, class_shares, curves, heatmap,
 from collage_dashboard.figures.classes import CLASSES
 from collage_dashboard.figures.heatmap import block_of
 from collage_dashboard.figures.histogram import PREDICTS
+from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.identities import strategy_title
+from collage_dashboard.pages.run_marks import Marks, placed
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import Tab, View, write_address
+from collage_dashboard.zoom import POINTS, Steps, narrowed, steps_within
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS, split_key
 
 __all__ = [
     "DEFAULT_METRIC",
-    "POINTS",
     "SERIES",
     "TABS",
     "about",
@@ -259,8 +261,6 @@ SERIES: Final[dict[Tab, tuple[str, ...]]] = {
     ),
 }
 """The curves of each tab that has a fixed list of them."""
-POINTS: Final = 300
-"""Of a curve: as many as half a screen shows."""
 _NOT_MAPPED: Final = frozenset({"elements", "sampled", "oracle_steps", "edq"})
 
 
@@ -273,11 +273,20 @@ def panel(view: View, run: wire.Run) -> Any:
     if view.tab == "classes":
         note = "Lost: intended, and rounded away. Idle: nothing was intended. Distorted: off by more than half."
         return html.Div(_card("classes", "lost", title="What became of each element", note=note, wide=True))
-    keys = SERIES.get(view.tab) or tuple(sorted(key for key in run.latest if split_key(key)[0] == STATE))
+    keys = SERIES.get(view.tab) or tuple(sorted(filter(_is_kept_beside, run.latest), key=_states_first))
     if not keys:
         return html.P("The optimizer's states were not measured.", className="crumbs")
     cards = [_card("series", key, strategy=_strategy(run)) for key in keys]
     return html.Div(cards, className="charts pairs" if view.tab == "curves" else "charts")
+
+
+def _is_kept_beside(key: str) -> bool:
+    """Whether a metric is about what the optimizer keeps beside the weights."""
+    return split_key(key)[0] in {STATE, "residual_fill_ratio", "residual_zero_ratio", "residual_dropped_ratio"}
+
+
+def _states_first(key: str) -> tuple[bool, str]:
+    return split_key(key)[0] != STATE, key
 
 
 def layer_metrics(run: wire.Run) -> list[str]:
@@ -323,50 +332,51 @@ def _strategy(run: wire.Run) -> str | None:
     return (run.watch.strategy or run.watch.observed_strategy) if run.watch else None
 
 
-def draw(kind: str, metric: str, view: View, reader: Reader, colour: str = ACCENT) -> go.Figure:
+def draw(
+    kind: str,
+    metric: str,
+    view: View,
+    reader: Reader,
+    colour: str = ACCENT,
+    *,
+    marks: Marks = (),
+    since: int | None = None,
+) -> go.Figure:
     """The figure of `kind` ("series", "heatmap", "histogram", "classes") for `metric`; a curve in `colour`.
 
+    `marks`: steps, and what happened there. `since`: a histogram from this step on is set against what was before.
     A metric that the server refuses is an empty figure with its reason.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.
     """
     try:
+        if kind == "histogram":
+            return _histogram(view, reader, since)
+        steps = steps_within(view, reader)
         if kind == "series":
-            return _narrowed(_series(metric, view, reader, colour), view)
-        drawn = _DRAWERS[kind](metric, view, reader)
-        return drawn if kind == "histogram" else _narrowed(drawn, view)
+            return narrowed(_series(metric, view, reader, steps, colour, marks), view)
+        return narrowed(_DRAWERS[kind](metric, view, reader, steps), view)
     except NotAuthorised:
         raise
     except ServerRefusal as error:
         return empty_figure(str(error))
 
 
-def _narrowed(figure: go.Figure, view: View) -> go.Figure:
-    """The axis of steps from one end of the view's zoom to the other: the charts of a page share it."""
-    if view.axis != "step" or view.first_step is None or view.last_step is None:
-        return figure
-    ends = [view.first_step, view.last_step]
-    return figure.update_xaxes(range=ends, uirevision=str(ends))
-
-
-def _series(metric: str, view: View, reader: Reader, colour: str) -> go.Figure:
-    answer = _read_series(metric, view, reader)
+def _series(metric: str, view: View, reader: Reader, steps: Steps, colour: str, marks: Marks) -> go.Figure:
+    answer = _read_series(metric, view, reader, steps)
     name = "whole model" if describe(metric).scalar or not view.layer else view.layer
-    drawn = curves(metric, [NamedCurve(name, colour, answer)], smoothing=view.smoothing)
+    drawn = curves(metric, [NamedCurve(name, colour, answer)], smoothing=view.smoothing, scale=view.scale)
+    if drawn.data:
+        drawn = mark_events(drawn, placed(marks, answer))
     return drawn if describe(metric).scalar else with_subtitle(drawn, name)
 
 
-def _heatmap(metric: str, view: View, reader: Reader) -> go.Figure:
+def _heatmap(metric: str, view: View, reader: Reader, steps: Steps) -> go.Figure:
     run_id = view.runs[0]
     answer, *known = reader.ask_together(
         lambda client: client.heatmap(
-            run_id,
-            metric,
-            order=view.order,
-            first_step=view.first_step,
-            last_step=view.last_step,
-            axis=view.axis,
+            run_id, metric, order=view.order, first_step=steps[0], last_step=steps[1], axis=view.axis
         ),
         *([lambda client: client.layers(run_id).layers] if view.rows == "type" else []),
     )
@@ -378,22 +388,36 @@ def _heatmap(metric: str, view: View, reader: Reader) -> go.Figure:
     return heatmap(answer, selected=view.layer, groups=groups)
 
 
-def _histogram(_metric: str, view: View, reader: Reader) -> go.Figure:
-    answer = reader.ask(lambda client: client.histogram(view.runs[0], layer=view.layer, step=view.step))
-    over = (
-        f"step {answer.step}" if answer.first_step == answer.step else f"steps {answer.first_step} to {answer.step}"
-    )
-    drawn = update_histogram(answer)
-    return with_subtitle(drawn, f"{view.layer or 'whole model'}, {over}") if answer.step is not None else drawn
+def _histogram(view: View, reader: Reader, since: int | None) -> go.Figure:
+    """At the view's step, or since the change, or over the run; the line is what was before the change."""
+    changed = since if since is not None and (view.step is None or view.step >= since) else None
+    run_id, layer, step = view.runs[0], view.layer, view.step
+    first = changed if step is None else None
+    questions = [lambda client: client.histogram(run_id, layer=layer, step=step, first_step=first)]
+    if changed is not None:
+        questions.append(lambda client: client.histogram(run_id, layer=layer, last_step=changed - 1))
+    answer, *before = reader.ask_together(*questions)
+    drawn = update_histogram(answer, before=before[0] if before else None)
+    if answer.step is None:
+        return drawn
+    told = f"{layer or 'whole model'}, {_over(answer)}"
+    if len(drawn.data) > 1:
+        told += f"; line: before the change, {_over(before[0])}"
+    return with_subtitle(drawn, told)
 
 
-def _classes(_metric: str, view: View, reader: Reader) -> go.Figure:
-    return with_subtitle(
-        class_shares({name: _read_series(name, view, reader) for name in CLASSES}), view.layer or "whole model"
-    )
+def _over(answer: wire.Histogram) -> str:
+    if answer.first_step == answer.step:
+        return f"step {answer.step}"
+    return f"steps {answer.first_step} to {answer.step}"
 
 
-def _read_series(metric: str, view: View, reader: Reader) -> wire.Series:
+def _classes(_metric: str, view: View, reader: Reader, steps: Steps) -> go.Figure:
+    shares = {name: _read_series(name, view, reader, steps) for name in CLASSES}
+    return with_subtitle(class_shares(shares), view.layer or "whole model")
+
+
+def _read_series(metric: str, view: View, reader: Reader, steps: Steps) -> wire.Series:
     layer = None if describe(metric).scalar else view.layer
     return reader.ask(
         lambda client: client.series(
@@ -402,10 +426,10 @@ def _read_series(metric: str, view: View, reader: Reader) -> wire.Series:
             layer=layer,
             axis=view.axis,
             points=POINTS,
-            first_step=view.first_step,
-            last_step=view.last_step,
+            first_step=steps[0],
+            last_step=steps[1],
         )
     )
 
 
-_DRAWERS = {"heatmap": _heatmap, "histogram": _histogram, "classes": _classes}
+_DRAWERS = {"heatmap": _heatmap, "classes": _classes}

@@ -188,7 +188,7 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         ClientsideFunction("flow", "showChoices"),
         Output("runs-address", "id"),
         Input("runs-address", "search"),
-        *(State(f"runs-{name}", "value") for name in (*FILTERS, "by")),
+        *(State(f"runs-{name}", "value") for name in ("query", *FILTERS, "by")),
         prevent_initial_call=True,
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]

@@ -71,17 +71,17 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
             width=92,
         ),
         _number("last_step", "Step", "Newest step that was reported.", width=76),
-        _text("project", "Project", 110),
-        _editable(
-            "tags", "Tags", 150, f"Tags, with commas between; one that holds a comma in quotes. {_HOW_TO_EDIT}"
-        ),
-        _editable("notes", "Notes", 180, f"Notes. {_HOW_TO_EDIT}", **_LARGE),
         {
             "field": "updated_at",
             "headerName": "Last data (UTC)",
             "width": 140,
             "valueFormatter": {"function": "minuteUtc(params.value)"},
         },
+        _text("project", "Project", 110),
+        _editable(
+            "tags", "Tags", 150, f"Tags, with commas between; one that holds a comma in quotes. {_HOW_TO_EDIT}"
+        ),
+        _editable("notes", "Notes", 180, f"Notes. {_HOW_TO_EDIT}", **_LARGE),
     ]
     for column in found:
         if column["field"] == sort.removeprefix("-"):

@@ -10,7 +10,7 @@ import dash_mantine_components as dmc
 import plotly.graph_objects as go
 from dash import dcc, html
 
-from collage_dashboard.components import report_link, run_label, scrollable, verdict_mark
+from collage_dashboard.components import report_link, run_label, save_buttons, scrollable, verdict_mark
 from collage_dashboard.descriptions import UNDEFINED, describe, number, state_key
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
@@ -266,6 +266,7 @@ def _cost_card(place: int, cost: Cost, figure: go.Figure) -> dmc.Paper:
         [
             html.H2(title, className="card-title"),
             html.Div(graph, className="figure-place cost-place", **named),
+            save_buttons(title),
         ],
         className="card chart-card",
         withBorder=True,

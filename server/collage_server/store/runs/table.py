@@ -25,17 +25,8 @@ _OVERVIEW: Final = schema.run_overview
 _OF_RUN: Final = ("name", "project", "group", "strategy", "dtype", "created_at")
 LISTED: Final = 20
 """Runs and names of a group that its row lists: as many as one comparison shows."""
-_OF_GROUP: Final = (
-    "name",
-    "created_at",
-    "project",
-    "group",
-    "strategy",
-    "dtype",
-    "health",
-    "last_step",
-    *schema.OVERVIEW_NUMBERS,
-)
+_OF_GROUP: Final = ("created_at", "group", "health", "last_step", *schema.OVERVIEW_NUMBERS)
+"""What is read of each run of a group: little, for a group may have thousands."""
 _NOT_AGAINST: Final = frozenset({"healthy", "unknown", None})
 _WORDS: Final = frozenset({"name", "project", "group", "strategy", "dtype", "state", "health"})
 _NEWEST: Final = frozenset({"created_at", "updated_at", "last_step"})
@@ -97,13 +88,14 @@ class TableStore:
                 place += 1 + (runs if found in opened else 0)
                 if place > query.offset and first < end:
                     shown.append((found, max(query.offset - first, 0) - 1, min(end - first, place - first) - 1))
-            groups = table.groups(connection, key, [found for found, first, _ in shown if first < 0])
+            wanted = [found for found, first, _ in shown if first < 0]
+            groups = table.groups(connection, key, None if len(wanted) == len(counts) else wanted) if wanted else {}
             rows: list[wire.RunGroup | TableRow] = []
             for found, first, last in shown:
                 if first < 0:
                     rows.append(groups[found])
                 if last > max(first, 0):
-                    rows += table.rows(connection, max(first, 0), last - max(first, 0), key == found)
+                    rows += table.rows(connection, max(first, 0), last - max(first, 0), *_is_of(query.by, found))
             return GroupPage(rows, total)
 
 
@@ -167,36 +159,57 @@ class _Table:
         return chosen.order_by(value.is_(None), self._directed(value), named)
 
     def groups(
-        self, connection: Connection, key: ColumnElement[str], keys: Sequence[str]
+        self, connection: Connection, key: ColumnElement[str], keys: Sequence[str] | None
     ) -> dict[str, wire.RunGroup]:
-        """These groups, by key."""
+        """These groups, or all, by key."""
         columns = [_RUN.c[name] if name in _RUN.c else self._columns[name] for name in ("run_id", *_OF_GROUP)]
         chosen = self._base.with_only_columns(key, *columns, self._state, self._columns["updated_at"])
-        chosen = chosen.where(key.in_(keys))
+        chosen = chosen if keys is None else chosen.where(key.in_(keys))
         members: dict[str, list[Sequence[Any]]] = defaultdict(list)
         for row in connection.execute(chosen).all():
             members[row[0]].append(row)
         names = ("key", "run_id", *_OF_GROUP, "state", "updated_at")
         found = {key: dict(zip(names, zip(*runs, strict=True), strict=True)) for key, runs in members.items()}
         worst = {key: of["run_id"][_worst(of["health"], of["edq_ratio"])] for key, of in found.items()}
+        newest = {key: _newest(of["created_at"], of["run_id"]) for key, of in found.items()}
         said = _overviews(connection, list(worst.values()))
-        return {key: _group(key, of, said.get(worst[key])) for key, of in found.items()}
+        named = _named(connection, [run_id for ids in newest.values() for run_id in ids])
+        return {
+            key: _group(key, of, [named[run_id] for run_id in newest[key]], said.get(worst[key]))
+            for key, of in found.items()
+        }
 
     def _directed(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
         return column.desc() if self._query.descending else column.asc()
 
 
-def _key(by: wire.GroupBy) -> ColumnElement[str]:
-    """What the runs of a group have in common, as one text; their strategy and dtype always, so that means mean."""
+def _parts(by: wire.GroupBy) -> list[ColumnElement[Any]]:
+    """What the runs of a group have in common; their strategy and dtype always, so that means mean."""
     more: Sequence[ColumnElement[Any]] = {
         "strategy": [],
         "group": [_RUN.c.group],
         "configuration": [_OVERVIEW.c.configuration],
     }[by]
-    key: ColumnElement[str] = _RUN.c.project
-    for column in (_RUN.c.strategy, _RUN.c.dtype, *more):
+    return [_RUN.c.project, _RUN.c.strategy, _RUN.c.dtype, *more]
+
+
+def _key(by: wire.GroupBy) -> ColumnElement[str]:
+    """What the runs of a group have in common, as one text."""
+    first, *others = _parts(by)
+    key: ColumnElement[str] = first
+    for column in others:
         key = key + literal(_SEPARATOR) + func.coalesce(column, _NONE)
     return key
+
+
+def _is_of(by: wire.GroupBy, key: str) -> list[ColumnElement[bool]]:
+    """That a run is of the group with this key. To compare its parts is cheaper than to make each run's key."""
+    parts, values = _parts(by), key.split(_SEPARATOR)
+    if len(values) != len(parts):  # A name holds the separator.
+        return [_key(by) == key]
+    return [
+        column.is_(None) if value == _NONE else column == value for column, value in zip(parts, values, strict=True)
+    ]
 
 
 def _worst(healths: Sequence[str | None], edq: Sequence[float | None]) -> int:
@@ -208,20 +221,31 @@ def _worst(healths: Sequence[str | None], edq: Sequence[float | None]) -> int:
     return standing.index(min(standing))
 
 
-def _group(key: str, of: Mapping[str, Sequence[Any]], worst: wire.Overview | None) -> wire.RunGroup:
-    """The group of the runs with these values by name, in one order each."""
+def _newest(created: Sequence[float], ids: Sequence[str]) -> list[str]:
+    return [run_id for _, run_id in nlargest(LISTED, zip(created, ids, strict=True))]
+
+
+def _named(connection: Connection, ids: Sequence[str]) -> dict[str, Any]:
+    """What these runs are called and how they keep their weights, by id."""
+    columns = (_RUN.c.run_id, _RUN.c.name, _RUN.c.project, _RUN.c.strategy, _RUN.c.dtype)
+    return {row.run_id: row for row in connection.execute(select(*columns).where(_RUN.c.run_id.in_(ids)))}
+
+
+def _group(
+    key: str, of: Mapping[str, Sequence[Any]], newest: Sequence[Any], worst: wire.Overview | None
+) -> wire.RunGroup:
+    """The group of the runs with these values by name, in one order each; `newest`: those that its row lists."""
     numbers = {
         name: mean_over_seeds([value for value in of[name] if value is not None])
         for name in schema.OVERVIEW_NUMBERS
     }
-    newest = nlargest(LISTED, zip(of["created_at"], of["run_id"], of["name"], strict=True))
     return wire.RunGroup(
         key=key,
-        project=of["project"][0],
-        strategy=of["strategy"][0],
-        dtype=of["dtype"][0],
+        project=newest[0].project,
+        strategy=newest[0].strategy,
+        dtype=newest[0].dtype,
         groups=sorted({name for name in of["group"] if name is not None})[:LISTED],
-        runs={run_id: name for _, run_id, name in newest},
+        runs={run.run_id: run.name for run in newest},
         count=len(of["run_id"]),
         states=Counter(of["state"]),
         healths=Counter(health or "unknown" for health in of["health"]),

@@ -1,0 +1,58 @@
+"""What happened to a run while it was trained, as the curves mark it: resumes, alerts, gaps, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dash import html
+
+from collage_dashboard.descriptions import finite
+from collage_monitor import wire
+
+__all__ = ["Marks", "marks_in_words", "marks_of", "placed"]
+
+Marks = Sequence[tuple[int, str]]
+"""Steps of a run, and what happened there."""
+_MOST_MARKS: Final = 12
+_UNMARKED: Final = frozenset({"retention", "alert_resolved"})
+_EVENTS: Final = {"rank_twice": "rank reported twice", "gap": "reports lost", "replica_mismatch": "replicas differ"}
+
+
+def marks_of(events: Sequence[wire.Event]) -> list[tuple[int, str]]:
+    """The newest events of a run that a curve may have to do with: resumes, alerts, gaps, notes."""
+    found: dict[tuple[int, str], None] = {}
+    for event in events:
+        first = event.kind == "attempt" and (event.attempt or 1) == 1
+        if event.step is not None and event.kind not in _UNMARKED and not first:
+            found[event.step, _what(event)] = None
+    return list(found)[-_MOST_MARKS:]
+
+
+def _what(event: wire.Event) -> str:
+    if event.kind == "attempt":
+        return f"attempt {event.attempt}"
+    if event.kind == "alert":
+        return event.text.partition(" ")[0]
+    if event.kind == "note":
+        return f"note by {event.text[:60]}"
+    return _EVENTS.get(event.kind, event.kind.replace("_", " "))
+
+
+def marks_in_words(marks: Marks) -> Any:
+    """What the curves mark, in a line; nothing where nothing happened."""
+    if not marks:
+        return None
+    told = " · ".join(f"{text} at step {step:,}" for step, text in marks)
+    return html.P(f"Marked in the curves: {told}", className="crumbs")
+
+
+def placed(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
+    """The marks on the axis of a curve: each at its first point from there on; what is outside is left out."""
+    points = [(step, finite(at)) for step, at in zip(answer.steps, answer.positions, strict=True)]
+    found = []
+    for step, text in marks:
+        at = next((at for known, at in points if known >= step and at is not None), None)
+        if at is not None and (not answer.first_steps or step >= answer.first_steps[0]):
+            found.append((float(step) if answer.axis == "step" else at, f"{text}, step {step:,}"))
+    return found

@@ -1,0 +1,69 @@
+"""The zoom of a page's charts: it stands in the view, is that of all of them, and what it shows is read anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import plotly.graph_objects as go
+
+from collage_dashboard.descriptions import finite
+from collage_dashboard.reader import Reader
+from collage_dashboard.view import View
+from collage_monitor.errors import ServerRefusal
+
+__all__ = ["POINTS", "Steps", "narrowed", "step_at", "steps_within", "zoomed"]
+
+POINTS: Final = 300
+"""Of a curve: as many as half a screen shows."""
+Steps = tuple[int | None, int | None]
+"""First and last step to read; None: as far as there are any."""
+_DIGITS: Final = {"step": 0, "tokens": 0, "time": 3}
+_SMALLEST: Final = {"step": 1.0, "tokens": 1.0, "time": 0.001}
+
+
+def zoomed(before: View, change: dict[str, Any]) -> View:
+    """The view of what the reader zoomed to, as Plotly tells it; the whole axis after a double click."""
+    if change["xaxis.autorange"]:
+        return replace(before, zoom=None)
+    first, last = sorted(max(round(float(end), _DIGITS[before.axis]), 0.0) for end in change["xaxis.range"])
+    return replace(before, zoom=(first, max(last, first + _SMALLEST[before.axis])))
+
+
+def narrowed(figure: go.Figure, view: View) -> go.Figure:
+    """The x axis from one end of the view's zoom to the other."""
+    if view.zoom is None:
+        return figure
+    return figure.update_xaxes(range=list(view.zoom), uirevision=str(view.zoom))
+
+
+def steps_within(view: View, reader: Reader) -> Steps:
+    """The steps of the view's run that its zoom shows, and one more on each side: a line goes on to the edge.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    if view.zoom is None:
+        return None, None
+    first, last = view.zoom
+    if view.axis == "step":
+        return int(first), int(last)
+    places = _places(view, reader)
+    before = [step for at, step in places if at <= first]
+    after = [step for at, step in places if at >= last]
+    return max(before, default=None), min(after, default=None)
+
+
+def step_at(place: float, view: View, reader: Reader) -> int | None:
+    """The measured step nearest to a place on the view's axis."""
+    return min(((abs(at - place), step) for at, step in _places(view, reader)), default=(0.0, None))[1]
+
+
+def _places(view: View, reader: Reader) -> list[tuple[float, int]]:
+    """Where the measured steps stand on the view's axis."""
+    try:
+        answer = reader.ask(lambda client: client.series(view.runs[0], "edq_ratio", axis=view.axis, points=POINTS))
+    except ServerRefusal:
+        return []
+    places = zip(map(finite, answer.positions), answer.steps, strict=True)
+    return [(at, step) for at, step in places if at is not None]
