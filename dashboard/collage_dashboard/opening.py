@@ -99,10 +99,16 @@ class OpeningDash(dash.Dash):
             document.headers["Content-Encoding"] = "gzip"
         return document
 
-    def _add_assets_resource(self, url_path: str, file_path: str) -> dict[str, Any]:
-        """An own script or style under an address that changes with its content alone."""
-        found = super()._add_assets_resource(url_path, file_path)  # type: ignore[no-untyped-call]
-        return {**found, "ts": blake2b(Path(file_path).read_bytes(), digest_size=8).hexdigest()}
+    def _collect_and_register_resources(
+        self, resources: list[dict[str, Any]], *more: Any, **named: Any
+    ) -> list[Any]:
+        """The addresses of scripts and styles; that of an own one changes with its content alone."""
+        for resource in resources:
+            if "asset_path" in resource:
+                content = (Path(self.config.assets_folder) / resource["asset_path"]).read_bytes()
+                resource["ts"] = blake2b(content, digest_size=8).hexdigest()
+        found: list[Any] = super()._collect_and_register_resources(resources, *more, **named)  # type: ignore[no-untyped-call]
+        return found
 
     def _parts(self, before: str, after: str, pathname: str, search: str) -> Iterator[str]:
         yield before

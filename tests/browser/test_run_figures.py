@@ -121,7 +121,7 @@ def test_a_curve_is_logarithmic_saved_and_explained_and_all_are_pointed_at_toget
         else:
             assert content.startswith({"png": b"\x89PNG", "svg": b"<svg"}[kind])
 
-    page.get_by_role("heading", name="EDQ", exact=True).hover()
+    page.locator("#run-panel").get_by_role("heading", name="EDQ", exact=True).hover()
     page.get_by_text("Unit: ratio").wait_for()
     area = page.locator('[id*=\'"metric":"loss"\'] .nsewdrag')
     area.scroll_into_view_if_needed()

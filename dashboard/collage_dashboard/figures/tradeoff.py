@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -158,7 +159,8 @@ def _room(estimates: Sequence[Estimate]) -> Range:
 
 
 def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[str | None]:
-    """Where each point's label stands, so that none covers another or a point; None where there is no room.
+    """Where each point's label stands, so that none covers another or a point, and none seems to be another
+    point's where there is a choice; None where there is no room.
 
     The chosen strategy's label is placed first.
     """
@@ -181,10 +183,19 @@ def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[st
             for place, box in boxes.items()
             if box[0] >= 0 and box[2] <= _PLOT_PIXELS[0] and not any(_overlap(box, other) for other in taken)
         ]
-        found.append(free[0] if free else None)
-        if free:
-            taken.append(boxes[free[0]])
+        own = [place for place in free if _is_nearest((x, y), boxes[place], centres)]
+        chosen = next(iter(own or free), None)
+        found.append(chosen)
+        if chosen:
+            taken.append(boxes[chosen])
     return found
+
+
+def _is_nearest(own: Sequence[float], box: Sequence[float], centres: Sequence[Sequence[float]]) -> bool:
+    """Whether no other point is nearer to a label than its own; those beside that one do not count."""
+    middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+    apart = [other for other in centres if math.dist(own, other) > _NEAR_PIXELS]
+    return all(math.dist(own, middle) <= math.dist(other, middle) for other in apart)
 
 
 def _box(x: float, y: float, characters: int, place: str) -> tuple[float, float, float, float]:

@@ -74,6 +74,7 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
         {
             "field": "updated_at",
             "headerName": "Last data (UTC)",
+            "wrapHeaderText": True,
             "width": 140,
             "valueFormatter": {"function": "minuteUtc(params.value)"},
         },
