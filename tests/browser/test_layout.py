@@ -83,7 +83,7 @@ def test_a_page_without_a_server_or_without_runs_can_be_used_by_everyone(lonely,
     with server:
         page.get_by_text("No runs yet").wait_for()
         assert serious_violations(page) == []
-        for path, said in (("/compare", "Pick runs to compare"), ("/incidents", "No incident")):
+        for path, said in (("/compare", "Pick runs to compare"), ("/incidents", "No alert has fired here")):
             page.goto(address + path)
             page.get_by_text(said).first.wait_for()
             assert serious_violations(page) == []

@@ -149,6 +149,17 @@ def test_an_open_group_is_followed_by_its_runs_on_any_page(server, seeds):
     server.get("/run-groups?by=nothing", status=422)
 
 
+def test_a_group_whose_name_holds_what_parts_a_key_opens_as_well(server):
+    for run_id, group in (("odd", "low\x1f\x1ehigh"), ("even", "low")):
+        server.run(run_id, project="p", group=group)
+    rows = groups(server, by="group").rows
+    for entry in rows:
+        page = groups(server, by="group", open=quote(entry.group.key))
+        [run] = [row.run for row in page.rows if row.run]
+        assert list(entry.group.runs) == [run.run_id]
+        assert entry.group.groups == [run.group]
+
+
 def test_a_number_and_the_verdict_that_quotes_it_come_from_one_evaluation(server, evaluate):
     server.filled("r1", "s1", steps=range(10, 60, 10))
     assert table(server).rows[0].overview is None
