@@ -233,7 +233,9 @@ def test_a_tick_that_finds_nothing_new_carries_next_to_nothing(watched, send, pa
     assert max(sizes) <= 2000
     changed = []
     page.on("requestfinished", lambda request: changed.append(request.sizes()["responseBodySize"]))
-    newest = GeneratedRun("ticking", "plus", state="running", run_id="run-ticking", steps=200 + 10 * len(path))
+    newest = GeneratedRun(
+        "ticking", "plus", state="running", run_id="run-ticking", steps=200 * (2 + [*LIVE_PAGES].index(path))
+    )
     send(newest)
     if path.startswith("/?"):
         page.locator('.ag-cell[col-id="last_step"]', has_text=str(newest.steps)).first.wait_for()
