@@ -21,6 +21,7 @@ _MODULES: Final = {
     "eight-bit": "eight_bit",
     "quality": "quality",
     "memory": "memory",
+    "diary": "diary",
 }
 STUDY_NAMES: Final = tuple(_MODULES)
 

@@ -13,7 +13,7 @@ matplotlib.use("agg")
 from cycler import cycler
 from matplotlib import pyplot, rcParams
 
-from collage_studies.study import Page, Plot, Record, Study, Table
+from collage_studies.study import Page, Picture, Plot, Record, Study, Table
 from collage_studies.words import listed
 
 __all__ = ["draw", "table_text", "write_page"]
@@ -37,7 +37,7 @@ def write_page(
     """
     parts = [f"# {study.title}", f"**Question.** {study.question}", f"**Answer.** {page.verdict}", "## Method"]
     parts += [study.method, _made_with(study, records, read), "## What was found"]
-    parts += [_entry(entry, folder) for entry in page.evidence]
+    parts += [text for entry in page.evidence if (text := _entry(entry, folder))]
     if repeated:
         parts += ["## Repeated with other seeds", *(_entry(entry, folder) for entry in repeated)]
     if page.limits:
@@ -47,11 +47,14 @@ def write_page(
     return written
 
 
-def _entry(entry: str | Table | Plot, folder: Path) -> str:
+def _entry(entry: str | Table | Plot | Picture, folder: Path) -> str:
     if isinstance(entry, Table):
         return table_text(entry)
     if isinstance(entry, Plot):
         return f"![{entry.title}]({draw(entry, folder).relative_to(folder).as_posix()})"
+    if isinstance(entry, Picture):
+        path = folder / "images" / entry.file
+        return f"![{entry.title}](images/{entry.file})" if path.exists() else ""
     return entry
 
 

@@ -15,7 +15,19 @@ import msgspec
 
 from collage_studies.recipe import Plan, Recipe
 
-__all__ = ["Curve", "Page", "Plot", "Points", "Record", "RecordLine", "Reporting", "Study", "Table", "Trial"]
+__all__ = [
+    "Curve",
+    "Page",
+    "Picture",
+    "Plot",
+    "Points",
+    "Record",
+    "RecordLine",
+    "Reporting",
+    "Study",
+    "Table",
+    "Trial",
+]
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -41,6 +53,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What came of a trial. `values`: numbers by name; `merged`: the run's metrics, all measured steps merged.
+    `words`: what the product said of it, as it was said.
 
     `trial` is kept whole: a record counts only for a trial that is equal to it. None in `values`: undefined.
     """
@@ -51,6 +64,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     values: dict[str, float | None] = msgspec.field(default_factory=dict)
     merged: dict[str, float | None] = msgspec.field(default_factory=dict)
     curves: dict[str, Curve] = msgspec.field(default_factory=dict)
+    words: dict[str, str] = msgspec.field(default_factory=dict)
     run_id: str
 
 
@@ -103,12 +117,20 @@ class Plot:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A picture that is not drawn from records, such as of the dashboard: shown where its file is there."""
+
+    file: str
+    title: str
+
+
+@dataclass(frozen=True)
 class Page:
     """What a study found: `verdict` in sentences that its numbers make, then evidence, then limits. `brief`: the
     verdict in a line or two for the summary of all studies, where it is much shorter."""
 
     verdict: str
-    evidence: Sequence[str | Table | Plot]
+    evidence: Sequence[str | Table | Plot | Picture]
     limits: Sequence[str] = field(default_factory=tuple)
     brief: str = ""
 

@@ -27,6 +27,8 @@ from collage_studies.worker import TrialTask
 __all__ = ["study"]
 
 _CURVE_POINTS = 120
+_ALERT_SECONDS = 2
+"""How often the server evaluates its alerts: trials end within minutes."""
 
 
 @click.command("study")
@@ -74,7 +76,8 @@ def study(
     batches = [_batch(entry, quick, output, first_seed) for entry in chosen]
     if not pages_only and any(file.missing(trials) for _, trials, file in batches):
         data = (folder or output / "server").resolve()
-        with Services(data, port, dashboard_port, alone=True) as services:
+        defaults = {"COLLAGE_SERVER_ALERT_INTERVAL_SECONDS": str(_ALERT_SECONDS)}
+        with Services(data, port, dashboard_port, alone=True, defaults=defaults) as services:
             services.start_dashboard()
             click.echo(f"dashboard  {services.dashboard_url}", err=True)
             for entry, trials, file in batches:

@@ -30,11 +30,13 @@ __all__ = [
     "ByteGPT",
     "Outcome",
     "Progress",
+    "TrainingLoop",
     "loss_of",
     "new_model",
     "train",
     "usual",
     "validate",
+    "without_residuals",
 ]
 
 _BYTES = 256
@@ -159,7 +161,7 @@ def train(
     loses_residuals: in the middle it resumes from a checkpoint that kept only the states that torch's AdamW has. It
     ends some steps after the alert about it.
     """
-    loop = _Loop(plan, recipe, corpus, progress, build or usual, options or {})
+    loop = TrainingLoop(plan, recipe, corpus, progress, build, options)
     with collage.init(
         project,
         name or plan.name,
@@ -181,7 +183,7 @@ def train(
     )
 
 
-class _Loop:
+class TrainingLoop:
     """A training as it goes on: model, optimizers, schedule, and what was taken of it."""
 
     def __init__(
@@ -190,12 +192,12 @@ class _Loop:
         recipe: Recipe,
         corpus: Corpus,
         progress: Progress,
-        build: Build,
-        options: WatchArguments,
+        build: Build | None = None,
+        options: WatchArguments | None = None,
     ) -> None:
         self.plan, self.recipe, self.corpus, self.progress = plan, recipe, corpus, progress
-        self.options = options
-        self.model, self.optimizers = build(plan, recipe)
+        self.options = options or {}
+        self.model, self.optimizers = (build or usual)(plan, recipe)
         self.rates = [group["lr"] for group in self._groups()]
         self.clock = _Clock()
         self.taken = 0
@@ -203,7 +205,7 @@ class _Loop:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def watch(self, first_step: int) -> None:
+    def watch(self, first_step: int) -> collage.Watch:
         """Watch the optimizers, whose next step is `first_step`."""
         # Without a governor all runs measure the same steps, so they can be compared.
         chosen: WatchArguments = {
@@ -215,7 +217,7 @@ class _Loop:
             "first_step": first_step,
         }
         chosen.update(self.options)
-        collage.watch(self.model, self.optimizers, **chosen)
+        return collage.watch(self.model, self.optimizers, **chosen)
 
     def take(self, steps: range, stop: Callable[[], bool] = lambda: False) -> int:
         """Take these steps, or up to the first after which `stop` holds; return the last one's number."""
@@ -244,6 +246,13 @@ class _Loop:
                 break
         return step
 
+    def load(self, weights: dict[str, Any], states: dict[str, Any]) -> None:
+        """Go on from a checkpoint of the usual training, with an optimizer of its own."""
+        self.model.load_state_dict(weights)
+        optimizer = new_optimizer(self.model, self.plan, self.recipe)
+        optimizer.load_state_dict(states)
+        self.optimizers = [optimizer]
+
     def lose_residuals(self) -> int:
         """Break off in the middle, resume without residuals, and end some steps after the alert has fired."""
         every, heard = self.recipe.measure_every, Event()
@@ -252,17 +261,20 @@ class _Loop:
         (optimizer,) = self.optimizers
         weights, states = deepcopy(self.model.state_dict()), deepcopy(optimizer.state_dict())
         self.take(range(resumed_at, resumed_at + every))
-        for state in states["state"].values():
-            for name in set(state) - _OF_TORCH:
-                del state[name]
-        self.model.load_state_dict(weights)
-        optimizer = new_optimizer(self.model, self.plan, self.recipe)
-        optimizer.load_state_dict(states)
-        self.optimizers = [optimizer]
+        self.load(weights, without_residuals(states))
         self.watch(first_step=resumed_at)
         collage.on_alert(lambda _incident: heard.set(), every_seconds=1.0)
         last = self.take(range(resumed_at, resumed_at + _PATIENCE_STEPS), stop=heard.is_set)
         return self.take(range(last + 1, last + 1 + self.recipe.steps // 4))
+
+
+def without_residuals(states: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as a checkpoint keeps it that knows torch's AdamW alone."""
+    kept = {
+        index: {name: value for name, value in state.items() if name in _OF_TORCH}
+        for index, state in states["state"].items()
+    }
+    return {**states, "state": kept}
 
 
 def usual(plan: Plan, recipe: Recipe) -> tuple[ByteGPT, list[CollageAdamW]]:

@@ -11,6 +11,9 @@ from pathlib import Path
 from shutil import which
 
 import click
+from collage_studies.catalogue import study_named
+from collage_studies.records import RecordFile
+from collage_studies.studies.diary import picture_of
 from playwright.sync_api import sync_playwright
 
 from collage_monitor.client import Client
@@ -18,6 +21,7 @@ from tests.ports import command, free_port, running
 from tests.waiting import PATIENCE_SECONDS, until
 
 IMAGES = Path("docs/images")
+STUDIES = Path("docs/studies")
 SIZES = {1280: 860, 1920: 1080}
 SCHEMES = ("light", "dark")
 
@@ -25,8 +29,12 @@ SCHEMES = ("light", "dark")
 @click.command()
 @click.option("--demo", type=click.Path(path_type=Path), default="demo-output", show_default=True)
 @click.option("--only", help="Take this page alone.")
-def main(demo, only):
-    """Take all pictures into docs/images."""
+@click.option("--diary", type=click.Path(path_type=Path), help="The server's folder of that study: its incidents.")
+def main(demo, only, diary):
+    """Take all pictures into docs/images, or with --diary those of that study into docs/studies/images."""
+    if diary is not None:
+        _take_incidents(diary)
+        return
     if not (demo / "data").exists():
         ports = ["--port", str(free_port()), "--dashboard-port", str(free_port())]
         subprocess.run([*command("demo", "--exit", "--output", demo), *ports], check=True)
@@ -47,6 +55,25 @@ def main(demo, only):
                             path.write_bytes(_take(browser, address, there, width, scheme))
                             click.echo(f"{path} {path.stat().st_size // 1000} kB")
             browser.close()
+
+
+def _take_incidents(data):
+    """The page of each incident that the study's records name, light, on a laptop's screen."""
+    records = RecordFile(STUDIES / "data" / "diary.jsonl").of(study_named("diary").trials(False))
+    with (
+        tempfile.TemporaryDirectory() as name,
+        sync_playwright() as playwright,
+        serving(data, Path(name)) as (_, _, url, _),
+    ):
+        browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
+        for record in records:
+            if "incident" in record.words:
+                address = f"{url}/incident/{record.words['incident']}"
+                there = "#incident-figure .scatterlayer .trace"
+                path = STUDIES / "images" / picture_of(record.trial.settings["story"])
+                path.write_bytes(_take(browser, address, there, min(SIZES), "light"))
+                click.echo(f"{path} {path.stat().st_size // 1000} kB")
+        browser.close()
 
 
 def _pages(client, url):
