@@ -57,7 +57,8 @@ def _moved(trial: Trial, moved: int) -> Trial:
     old = seed_of(trial)
     assert old is not None
     new = old + moved
-    name = re.sub(rf"\bseed {old}\b", f"seed {new}", trial.name)
+    name, told = re.subn(rf"\bseed {old}\b", f"seed {new}", trial.name)
+    name = name if told else f"{name}, seed {new}"
     if trial.recipe is None:
         return msgspec.structs.replace(trial, name=name, settings={**trial.settings, "seed": new})
     return msgspec.structs.replace(trial, name=name, recipe=replace(trial.recipe, seed=new))
