@@ -8,14 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 from collage_server.app import create_app
 from collage_server.errors import TooLarge
 from collage_server.ingest.decode import decoded_batch
 from collage_server.settings import Settings
 from collage_server.store import ReportGroup, Selection, SqliteStore
+from collage_server.store.journal.decode import decode_layers
 from collage_server.store.records import SealLimits
 from starlette.testclient import TestClient
 
@@ -23,7 +26,7 @@ from benchmarks._reports import SMALL, register
 from benchmarks.load import serving
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, Server
-from tests.server.samples import stream_create
+from tests.server.samples import LAYERS, STATISTICS, stream_create
 from tests.torture.hostile import own_bytes
 
 NAMES = wire.LIMITS["scalars_per_report"]
@@ -81,6 +84,21 @@ def test_the_journal_counts_what_reading_its_scalars_takes(store):
     counted = store.journal.bytes_of("r1")
     assert peak[0] < 1.5 * counted
     assert counted <= sum(group.sizes) < 1.5 * counted
+
+
+def test_of_a_long_journal_what_is_not_asked_for_stands_in_memory_once(store):
+    """All its totals by layer, 16 MiB here, were put side by side for one of them: 22 MiB."""
+    statistics, layers = len(STATISTICS), len(LAYERS)
+    report = SimpleNamespace(
+        stream_id="s0", statistic_count=statistics, layer_count=layers, statistics=bytes(8 * statistics * layers)
+    )
+    count = 2**24 // len(report.statistics)
+    positions = np.arange(layers)
+    with traced() as peak:
+        table = decode_layers({"s0": store.streams.record("s0")}, [report] * count, STATISTICS[:1], positions)
+    assert table.array.shape == (1, count, layers)
+    assert not table.array.any()
+    assert peak[0] < count * len(report.statistics)
 
 
 def test_a_run_whose_scalars_fill_the_journal_is_told_to_wait(tmp_path):

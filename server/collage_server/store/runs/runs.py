@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ from collage_server.store import schema
 from collage_server.store.access.tokens import record_acts
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunFilter, RunPageRecord, RunQuery, RunRecord, RunRevision
-from collage_server.store.rows import from_json, missing_run, require_run, require_runs, to_json
+from collage_server.store.rows import among, from_json, missing_run, require_run, require_runs, to_json
 from collage_server.store.runs.latest import first_hidden_steps, newest_scalars, sum_of_newest
 
 __all__ = ["CountedRows", "QuotaCheck", "RunStore", "matching", "read_page", "read_records", "read_run"]
@@ -93,7 +94,7 @@ class RunStore:
         """The revision of each of these runs, in the order given."""
         with self._database.reading() as connection:
             ids = list(dict.fromkeys(run_ids))
-            latest, attempt = schema.run_latest, schema.attempt
+            latest = schema.run_latest
             runs = {row.run_id: row for row in connection.execute(_runs().where(_RUN.c.run_id.in_(ids)))}
             reports = func.sum(latest.c.reports).label("reports")
             newest = func.max(latest.c.last_report_at).label("last_report_at")
@@ -104,7 +105,7 @@ class RunStore:
                 .group_by(latest.c.run_id)
             )
             stored = {row.run_id: row for row in counted}
-            attempts = _by_run(connection, select(attempt).order_by(attempt.c.attempt), attempt, ids)
+            attempts = _by_run(connection, _beside_runs()[1], ids)
             found = {}
             for run_id in ids:
                 if run_id not in runs:
@@ -286,11 +287,16 @@ def read_page(connection: Connection, query: RunQuery, now: float, stale_after_s
 def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRecord]:
     """Several runs, in the order given."""
     ids = list(dict.fromkeys(run_ids))
-    rows = connection.execute(_runs().where(_RUN.c.run_id.in_(ids))).all()
+    rows = connection.execute(_runs_by_id(), {"run_ids": ids}).all()
     if len(rows) < len(ids):
         require_runs(connection, ids)
     found = {record.run_id: record for record in _records(connection, rows)}
     return {run_id: found[run_id] for run_id in ids}
+
+
+@cache
+def _runs_by_id() -> Select[Any]:
+    return _runs().where(among(_RUN.c.run_id))
 
 
 def _runs() -> Select[Any]:
@@ -361,22 +367,29 @@ def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:
 
 def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord]:
     ids = [row.run_id for row in rows]
-    tags = _by_run(connection, select(schema.run_tag).order_by(schema.run_tag.c.position), schema.run_tag, ids)
-    attempts = _by_run(connection, select(schema.attempt).order_by(schema.attempt.c.attempt), schema.attempt, ids)
-    latest = _by_run(connection, select(schema.run_latest), schema.run_latest, ids)
-    columns = [schema.stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
-    watches = _by_run(connection, select(*columns).where(schema.stream.c.watch.is_not(None)), schema.stream, ids)
+    tags, attempts, latest, watches = (_by_run(connection, statement, ids) for statement in _beside_runs())
     return [
         _record(row, tags[row.run_id], attempts[row.run_id], latest[row.run_id], watches[row.run_id])
         for row in rows
     ]
 
 
-def _by_run(
-    connection: Connection, statement: Select[Any], table: Any, ids: Sequence[str]
-) -> dict[str, list[Row[Any]]]:
+@cache
+def _beside_runs() -> tuple[Select[Any], ...]:
+    """Of some runs tags, attempts, the newest of each stream, and what each said when it began."""
+    tag, attempt, latest, stream = schema.run_tag, schema.attempt, schema.run_latest, schema.stream
+    said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
+    return (
+        select(tag).where(among(tag.c.run_id)).order_by(tag.c.position),
+        select(attempt).where(among(attempt.c.run_id)).order_by(attempt.c.attempt),
+        select(latest).where(among(latest.c.run_id)),
+        select(*said).where(stream.c.watch.is_not(None), among(stream.c.run_id)),
+    )
+
+
+def _by_run(connection: Connection, statement: Select[Any], ids: Sequence[str]) -> dict[str, list[Row[Any]]]:
     grouped: dict[str, list[Row[Any]]] = defaultdict(list)
-    for row in connection.execute(statement.where(table.c.run_id.in_(ids))):
+    for row in connection.execute(statement, {"run_ids": ids}):
         grouped[row.run_id].append(row)
     return grouped
 
