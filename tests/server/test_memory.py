@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from benchmarks._reports import SMALL, register
 from benchmarks.load import serving
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, Server
-from tests.server.samples import LAYERS, STATISTICS, stream_create
+from tests.server.samples import LAYERS, STATISTICS, report, stream_create
 from tests.torture.hostile import own_bytes
 
 NAMES = wire.LIMITS["scalars_per_report"]
@@ -89,16 +90,16 @@ def test_the_journal_counts_what_reading_its_scalars_takes(store):
 def test_of_a_long_journal_what_is_not_asked_for_stands_in_memory_once(store):
     """All its totals by layer, 16 MiB here, were put side by side for one of them: 22 MiB."""
     statistics, layers = len(STATISTICS), len(LAYERS)
-    report = SimpleNamespace(
+    held: Any = SimpleNamespace(
         stream_id="s0", statistic_count=statistics, layer_count=layers, statistics=bytes(8 * statistics * layers)
     )
-    count = 2**24 // len(report.statistics)
+    count = 2**24 // len(held.statistics)
     positions = np.arange(layers)
     with traced() as peak:
-        table = decode_layers({"s0": store.streams.record("s0")}, [report] * count, STATISTICS[:1], positions)
+        table = decode_layers({"s0": store.streams.record("s0")}, [held] * count, STATISTICS[:1], positions)
     assert table.array.shape == (1, count, layers)
     assert not table.array.any()
-    assert peak[0] < count * len(report.statistics)
+    assert peak[0] < count * len(held.statistics)
 
 
 def test_a_run_whose_scalars_fill_the_journal_is_told_to_wait(tmp_path):
@@ -173,6 +174,23 @@ def test_a_body_in_flight_holds_what_its_scalars_take_as_objects(tmp_path):
         with app.state.components.in_flight.hold(2**10):
             assert [post(content=body).status_code for body in (small, large)] == [200, 503]
         assert post(content=large).json()["accepted"] == 300
+
+
+def test_a_body_that_waits_for_its_commit_stands_in_memory_once(server, monkeypatch):
+    server.filled(steps=range(1, 3))
+    body = wire.encode_batch(wire.ReportBatch(reports=[report(seq, seq) for seq in range(10, 4000)]))
+    writer = server.app.state.components.writer
+    held: list[int] = []
+
+    def submit(group, submit=writer.submit):
+        held.append(tracemalloc.get_traced_memory()[0])
+        return submit(group)
+
+    monkeypatch.setattr(writer, "submit", submit)
+    with traced():
+        answer = server.client.post("/api/v1/streams/s0/reports", content=body, headers=MSGPACK)
+    assert answer.json()["accepted"] == 3990
+    assert held[0] < 2 * len(body)
 
 
 @pytest.mark.slow
