@@ -15,11 +15,11 @@ from typing import Final
 from collage_monitor.client import Client
 from collage_monitor.judgement import EDQ_TOLERANCE, Evidence, finite, recent_points
 from collage_monitor.metrics import METRICS, split_key
-from collage_monitor.onset import Onset, find_onset
+from collage_monitor.onset import Onset, find_onset, since_in_words
 from collage_monitor.statistics import metric_keys
 from collage_monitor.wire import Number, Series, WatchInfo
 
-__all__ = ["read_evidence", "read_onset"]
+__all__ = ["read_edq_since", "read_evidence", "read_onset"]
 
 _POINTS: Final = 2000
 _HEATMAP_POINTS: Final = 128
@@ -119,6 +119,17 @@ def read_onset(
         {name: _numbers(row) for name, row in zip(heatmap.layers, heatmap.values, strict=True)},
         least=least,
     )
+
+
+def read_edq_since(client: Client, run_id: str) -> str | None:
+    """Since when a run's EDQ is what it is, in a sentence; None if it did not change, or crept.
+
+    Raises:
+        CollageError: the server does not answer, or refuses.
+    """
+    model = client.series(run_id, "edq_ratio", points=_HEATMAP_POINTS)
+    onset, values = read_onset(client, run_id), _numbers(model.values)
+    return since_in_words(onset, model.first_steps, values, "EDQ", tolerance=EDQ_TOLERANCE)
 
 
 def _numbers(values: Sequence[Number | None]) -> list[float]:

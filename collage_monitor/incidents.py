@@ -16,7 +16,7 @@ from collage_monitor.alerts.causes import IncidentEvidence, Span
 from collage_monitor.client import Client
 from collage_monitor.errors import NotFound
 from collage_monitor.evidence import read_onset
-from collage_monitor.judgement import finite
+from collage_monitor.judgement import EDQ_TOLERANCE, finite
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import Onset
 from collage_monitor.wire import Number, from_number
@@ -127,10 +127,13 @@ class _Reader:
         return key in self._run.latest or key in self._run.scalars
 
     def _onset(self, metric: str, series: wire.Series, last: int) -> Onset | None:
-        """The change in the time that the alert looks at, else in the run up to it."""
+        """The change in the time that the alert looks at, else in the run up to it; one that explains it."""
+        entry = METRICS.get(split_key(metric)[0])
         for first in dict.fromkeys((self._look_back(series), None)):
             onset = read_onset(self._client, self._run.run_id, metric, first_step=first, last_step=last)
-            if onset is not None and self._step is not None and onset.last_before < self._step:
+            if onset is None or self._step is None or onset.last_before >= self._step:
+                continue
+            if entry is None or entry.ideal is None or onset.explains(entry.ideal, EDQ_TOLERANCE):
                 return onset
         return None
 

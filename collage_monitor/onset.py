@@ -24,7 +24,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["LayerChange", "Onset", "describe", "find_onset"]
+__all__ = ["LayerChange", "Onset", "describe", "find_onset", "never_better", "since_in_words"]
 
 Array = NDArray[np.float64]
 
@@ -41,6 +41,8 @@ _FEWEST_BESIDE: Final = 6
 _LONGEST_RAMP: Final = 5
 _PROMISING: Final = 3.5
 _PENALTY: Final = 1.1
+_MOST: Final = 0.5
+"""Of the present distance to the ideal: so much of it came with a change that explains it."""
 _OUTLIER: Final = 5.0
 _TO_DEVIATION: Final = 1.4826
 
@@ -68,6 +70,15 @@ class Onset:
     before: float
     after: float
     layers: tuple[LayerChange, ...] = ()
+
+    def explains(self, ideal: float, tolerance: float = 0.0) -> bool:
+        """Whether a metric is what it is since then: most of its distance to the ideal came then, or some went.
+
+        A small step of a series that declines all the while is no answer to "since when". Within `tolerance` of the
+        ideal there is nothing to explain, and what changed in single layers is the news.
+        """
+        then, now = abs(self.before - ideal), abs(self.after - ideal)
+        return now <= max(then, tolerance) or now - then > _MOST * now
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,33 @@ def describe(onset: Onset, metric: str) -> str:
     first = onset.layers[0]
     many = "1 layer" if len(onset.layers) == 1 else f"{len(onset.layers)} layers"
     return f"{text}; {many} changed, most {first.layer} ({first.before:.3f} to {first.after:.3f})"
+
+
+def never_better(steps: Sequence[int], values: ArrayLike, bound: float) -> int | None:
+    """The first measured step of a series that was below `bound` from there on; None of one that ever was not.
+
+    steps, values: [points]; NaN is "not measured".
+    """
+    series = np.asarray(values, dtype=np.float64)
+    known = np.flatnonzero(np.isfinite(series))
+    return int(steps[known[0]]) if len(known) and (series[known] < bound).all() else None
+
+
+def since_in_words(
+    onset: Onset | None, steps: Sequence[int], values: ArrayLike, metric: str, *, tolerance: float
+) -> str | None:
+    """Since when a metric whose ideal is 1 is what it is; None if it did not change, or crept.
+
+    onset: what `find_onset` found in the series; tolerance: more below 1 is a loss.
+    """
+    if onset is not None and onset.explains(1.0, tolerance):
+        return describe(onset, metric)
+    first = never_better(steps, values, 1 - tolerance)
+    return (
+        None
+        if first is None
+        else f"{metric} is below {1 - tolerance:g} from the first measured step, {first:,}, on"
+    )
 
 
 def _filled(values: Array, times: Array) -> Array:

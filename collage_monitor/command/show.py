@@ -9,11 +9,10 @@ import click
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.evidence import read_evidence, read_onset
+from collage_monitor.evidence import read_edq_since, read_evidence
 from collage_monitor.judgement import judge
 from collage_monitor.local import find_token, server_address
 from collage_monitor.metrics import METRICS, split_key
-from collage_monitor.onset import describe
 
 __all__ = ["list_runs", "printable", "server_options", "show"]
 
@@ -72,14 +71,14 @@ def show(server_url: str, token: str | None, as_json: bool, run_id: str) -> None
         latest = client.latest(run_id)
         worst = client.worst(run_id, k=3)
         if not as_json:
-            found, onset = judge(read_evidence(client, run_id)), read_onset(client, run_id)
+            found, since = judge(read_evidence(client, run_id)), read_edq_since(client, run_id)
     if as_json:
         click.echo(wire.encode_json(latest).decode())
         return
     click.echo(f"run {run_id}, step {latest.step}: {found.health}")
     click.echo(f"  {printable(found.text)}")
-    if onset is not None:
-        click.echo(f"  since when: {printable(describe(onset, 'EDQ'))}")
+    if since is not None:
+        click.echo(f"  since when: {printable(since)}")
     for key, value in latest.model.items():
         name = split_key(key)[0]
         if name in METRICS:

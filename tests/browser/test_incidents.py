@@ -8,6 +8,7 @@ import pytest
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
+from collage_monitor.evidence import read_edq_since, read_onset
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
@@ -36,6 +37,18 @@ class Dropping(GeneratedRun):
 
 
 @dataclass
+class Declining(GeneratedRun):
+    """Never good, it loses more all the while, and a little more at once from DROP on."""
+
+    def totals(self, step):
+        found = super().totals(step)
+        left = 0.7 - step / 1000 - (0.06 if step > DROP else 0.0)
+        for key in ("intended_effective_sum", "effective_squared_sum", "intended_visible_sum"):
+            found[key] = found[key] * left
+        return found
+
+
+@dataclass
 class Overflowed(GeneratedRun):
     """Its weights are infinite from half of the run on: this server's own evaluation finds that at once."""
 
@@ -48,6 +61,7 @@ class Overflowed(GeneratedRun):
 def runs():
     return [
         Dropping(HOSTILE, "plus", steps=600, state="running", run_id="run-drop"),
+        Declining("declining", "plus", steps=600, state="running", run_id="run-decline"),
         Overflowed("overflowed", "plus", state="running", run_id="run-inf"),
     ]
 
@@ -56,12 +70,29 @@ def runs():
 def client(server_url):
     address, token_file = server_url
     with Client(address, token_file.read_text().strip()) as own:
-        labels = {"alertname": "CollageEdqDrop", "run_id": "run-drop", "run": HOSTILE, "severity": "warning"}
-        sent = wire.AlertmanagerAlert(
-            status="firing", labels=labels, annotations={"summary": f"EDQ fell: {HOSTILE}"}
-        )
-        own._post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=[sent]), wire.AlertmanagerAnswer)
+        fired = [("CollageEdqDrop", "run-drop", HOSTILE), ("CollageEdqLow", "run-decline", "declining")]
+        sent = [
+            wire.AlertmanagerAlert(
+                status="firing",
+                labels={"alertname": alert, "run_id": run_id, "run": name, "severity": "warning"},
+                annotations={"summary": f"EDQ fell: {name}"},
+            )
+            for alert, run_id, name in fired
+        ]
+        own._post("/alerts/alertmanager", wire.AlertmanagerMessage(alerts=sent), wire.AlertmanagerAnswer)
         yield own
+
+
+def test_since_when_is_one_answer_of_list_page_and_incident(watched, client):
+    page = watched.page
+    page.goto(f"{watched.url}/incident?run=run-decline&alert=CollageEdqLow")
+    page.locator(".answer", has_text="EDQ is beyond the alert's threshold since step 10").wait_for()
+    page.goto(f"{watched.url}/run/run-decline")
+    page.locator(".answer", has_text="since step 10").wait_for()
+    assert read_edq_since(client, "run-decline") == "EDQ is below 0.95 from the first measured step, 10, on"
+    onset = read_onset(client, "run-decline")
+    assert onset is not None, "a step of the decline is found, and not told as its cause"
+    assert onset.last_before == DROP
 
 
 def test_an_alerts_link_leads_to_what_changed(watched, client):

@@ -26,7 +26,7 @@ from collage_monitor.judgement import (
     percent,
     state_decrements,
 )
-from collage_monitor.onset import describe, find_onset
+from collage_monitor.onset import find_onset, since_in_words
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES, advice
 
@@ -81,7 +81,7 @@ def evidence_of(past: Past | None, layout: Layout | None, info: wire.WatchInfo) 
 
 
 def edq_change(past: Past | None, layout: Layout | None) -> str | None:
-    """A sentence that says since when EDQ is what it is, and in which layers; None if it did not change."""
+    """A sentence that says since when EDQ is what it is, and in which layers; None of a change by and by."""
     if past is None or layout is None:
         return None
     edq = finish("edq_ratio", past.totals).T
@@ -89,7 +89,7 @@ def edq_change(past: Past | None, layout: Layout | None) -> str | None:
     found = find_onset(
         past.first_steps, edq[MODEL], dict(zip(names, edq[MODEL + 1 :], strict=True)), least=EDQ_TOLERANCE
     )
-    return None if found is None else describe(found, "EDQ")
+    return since_in_words(found, past.first_steps, edq[MODEL], "EDQ", tolerance=EDQ_TOLERANCE)
 
 
 def verdict(evidence: Evidence, summary: Mapping[str, Any], changed: str | None = None) -> str:

@@ -21,7 +21,7 @@ from collage_monitor.judgement import (
     recent_points,
 )
 from collage_monitor.metrics import split_key
-from collage_monitor.onset import Onset, find_onset
+from collage_monitor.onset import Onset, find_onset, never_better
 from collage_monitor.statistics import reduce_steps
 from collage_server.queries.finished import finished, number
 from collage_server.store import Points, RunRecord, ScalarPoints
@@ -46,8 +46,6 @@ _SHOWN: Final = frozenset(
 )
 """Metrics that pages show as numbers; each with its interval and labels."""
 _STATE: Final = "state_decrement_ratio"
-_MOST: Final = 0.5
-"""Of the present loss: so much of it came with its onset."""
 _NOT_AGAINST: Final = frozenset({"healthy", "unknown"})
 
 
@@ -142,11 +140,9 @@ def _losing_since(points: OverviewPoints) -> tuple[int | None, list[str]]:
     history, by_layer = points.history, points.layer_history
     series = finished("edq_ratio", history.totals, (len(history.steps),))
     onset = _onset(history, series, by_layer)
-    if onset is not None and onset.before - onset.after > _MOST * (1 - onset.after):
+    if onset is not None and onset.after < onset.before and onset.explains(1.0):
         return onset.first_changed, [change.layer for change in onset.layers if change.after < change.before]
-    known = np.flatnonzero(np.isfinite(series))
-    always = len(known) > 0 and bool((series[known] < 1 - EDQ_TOLERANCE).all())
-    return (int(history.first_steps[known[0]]), []) if always else (None, [])
+    return never_better(history.first_steps.tolist(), series, 1 - EDQ_TOLERANCE), []
 
 
 def _onset(model: Points, series: NDArray[np.float64], layers: Points) -> Onset | None:
@@ -172,10 +168,10 @@ def _states_since(history: Points) -> dict[str, int]:
         onset = find_onset(history.first_steps.tolist(), series, least=STATE_TOLERANCE)
         if onset is not None and onset.after < onset.before:
             found[label] = onset.first_changed
-        elif onset is None and len(history.steps):
-            known = np.flatnonzero(np.isfinite(series))
-            if len(known) and (series[known] < 1 - STATE_TOLERANCE).all():
-                found[label] = int(history.first_steps[known[0]])
+        elif onset is None:
+            first = never_better(history.first_steps.tolist(), series, 1 - STATE_TOLERANCE)
+            if first is not None:
+                found[label] = first
     return found
 
 
