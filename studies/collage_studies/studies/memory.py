@@ -300,8 +300,8 @@ def _moved_table(eager: dict[str, Record], compiled: dict[str, Record], ordered:
         )
     caption = (
         "Bytes a parameter that a step moves between memory and processor. At least: all that is stored read and "
-        "written once, the gradient read once. Counted: by the compiler in the graph of the compiled step, "
-        "which is the same graph for a CUDA device; – where it was not compiled."
+        "written once, the gradient read once. Counted: by the compiler in the step's graph, compiled for a CPU; "
+        "for a CUDA device none was compiled. –: not compiled at all."
     )
     return Table(["strategy", "at least", "counted in the compiled step", "kernels"], rows, caption)
 
