@@ -30,11 +30,15 @@ def zoomed(before: View, change: dict[str, Any]) -> View:
     return replace(before, zoom=(first, max(last, first + _SMALLEST[before.axis])))
 
 
-def narrowed(figure: go.Figure, view: View) -> go.Figure:
-    """The x axis from one end of the view's zoom to the other."""
+def narrowed(figure: go.Figure, view: View, zooms: int = 0) -> go.Figure:
+    """The x axis from one end of the view's zoom to the other, or whole.
+
+    zooms: how often the page's zoom has changed. A figure of another zoom is another one, though it shows the same:
+    where the reader goes back before a zoom was answered, the chart on the screen is not the last that was sent.
+    """
     if view.zoom is None:
-        return figure
-    return figure.update_xaxes(range=list(view.zoom), uirevision=str(view.zoom))
+        return figure.update_xaxes(uirevision=f"whole {zooms}")
+    return figure.update_xaxes(range=list(view.zoom), uirevision=f"{view.zoom} {zooms}")
 
 
 def steps_within(view: View, reader: Reader) -> Steps:

@@ -6,8 +6,9 @@
   function carry(next, current) {
     const before = (current && current.layout) || {};
     if (!next.layout || before.uirevision !== next.layout.uirevision) return next;
-    const narrowed = (shown) => (shown.xaxis || {}).uirevision;
-    if (narrowed(before) && !narrowed(next.layout)) return next; // The address's zoom is undone, up and down too.
+    const zoom = (shown) => (shown.xaxis || {}).uirevision || "";
+    const isUndone = zoom(next.layout).startsWith("whole") && zoom(before) !== zoom(next.layout);
+    if (isUndone) return next; // Up and down too.
     const layout = { ...next.layout };
     for (const axis of AXES) {
       const was = before[axis] || {};

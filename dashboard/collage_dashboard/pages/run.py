@@ -89,7 +89,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     return page(
         [
             dcc.Location(id="run-address", refresh=False, search=search),
-            dcc.Store(id="run-shown", data={"pathname": pathname, "search": search}),
+            dcc.Store(id="run-shown", data={"pathname": pathname, "search": search, "zooms": 0}),
             dcc.Store(id="run-revision", data={**_revision(row), "marks": marks}),
             dcc.Store(id="run-zoom"),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
@@ -211,7 +211,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         State({"type": "run-digest", **each}, "id"),
     )
     def redraw(
-        shown: dict[str, str], revision: dict[str, Any], known: str | None, chart: dict[str, str]
+        shown: dict[str, Any], revision: dict[str, Any], known: str | None, chart: dict[str, str]
     ) -> tuple[Any, ...]:
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
@@ -225,6 +225,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
                 revision["colour"],
                 marks=revision["marks"],
                 since=revision["since"],
+                zooms=shown["zooms"],
             )
         except CollageError:
             raise dash.exceptions.PreventUpdate from None
@@ -239,7 +240,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         Input("run-revision", "data"),
         State("run-record", "data"),
     )
-    def tell_layer(shown: dict[str, str], revision: dict[str, Any], record: str) -> Any:
+    def tell_layer(shown: dict[str, Any], revision: dict[str, Any], record: str) -> Any:
         view = read_address(shown["pathname"], shown["search"])
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
@@ -335,7 +336,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         children = no_update if (view.tab, view.metric) == (before.tab, before.metric) else _panel(view, record)
         return (
             wanted,
-            {"pathname": pathname, "search": wanted},
+            {"pathname": pathname, "search": wanted, "zooms": shown["zooms"] + (view.zoom != before.zoom)},
             children,
             *_group_styles(view),
             view.tab,

@@ -341,10 +341,12 @@ def draw(
     *,
     marks: Marks = (),
     since: int | None = None,
+    zooms: int = 0,
 ) -> go.Figure:
     """The figure of `kind` ("series", "heatmap", "histogram", "classes") for `metric`; a curve in `colour`.
 
     `marks`: steps, and what happened there. `since`: a histogram from this step on is set against what was before.
+    `zooms`: as `narrowed` has it.
     A metric that the server refuses is an empty figure with its reason.
 
     Raises:
@@ -355,8 +357,8 @@ def draw(
             return _histogram(view, reader, since)
         steps = steps_within(view, reader)
         if kind == "series":
-            return narrowed(_series(metric, view, reader, steps, colour, marks), view)
-        return narrowed(_DRAWERS[kind](metric, view, reader, steps), view)
+            return narrowed(_series(metric, view, reader, steps, colour, marks), view, zooms)
+        return narrowed(_DRAWERS[kind](metric, view, reader, steps), view, zooms)
     except NotAuthorised:
         raise
     except ServerRefusal as error:
