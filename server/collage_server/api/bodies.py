@@ -17,12 +17,11 @@ from collage_monitor import wire
 from collage_server.components import Components, components_of
 from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
 from collage_server.ingest.backpressure import BudgetLease
-from collage_server.ingest.decode import decoded_batch, decoded_message, with_refused
+from collage_server.ingest.decode import LARGE_BYTES, decoded_batch, decoded_message, with_refused
 from collage_server.ingest.json_process import JsonProcess
 
 __all__ = [
     "ENCODINGS",
-    "LARGE_BYTES",
     "checked_encoding",
     "batch_in",
     "content_type_of",
@@ -35,8 +34,6 @@ __all__ = [
 ]
 
 _Message = TypeVar("_Message")
-LARGE_BYTES: Final = 64 * 2**10
-"""Smaller ones are decoded and checked in less time than a thread takes."""
 _JSON_GROWTH: Final = 16
 _SCALAR_BYTES: Final = 80
 """What a logged value takes as an object, with its place among the others of its report."""

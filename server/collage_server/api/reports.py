@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter, Path
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
-from collage_server.api.bodies import LARGE_BYTES, batch_in, body_lease, content_type_of, read_body
+from collage_server.api.bodies import batch_in, body_lease, content_type_of, read_body
 from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest.check import check_batch
-from collage_server.ingest.decode import kept_places, with_refused
+from collage_server.ingest.decode import LARGE_BYTES, kept_places, with_refused
 from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
 
 __all__ = ["router"]
 
-router = APIRouter(prefix=PREFIX, tags=["reports"])
+
+class _Direct(APIRoute):
+    """Calls its endpoint with the stream of its path: FastAPI resolves it in a quarter of what a report takes."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint, and where the stream's id is too long FastAPI's refusal."""
+        resolved = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            stream_id = request.path_params["stream_id"]
+            return await (resolved(request) if len(stream_id) > _LONGEST_ID else add_reports(request, stream_id))
+
+        return handle
+
+
+_LONGEST_ID: Final = 64
+router = APIRouter(prefix=PREFIX, tags=["reports"], route_class=_Direct)
 
 
 @router.post("/streams/{stream_id}/reports", **describes(wire.BatchAnswer, bytes))
-async def add_reports(request: Request, stream_id: Annotated[str, Path(max_length=64)]) -> Response:
+async def add_reports(request: Request, stream_id: Annotated[str, Path(max_length=_LONGEST_ID)]) -> Response:
     """Store a batch of reports exactly once; a bad or late one is named in `rejected`, its neighbours are kept."""
     components = components_of(request)
     content_type = content_type_of(request)
