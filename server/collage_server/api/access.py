@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from fastapi import Path, Query
+from fastapi import Query
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
+from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
 from collage_server.auth import administration
 from collage_server.auth.bearer import asked_by, principal_of
@@ -46,7 +47,7 @@ def list_tokens(request: Request) -> Response:
 
 
 @router.delete("/tokens/{token_id}", **describes(wire.Token))
-async def revoke_token(request: Request, token_id: Annotated[str, Path(max_length=64)]) -> Response:
+async def revoke_token(request: Request, token_id: Id) -> Response:
     """Revoke a token: at once in this process, within five seconds in every other of this database."""
     components = components_of(request)
     revoked = await run_in_threadpool(

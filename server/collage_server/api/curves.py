@@ -81,7 +81,7 @@ class Question:
 @router.get("/runs/{run_id}/series", **describes(wire.Series))
 def get_series(
     request: Request,
-    run_id: parameters.RunId,
+    run_id: parameters.Id,
     metric: parameters.MetricKeys,
     layer: parameters.LayerName = None,
     pattern: parameters.Pattern = None,

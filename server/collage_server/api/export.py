@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from collage_server.api.answers import describes
-from collage_server.api.parameters import RunId
+from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
 from collage_server.components import Components, components_of
 from collage_server.export.formats import csv_bytes, jsonl_bytes, parquet_bytes
@@ -30,7 +30,7 @@ _MEDIA: Final = {
 @router.get("/runs/{run_id}/export", **describes(None))
 def export_run(
     request: Request,
-    run_id: RunId,
+    run_id: Id,
     export_format: Annotated[Literal["jsonl", "csv", "parquet"], Query(alias="format")] = "jsonl",
     layers: Annotated[bool, Query(description="Also what is known by layer.")] = True,
     ranks: Annotated[bool, Query(description="Also each rank's totals of its whole model.")] = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated
 
-from fastapi import Path, Query
+from fastapi import Query
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
-from collage_server.api.parameters import RunId
+from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
@@ -23,7 +23,6 @@ from collage_server.store import IncidentQuery
 __all__ = ["router"]
 
 router = resource("alerts")
-IncidentId = Annotated[str, Path(max_length=64)]
 Filter = Annotated[str | None, Query(max_length=512)]
 _MOST_OF_A_RUN = 1000
 
@@ -55,7 +54,7 @@ def list_incidents(
 
 
 @router.get("/events/{incident_id}", **describes(wire.Incident))
-def get_incident(request: Request, incident_id: IncidentId) -> Response:
+def get_incident(request: Request, incident_id: Id) -> Response:
     """One incident."""
     components = components_of(request)
     projects = principal_of(request).projects
@@ -63,7 +62,7 @@ def get_incident(request: Request, incident_id: IncidentId) -> Response:
 
 
 @router.get("/runs/{run_id}/alerts", **describes(wire.IncidentPage))
-def firing_of_run(request: Request, run_id: RunId) -> Response:
+def firing_of_run(request: Request, run_id: Id) -> Response:
     """What fires of one run now; a training may ask with the token that it sends with."""
     components = components_of(request)
     components.store.runs.get(run_id)
@@ -72,7 +71,7 @@ def firing_of_run(request: Request, run_id: RunId) -> Response:
 
 
 @router.post("/events/{incident_id}/acknowledge", **describes(wire.Incident))
-def acknowledge(request: Request, incident_id: IncidentId) -> Response:
+def acknowledge(request: Request, incident_id: Id) -> Response:
     """Note that you take care of an incident; whoever was first stays."""
     components, principal = components_of(request), principal_of(request)
     now = components.clock()

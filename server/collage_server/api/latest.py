@@ -35,7 +35,7 @@ _KEY = "A metric's key, or the name of a logged scalar."
 
 
 @router.get("/runs/{run_id}/latest", **describes(wire.Latest))
-def get_latest(request: Request, run_id: parameters.RunId) -> Response:
+def get_latest(request: Request, run_id: parameters.Id) -> Response:
     """The model's metrics at the newest measured step, the newest scalars, the three worst layers by EDQ."""
     store = components_of(request).store
 

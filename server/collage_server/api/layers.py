@@ -32,7 +32,7 @@ _MOST_CELLS = 5_000_000
 @router.get("/runs/{run_id}/heatmap", **describes(wire.Heatmap))
 def get_heatmap(
     request: Request,
-    run_id: parameters.RunId,
+    run_id: parameters.Id,
     metric: parameters.MetricKey,
     points: parameters.PointCount = 200,
     order: Literal["depth", "worst"] = "depth",
@@ -70,7 +70,7 @@ def get_heatmap(
 @router.get("/runs/{run_id}/histogram", **describes(wire.Histogram))
 def get_histogram(
     request: Request,
-    run_id: parameters.RunId,
+    run_id: parameters.Id,
     name: Annotated[str, Query(max_length=512)] = "update_ulp_histogram",
     layer: parameters.LayerName = None,
     pattern: parameters.Pattern = None,
@@ -104,7 +104,7 @@ def get_histogram(
 @router.get("/runs/{run_id}/worst", **describes(wire.WorstLayer, many=True))
 def get_worst(
     request: Request,
-    run_id: parameters.RunId,
+    run_id: parameters.Id,
     metric: parameters.MetricKey = "edq_ratio",
     k: Annotated[int, Query(ge=1, le=1000)] = 10,
     pattern: parameters.Pattern = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import Depends, Path, Query
 from fastapi.dependencies.models import Dependant
@@ -23,6 +23,8 @@ __all__ = [
     "AxisName",
     "Filter",
     "FirstStep",
+    "Id",
+    "LONGEST_ID",
     "LastStep",
     "LayerName",
     "MetricKey",
@@ -32,15 +34,15 @@ __all__ = [
     "PointCount",
     "Rank",
     "RunFilters",
-    "RunId",
     "TablePart",
     "checked_metric",
     "refuse_unknown_parameters",
 ]
 
 _MOST_POINTS = 10_000
-
-RunId = Annotated[str, Path(max_length=64)]
+LONGEST_ID: Final = 64
+"""Characters of a run's, stream's, token's or incident's id, at most."""
+Id = Annotated[str, Path(max_length=LONGEST_ID)]
 MetricKey = Annotated[str, Query(max_length=512, description="A metric's key, or the name of a logged scalar.")]
 LayerName = Annotated[str | None, Query(max_length=512, description="One layer, by its exact name.")]
 Pattern = Annotated[

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, Final
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Path
+from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import batch_in, body_lease, content_type_of, read_body
+from collage_server.api.parameters import LONGEST_ID, Id
 from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
@@ -35,17 +36,16 @@ class _Direct(APIRoute):
 
         async def handle(request: Request) -> Response:
             stream_id = request.path_params["stream_id"]
-            return await (resolved(request) if len(stream_id) > _LONGEST_ID else add_reports(request, stream_id))
+            return await (resolved(request) if len(stream_id) > LONGEST_ID else add_reports(request, stream_id))
 
         return handle
 
 
-_LONGEST_ID: Final = 64
 router = APIRouter(prefix=PREFIX, tags=["reports"], route_class=_Direct)
 
 
 @router.post("/streams/{stream_id}/reports", **describes(wire.BatchAnswer, bytes))
-async def add_reports(request: Request, stream_id: Annotated[str, Path(max_length=_LONGEST_ID)]) -> Response:
+async def add_reports(request: Request, stream_id: Id) -> Response:
     """Store a batch of reports exactly once; a bad or late one is named in `rejected`, its neighbours are kept."""
     components = components_of(request)
     content_type = content_type_of(request)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
-from collage_server.api.parameters import Filter, RunFilters, RunId
+from collage_server.api.parameters import Filter, Id, RunFilters
 from collage_server.api.routing import resource
 from collage_server.auth.administration import new_act
 from collage_server.auth.bearer import asked_by, principal_of
@@ -91,14 +91,14 @@ def list_runs(
 
 
 @router.get("/runs/{run_id}", **describes(wire.Run))
-def get_run(request: Request, run_id: RunId) -> Response:
+def get_run(request: Request, run_id: Id) -> Response:
     """One run."""
     components = components_of(request)
     return answer(_answer(components, components.store.runs.get(run_id), principal_of(request)))
 
 
 @router.patch("/runs/{run_id}", **describes(wire.Run, wire.RunUpdate))
-async def update_run(request: Request, run_id: RunId) -> Response:
+async def update_run(request: Request, run_id: Id) -> Response:
     """Change state, name, group, tags or notes."""
     components = components_of(request)
     change = await message(request, wire.RunUpdate)
@@ -111,7 +111,7 @@ async def update_run(request: Request, run_id: RunId) -> Response:
 
 
 @router.delete("/runs/{run_id}", **describes(wire.Deleted))
-def delete_run(request: Request, run_id: RunId) -> Response:
+def delete_run(request: Request, run_id: Id) -> Response:
     """Delete a run for good; its id answers 410 from now on."""
     components = components_of(request)
     project, now = components.store.runs.get(run_id).project, components.clock()

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
-from collage_server.api.parameters import RunId
+from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
@@ -36,7 +36,7 @@ alerts_router = resource("alerts")
 
 
 @attempts_router.post("/runs/{run_id}/attempts", **describes(wire.Attempt, wire.AttemptCreate))
-async def create_attempt(request: Request, run_id: RunId) -> Response:
+async def create_attempt(request: Request, run_id: Id) -> Response:
     """Register a launch when its first step is taken; the same launch_id is the same attempt."""
     components = components_of(request)
     create = await message(request, wire.AttemptCreate)
@@ -46,7 +46,7 @@ async def create_attempt(request: Request, run_id: RunId) -> Response:
 
 
 @router.post("/runs/{run_id}/streams", **describes(wire.Stream, wire.StreamCreate))
-async def create_stream(request: Request, run_id: RunId) -> Response:
+async def create_stream(request: Request, run_id: Id) -> Response:
     """Register a stream; sent again with more layers or statistics it is extended."""
     components = components_of(request)
     create = await message(request, wire.StreamCreate)
@@ -56,14 +56,14 @@ async def create_stream(request: Request, run_id: RunId) -> Response:
 
 
 @router.get("/runs/{run_id}/streams", **describes(wire.StreamList))
-def list_streams(request: Request, run_id: RunId) -> Response:
+def list_streams(request: Request, run_id: Id) -> Response:
     """The run's streams, by attempt and rank: what is stored, what is missing, who lags, whose clock is off."""
     streams = with_health(components_of(request).store.streams.of_run(run_id))
     return answer(wire.StreamList(run_id=run_id, streams=streams))
 
 
 @router.get("/runs/{run_id}/layers", **describes(wire.LayerList))
-def list_layers(request: Request, run_id: RunId) -> Response:
+def list_layers(request: Request, run_id: Id) -> Response:
     """The run's layers in the order in which they were first seen; `elements` counts the whole tensor."""
     return answer(wire.LayerList(run_id=run_id, layers=components_of(request).store.streams.layers(run_id)))
 
@@ -71,7 +71,7 @@ def list_layers(request: Request, run_id: RunId) -> Response:
 @router.get("/runs/{run_id}/events", **describes(wire.EventPage))
 def list_events(
     request: Request,
-    run_id: RunId,
+    run_id: Id,
     cursor: Annotated[int, Query(ge=0, le=2**31 - 1, description="What the last answer said; 0: all.")] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Response:
@@ -82,7 +82,7 @@ def list_events(
 
 
 @router.post("/runs/{run_id}/notes", **describes(wire.Event, wire.NoteCreate, status=201))
-async def create_note(request: Request, run_id: RunId) -> Response:
+async def create_note(request: Request, run_id: Id) -> Response:
     """Write into the run's timeline what people know of it; the event's text begins with who wrote it."""
     note = await message(request, wire.NoteCreate)
     components, author = components_of(request), principal_of(request).actor

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
-from collage_server.api.parameters import RunId, TablePart
+from collage_server.api.parameters import Id, TablePart
 from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
@@ -81,7 +81,7 @@ def get_run_filters(request: Request) -> Response:
 
 
 @router.get("/runs/{run_id}/overview", **describes(wire.Overview))
-def get_overview(request: Request, run_id: RunId) -> Response:
+def get_overview(request: Request, run_id: Id) -> Response:
     """What is said of the run: headline, verdict, the numbers behind them, the layers that lose the most."""
     store = components_of(request).store
     record = store.runs.get(run_id)
