@@ -14,7 +14,18 @@ from collage_studies.recipe import Plan, Recipe
 from collage_studies.study import Points, Record
 from collage_studies.words import UNDEFINED, estimate, listed
 
-__all__ = ["Point", "by_plan", "correlation", "gaps", "mean", "mean_curve", "mean_of", "recipe_of", "told_apart"]
+__all__ = [
+    "Point",
+    "by_plan",
+    "correlation",
+    "gaps",
+    "mean",
+    "mean_curve",
+    "mean_of",
+    "onset",
+    "recipe_of",
+    "told_apart",
+]
 
 _RESAMPLES: Final = 2000
 _FEWEST: Final = 3
@@ -70,6 +81,19 @@ def mean_curve(records: Sequence[Record], name: str) -> Points:
     means = [mean_over_seeds([value for value in column if value is not None]) for column in columns]
     known = [(step, found.value) for step, found in zip(steps, means, strict=True) if found]
     return Points([step for step, _ in known], [value for _, value in known])
+
+
+def onset(steps: Sequence[float], values: Sequence[float | None], bound: float) -> float | None:
+    """The first step from which on a curve stays below the bound to its end; None if it does not end below it.
+
+    Undefined points are passed over.
+    """
+    found = None
+    for step, value in zip(reversed(steps), reversed(values), strict=True):
+        if value is not None and value >= bound:
+            break
+        found = step if value is not None else found
+    return found
 
 
 def told_apart(found: Mapping[str, Estimate | None], form: str = "+.4f") -> str:

@@ -374,14 +374,18 @@ def _outcome(story: Story, record: Record) -> str:
     alone, mended = values["loss/left alone"], values["loss/mended"]
     if alone is None or mended is None:
         return f"{story.title}: {alert}."
-    word = "lower" if mended < alone else "no lower"
-    ends = f"the validation loss is then {word} than if left alone ({mended:.4f} against {alone:.4f})"
+    word = "lower than" if mended < alone else "higher than" if mended > alone else "as high as"
+    ends = f"the validation loss is then {word} if left alone ({mended:.4f} against {alone:.4f})"
     changes = [
-        f"{what} goes from {number(values[f'{name}/left alone'])} to {number(values[f'{name}/mended'])}"
+        _change(what, *(number(values[f"{name}/{how}"]) for how in ("left alone", "mended")))
         for name, what in (("edq_ratio", "EDQ"), (DECREMENT, "the second moment's decay"))
         if values[f"{name}/left alone"] is not None
     ]
-    return f"{story.title}: {alert}; converted to `{MENDED.strategy}`, {listed(changes)}, and {ends}."
+    return f"{story.title}: {alert}; converted to `{MENDED.strategy}`, {listed([*changes, ends])}."
+
+
+def _change(what: str, before: str, after: str) -> str:
+    return f"{what} stays at {after}" if before == after else f"{what} goes from {before} to {after}"
 
 
 def _fired(record: Record) -> str:

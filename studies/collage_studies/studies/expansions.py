@@ -108,10 +108,13 @@ def page(records: Sequence[Record]) -> Page:
     ends = {record.trial.name: record.values["often/0"] for record in records}
     halved = [name for name, end in ends.items() if end is not None and end < 0.5]
     held = [name for name, end in ends.items() if end is not None and abs(end - 1) <= 1 - KEPT]
+    over = [f"{name} ({share(end)})" for name, end in ends.items() if end is not None and end - 1 > 1 - KEPT]
     count = min(MOST, int(ROOM / ADDED))
+    parts = [f"more than half is lost by: {'; '.join(halved)}."] if halved else ["no format loses more than half."]
+    parts += [f"All of it, within {share(1 - KEPT)}, arrives with: {'; '.join(held)}."] if held else []
+    parts += [f"More than that arrives, since rounding goes up, with: {'; '.join(over)}."] if over else []
     return Page(
-        f"Of 0.1 added to 200, {count:,} times, more than half is lost by: {'; '.join(halved) or 'none'}. "
-        f"At least {share(KEPT)} is kept by: {'; '.join(held) or 'none'}.",
+        f"Of 0.1 added to 200, {count:,} times, {' '.join(parts)}",
         [
             Table(["kept as", "200 + 0.1, once", f"{count:,} times", f"keeps {share(KEPT)} of additions"], rows),
             Plot(

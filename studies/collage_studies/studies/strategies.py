@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+from collage_monitor.seeds import Estimate
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan, gaps, mean, mean_of, recipe_of
+from collage_studies.results import by_plan, gaps, mean, mean_of, recipe_of, told_apart
 from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
 from collage_studies.trained import run_training
 from collage_studies.words import estimate, listed
@@ -60,25 +61,56 @@ def trials(quick: bool) -> Sequence[Trial]:
 def page(records: Sequence[Record]) -> Page:
     """For each model and rate: a table, costs first, and a plot of the gap against bytes."""
     evidence: list[str | Table | Plot] = []
-    findings = []
-    for model in dict.fromkeys(recipe_of(record).model for record in records):
-        for rate in dict.fromkeys(recipe_of(record).learning_rate for record in records):
-            own = [r for r in records if (recipe_of(r).model, recipe_of(r).learning_rate) == (model, rate)]
-            evidence += [
-                f"### {model.upper()}, learning rate {rate:g}",
-                _table(own),
-                _plot(own, f"{model}, {rate:g}"),
-            ]
-            findings.append(_finding(own, f"{model.upper()} at {rate:g}"))
+    settings: dict[str, list[Record]] = {}
+    for record in records:
+        settings.setdefault(_setting(record), []).append(record)
+    for where, own in settings.items():
+        evidence += [f"### {where}", _table(own), _plot(own, where)]
+    found = {
+        where: {plan.strategy: gap for plan, gap in gaps(own, REFERENCE).items()} for where, own in settings.items()
+    }
+    verdicts = [f"{where}, against fp32: {told_apart(gap)}." for where, gap in found.items()]
+    count = sum(len(gap) for gap in found.values())
     return Page(
-        " ".join(findings),
+        " ".join([_throughout(found), *verdicts]),
         evidence,
         [
             "Models of some 100,000 parameters, 400 steps of 1,024 bytes: gaps of large trainings may differ.",
-            "Three seeds: an interval that includes 0 does not show that there is no gap.",
+            f"Three seeds: an interval that includes 0 does not show that there is no gap. Of {count} intervals "
+            "some exclude 0 by chance alone; a strategy that is worse in one setting only may be among them.",
+            "All but fp32 compute in bfloat16: a gap as small as that of `master-weights` may come of that alone.",
             "Tokens a CPU second are of a busy machine and of eager steps; read them as an order of magnitude.",
         ],
+        brief=_throughout(found),
     )
+
+
+def _setting(record: Record) -> str:
+    recipe = recipe_of(record)
+    return f"{recipe.model.upper()}, learning rate {recipe.learning_rate:g}"
+
+
+def _throughout(found: Mapping[str, Mapping[str, Estimate | None]]) -> str:
+    """The strategies by the number of settings in which they end worse than fp32 beyond chance."""
+    worse: dict[str, list[tuple[str, float]]] = {}
+    for where, gap in found.items():
+        for name, entry in gap.items():
+            own = worse.setdefault(name, [])
+            own += [(where, entry.value)] if entry and entry.low is not None and entry.low > 0 else []
+    never = [name for name, own in worse.items() if not own]
+    parts = [f"In none of {len(found)} settings is worse than fp32 shown of {listed(never)}."] if never else []
+    for name, own in sorted(
+        worse.items(), key=lambda entry: (-len(entry[1]), -max((v for _, v in entry[1]), default=0))
+    ):
+        if own:
+            ends = [f"{value:+.4f}" for _, value in own]
+            span = ends[0] if len(own) == 1 else f"{min(v for _, v in own):+.4f} to {max(v for _, v in own):+.4f}"
+            where = own[0][0] if len(own) == 1 else f"{len(own)} of them"
+            parts.append(f"{name} in {where} ({span})")
+    if len(parts) > bool(never):
+        first = parts[: bool(never)]
+        return " ".join([*first, f"Worse beyond chance: {listed(parts[bool(never) :])}."])
+    return " ".join(parts)
 
 
 def _table(records: Sequence[Record]) -> Table:
@@ -113,23 +145,13 @@ def _plot(records: Sequence[Record], where: str) -> Plot:
             interval = ([gap.low], [gap.high]) if gap.low is not None and gap.high is not None else ()
             curves[plan.strategy] = Points([size.value], [gap.value], *interval)
     return Plot(
-        file=f"strategies-{where.replace(', ', '-')}.png",
+        file=f"strategies-{where.lower().replace(', learning rate ', '-')}.png",
         title=f"Validation loss against fp32 ({where})",
         x="bytes a parameter",
         y="gap to fp32, nats a byte",
         curves=curves,
         lines=False,
     )
-
-
-def _finding(records: Sequence[Record], where: str) -> str:
-    found = gaps(records, REFERENCE)
-    worse = {plan: gap for plan, gap in found.items() if gap and gap.low is not None and gap.low > 0}
-    if not worse:
-        return f"{where}: no strategy is shown to end worse than fp32."
-    ordered = sorted(worse.items(), key=lambda entry: -entry[1].value)
-    names = [f"{plan.strategy} ({estimate(gap, '+.3f')})" for plan, gap in ordered]
-    return f"{where}: worse than fp32 beyond chance are {listed(names)}."
 
 
 STUDY: Final = Study(

@@ -1,0 +1,148 @@
+"""What a page says follows from its numbers: other numbers make other sentences."""
+
+from dataclasses import replace
+
+from collage_studies.recipe import Plan, Recipe
+from collage_studies.results import onset
+from collage_studies.studies import beta2, counterfactuals, diary, expansions, layers, strategies
+from collage_studies.study import Curve, Record, Trial
+
+FP32, PLAIN, LIGHT = Plan("plain", "float32"), Plan("plain", "bfloat16"), Plan("light", "bfloat16")
+RECIPE = Recipe(steps=30)
+
+
+def training(plan, seed, *, recipe=RECIPE, values=None, merged=None, curves=None):
+    return Record(
+        trial=Trial(name=f"{plan.name}, {seed}", plan=plan, recipe=replace(recipe, seed=seed)),
+        versions={},
+        cpu_seconds=1.0,
+        run_id="run",
+        values=values or {},
+        merged=merged or {},
+        curves={name: Curve([10, 20, 30], points) for name, points in (curves or {}).items()},
+    )
+
+
+def test_onset_is_the_first_step_of_the_end_below_the_bound():
+    assert onset([1, 2, 3, 4], [0.5, 1.0, 0.9, None], 0.95) == 3
+    assert onset([1, 2], [0.9, None], 0.95) == 1
+    assert onset([1, 2], [0.5, 0.95], 0.95) is None
+    assert onset([1, 2], [None, None], 0.95) is None
+
+
+def by_type(*, norm):
+    found = {"Embedding": 0.95, "Linear": 0.97}
+    return [
+        training(PLAIN, seed, curves={f"edq_ratio@{name}": [value] * 3 for name, value in {**found, **own}.items()})
+        for seed, own in enumerate({"LayerNorm": value} for value in norm)
+    ]
+
+
+def test_a_type_of_layer_loses_most_only_where_its_seeds_agree():
+    assert "LayerNorm layers lose more than each other type, beyond chance." in (
+        layers.page(by_type(norm=[0.5, 0.52, 0.48])).verdict
+    )
+    assert "Which type loses most is not shown." in layers.page(by_type(norm=[0.2, 0.94, 1.2])).verdict
+
+
+def cosine(forecast, came):
+    recipe = replace(RECIPE, schedule="cosine")
+    return [
+        training(FP32, 1, recipe=recipe, curves={counterfactuals.FORECAST: forecast}),
+        training(PLAIN, 1, recipe=recipe, curves={"edq_ratio": came}),
+    ]
+
+
+def test_a_forecast_that_fails_is_not_said_to_be_exact():
+    assert "only one of forecast and run" in counterfactuals.page(cosine([1.0] * 3, [1.0, 0.5, 0.5])).verdict
+    assert "neither" in counterfactuals.page(cosine([1.0] * 3, [1.0] * 3)).verdict
+    assert "begins to lose -10 steps from where it is predicted" in (
+        counterfactuals.page(cosine([1.0, 1.0, 0.5], [1.0, 0.5, 0.5])).verdict
+    )
+
+
+def test_forecasts_that_are_off_beyond_chance_are_named():
+    metric = counterfactuals.FORECAST
+    records = [
+        record
+        for seed, (said, came) in enumerate([(0.90, 0.80), (0.91, 0.80), (0.89, 0.80)])
+        for record in (
+            training(FP32, seed, merged={metric: said}),
+            training(PLAIN, seed, merged={"edq_ratio": came}),
+        )
+    ]
+    verdict = counterfactuals.page(records).verdict
+    assert "by at most 0.100 (plain at 0.0002)" in verdict
+    assert "Beyond chance, 1 of 1 differ" in verdict
+
+
+def swept(losses):
+    return [
+        training(plan, seed, recipe=replace(RECIPE, betas=(0.9, value)), values={"validation_loss": loss})
+        for (plan, value), own in losses.items()
+        for seed, loss in enumerate(own)
+    ]
+
+
+def test_the_best_beta2_moves_only_where_it_is_told_apart():
+    apart = {
+        (FP32, 0.9): [2.0, 2.1, 2.2],
+        (FP32, 0.99): [2.5, 2.61, 2.69],
+        (PLAIN, 0.9): [2.5, 2.6, 2.71],
+        (PLAIN, 0.99): [2.01, 2.1, 2.2],
+    }
+    assert "the best one moves with precision" in beta2.page(swept(apart)).verdict
+    alike = {**apart, (PLAIN, 0.99): [2.4, 2.7, 2.6]}
+    assert "is not shown: under each, 0.9 is lowest" in beta2.page(swept(alike)).verdict
+
+
+def test_strategies_are_told_by_the_settings_in_which_they_end_worse():
+    found = [
+        training(plan, seed, values={"validation_loss": 2.0 + seed + extra * (1 + seed / 10)})
+        for plan, extra in ((FP32, 0.0), (PLAIN, 0.2), (LIGHT, 0.0))
+        for seed in (1, 2, 3)
+    ]
+    page = strategies.page(found)
+    assert page.brief == (
+        "In none of 1 settings is worse than fp32 shown of light. "
+        "Worse beyond chance: plain in GPT, learning rate 0.0002 (+0.2400)."
+    )
+    assert page.brief in page.verdict
+
+
+def test_what_rounding_up_adds_is_not_kept():
+    records = [
+        Record(
+            trial=Trial(name=name, settings={}),
+            versions={},
+            cpu_seconds=1.0,
+            run_id="run",
+            values={"rounded": 0.1, "once": end, **{f"often/{e}": end for e in expansions.EXPONENTS}},
+        )
+        for name, end in (("a", 1.0), ("b", 1.12))
+    ]
+    assert expansions.page(records).verdict == (
+        "Of 0.1 added to 200, 500 times, no format loses more than half. All of it, within 1 %, arrives with: a. "
+        "More than that arrives, since rounding goes up, with: b (112 %)."
+    )
+
+
+def test_a_number_that_stays_does_not_go_anywhere():
+    kinds = [f"{name}/{how}" for name in ("edq_ratio", diary.DECREMENT) for how in ("left alone", "mended")]
+    ends = {"loss/left alone": 2.0, "loss/mended": 2.5, "end": 30.0, "steps": 20.0}
+    words = {"others": "", "sentence": "", "terminal": "", "convert": ""}
+    trials = [trial for trial in diary.trials(False) if trial.plan != diary.REFERENCE]
+    records = [
+        Record(
+            trial=trial,
+            versions={},
+            cpu_seconds=1.0,
+            run_id="run",
+            values={**dict.fromkeys(kinds, 1.0), **ends},
+            words=words,
+        )
+        for trial in trials
+    ]
+    verdict = diary.page(records).verdict
+    assert "EDQ stays at 1, the second moment's decay stays at 1" in verdict
+    assert "the validation loss is then higher than if left alone (2.5000 against 2.0000)" in verdict
