@@ -120,16 +120,18 @@ def run(trial: Trial, reporting: Reporting) -> Record:
 def page(records: Sequence[Record]) -> Page:
     """For all weights and for adapters: a table by rate, and plots of gap and EDQ over rates."""
     evidence: list[str | Table | Plot] = []
-    verdicts, briefs = [], []
+    verdicts, briefs, count = [], [], 0
     for name, way in WAYS.items():
         by_rate = _by_rate([record for record in records if _is_of(record, way)])
         if not by_rate:
             continue
         for rate, found in by_rate.items():
+            count += len(gaps(found, REFERENCE))
             evidence += [f"### {way.title}, learning rate {rate:g}", _table(found, way)]
         evidence += [] if way.exact else _plots(by_rate, name, way)
-        verdicts += [_losses(by_rate, way), _pairs(by_rate, way)]
-        briefs += [_worse(by_rate, way), verdicts[-1]]
+        told, in_short = _pairs(by_rate, way)
+        verdicts += [_losses(by_rate, way), told]
+        briefs += [_worse(by_rate, way), in_short]
     return Page(
         " ".join(verdicts),
         evidence,
@@ -141,8 +143,8 @@ def page(records: Sequence[Record]) -> Page:
             "optimizers' table has it; so the same is begun from all bits of the checkpoint, too.",
             f"Adapters are kept in the weights' dtype here (rank {RANK}, scale {SCALE:g}); peft casts those of "
             "16-bit models to fp32 unless told otherwise, and then nothing of this touches them.",
-            "Three seeds: an interval that includes 0 does not show that there is no gap. Of so many intervals, "
-            "one or two exclude 0 by chance alone.",
+            f"Three seeds: an interval that includes 0 does not show that there is no gap. Of {count} intervals, "
+            "some exclude 0 by chance alone.",
             "All but fp32 compute in bfloat16: a gap as small as that of `master-weights` may come of that alone.",
             "Lost updates and update errors of one step misjudge stochastic rounding, whose errors even out.",
         ],
@@ -251,18 +253,26 @@ def _losses(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
 
 
 def _worse(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
-    """Who is worse than fp32 beyond chance, by rate."""
+    """Who is worse than fp32 beyond chance, by rate, and how much of its gain arrives all the same."""
     said = []
     for rate, records in by_rate.items():
         known = [(plan.strategy, gap) for plan, gap in gaps(records, REFERENCE).items() if gap]
-        names = [f"{name} ({gap.value:+.4f})" for name, gap in known if gap.low is not None and gap.low > 0]
+        plans = by_plan(records)
+        gained = _gain(plans[REFERENCE])
+        names = [
+            f"{name} ({gap.value:+.4f}, {share(_gain(plans[Plan(name, 'bfloat16')]) / gained)} of fp32's gain)"
+            for name, gap in known
+            if gap.low is not None and gap.low > 0 and gained
+        ]
         said.append(f"{listed(names or ['none'])} at {rate:g}")
     return f"{way.title}, worse than fp32 beyond chance: {'; '.join(said)}."
 
 
-def _pairs(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
-    """Whether pairs lose updates of the first type of layer by the verdict's bounds, and if the loss shows it."""
-    kind, failing, seen = way.types[0], [], []
+def _pairs(by_rate: Mapping[float, Sequence[Record]], way: Way) -> tuple[str, str]:
+    """Whether pairs lose updates of the first type of layer by the verdict's bounds, and if the loss shows it; and
+    the same without numbers."""
+    kind, seen = way.types[0], []
+    failing: dict[str, str] = {}
     for rate, records in by_rate.items():
         found = gaps(records, REFERENCE)
         for plan, own in by_plan(records).items():
@@ -273,13 +283,15 @@ def _pairs(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
             if arrived >= EDQ_BOUND and min(lost, error) <= LOST_BOUND:
                 continue
             where = f"{plan.strategy} at {rate:g}"
-            failing.append(f"{where} (EDQ {arrived:.2f}, {lost:.0%} lost, update error {error:.2f})")
+            failing[where] = f"{where} (EDQ {arrived:.2f}, {lost:.0%} lost, update error {error:.2f})"
             gap = found[plan]
             seen += [where] if gap and gap.low is not None and gap.low > 0 else []
     if not failing:
-        return f"By the verdict's bounds, no pair loses updates of {kind} layers."
-    shown = f"the loss shows it under {listed(seen)}" if seen else "the loss does not show it"
-    return f"By the verdict's bounds, updates of {kind} layers are lost by {listed(failing)}; {shown}."
+        none = f"By the verdict's bounds, no pair loses updates of {kind} layers."
+        return none, none
+    shown = f"a worse loss is shown of {listed(seen)}" if seen else "a worse loss is shown of none of them"
+    text = f"By the verdict's bounds, updates of {kind} layers are lost by "
+    return f"{text}{listed(failing.values())}; {shown}.", f"{text}{listed(failing)}; {shown}."
 
 
 STUDY: Final = Study(
