@@ -17,7 +17,7 @@ from collage_studies.records import RecordFile
 from collage_studies.study import Record, Study, Table, Trial
 from collage_studies.words import estimate, listed
 
-__all__ = ["Repeat", "record_file", "reseeded", "repeats_of", "seed_of", "told_of"]
+__all__ = ["Comparison", "Repeat", "compared", "record_file", "repeats_of", "reseeded", "seed_of", "told_of"]
 
 _CHANCE: Final = 0.05
 """So many differences lie outside their 95 % interval by chance."""
@@ -81,8 +81,31 @@ def repeats_of(study: Study, trials: Sequence[Trial], folder: Path) -> list[Repe
     return [found[first_seed] for first_seed in sorted(found)]
 
 
-def told_of(study: Study, records: Sequence[Record], repeat: Repeat) -> list[str | Table]:
-    """Whether the repeat says the same, its own answer, and the differences that chance hardly explains."""
+@dataclass(frozen=True)
+class Comparison:
+    """A repeat held against the first run: of `count` means, those that differ beyond their interval, as cells."""
+
+    seeds: Sequence[int]
+    count: int
+    outside: Sequence[Sequence[str]]
+
+    @property
+    def same(self) -> bool:
+        """No more of them differ than chance explains."""
+        return len(self.outside) <= _most_by_chance(self.count)
+
+    @property
+    def told(self) -> str:
+        """Whether it says the same, and of how many means."""
+        return (
+            f"{'it says the same' if self.same else 'it does not say the same'}: of {self.count} means, "
+            f"{self.count - len(self.outside)} differ from the first by no more than the 95 % interval of the "
+            f"difference; up to {_most_by_chance(self.count)} outside it are expected by chance."
+        )
+
+
+def compared(study: Study, records: Sequence[Record], repeat: Repeat) -> Comparison:
+    """The repeat's means by configuration, held against the first run's."""
     seeds = sorted({seed for record in repeat.records if (seed := seed_of(record.trial)) is not None})
     rows, count = [], 0
     for name in study.compared:
@@ -96,16 +119,18 @@ def told_of(study: Study, records: Sequence[Record], repeat: Repeat) -> list[str
                 means = [mean_over_seeds([entry.value for entry in side]) for side in (values, again[where])]
                 what = f"gap of {name} to fp32" if name == _LOSS and _has_reference(records) else name
                 rows.append([_name(records, where), what, *(estimate(mean, ".4g") for mean in means)])
-    same = len(rows) <= _most_by_chance(count)
+    return Comparison(seeds, count, rows)
+
+
+def told_of(study: Study, records: Sequence[Record], repeat: Repeat) -> list[str | Table]:
+    """Whether the repeat says the same, its own answer, and the differences that chance hardly explains."""
+    found = compared(study, records, repeat)
     text = (
-        f"With seeds {listed(str(seed) for seed in seeds)} ([`data/{repeat.file.name}`](data/{repeat.file.name})) "
-        f"{'it says the same' if same else 'it does not say the same'}: of {count} means, {count - len(rows)} "
-        "differ from the first by no more than the 95 % interval of the difference; up to "
-        f"{_most_by_chance(count)} outside it are expected by chance. "
-        f"Its own answer: {study.page(repeat.records).verdict}"
+        f"With seeds {listed(map(str, found.seeds))} ([`data/{repeat.file.name}`](data/{repeat.file.name})) "
+        f"{found.told} Its own answer: {study.page(repeat.records).verdict}"
     )
-    outside = Table(["outside the interval", "number", "first", "repeated"], rows)
-    return [text, outside] if rows else [text]
+    outside = Table(["outside the interval", "number", "first", "repeated"], found.outside)
+    return [text, outside] if found.outside else [text]
 
 
 def _most_by_chance(count: int) -> int:

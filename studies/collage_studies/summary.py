@@ -10,7 +10,7 @@ from typing import Final
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.pages import table_text
 from collage_studies.recipe import Plan
-from collage_studies.repeats import record_file
+from collage_studies.repeats import compared, record_file, repeats_of
 from collage_studies.results import by_plan, gaps, mean_of, recipe_of
 from collage_studies.study import Page, Record, Table
 from collage_studies.words import estimate, listed, number, share
@@ -61,10 +61,22 @@ def summary_text(folder: Path, *, quick: bool = False) -> str:
         "beside it, and so does this one. Small models, two cores: read directions, not sizes.",
         "## Answers",
         answers,
+        *_repeated(folder, found, quick=quick),
         "## The paper and we",
         table_text(Table(["the paper says", "we measured", "why it may differ"], rows)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _repeated(folder: Path, found: Records, *, quick: bool) -> list[str]:
+    """Which studies were repeated with other seeds, and whether they said the same."""
+    told = []
+    for name, records in found.items():
+        study = study_named(name)
+        repeats = repeats_of(study, study.trials(quick), folder) if records else []
+        for held in (compared(study, records, repeat) for repeat in repeats):
+            told.append(f"{study.title}, with seeds {listed(map(str, held.seeds))}: {held.told}")
+    return [f"Repeated with other seeds. {' '.join(told)}"] if told else []
 
 
 def page_of(name: str, found: Records) -> Page:

@@ -51,3 +51,17 @@ def test_records_on_disk_make_a_page_without_running(tmp_path):
     assert done.exit_code == 0, done.output
     assert (tmp_path / "expansions.md").read_text() == (STUDIES / "expansions.md").read_text()
     assert "[What an expansion keeps](expansions.md)" in (tmp_path / "README.md").read_text()
+
+
+def test_a_repeat_is_summed_up_once_it_is_whole(tmp_path):
+    (tmp_path / "data").mkdir()
+    first, repeat = (STUDIES / "data" / f"layers{more}.jsonl" for more in ("", "-seed-1001"))
+    (tmp_path / "data" / first.name).write_bytes(first.read_bytes())
+    lines = repeat.read_bytes().splitlines(keepends=True)
+    (tmp_path / "data" / repeat.name).write_bytes(b"".join(lines[:-1]))
+    assert "Repeated with other seeds" not in summary_text(tmp_path)
+    (tmp_path / "data" / repeat.name).write_bytes(b"".join(lines))
+    assert (
+        "Repeated with other seeds. Which layers lose first, with seeds 1001, 1002 and 1003: it "
+        in summary_text(tmp_path)
+    )
