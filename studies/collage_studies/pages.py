@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from types import MappingProxyType
 
 import matplotlib
@@ -19,6 +20,8 @@ from collage_studies.words import listed
 __all__ = ["draw", "table_text", "write_page"]
 
 _DOTS_PER_INCH = 110
+_TITLE_CHARACTERS = 60
+"""Beyond this, a title would run into the legend beside it."""
 
 
 def write_page(
@@ -72,7 +75,13 @@ def draw(plot: Plot, folder: Path) -> Path:
             axes.fill_between(points.x, points.low, points.high, alpha=0.18, color=colour, linewidth=0)
         elif points.low:
             axes.vlines(points.x, points.low, points.high, alpha=0.5, color=colour)
-    axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y, xscale=plot.x_scale, yscale=plot.y_scale)
+    axes.set(
+        title=fill(plot.title, _TITLE_CHARACTERS),
+        xlabel=plot.x,
+        ylabel=plot.y,
+        xscale=plot.x_scale,
+        yscale=plot.y_scale,
+    )
     axes.grid(alpha=0.25)
     if len(plot.curves) > 1:
         figure.legend(loc="outside right upper", fontsize="small", frameon=False)

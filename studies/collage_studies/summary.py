@@ -180,7 +180,7 @@ def _speed(records: Sequence[Record]) -> str:
 
 
 def _foretells(records: Sequence[Record]) -> str:
-    return study_named("quality").page(records).verdict
+    return study_named("quality").page(records).brief
 
 
 CLAIMS: Final = (

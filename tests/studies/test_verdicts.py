@@ -2,9 +2,20 @@
 
 from dataclasses import replace
 
+import msgspec
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import onset
-from collage_studies.studies import beta2, counterfactuals, diary, expansions, layers, strategies
+from collage_studies.studies import (
+    beta2,
+    beyond_adamw,
+    counterfactuals,
+    diary,
+    expansions,
+    finetuning,
+    layers,
+    quality,
+    strategies,
+)
 from collage_studies.study import Curve, Record, Trial
 
 FP32, PLAIN, LIGHT = Plan("plain", "float32"), Plan("plain", "bfloat16"), Plan("light", "bfloat16")
@@ -146,3 +157,65 @@ def test_a_number_that_stays_does_not_go_anywhere():
     verdict = diary.page(records).verdict
     assert "EDQ stays at 1, the second moment's decay stays at 1" in verdict
     assert "the validation loss is then higher than if left alone (2.5000 against 2.0000)" in verdict
+
+
+def test_settings_of_one_rate_are_told_apart_by_their_shape():
+    records = [
+        training(plan, seed, recipe=replace(RECIPE, width=width), values={"validation_loss": 2.0})
+        for width in (32, 64)
+        for plan in (FP32, PLAIN)
+        for seed in (1, 2)
+    ]
+    assert [entry.setting for entry in quality.configurations(records)] == [
+        "GPT, rate 0.0002, β₂ 0.999, 30 steps of width 32",
+        "GPT, rate 0.0002, β₂ 0.999, 30 steps of width 64",
+    ]
+    alone = quality.configurations(records[:4])
+    assert [entry.setting for entry in alone] == ["GPT, rate 0.0002, β₂ 0.999"]
+
+
+def test_a_merged_edq_near_one_does_not_hide_the_end_of_the_run():
+    records = [
+        msgspec.structs.replace(record, trial=msgspec.structs.replace(record.trial, settings={"rule": "lion"}))
+        for plan, curve in ((FP32, [1.0] * 3), (PLAIN, [1.0, 1.0, 0.1]))
+        for record in [
+            training(
+                plan,
+                1,
+                values={"validation_loss": 2.0},
+                merged={"edq_ratio": 0.98, "lost_update_ratio": 0.4},
+                curves={"edq_ratio": curve},
+            )
+        ]
+    ]
+    assert "its mean in the last third, and updates lost: plain 0.980, 0.10 (40%)." in (
+        beyond_adamw.page(records).verdict
+    )
+
+
+def tuned(loss):
+    way = finetuning.WAYS["all"]
+    settings = {"rank": way.rank, "checkpoint_steps": 10}
+    numbers = dict(zip(finetuning.METRICS, (0.5, 0.5, 0.5), strict=True))
+    curves = {f"{metric}@{way.types[0]}": [value] * 3 for metric, value in numbers.items()}
+    found = [
+        training(
+            plan,
+            seed,
+            values={"validation_loss": 2.0 + more + seed / 100 * (plan == LIGHT), "start_loss": 3.0},
+            curves={**curves, f"edq_ratio@{way.types[1]}": [1.0] * 3},
+        )
+        for plan, more in ((FP32, 0.0), (LIGHT, loss))
+        for seed in (1, 2, 3)
+    ]
+    return [
+        msgspec.structs.replace(record, trial=msgspec.structs.replace(record.trial, settings=settings))
+        for record in found
+    ]
+
+
+def test_fine_tuning_says_of_whom_a_worse_loss_is_shown():
+    page = finetuning.page(tuned(0.25))
+    assert "light (+0.2700, 73 % of fp32's gain) at 0.0002" in page.brief
+    assert "lost by light at 0.0002; a worse loss is shown of light at 0.0002." in page.brief
+    assert "lost by light at 0.0002; a worse loss is shown of none of them." in finetuning.page(tuned(-0.01)).brief

@@ -140,6 +140,8 @@ def page(records: Sequence[Record]) -> Page:
             "Muon is not among our rules: torch's steps fp32 weights here, which are rounded to what one or two "
             "bfloat16 numbers hold after each step, while forward and backward pass read them in bfloat16. Its "
             "momentum stays fp32. `plain` is torch's Muon on bfloat16 weights, as it comes.",
+            "EDQ is merged by the size of updates: early steps, which are large, outweigh those at the end of the "
+            "cosine. So a merged EDQ near 1 does not say that the end of the run kept its updates.",
             "Muon makes its update in bfloat16 by itself, whatever the weights are: EDQ of fp32 shows what that "
             "takes, and is no loss of the storage.",
         ],
@@ -166,16 +168,24 @@ def _table(records: Sequence[Record]) -> Table:
 
 
 def _kept(records: Sequence[Record]) -> str:
-    """EDQ and lost updates of each way of keeping weights, the least first."""
+    """EDQ, early and late, and lost updates of each way of keeping weights, the least late first."""
     found = [
-        (arrived.value, lost.value, plan.strategy)
+        (late, arrived.value, lost.value, plan.strategy)
         for plan, own in by_plan(records).items()
         if plan != REFERENCE
         and (arrived := mean_of(own, "edq_ratio", merged=True))
+        and (late := _late(own)) is not None
         and (lost := mean_of(own, "lost_update_ratio", merged=True))
     ]
-    said = [f"{name} {arrived:.3f} ({lost:.0%})" for arrived, lost, name in sorted(found)]
-    return f"EDQ, and updates lost: {listed(said)}." if said else ""
+    said = [f"{name} {arrived:.3f}, {late:.2f} ({lost:.0%})" for late, arrived, lost, name in sorted(found)]
+    return f"EDQ merged, its mean in the last third, and updates lost: {listed(said)}." if said else ""
+
+
+def _late(records: Sequence[Record]) -> float | None:
+    """EDQ in the last third of the steps, mean over points and seeds."""
+    points = mean_curve(records, "edq_ratio")
+    late = [value for step, value in zip(points.x, points.y, strict=True) if 3 * step > 2 * points.x[-1]]
+    return sum(late) / len(late) if late else None
 
 
 def _plot(name: str, rule: Rule, records: Sequence[Record]) -> Plot:

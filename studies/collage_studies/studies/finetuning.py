@@ -136,8 +136,8 @@ def page(records: Sequence[Record]) -> Page:
         " ".join(verdicts),
         evidence,
         [
-            "A model of some 137,000 parameters, 250 steps of 512 bytes at a constant rate. In longer fine-tuning, "
-            "and along a schedule that falls to zero, what is lost adds up.",
+            "A model of some 137,000 parameters, 250 steps of 512 bytes at a constant rate. Longer fine-tuning, "
+            "and a schedule that falls to zero, were not run.",
             "From a checkpoint that is rounded to bfloat16 the low component of a pair is 0, and fine near 0: it "
             "holds the first updates whatever the weight. Only when it is full, a pair is as coarse as the "
             "optimizers' table has it; so the same is begun from all bits of the checkpoint, too.",

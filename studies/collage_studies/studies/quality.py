@@ -146,13 +146,20 @@ def _setting(record: Record) -> str:
 
 
 def _short(keys: Sequence[str], settings: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """What tells the settings apart, in words; equal words are numbered."""
+    """What tells the settings apart, in words; where these are equal, with shape and the study's own settings, and
+    where those are, too, numbered."""
+    short: dict[str, str] = {}
     names: dict[str, str] = {}
     for key in keys:
         recipe = recipe_of(settings[key][0])
-        name = f"{recipe.model.upper()}, rate {recipe.learning_rate:g}, β₂ {recipe.betas[1]:g}"
-        more = [f"{value}" for value in settings[key][0].trial.settings.values() if isinstance(value, str)]
-        name = ", ".join([name, *more])
+        short[key] = f"{recipe.model.upper()}, rate {recipe.learning_rate:g}, β₂ {recipe.betas[1]:g}"
+    for key, name in short.items():
+        own = settings[key][0]
+        told = [name]
+        if list(short.values()).count(name) > 1:
+            told += [f"{recipe_of(own).steps} steps of width {recipe_of(own).width}"]
+            told += [f"{word.replace('_', ' ')} {value}" for word, value in own.trial.settings.items()]
+        name = ", ".join(told)
         count = sum(known == name or known.startswith(f"{name}, no. ") for known in names.values())
         names[key] = f"{name}, no. {count + 1}" if count else name
     return names
@@ -164,19 +171,30 @@ def page(records: Sequence[Record]) -> Page:
     own = [entry for entry in every if recipe_of(entry.runs[0]).windows]
     early = {name: number for name, (number, _, _) in KINDS.items()}
     whole = {name: number for name, (_, number, _) in KINDS.items() if number is not None}
-    others = len(every) - len(own)
+    with_curve = [entry for entry in every if entry.mean(early["EDQ of one step"]) is not None]
+    others = len(with_curve) - len(own)
     evidence: list[str | Table | Plot] = [
         _correlations(
             own,
             early,
             f"Early in the run (first {share(EARLY)} of the steps), the sweep of rates, {len(own)} configurations:",
         ),
+        *(
+            [
+                _correlations(
+                    with_curve,
+                    {"EDQ of one step": early["EDQ of one step"], "state decrement": early["state decrement"]},
+                    f"Early in the run, with those of other studies ({others} configurations more):",
+                )
+            ]
+            if others
+            else []
+        ),
         _correlations(
             every,
-            {"EDQ of one step": early["EDQ of one step"], "state decrement": early["state decrement"]},
-            f"Early in the run, every study's runs that kept the curve ({others} further configurations):",
+            whole,
+            f"Over the whole run, with those of other studies ({len(every) - len(own)} configurations more):",
         ),
-        _correlations(every, whole, "Over the whole run, every study's runs:"),
         "Pooled correlation is confounded by the learning rate: a small rate loses more updates, and is also "
         "further from the end of its training. Within a rate strategies differ in their storage alone.",
         _by_setting(own, early),
@@ -185,7 +203,7 @@ def page(records: Sequence[Record]) -> Page:
         _costs(every),
     ]
     return Page(
-        _verdict(own, early),
+        f"{_verdict(own, early)} {_of_whole_runs(every, whole)}",
         evidence,
         [
             "A configuration is a strategy in a setting, with its mean over seeds. fp32, against which gaps are "
@@ -193,8 +211,10 @@ def page(records: Sequence[Record]) -> Page:
             f"Within a rate the sweep has {len(PLANS) - 1} configurations: orders of so few are coarse, and among "
             "strategies that all end at fp32's loss there is no order to foretell.",
             "Intervals are over configurations; those of one setting share their seeds and their fp32 runs.",
+            "`plain` keeps its moments in bfloat16, too: not all of its gap is its weights'.",
             "Small models and short runs. What is lost may cost more in long ones.",
         ],
+        brief=_verdict(own, early),
     )
 
 
@@ -232,14 +252,14 @@ def _plot(entries: Sequence[Configuration]) -> Plot:
     curves = {}
     for setting in dict.fromkeys(entry.setting for entry in entries):
         points = [point for point in _points(entries, _early(STEP)) if point.stratum == setting]
-        curves[setting] = Points([point.x for point in points], [point.y for point in points])
+        rate = next(recipe_of(entry.runs[0]).learning_rate for entry in entries if entry.setting == setting)
+        curves[f"rate {rate:g}"] = Points([point.x for point in points], [point.y for point in points])
     return Plot(
         file="quality.png",
-        title=f"Early loss of descent and the final gap to fp32 (a dot: a strategy, mean of {len(SEEDS)} seeds)",
+        title="Descent lost early, and the final gap to fp32 (a dot: a strategy)",
         x="1 − EDQ of one step, first quarter",
         y="gap to fp32, nats a byte",
         curves=curves,
-        x_scale="symlog",
         lines=False,
     )
 
@@ -308,6 +328,13 @@ def _verdict(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> s
         parts.append(f"Within a rate, the order of the final gaps is foretold early by the {listed(numbers)}.")
     else:
         parts.append("Within a rate, no early number is shown to foretell the order of the final gaps.")
+    sizes = {
+        name: correlation(_points(entries, number), ranks=False, within=True) for name, number in kinds.items()
+    }
+    linear = [name for name, value in sizes.items() if value and value.low is not None and value.low > 0]
+    if linear:
+        named = [f"{name} ({estimate(sizes[name], '+.2f')})" for name in linear]
+        parts.append(f"Their size goes with the {listed(named)}.")
     silent = [name for name in kinds if name not in shown]
     if ordered and silent:
         parts.append(f"Not shown for the {listed(silent)}.")
@@ -321,6 +348,17 @@ def _verdict(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> s
         best = [kind for kind in kinds if wrong[kind] == min(wrong.values())]
         parts.append(f"Fewest are wrong ({min(wrong.values())} of {worse + fine}) by the {listed(best)}.")
     return " ".join(parts)
+
+
+def _of_whole_runs(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> str:
+    """Which numbers of whole runs order the gaps within a rate: they describe, and foretell nothing."""
+    found = {name: correlation(_points(entries, number), ranks=True, within=True) for name, number in kinds.items()}
+    shown = [name for name, value in found.items() if value and value.low is not None and value.low > 0]
+    ends = f"Over whole runs ({len(entries)} configurations), the order of the gaps within a rate "
+    if not shown:
+        return f"{ends}is shown to go with none of the numbers."
+    named = [f"{name} ({estimate(found[name], '+.2f')})" for name in shown]
+    return f"{ends}goes with the {listed(named)}."
 
 
 STUDY: Final = Study(
