@@ -99,7 +99,8 @@ class Alert:
     `expression` must hold for `for_seconds` without a break; the alert goes on for `keep_firing_seconds` after it
     last held, so that it does not flap. `other_causes` are harmless or foreign explanations to rule out;
     `first_step` says what to look at or do first. `conditions`: what `expression` was made of, one of which must
-    hold; the server evaluates these, and an alert without any is left to Prometheus. A run is not judged in its
+    hold; the first that holds for a run fires alone, so that one fault is one incident. The server evaluates
+    these, and an alert without any is left to Prometheus. A run is not judged in its
     first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: without being asked for by
     severity. `scope` "server": it is about the server, not a run.
     """
@@ -200,7 +201,7 @@ def _unchecked(_evidence: IncidentEvidence) -> Verdict:
 
 
 def _one_of(conditions: tuple[Condition, ...], *, guarded: bool) -> str:
-    text = " or ".join(condition.promql() for condition in conditions)
+    text = " or on(run_id) ".join(condition.promql() for condition in conditions)
     return f"({text})" if guarded and len(conditions) > 1 else text
 
 

@@ -133,12 +133,13 @@ class Evaluation:
         self._active[alert.name, labels] = _Active(since, value, firing=True)
 
     def _holding(self, alert: Alert) -> dict[Labels, float]:
-        """The series in which one of the alert's conditions holds now, and their values."""
+        """The series in which one of the alert's conditions holds now, and their values: the first one of a run."""
         window = alert.window_seconds * self._scale
         held: dict[Labels, float] = {}
         for condition in alert.conditions:
+            known = {dict(labels).get(_ON) for labels in held}
             for labels in self._history.series(condition.series):
-                if labels in held or not _matches(condition, labels) or not self._is_judged(alert, labels):
+                if dict(labels).get(_ON) in known or not _matches(condition, labels) or not self._is_judged(alert, labels):
                     continue
                 value = self._measure(condition, labels, window)
                 if value is not None:

@@ -19,7 +19,8 @@ class Case:
 
     holds_minutes: for how long the condition holds once it does, if not until what is wrong ends. delay_minutes:
     how long after the onset it begins to hold. clock: the value is the time, until the onset. poor: values before
-    and after the onset, of a run that falls as far and was not well before.
+    and after the onset, of a run that falls as far and was not well before. beside: labels of another series that
+    goes wrong with it, of which nothing more must fire.
     """
 
     series: str
@@ -30,6 +31,7 @@ class Case:
     delay_minutes: int = 0
     clock: bool = False
     poor: tuple[float, float] | None = None
+    beside: dict[str, str] = field(default_factory=dict)
 
 
 CASES = {
@@ -42,9 +44,13 @@ CASES = {
     "CollageLayersStandStill": Case("collage_worst_layer_edq_ratio", 0.9, 0.0, {"worst": "1"}),
     "CollageOracleDrift": Case("collage_edq_oracle_ratio", 0.9, 0.7),
     "CollageSecondMomentStuck": Case("collage_state_decrement_ratio", 0.98, 0.1, {"state": "exp_avg_sq"}),
-    "CollageResidualsOff": Case("collage_finding", None, 0.9, {"key": "residual_dropped_ratio"}),
+    "CollageResidualsOff": Case(
+        "collage_finding", None, 0.9, {"key": "residual_dropped_ratio"}, beside={"key": "residual_zero_ratio"}
+    ),
     "CollageDecayLost": Case("collage_finding", None, 0.1, {"key": "decay_ratio"}),
-    "CollageNotFinite": Case("collage_finding", None, 3.0, {"key": "nonfinite_params"}),
+    "CollageNotFinite": Case(
+        "collage_finding", None, 3.0, {"key": "nonfinite_params"}, beside={"key": "residual_nonfinite"}
+    ),
     "CollageReplicaMismatch": Case("collage_replica_mismatches", None, 1.0),
     "CollageExternalWrites": Case("collage_external_writes", None, 1.0, holds_minutes=30),
     "CollageGradientExploding": Case("collage_grad_norm", 1.0, 30.0),
@@ -122,6 +128,8 @@ def traces(name):
         steps = [first_step + minute for minute in range(last)] + [None] * (length - last)
         own = {key: labels[key] for key in ("project", "run", "run_id", "strategy")}
         found += [Trace(case.series, labels, values), Trace("collage_step", own, steps)]
+        if case.beside:
+            found.append(Trace(case.series, labels | case.beside, values))
         if run_id == "resumed":
             # It resumes at the onset, and steps so slowly that it does not settle while something is wrong.
             since = [None] * onset + [1.0 + minute / 10 for minute in range(length - onset)]
