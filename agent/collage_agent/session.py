@@ -261,7 +261,7 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
     is no torch optimizer, a step function too, is measured between `handle.before()` and `handle.after()`.
 
     Options:
-        every: measure the steps divisible by it.
+        every: measure the steps divisible by it, and the first one of an optimizer that has states already.
         sample: elements looked at in each tensor; "all": whole tensors.
         layers: regular expression(s) for the names to watch, or Exclude(...).
         strategy: the label that you believe in; the observed one stands beside it.

@@ -206,6 +206,8 @@ class Watch:
         """The first optimizer is about to take its first step: the number of the last one before it."""
         taken = 0
         try:
+            if any(hooks.stepping.state for hooks in self._hooks):
+                self._governor.resumed()
             first = self.options.first_step
             known = self._steps_taken() if first is None else first - 1
             taken = known or 0

@@ -22,8 +22,8 @@ _ROOM_TO_SPARE: Final = 0.25
 class Governor:
     """Counts the CPU of the hooks and of the worker against the rest of the process.
 
-    `interval` = every · 2^doublings: steps divisible by it are measured. With budget None nothing is
-    changed. `cycle`: the period of the cost in steps, the least time to judge it by; doublings stretch it.
+    `interval` = every · 2^doublings: steps divisible by it are measured, and the first one after a resume is, too:
+    what the checkpoint lacked shows before that step alone. With budget None nothing is changed. `cycle`: the period of the cost in steps, the least time to judge it by; doublings stretch it.
     """
 
     def __init__(
@@ -45,12 +45,24 @@ class Governor:
         self._hook_seconds = 0.0
         self._attached_at = time.process_time()
         self._measured = 0
+        self._resumed = False
+        self._first_step: int | None = None
         self._last_judged = (0, 0.0, self._attached_at)
 
     @property
     def interval(self) -> int:
         """Steps from one measured step to the next."""
         return self._every << self.doublings
+
+    def resumed(self) -> None:
+        """States are there that no watched step left, as after a resume: the next step is measured."""
+        self._resumed = True
+
+    def is_due(self, step: int) -> bool:
+        """Whether the step about to be taken is measured; several optimizers ask for the same one."""
+        if self._resumed:
+            self._resumed, self._first_step = False, step
+        return step % self.interval == 0 or step == self._first_step
 
     def counterfactuals_due(self, step: int) -> bool:
         """Whether this measured step measures counterfactuals: about one step in 100, fewer with doublings."""

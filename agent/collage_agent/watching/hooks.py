@@ -171,7 +171,7 @@ class OptimizerHooks:
         if self._guard.disabled or self._iterations is None:
             return None
         step = self._step = self._iterations.begin_step(self._number)
-        measured = step % self._governor.interval == 0
+        measured = self._governor.is_due(step)
         if not (measured or self.options.oracle or self._in_window()):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -281,6 +281,8 @@ class OptimizerHooks:
         self.meter.extend(_with_unique_names(new, self._number, self._named), self._intents)
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
+        if optimizer.state:
+            self._governor.resumed()
         self.meter.state_was_loaded()
 
     def _notes(self) -> list[str]:
