@@ -25,6 +25,7 @@ __all__ = [
     "about_runs",
     "about_the_server",
     "duration",
+    "finding",
 ]
 
 Severity = Literal["info", "warning", "critical"]
@@ -156,6 +157,11 @@ class Alert:
         """Each of the other causes, and what speaks for or against it."""
         checks = (*self.checks, *[_unchecked] * len(self.other_causes))
         return [(cause, check(evidence)) for cause, check in zip(self.other_causes, checks, strict=False)]
+
+
+def finding(key: str, comparison: Literal["<", ">"], threshold: float, *labels: Label) -> Condition:
+    """A number that the judgement holds against a run; `/metrics` shows it only then. labels: of its series."""
+    return Condition("collage_finding", comparison, threshold, labels=(("key", "=", key), *labels))
 
 
 def about_runs(

@@ -18,13 +18,16 @@ from collage_monitor.alerts.causes import (
     text_of,
     untold,
 )
-from collage_monitor.alerts.definition import Condition, about_runs
+from collage_monitor.alerts.definition import Condition, about_runs, finding
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["ALERTS"]
 
 _GOOD = 0.9
 """From here on nearly all of the intended descent counts as arrived."""
+_LOST = 0.25
+"""No configuration of docs/studies that rounds to nearest lies between 0.044, where the last loss is fp32's, and
+0.29, where it is above it: docs/false-alarms.md."""
 _STOCHASTIC = "|".join(name for name, entry in STRATEGIES.items() if entry.stochastic)
 
 _CATCHES_UP_STEPS = 3000
@@ -91,14 +94,6 @@ def _rounds_at_random(evidence: IncidentEvidence) -> Verdict:
     if seen is None:
         return untold("the agent could not see how weights are rounded")
     return for_it("stochastic rounding was seen") if seen else against("rounding to nearest was seen")
-
-
-def _few_carry_it(evidence: IncidentEvidence) -> Verdict:
-    edq = evidence.now("edq_ratio")
-    if edq is None:
-        return untold("edq_ratio was not reported")
-    clause = f"edq_ratio is {text_of(edq)}"
-    return for_it(clause) if edq > 0.95 else against(clause)
 
 
 def _window_is_short(evidence: IncidentEvidence) -> Verdict:
@@ -205,23 +200,26 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageUpdatesLost",
-        Condition("collage_lost_update_ratio", ">", 0.5, labels=(("strategy", "!~", _STOCHASTIC),)),
+        # One step's share is no loss where rounding is random; the judgement sees it, and merges the recent past.
+        finding("lost_update_ratio", ">", _LOST, ("strategy", "!~", _STOCHASTIC)),
         for_seconds=600.0,
         severity="warning",
-        summary="more than half of the intended updates are rounded away",
+        on_by_default=True,
+        summary="more than a quarter of the intended updates are rounded away",
         meaning=(
-            "More than half of the weights that should have moved in this step did not. Stochastic strategies "
-            "are left out: their updates arrive on average, so the share of one step misjudges them. For those, "
-            "look at lost_window_ratio over the longest window that is watched."
+            "Over the recent past more than a quarter of the weights that should have moved in a step did not, and "
+            "nothing brings it later. In our studies such runs ended 0.02 to 0.37 nats above fp32, some at an "
+            "edq_ratio of 0.98: few large updates carry it, and many small ones are lost. Where rounding is "
+            "random, updates arrive on average, and this is not judged: look at lost_window_ratio there."
         ),
         other_causes=(
             'the optimizer rounds stochastically without saying so: pass strategy="stochastic" to watch',
-            "most updates are tiny and a few large ones carry the descent: edq_ratio then stays near 1",
+            "the end of a learning-rate schedule: what is left to bring is small by intent",
         ),
-        checks=(_rounds_at_random, _few_carry_it),
+        checks=(_rounds_at_random, near_schedule_end),
         first_step=(
-            "Compare edq_ratio. If it is low too, the descent itself is lost: change the strategy. If it is near "
-            "1, watch state_decrement_ratio and the oracle before you decide."
+            "Look at lost_update_ratio by layer. Keep more of the weights (split-master, light or master-weights) "
+            "from the next checkpoint on. A higher learning rate loses less, if the training bears it."
         ),
     ),
     about_runs(

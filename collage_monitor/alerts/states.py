@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 from collage_monitor.alerts.causes import (
     IncidentEvidence,
@@ -15,14 +15,9 @@ from collage_monitor.alerts.causes import (
     text_of,
     untold,
 )
-from collage_monitor.alerts.definition import Condition, about_runs
+from collage_monitor.alerts.definition import Condition, about_runs, finding
 
 __all__ = ["ALERTS"]
-
-
-def _finding(key: str, comparison: Literal["<", ">"], threshold: float) -> Condition:
-    """A number that the judgement holds against a run; `/metrics` shows it only then."""
-    return Condition("collage_finding", comparison, threshold, labels=(("key", "=", key),))
 
 
 def _gradients_grow(evidence: IncidentEvidence) -> Verdict:
@@ -101,9 +96,9 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageResidualsOff",
-        _finding("residual_dropped_ratio", ">", 0.5),
-        _finding("residual_fill_ratio", ">", 2.0),
-        _finding("residual_zero_ratio", ">", 0.0),
+        finding("residual_dropped_ratio", ">", 0.5),
+        finding("residual_fill_ratio", ">", 2.0),
+        finding("residual_zero_ratio", ">", 0.0),
         for_seconds=0.0,
         warm_up_steps=0,
         settle_steps=0,
@@ -128,7 +123,7 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageDecayLost",
-        _finding("decay_ratio", "<", 0.5),
+        finding("decay_ratio", "<", 0.5),
         for_seconds=1800.0,
         severity="warning",
         summary="more than half of the weight decay is rounded away",
@@ -145,8 +140,8 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageNotFinite",
-        _finding("nonfinite_params", ">", 0.0),
-        _finding("residual_nonfinite", ">", 0.0),
+        finding("nonfinite_params", ">", 0.0),
+        finding("residual_nonfinite", ">", 0.0),
         for_seconds=0.0,
         warm_up_steps=0,
         settle_steps=0,

@@ -37,6 +37,8 @@ __all__ = [
 _LABELS: Final = ("project", "run_id", "run", "strategy")
 _DECREMENT: Final = "state_decrement_ratio/"
 _WINDOW: Final = "lost_window_ratio"
+_LOST: Final = "lost_update_ratio"
+"""Shown as a finding, too: its gauge is one step's, and does not know who rounds at random."""
 _LABELLED: Final = (_DECREMENT, _WINDOW)
 _PREFERRED_STATE: Final = "exp_avg_sq"
 _WORST: Final = "edq_ratio"
@@ -137,7 +139,7 @@ class RunGauges:
         )
         self._finding = GaugeMetricFamily(
             "collage_finding",
-            "A number that the judgement holds against the run and that has no gauge of its own; absent if fine.",
+            "A number that the judgement holds against the run over its recent past; absent if fine.",
             labels=(*_LABELS, "key"),
         )
         self._worst = GaugeMetricFamily(
@@ -168,7 +170,7 @@ class RunGauges:
         if window is not None and record.strategy in STRATEGIES and STRATEGIES[record.strategy].stochastic:
             add_defined(self._window, [*labels, str(window[0])], window[1])
         for key, value in findings.items():
-            if key not in MODEL_GAUGES and not key.startswith(_DECREMENT):
+            if key == _LOST or (key not in MODEL_GAUGES and not key.startswith(_DECREMENT)):
                 add_defined(self._finding, [*labels, key], value)
         for place, layer in enumerate(values.worst, start=1):
             add_defined(self._worst, [*labels, str(place)], layer)

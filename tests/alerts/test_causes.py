@@ -130,7 +130,11 @@ CASES = {
         evidence(run=fingerprint(stochastic_rounding=False)),
         evidence(),
     ),
-    ("CollageUpdatesLost", 1): (evidence({}, {"edq_ratio": 0.99}), evidence({}, {"edq_ratio": 0.5}), evidence()),
+    ("CollageUpdatesLost", 1): (
+        evidence({}, {"learning_rate": 0.01}, highest=RATE),
+        evidence({}, RATE, highest=RATE),
+        evidence(),
+    ),
     ("CollageWindowUpdatesLost", 0): (
         evidence({}, {"half_ulp_margin": -9.0}, labels={"window": "64"}),
         evidence({}, {"half_ulp_margin": -1.0}, labels={"window": "64"}),

@@ -8,10 +8,12 @@ import pytest
 from collage_server.alerts import AlertEvaluator
 from collage_server.health import samples
 from collage_server.overviews import keep_overview
+from collage_server.queries.overview import held_against
 from sqlalchemy import text
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
+from collage_monitor.judgement import Finding, Judgement
 from tests.server.guarded import guarded_server
 from tests.server.samples import report
 from tests.waiting import PATIENCE_SECONDS
@@ -117,7 +119,14 @@ def test_what_the_judgement_holds_against_a_run_is_shown_and_fires(low):
     found = keep_overview(store, due)
     assert found.health == "losing updates"
     assert "edq_ratio" in found.findings, "which has a gauge of its own"
-    assert held() == {}
+    assert held() == {"lost_update_ratio": found.findings["lost_update_ratio"]}
+
+
+def test_what_one_layer_loses_is_not_held_against_the_model():
+    of_model = Finding("losing updates", "", "lost_update_ratio", 0.1, 0.05)
+    of_layer = Finding("losing updates", "", "lost_update_ratio", 1.0, 0.5, "norm.weight")
+    assert held_against(Judgement("losing updates", "", (of_model, of_layer))) == {"lost_update_ratio": 0.1}
+    assert held_against(Judgement("losing updates", "", (of_layer,))) == {}
 
 
 def test_another_server_takes_over_what_fires_and_fires_it_no_second_time(low):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from collage_monitor.alerts import ALERTS
 from tests.alerts.study import done, healthy_cases, sick_cases
 from tests.alerts.trainings import SICK
 
@@ -25,11 +26,17 @@ def check(kind, seed):
         assert SICK[kind][0] in {name for name, _, _ in fired}, fired
     else:
         assert loud(fired) == []
+    return [name for name, _, _ in fired]
 
 
 @pytest.mark.parametrize("kind", ["plus, resumed", "residual dropped at a resume"])
 def test_a_resume_wakes_only_where_it_dropped_the_residuals(kind):
-    check(kind, seed=1)
+    assert check(kind, seed=1).count("CollageResidualsOff") == (kind in SICK)
+
+
+def test_what_plain_bf16_loses_at_a_good_edq_wakes_by_default():
+    fired = check("plain bf16 at a high rate", seed=1)
+    assert [name for name in fired if ALERTS[name].on_by_default] == ["CollageUpdatesLost"]
 
 
 @pytest.mark.nightly

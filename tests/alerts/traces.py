@@ -37,7 +37,7 @@ class Case:
 CASES = {
     "CollageEdqDrop": Case("collage_edq_ratio", 1.0, 0.85, poor=(0.5, 0.2)),
     "CollageEdqLow": Case("collage_edq_ratio", 0.98, 0.89),
-    "CollageUpdatesLost": Case("collage_lost_update_ratio", 0.4, 0.6),
+    "CollageUpdatesLost": Case("collage_finding", 0.2, 0.3, {"key": "lost_update_ratio"}),
     "CollageWindowUpdatesLost": Case(
         "collage_lost_window_ratio", 0.1, 0.6, {"window": "64", "strategy": "stochastic"}
     ),

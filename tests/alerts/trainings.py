@@ -142,6 +142,8 @@ SICK = {
     "decay lost": ("CollageDecayLost", 0, Training(torchs(1e-3, decay=0.1))),
     "external write": ("CollageExternalWrites", ONSET, Training(ours("light"), before_step=write_weights)),
     "a replica's flipped bit": ("CollageReplicaMismatch", ONSET, FLIPPED_BIT),
+    # EDQ is 0.97, and a third of the updates is lost.
+    "plain bf16 at a high rate": ("CollageUpdatesLost", 0, Training(torchs(3e-3))),
 }
 
 

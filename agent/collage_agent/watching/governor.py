@@ -23,7 +23,8 @@ class Governor:
     """Counts the CPU of the hooks and of the worker against the rest of the process.
 
     `interval` = every · 2^doublings: steps divisible by it are measured, and the first one after a resume is, too:
-    what the checkpoint lacked shows before that step alone. With budget None nothing is changed. `cycle`: the period of the cost in steps, the least time to judge it by; doublings stretch it.
+    what the checkpoint lacked shows before that step alone. With budget None nothing is changed. `cycle`: the
+    period of the cost in steps, the least time to judge it by; doublings stretch it.
     """
 
     def __init__(

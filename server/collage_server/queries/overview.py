@@ -26,7 +26,7 @@ from collage_monitor.statistics import reduce_steps
 from collage_server.queries.finished import finished, number
 from collage_server.store import Points, RunRecord, ScalarPoints
 
-__all__ = ["OverviewPoints", "begin_of_recent_past", "overview"]
+__all__ = ["OverviewPoints", "begin_of_recent_past", "held_against", "overview"]
 
 WORST: Final = 5
 _TREND_POINTS: Final = 32
@@ -97,19 +97,22 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         health="not finite" if points.losses else found.health,
         headline=sentence,
         verdict=found.text,
-        findings=_held_against(found),
+        findings=held_against(found),
         since=since,
         worst=_worst(points.layers),
         trend=_trend(points.history),
     )
 
 
-def _held_against(found: Judgement) -> dict[str, float]:
-    """What a finding against the run rests on, by metric."""
+def held_against(found: Judgement) -> dict[str, float]:
+    """What a finding against the run as a whole rests on, by metric; a layer's number says nothing of the model."""
     return {
         finding.key: finding.value
         for finding in found.findings
-        if finding.health not in _NOT_AGAINST and finding.value is not None and np.isfinite(finding.value)
+        if finding.layer is None
+        and finding.health not in _NOT_AGAINST
+        and finding.value is not None
+        and np.isfinite(finding.value)
     }
 
 
