@@ -58,33 +58,37 @@ def nearest(values: np.ndarray, name: str) -> np.ndarray:
 
 def copy_of(rows: np.ndarray, name: str) -> np.ndarray:
     """The copy of a matrix [rows, columns] in fp64; blocks lie along its last dimension."""
-    if name not in BLOCK:
-        return nearest(rows, name)
-    blocks = rows.reshape(-1, BLOCK[name])
-    amax = np.abs(blocks).max(1, keepdims=True)
-    found: np.ndarray = _mx(blocks, amax) if name == "mxfp8" else _nv(blocks, amax, amax.max())
-    return found.reshape(rows.shape)
-
-
-def _mx(blocks: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    scale = np.full(amax.shape, 2.0**-127)
-    while (amax / scale > 448).any():
-        scale = np.where(amax / scale > 448, 2 * scale, scale)
-    found: np.ndarray = nearest(blocks / scale, "mxfp8") * scale
+    numbers, scale = parts_of(rows, name)
+    found: np.ndarray = (numbers * scale).reshape(rows.shape)
     return found
 
 
-def _nv(blocks: np.ndarray, amax: np.ndarray, largest: float) -> np.ndarray:
+def parts_of(rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers that the copy keeps, and what they are times: fp64 [blocks, block], [blocks, 1]."""
+    if name not in BLOCK:
+        return nearest(rows, name), np.ones(1)
+    blocks = rows.reshape(-1, BLOCK[name])
+    amax = np.abs(blocks).max(1, keepdims=True)
+    return _mx(blocks, amax) if name == "mxfp8" else _nv(blocks, amax, amax.max())
+
+
+def _mx(blocks: np.ndarray, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scale = np.full(amax.shape, 2.0**-127)
+    while (amax / scale > 448).any():
+        scale = np.where(amax / scale > 448, 2 * scale, scale)
+    return nearest(blocks / scale, "mxfp8"), scale
+
+
+def _nv(blocks: np.ndarray, amax: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
     if largest == 0:
-        return np.zeros(blocks.shape)
+        return np.zeros(blocks.shape), np.ones(amax.shape)
     single = np.float32
     encode = single(2688) / single(largest)
     decode = single(1) / encode
     scale = nearest(amax.astype(single) / single(6) * encode, "fp8_e4m3")
     with np.errstate(divide="ignore"):
         inverse = np.minimum(single(1) / (scale.astype(single) * decode), np.finfo(single).max)
-    found: np.ndarray = nearest(blocks.astype(single) * inverse, "nvfp4") * scale * float(decode)
-    return found
+    return nearest(blocks.astype(single) * inverse, "nvfp4"), scale * float(decode)
 
 
 def sums(before: np.ndarray, after: np.ndarray, intended: list[Fraction], name: str) -> dict[str, float]:
@@ -93,6 +97,7 @@ def sums(before: np.ndarray, after: np.ndarray, intended: list[Fraction], name: 
     return {
         "elements": len(changes),
         "changed": sum(change != 0 for change in changes),
+        "recoded": int((parts_of(after, name)[0] != parts_of(before, name)[0]).sum()),
         "squared_sum": float(sum(u * u for u in intended)),
         "effective_sum": float(sum(u * Fraction(change) for u, change in zip(intended, changes, strict=True))),
     }

@@ -239,7 +239,13 @@ _LARGEST_FP32: Final = torch.finfo(torch.float32).max
 
 
 def copied(values: Tensor, kind: CopyFormat, largest: Tensor | None = None) -> Tensor:
-    """The numbers that a copy of weights in another format stands for, scales applied: [n], exact in fp64.
+    """The numbers that a copy of weights in another format stands for, scales applied: [n], exact in fp64."""
+    codes, scales = coded(values, kind, largest)
+    return codes if scales is None else codes.view(-1, kind.block).mul(scales).view(-1)
+
+
+def coded(values: Tensor, kind: CopyFormat, largest: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The numbers that a copy of weights keeps: [n], and what each block's are times, fp64 [n / block, 1]; or None.
 
     values: fp32 or fp64 [n], blocks of `kind.block` one after the other; largest fp32 [n / block]: the largest
     |value| of each block's whole tensor, for NVFP4. Rounding is to nearest, ties to even. NaN or infinite where a
@@ -251,16 +257,16 @@ def copied(values: Tensor, kind: CopyFormat, largest: Tensor | None = None) -> T
     RN(value · 1 / (b · 1/s)) in e2m1 and stand for themselves times b · 1/s (NVIDIA, arXiv 2509.25149).
     """
     if kind.dtype is not None:
-        return round_to(values, kind.dtype)
+        return round_to(values, kind.dtype), None
     if kind.of_tensor:
         assert largest is not None
-        return _copied_with_two_scales(values, kind, largest)
+        return _coded_with_two_scales(values, kind, largest)
     wide = values.to(torch.float64)
     if kind.block == 1:
-        return _saturated(wide, kind)
+        return _saturated(wide, kind), None
     blocks = wide.view(-1, kind.block)
     scale = _power_of_two_scale(blocks.abs().amax(1, keepdim=True), kind)
-    return _saturated(blocks / scale, kind).mul_(scale).view(-1)
+    return _saturated(blocks / scale, kind).view(-1), scale
 
 
 def round_to_grid(values: Tensor, bits: int, smallest: float) -> tuple[Tensor, Tensor]:
@@ -289,7 +295,7 @@ def _power_of_two_scale(largest: Tensor, kind: CopyFormat) -> Tensor:
     return torch.where(largest.isfinite(), _power_of_two(exponent.to(torch.int64)), torch.nan)
 
 
-def _copied_with_two_scales(values: Tensor, kind: CopyFormat, largest: Tensor) -> Tensor:
+def _coded_with_two_scales(values: Tensor, kind: CopyFormat, largest: Tensor) -> tuple[Tensor, Tensor]:
     blocks = values.to(torch.float32).view(-1, kind.block)
     whole = largest.to(torch.float32).unsqueeze(1)
     # A number over a tensor would be the tensor's reciprocal times the number: two roundings.
@@ -299,4 +305,4 @@ def _copied_with_two_scales(values: Tensor, kind: CopyFormat, largest: Tensor) -
     scale = _saturated(wanted.to(torch.float64), _SCALES)
     inverse = scale.to(torch.float32).mul(decode).reciprocal().clamp(max=_LARGEST_FP32)
     numbers = _saturated(blocks.mul(inverse).to(torch.float64), kind)
-    return numbers.mul_(scale).mul_(decode.to(torch.float64)).view(-1)
+    return numbers.view(-1), scale * decode.to(torch.float64)

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.formats import COPIES, CopyFormat, copied
+from collage_agent.numerics.formats import COPIES, CopyFormat, coded
 from collage_agent.sample.gather import largest_magnitudes
 from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
 from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
@@ -29,25 +29,30 @@ def measure(step: StepView) -> Sums:
 
 
 def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: int, name: str) -> Table[Tensor]:
-    """Elements, those whose copy changed, Σ u² and Σ u·c by block, for each format: fp64 [4 · formats, blocks].
+    """Elements, those whose copy changed, Σ u² and Σ u·c by block, for each format: fp64 [rows, blocks].
 
+    Of a format with scales also the elements whose number changed before it is scaled.
     u = intended: fp64 [slots]; `excluded` uint8 [slots]: elements that enter no sum, nor does one whose copy is not
     finite. Keys are `name`_…/FORMAT. NaN in the blocks of a tensor whose copy is not known. No synchronisation.
     """
     keys, found = [], []
     for key, nan_where_unknown in copies.nan_where_unknown.items():
         kind = COPIES[key]
-        change = _copy(copies.after, kind, block).to(torch.float64)
-        change = change.sub_(_copy(copies.before, kind, block))
+        number, value = _copy(copies.after, kind, block)
+        number_before, value_before = _copy(copies.before, kind, block)
+        change = value.to(torch.float64).sub_(value_before)
         missing = nonfinite(change).bitwise_or_(excluded)
         zero_excluded(change.unsqueeze(0), missing)
-        rows = torch.empty(len(_SUMS), len(intended), dtype=torch.float64, device=intended.device)
+        parts = _SUMS if kind.block == 1 else (*_SUMS, "recoded")
+        rows = torch.empty(len(parts), len(intended), dtype=torch.float64, device=intended.device)
         torch.sub(1.0, missing, out=rows[0])
         rows[1].copy_(change.ne(0))
         torch.mul(intended, intended, out=rows[2]).mul_(rows[0])
         torch.mul(intended, change, out=rows[3])
+        if kind.block > 1:
+            torch.ne(number, number_before, out=rows[4]).mul_(rows[0])
         found.append(block_sums(rows, block).mul_(nan_where_unknown))
-        keys += [f"{name}_{part}/{key}" for part in _SUMS]
+        keys += [f"{name}_{part}/{key}" for part in parts]
     return named(keys, torch.cat(found))
 
 
@@ -72,8 +77,11 @@ def largest_magnitude(components: Sequence[Tensor]) -> Tensor:
     return torch.stack(found).amax().to(torch.float32)
 
 
-def _copy(weights: StoredWeights, kind: CopyFormat, block: int) -> Tensor:
-    if not kind.of_tensor:
-        return copied(weights.values, kind)
-    assert weights.largest is not None
-    return copied(weights.values, kind, weights.largest.repeat_interleave(block // kind.block))
+def _copy(weights: StoredWeights, kind: CopyFormat, block: int) -> tuple[Tensor, Tensor]:
+    """The numbers that the copy keeps, and those that it stands for."""
+    largest = None
+    if kind.of_tensor:
+        assert weights.largest is not None
+        largest = weights.largest.repeat_interleave(block // kind.block)
+    numbers, scales = coded(weights.values, kind, largest)
+    return numbers, numbers if scales is None else numbers.view(-1, kind.block).mul(scales).view(-1)
