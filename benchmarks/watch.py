@@ -18,8 +18,8 @@ from operator import truediv
 from typing import Any
 
 import torch
+from collage_agent.handle import Watch, watch
 from collage_agent.optim import CollageAdamW
-from collage_agent.watch import Watch, watch
 from torch import nn
 from torch.optim import Optimizer
 

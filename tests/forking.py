@@ -37,7 +37,7 @@ TRAINING = (
     *TORCH,
     "torch.distributed.fsdp",
     "torch.distributed.device_mesh",
-    "collage_agent",
+    "collage_agent.session",
     "collage_agent.optim",
     "collage_monitor.command",
 )

@@ -9,12 +9,17 @@ collage.log({"loss": loss})
 collage.finish()
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from collage_agent import _unmoved as _unmoved  # first: see there
-from collage_agent.options import Exclude
-from collage_agent.run import Run
-from collage_agent.session import Watch, current_run, finish, init, log, on_alert, watch
-from collage_agent.settings import Mode, Resume
-from collage_agent.transport import Transport
+
+if TYPE_CHECKING:
+    from collage_agent.options import Exclude
+    from collage_agent.run import Run
+    from collage_agent.session import Watch, current_run, finish, init, log, on_alert, watch
+    from collage_agent.settings import Mode, Resume
+    from collage_agent.transport import Transport
 
 __all__ = [
     "Exclude",
@@ -30,3 +35,24 @@ __all__ = [
     "on_alert",
     "watch",
 ]
+
+_MODULES = {
+    "Exclude": "options",
+    "Run": "run",
+    "Mode": "settings",
+    "Resume": "settings",
+    "Transport": "transport",
+}
+"""Where a name is defined; the others are the session's."""
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, when it is first asked for: torch takes seconds, and a command's help does without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'session')}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,6 +12,8 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from collage_agent.handle import Optimizers, Watch
+from collage_agent.handle import watch as attach_watch
 from collage_agent.launch.identity import make_identity
 from collage_agent.launch.termination import ExitStatus, TerminationHandler
 from collage_agent.measurement import Measurement
@@ -20,8 +22,6 @@ from collage_agent.run import Run
 from collage_agent.settings import Mode, Resume, read_settings, watch_defaults
 from collage_agent.transport import Transport
 from collage_agent.transport.alerts import AlertCallback, AlertListener
-from collage_agent.watch import Optimizers, Watch
-from collage_agent.watch import watch as attach_watch
 
 __all__ = ["Watch", "current_run", "finish", "init", "log", "on_alert", "watch"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from collage_agent.watch import Watch, watch
+from collage_agent.handle import Watch, watch
 from collage_studies.corpus import batch, standard_library
 from collage_studies.training import ByteGPT, loss_of
 from torch import nn

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.optim import STRATEGIES, CollageAdamW
-from collage_agent.watch import watch
 
 from tests.agent.training import gpt_loss, small_gpt, train
 

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.optim import CollageAdamW
-from collage_agent.watch import watch
 from collage_agent.watching.governor import Governor
 
 from tests.agent.measure.test_meter import step_with_reference, totals_of

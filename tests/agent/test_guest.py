@@ -12,7 +12,7 @@ import pytest
 import pytorch_optimizer
 import torch
 from accelerate import Accelerator
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, mlp_loss, train

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from collage_agent.buckets import observation
+from collage_agent.handle import watch
 from collage_agent.measure import oracles
 from collage_agent.optim import CollageAdamW
-from collage_agent.watch import watch
 from collage_agent.watching.hooks import OptimizerHooks
 from torch.utils._python_dispatch import TorchDispatchMode
 

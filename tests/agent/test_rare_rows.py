@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.sample.touched import TouchedRows
-from collage_agent.watch import watch
 from torch import nn
 
 from tests.agent.measure.test_meter import totals_of

@@ -173,3 +173,12 @@ def test_our_errors_are_sentences(monkeypatch):
     monkeypatch.setattr("sys.argv", ["collage-monitor"])
     with pytest.raises(SystemExit, match="collage-monitor: no answer"):
         command.main()
+
+
+def test_help_does_without_torch():
+    """It takes seconds to load."""
+    code = "import sys; from collage_monitor.command import root; root(['--help'], standalone_mode=False); "
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "doctor" in done.stdout

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 from torch import nn
 
 from collage_monitor.judgement import finite, judge

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from collage_agent.handle import watch
 from collage_agent.optim import CollageAdamW
-from collage_agent.watch import watch
 from torch import nn
 
 from collage_monitor.judgement import Evidence

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 from torch import nn
 
 from tests.keepers.ways import BF16, FP16, FP32, RATES, STUCK, Way, ways

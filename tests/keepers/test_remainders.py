@@ -6,10 +6,10 @@ from fractions import Fraction as Exact
 
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.intent.choose import choose_intent
 from collage_agent.sample.remainders import SIGNED_BITS, RemainderCode, codes_of
 from collage_agent.sample.stored import Composition
-from collage_agent.watch import watch
 from torch import nn
 
 from tests.agent.intent import optimizers

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 
 from tests.agent.training import mlp, mlp_loss
 from tests.integrations.identity import assert_same_training, recorded

@@ -24,10 +24,13 @@ def test_retries_draw_nothing_from_the_trainings_generators(tmp_path):
     assert run.reports_spooled > 0
 
 
-def test_importing_the_agent_draws_nothing():
+def test_importing_the_agent_and_using_it_for_the_first_time_draws_nothing():
     program = (
-        "import random; random.seed(7); before = random.getstate(); import collage_agent; "
-        "assert random.getstate() == before"
+        "import random, numpy, torch; random.seed(7); numpy.random.seed(7); torch.manual_seed(7)\n"
+        "def numbers():\n"
+        "    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()\n"
+        "before = numbers(); import collage_agent; assert numbers() == before\n"
+        "assert [getattr(collage_agent, name) for name in collage_agent.__all__]; assert numbers() == before"
     )
     done = run_forked(TORCH, "-c", program)
     assert done.returncode == 0, done.stderr

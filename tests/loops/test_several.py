@@ -6,10 +6,10 @@ import collage_agent as collage
 import numpy as np
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.intent import choose
 from collage_agent.optim import CollageAdamW
 from collage_agent.transport import MemoryTransport
-from collage_agent.watch import watch
 from collage_agent.watching.hooks import OptimizerHooks
 from collage_agent.watching.iterations import Iterations
 from torch import nn

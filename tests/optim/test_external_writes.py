@@ -7,9 +7,9 @@ import weakref
 import numpy
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.optim import STRATEGIES, CollageAdamW, external_writes
 from collage_agent.optim.guards import DeferredReads
-from collage_agent.watch import watch
 from torch.optim.swa_utils import AveragedModel
 
 from tests.agent.test_no_synchronisation import Listening

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 from torch import nn
 
 

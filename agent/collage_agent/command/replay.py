@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from collage_agent.settings import DeliveryLimits
-from collage_agent.transport.http import HttpTransport
-from collage_agent.transport.replay import ReplayOutcome, send_spools
 from collage_monitor.local import data_folder, find_token, server_address
+
+if TYPE_CHECKING:
+    from collage_agent.transport.replay import ReplayOutcome
 
 __all__ = ["replay"]
 
@@ -36,6 +37,10 @@ def replay(server_url: str, token: str | None, folder: Path | None, seconds: flo
 
     Ends with 1 when something is left. What the server has already is known to it and counted once.
     """
+    from collage_agent.settings import DeliveryLimits
+    from collage_agent.transport.http import HttpTransport
+    from collage_agent.transport.replay import send_spools
+
     where = data_folder(folder)
     transport = HttpTransport(server_url, lambda: token or find_token(server_url, where), DeliveryLimits())
     try:

@@ -16,10 +16,10 @@ from typing import Any, Unpack
 from torch import nn
 
 from collage_agent import session
+from collage_agent.handle import Watch
 from collage_agent.integrations.attachment import Attachment, innermost, needs
 from collage_agent.options import WatchArguments
 from collage_agent.run import Run
-from collage_agent.watch import Watch
 
 try:
     from accelerate import Accelerator, PartialState

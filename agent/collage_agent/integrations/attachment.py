@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from collage_agent import session
 from collage_agent.guard import Guard
+from collage_agent.handle import Watch
 from collage_agent.options import WatchArguments, WatchOptions
-from collage_agent.watch import Watch
 
 __all__ = ["Attachment", "innermost", "needs"]
 

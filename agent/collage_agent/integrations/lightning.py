@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, Unpack
 
+from collage_agent.handle import Watch
 from collage_agent.integrations.attachment import Attachment, needs
 from collage_agent.options import WatchArguments
-from collage_agent.watch import Watch
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

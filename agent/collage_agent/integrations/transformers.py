@@ -10,9 +10,9 @@ from typing import Any, Final, Unpack
 
 from torch import nn
 
+from collage_agent.handle import Watch
 from collage_agent.integrations.attachment import Attachment, needs
 from collage_agent.options import WatchArguments
-from collage_agent.watch import Watch
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

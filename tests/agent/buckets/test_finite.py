@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.buckets import observation
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, mlp_loss

@@ -8,10 +8,10 @@ import optimi
 import pytest
 import pytorch_optimizer
 import torch
+from collage_agent.handle import watch
 from collage_agent.intent.observe import observe_storage
 from collage_agent.intent.selftest import run_selftest
 from collage_agent.sample.stored import PLAIN, Composition
-from collage_agent.watch import watch
 from torch import nn
 
 from tests.agent.intent import optimizers

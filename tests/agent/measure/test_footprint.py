@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from collage_agent import guard
 from collage_agent.buckets.plan import BucketPlan
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 
 from tests.agent.test_watch import Recorder
 from tests.agent.training import mlp, train

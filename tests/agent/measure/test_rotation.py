@@ -8,8 +8,8 @@ import optimi
 import pytest
 import pytorch_optimizer
 import torch
+from collage_agent.handle import watch
 from collage_agent.measure import rotation
-from collage_agent.watch import watch
 from torch import nn
 
 from collage_monitor import wire

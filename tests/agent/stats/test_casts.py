@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from collage_agent.handle import watch
 from collage_agent.optim import CollageAdamW
-from collage_agent.watch import watch
 from torch import nn
 
 from collage_monitor.statistics.casts import FORMATS

@@ -9,8 +9,8 @@ import pytest
 import schedulefree
 import torch
 import torchao.optim
+from collage_agent.handle import watch
 from collage_agent.optim import CollageAdamW
-from collage_agent.watch import watch
 from torch import nn
 
 from collage_monitor import wire

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.watch import watch
+from collage_agent.handle import watch
 from collage_agent.watching import governor as module
 from collage_agent.watching.governor import Governor
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent import guard
+from collage_agent.handle import watch
 from collage_agent.measure.meter import Meter
-from collage_agent.watch import watch
 from collage_agent.watching.verdict import verdict
 
 from collage_monitor import wire
