@@ -76,7 +76,8 @@ def page(records: Sequence[Record]) -> Page:
         verdict,
         evidence,
         [
-            "Counterfactuals are measured at one step in a hundred: a forecast knows no step more exactly.",
+            "Counterfactuals are measured at one step in a hundred, EDQ at one in ten: a forecast knows no step "
+            "more exactly, and the two are merged over different steps.",
             "A strategy's own run soon differs from the fp32 run; a forecast is about the steps of the latter.",
             "Nothing is measured of stochastic rounding on the fp32 run: in expectation it keeps all (EDQ 1).",
             "Three seeds, one model; intervals are of differences seed by seed.",
