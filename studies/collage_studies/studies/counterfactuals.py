@@ -139,16 +139,24 @@ def _onsets(own: Mapping[Plan, Sequence[Record]]) -> tuple[Table, str]:
     )
     parts = []
     if misses:
-        ends = f"{min(misses):+,.0f} to {max(misses):+,.0f}" if len(misses) > 1 else f"{misses[0]:+,.0f}"
         parts.append(
-            f"Along a cosine of {last:,} steps, plain bfloat16 begins to lose {ends} steps from where "
-            f"it is predicted ({len(misses)} of {len(rows)} seeds)."
+            f"Along a cosine of {last:,} steps, plain bfloat16 begins to lose {_off(min(misses), max(misses))} "
+            f"than predicted ({len(misses)} of {len(rows)} seeds)."
         )
     if alone:
         parts.append(f"Of {alone} of {len(rows)} seeds, only one of forecast and run begins to lose.")
     if not parts:
         parts.append("Along the cosine neither forecast nor run begins to lose.")
     return Table(["seed", "predicted from fp32", "plain bfloat16"], rows, caption), " ".join(parts)
+
+
+def _off(least: float, most: float) -> str:
+    """How many steps later, or earlier, than predicted."""
+    if least < 0 < most:
+        return f"between {-least:,.0f} steps earlier and {most:,.0f} later"
+    low, high = sorted((abs(least), abs(most)))
+    word = "earlier" if least < 0 else "later"
+    return f"{low:,.0f} to {high:,.0f} steps {word}" if low < high else f"{low:,.0f} steps {word}"
 
 
 def _onset(curve: Curve) -> float | None:
