@@ -89,9 +89,9 @@ def _pages(client, url):
     compared = "&".join(f"run={row.run_id}" for row in reversed(rows) if row.group == rows[0].group)
     return {
         "runs": (url, ".runs-grid .verdict-cell"),
-        "run": (worst, ".barlayer .point"),
+        "run": (worst, "body:has(.barlayer .point) #run-stack .scatterlayer .trace"),
         "layers": (f"{worst}?rows=block&layer={layer}#run-tab", ".barlayer .point"),
-        "curves": (f"{worst}?tab=curves#run-tab", ".scatterlayer .trace"),
+        "curves": (f"{worst}?tab=curves#run-tab", "#run-panel .scatterlayer .trace"),
         "comparison": (f"{url}/compare?{compared}", "#compare-chart-3 .scatterlayer .trace"),
         "incidents": (f"{url}/incidents", ".incident-table"),
         "incident": (f"{url}/incident/{incidents[0].incident_id}", "#incident-figure .scatterlayer .trace"),

@@ -113,7 +113,7 @@ def test_a_slow_server_is_waited_for_and_its_answers_appear(watched, between):
         (
             "/run/run-plain",
             "#run-panel .hm image",
-            ["events", "heatmap", "histogram", "layers", "run-plain", "run-table", "series"],
+            ["events", "heatmap", "histogram", "layers", "run-plain", "run-table", "series", "series", "series"],
         ),
         (
             "/compare?run=run-plain&run=run-plus&run=run-light",

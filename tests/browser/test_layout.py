@@ -208,17 +208,19 @@ def test_a_loss_that_is_nan_is_named_with_its_step(open_page, dashboard_url):
     page.locator(".verdict-cell", has_text="not finite since step 110").wait_for()
     page.goto(f"{dashboard_url}/run/run-nan?tab=curves")
     page.locator(".answer", has_text="Loss is not finite since step 110").wait_for()
-    page.get_by_text("10 points are not finite, the first at step 110").wait_for()
+    for place in ("#run-stack", "#run-panel"):
+        page.locator(place).get_by_text("10 points are not finite, the first at step 110").wait_for()
 
 
 def test_a_phone_shows_notes_whole_and_labels_apart(open_page, dashboard_url):
     page = open_page(dashboard_url, width=390).page
     page.goto(f"{dashboard_url}/run/run-nan?tab=curves")
-    note = page.get_by_text("points are not finite")
-    note.wait_for()
-    edge, card = note.bounding_box(), page.locator(".chart-card", has=note).bounding_box()
-    assert card["x"] < edge["x"]
-    assert edge["x"] + edge["width"] < card["x"] + card["width"]
+    for chart in ("#run-stack", "#run-panel"):
+        note = page.locator(chart).get_by_text("points are not finite")
+        note.wait_for()
+        edge, card = note.bounding_box(), page.locator(".chart-card", has=note).bounding_box()
+        assert card["x"] < edge["x"]
+        assert edge["x"] + edge["width"] < card["x"] + card["width"]
     page.goto(f"{dashboard_url}/compare?" + "&".join(f"run={run.run_id}" for run in demo_runs()))
     for place in range(2):
         labels = page.locator(f"#compare-cost-{place} .textpoint text")

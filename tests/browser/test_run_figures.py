@@ -96,6 +96,22 @@ def test_on_another_axis_a_zoom_is_that_of_all_and_stands_in_the_address_as_well
     assert "from=" not in page.url
 
 
+def test_a_zoom_counts_while_other_charts_tell_their_size(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=curves")
+    all_have(page, "axis.range[1] > 195")
+    page.evaluate(
+        """() => {
+            const tell = (metric, relayoutData) =>
+                dash_clientside.set_props({ type: "run-figure", kind: "series", metric }, { relayoutData });
+            tell("loss", { autosize: false });
+            tell("edq_ratio", { "xaxis.range": [40, 120] });
+        }"""
+    )
+    all_have(page, "axis.range[0] === 40 && axis.range[1] === 120")
+    assert "from=40&to=120" in page.url
+
+
 @pytest.mark.parametrize("axis", ["step", "tokens", "time"])
 def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
     page = watched.page

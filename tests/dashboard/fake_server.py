@@ -64,7 +64,14 @@ class FakeServer:
         if route == "streams":
             return _json(wire.StreamList(run_id=run.run_id, streams=[]))
         if route == "series":
-            return _json(self._series(run, query["metric"], query.get("layer"), query.get("axis", "step")))
+            first, *others = query.get_list("metric")
+            series, *more = (
+                self._series(run, metric, query.get("layer"), query.get("axis", "step"))
+                for metric in (first, *others)
+            )
+            return _json(
+                msgspec.structs.replace(series, more=dict(zip(others, more, strict=True))) if more else series
+            )
         if route == "heatmap":
             return _json(self._heatmap(run, query["metric"], query.get("order")))
         if route == "histogram":

@@ -10,19 +10,21 @@ START = 1.7e9
 SECONDS_PER_STEP = 0.5
 
 
-def post_run(server_url, run, token=None, steps=None):
+def post_run(server_url, run, token=None, steps=None, *, first=1):
     """Create the run, its attempt and stream, send the reports up to `steps` (None: all), and give it its state.
 
-    Posting again with more steps extends the run: what is there already counts as a duplicate.
+    Posting again with more steps extends the run: what is there already counts as a duplicate. Another `first` is
+    another attempt, which begins there.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with httpx.Client(
         base_url=f"{server_url}/api/v1", headers=headers, trust_env=False, timeout=PATIENCE_SECONDS
     ) as http:
         _post(http, "/projects/demo/runs", wire.RunCreate(run_id=run.run_id, name=run.name, tags=["test"]))
-        launch = f"launch-{run.run_id}"[:64]
-        _post(http, f"/runs/{run.run_id}/attempts", wire.AttemptCreate(launch_id=launch, first_step=1))
-        stream_id = f"stream-{run.run_id}"[:64]
+        resumed = "" if first == 1 else f"{first}-"
+        launch = f"launch-{resumed}{run.run_id}"[:64]
+        _post(http, f"/runs/{run.run_id}/attempts", wire.AttemptCreate(launch_id=launch, first_step=first))
+        stream_id = f"stream-{resumed}{run.run_id}"[:64]
         statistics = list(run.totals(run.measured[0]))
         stream = wire.StreamCreate(
             stream_id=stream_id,
@@ -32,7 +34,8 @@ def post_run(server_url, run, token=None, steps=None):
             watch=run.watch(),
         )
         _post(http, f"/runs/{run.run_id}/streams", stream)
-        reports = [_report(run, seq, step) for seq, step in enumerate(run.measured) if step <= (steps or run.steps)]
+        sent = [step for step in run.measured if first <= step <= (steps or run.steps)]
+        reports = [_report(run, seq, step) for seq, step in enumerate(sent)]
         body = wire.encode_batch(wire.ReportBatch(reports=reports))
         answer = wire.decode_message(
             _send(http, "POST", f"/streams/{stream_id}/reports", body), wire.BatchAnswer, wire.JSON

@@ -1,5 +1,6 @@
 """Pages laid out from a server's answers: what stands on them, what they say, and what they must not say."""
 
+from itertools import pairwise
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -174,6 +175,29 @@ def test_every_tab_has_content_and_every_figure_of_it_draws(server, reader, tab)
     for entry in wanted:
         drawn = draw(entry["kind"], entry["metric"], view, reader)
         assert drawn.data, entry
+
+
+def test_stacked_curves_share_an_axis_and_say_why_one_is_missing(server, reader):
+    view = View(page="run", runs=("run-plain",), layer="head.weight")
+    drawn = draw("stack", "stack", view, reader, marks=[(100, "attempt 2")])
+    names = [trace.name for trace in drawn.data if trace.fill != "toself"]
+    assert names == ["Training loss", "EDQ (ratio)", "Updates lost (ratio)", "Learning rate"]
+    domains = [drawn.layout[f"yaxis{place}"].domain for place in ("", 2, 3, 4)]
+    assert all(below[1] < above[0] for above, below in pairwise(domains))
+    assert domains[-1][0] == pytest.approx(0)
+    assert domains[0][1] < 1
+    assert {trace.xaxis for trace in drawn.data} == {None}, "one x axis"
+    marks = [shape for shape in drawn.layout.shapes if shape.yref == "paper"]
+    assert [(mark.x0, mark.y0, mark.y1) for mark in marks] == [(100, 0, 1)]
+
+    class Silent(GeneratedRun):
+        def scalars(self, step):
+            return {name: value for name, value in super().scalars(step).items() if name != "loss"}
+
+    server.runs["run-silent"] = Silent("silent", "plain", run_id="run-silent")
+    drawn = draw("stack", "stack", View(page="run", runs=("run-silent",)), reader)
+    assert any("nothing logged yet" in note.text for note in drawn.layout.annotations)
+    assert [trace.name for trace in drawn.data if trace.fill != "toself"] == names[1:]
 
 
 def test_a_layer_and_a_step_narrow_curves_and_histogram(server, reader):

@@ -38,8 +38,9 @@
   // run page all charts are read anew for it; the histogram runs over sizes.
   function zoomOfPage() {
     const no = window.dash_clientside.no_update;
-    const [trigger] = window.dash_clientside.callback_context.triggered;
-    return (trigger && !trigger.prop_id.includes('"kind":"histogram"') && zoomOf(trigger.value)) || no;
+    const { triggered } = window.dash_clientside.callback_context;
+    const zooms = triggered.filter(({ prop_id }) => !prop_id.includes('"kind":"histogram"')).map(({ value }) => zoomOf(value));
+    return zooms.find((zoom) => zoom) || no; // Other charts may have told their size at the same time.
   }
 
   // What a comparison shows was read already: its charts follow the address as they are.
@@ -64,9 +65,9 @@
     const [trigger] = window.dash_clientside.callback_context.triggered;
     const point = trigger && trigger.value && trigger.value.points && trigger.value.points[0];
     const own = '.dash-graph:not([id*=\'"kind":"heatmap"\'], [id*=\'"kind":"histogram"\'])';
-    for (const plot of plotsOf(`:is(#run-panel, .charts) ${own}`)) {
+    for (const plot of plotsOf(`:is(#run-stack, #run-panel, .charts) ${own}`)) {
       if (plot.matches(":hover")) continue;
-      if (point && typeof point.x === "number") window.Plotly.Fx.hover(plot, { xval: point.x });
+      if (point && typeof point.x === "number") window.Plotly.Fx.hover(plot, { xval: point.x }, plot._fullLayout._subplots.cartesian);
       else window.Plotly.Fx.unhover(plot);
     }
     return window.dash_clientside.no_update;
@@ -104,7 +105,7 @@
         trace.x.forEach((at, place) => rows.push([trace.name || "", at, trace.y[place]]));
       }
     }
-    rows.unshift(["name", titleOf(xaxis, "x"), plot.data[0].type === "heatmap" ? "value" : titleOf(yaxis, "y")]);
+    rows.unshift(["name", titleOf(xaxis, "x"), plot.data[0].type === "heatmap" ? "value" : titleOf(yaxis, "value")]);
     return rows.map((row) => row.map(cellOf).join(",")).join("\n") + "\n";
   }
 

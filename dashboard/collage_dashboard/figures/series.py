@@ -64,6 +64,9 @@ def curves(
     first = drawable[0].series
     span = _least_span(shown, description)
     values: dict[str, Any] = {"autorangeoptions": {"include": span}} if span else {}
+    if _is_flat(drawable):
+        ends = span or [shown[0] - abs(shown[0]) / 2, shown[0] + abs(shown[0]) / 2]
+        values = {"autorangeoptions": {"clipmin": ends[0], "clipmax": ends[1]}} if ends[0] < ends[1] else {}
     values = {"type": "log"} if logarithmic else values
     figure = base_figure(
         traces,
@@ -84,10 +87,16 @@ def curves(
     return add_note(figure, "<br>".join(notes)) if notes else figure
 
 
-def mark_events(figure: go.Figure, marks: Sequence[tuple[float, str]]) -> go.Figure:
-    """A thin line at each of these places on the x axis; its handle above the curve says on hover what it is."""
+def mark_events(
+    figure: go.Figure, marks: Sequence[tuple[float, str]], *, over: Literal["y domain", "paper"] = "y domain"
+) -> go.Figure:
+    """A thin line at each of these places on the x axis; its handle above the curve says on hover what it is.
+
+    `over`: how high the line is, a curve's height or that of all of them.
+    """
     for place, text in marks:
-        figure.add_vline(x=place, line={"color": INK, "width": 1, "dash": "dashdot"})
+        line = {"color": INK, "width": 1, "dash": "dashdot"}
+        figure.add_shape(type="line", x0=place, x1=place, y0=0, y1=1, yref=over, line=line)
         figure.add_annotation(
             x=place,
             y=1,
@@ -284,6 +293,14 @@ def _least_span(shown: Sequence[float], description: Description) -> list[float]
         return None
     start = -SMALLEST_SPAN / 20 if lowest == 0 else (lowest + highest - SMALLEST_SPAN) / 2
     return [start, start + SMALLEST_SPAN]
+
+
+def _is_flat(lines: Sequence[NamedCurve]) -> bool:
+    """Whether all values and bounds are one number: Plotly would show it in the middle of an axis from -1 to 1."""
+    drawn = [
+        values for line in lines for values in (line.series.values, line.series.low, line.series.high) if values
+    ]
+    return len({finite(value) for values in drawn for value in values} - {None}) == 1
 
 
 def _why_empty(metric: str, lines: Sequence[NamedCurve]) -> str:

@@ -1,4 +1,4 @@
-"""One run: three numbers and a verdict first; layers, curves, norms, states, classes and the oracle behind tabs."""
+"""One run: a sentence, its numbers and the curves first; the worst layers; all else measured behind tabs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ from collage_dashboard.pages.run_content import (
     layer_metrics,
     panel,
     summary,
+    worst_layers,
 )
+from collage_dashboard.pages.run_curves import curves_card
 from collage_dashboard.pages.run_marks import marks_in_words, marks_of
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, read_address, write_address
@@ -49,7 +51,6 @@ __all__ = ["layout", "register"]
 
 WHOLE_MODEL: Final = "whole model"
 _ROWS: Final = (("all", "No"), ("block", "By block"), ("type", "By module type"))
-_CONTROL_GROUPS: Final = ("run-map-controls", "run-curve-controls", "run-scale-controls", "run-smoothing-controls")
 _CONTROLS: Final = (
     "run-tab",
     "run-metric",
@@ -113,9 +114,10 @@ def layout(view: View, reader: Reader) -> html.Div:
                 id="run-summary",
                 className="numbers-place",
             ),
+            curves_card(_curve_controls(view, list(dict.fromkeys(layer.name for layer in layers))), marks),
+            html.Div(worst_layers(run, row.overview) if row and row.overview else None, id="run-worst"),
             tabs,
-            _controls(view, run, list(dict.fromkeys(layer.name for layer in layers))),
-            html.Div(marks_in_words(marks), id="run-marks"),
+            html.Div(_map_controls(view, run), id="run-map-controls", className="controls", style=_of_map(view)),
             html.Div(id="run-layer-place"),
             html.Div(panel(view, run), id="run-panel"),
             limits_note(),
@@ -158,6 +160,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
     @app.callback(
         Output("run-head", "children"),
         Output("run-summary", "children"),
+        Output("run-worst", "children"),
         Output("run-record", "data"),
         Input("run-revision", "data"),
         State("run-shown", "data"),
@@ -174,7 +177,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
             )
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
-        return head(run), summary(run, overview), wire.encode_json(run).decode()
+        return head(run), summary(run, overview), worst_layers(run, overview), wire.encode_json(run).decode()
 
 
 def _register_writing(app: dash.Dash, reader: Reader) -> None:
@@ -305,7 +308,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         Output("run-address", "search"),
         Output("run-shown", "data"),
         Output("run-panel", "children"),
-        *(Output(name, "style") for name in _CONTROL_GROUPS),
+        Output("run-map-controls", "style"),
         *(Output(name, "value") for name in _CONTROLS),
         Input("run-address", "search"),
         *(Input(name, "value") for name in _CONTROLS),
@@ -338,7 +341,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
             wanted,
             {"pathname": pathname, "search": wanted, "zooms": shown["zooms"] + (view.zoom != before.zoom)},
             children,
-            *_group_styles(view),
+            _of_map(view),
             view.tab,
             view.metric or DEFAULT_METRIC,
             view.order,
@@ -405,7 +408,8 @@ def _run_of(record: str) -> wire.Run:
     return wire.decode_message(record.encode(), wire.Run, wire.JSON)
 
 
-def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
+def _curve_controls(view: View, layers: list[str]) -> html.Div:
+    """What acts on every curve of the page: those of the first screen, and those behind the tabs."""
     layer = dmc.Select(
         id="run-layer",
         data=[{"value": WHOLE_MODEL, "label": "Whole model"}]
@@ -418,6 +422,16 @@ def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
         w=300,
         **{"aria-label": "Curves of"},
     )
+    controls = [
+        labelled("Curves of", layer),
+        axis_control("run-axis", view),
+        scale_control("run-scale", view),
+        smoothing_control("run-smoothing", view),
+    ]
+    return html.Div(controls, className="controls")
+
+
+def _map_controls(view: View, run: wire.Run) -> list[Any]:
     metric = dmc.Select(
         id="run-metric",
         data=metric_choices(layer_metrics(run)),
@@ -440,23 +454,9 @@ def _controls(view: View, run: wire.Run, layers: list[str]) -> html.Div:
         value=view.rows,
         size="xs",
     )
-    groups = (
-        [labelled("Heatmap of", metric), labelled("Layers", order), labelled("Grouped", rows)],
-        [labelled("Curves of", layer), axis_control("run-axis", view)],
-        [scale_control("run-scale", view)],
-        [smoothing_control("run-smoothing", view)],
-    )
-    return html.Div(
-        [
-            html.Div(group, id=name, style=style)
-            for name, group, style in zip(_CONTROL_GROUPS, groups, _group_styles(view), strict=True)
-        ],
-        className="controls",
-    )
+    return [labelled("Heatmap of", metric), labelled("Layers", order), labelled("Grouped", rows)]
 
 
-def _group_styles(view: View) -> list[dict[str, str]]:
-    """Only the controls that change something on the view's tab are shown."""
-    of_curves = view.tab not in {"about", "classes"}
-    useful = (view.tab == "layers", view.tab != "about", of_curves, view.tab == "curves")
-    return [{"display": "flex", "gap": "16px"} if shown else {"display": "none"} for shown in useful]
+def _of_map(view: View) -> dict[str, str]:
+    """The heatmap's controls stand where the heatmap does."""
+    return {} if view.tab == "layers" else {"display": "none"}

@@ -28,6 +28,7 @@ from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.identities import strategy_title
+from collage_dashboard.pages.run_curves import draw_stack
 from collage_dashboard.pages.run_marks import Marks, placed
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import Tab, View, write_address
@@ -47,6 +48,7 @@ __all__ = [
     "layer_metrics",
     "panel",
     "summary",
+    "worst_layers",
 ]
 
 _INTENT = {
@@ -85,7 +87,7 @@ def head(run: wire.Run) -> html.Div:
 
 
 def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
-    """What is wrong, where and since when; the numbers that it quotes; and the layers that lose the most."""
+    """What is wrong, where and since when, and the numbers that it quotes."""
     validated = "validation_loss" in run.scalars
     loss = run.scalars.get("validation_loss" if validated else "loss")
     over = over_steps(overview)
@@ -110,12 +112,11 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
             html.Div(verdict_line(overview), className="answer"),
             html.P(overview.verdict, className="reasons"),
             html.Div(cards, className="four"),
-            _worst(run, overview),
         ]
     )
 
 
-def _worst(run: wire.Run, overview: wire.Overview) -> Any:
+def worst_layers(run: wire.Run, overview: wire.Overview) -> Any:
     """The layers that lose the most energy, each a way to its curves."""
     if not overview.worst:
         return None
@@ -343,7 +344,7 @@ def draw(
     since: int | None = None,
     zooms: int = 0,
 ) -> go.Figure:
-    """The figure of `kind` ("series", "heatmap", "histogram", "classes") for `metric`; a curve in `colour`.
+    """The figure of `kind` ("stack", "series", "heatmap", "histogram", "classes") for `metric`; curves in `colour`.
 
     `marks`: steps, and what happened there. `since`: a histogram from this step on is set against what was before.
     `zooms`: as `narrowed` has it.
@@ -356,6 +357,8 @@ def draw(
         if kind == "histogram":
             return _histogram(view, reader, since)
         steps = steps_within(view, reader)
+        if kind == "stack":
+            return narrowed(draw_stack(view, reader, steps, colour, marks), view, zooms)
         if kind == "series":
             return narrowed(_series(metric, view, reader, steps, colour, marks), view, zooms)
         return narrowed(_DRAWERS[kind](metric, view, reader, steps), view, zooms)

@@ -112,6 +112,18 @@ def test_rounding_noise_does_not_fill_the_axis():
     assert wide.layout.yaxis.autorangeoptions.include is None
 
 
+def test_a_curve_that_never_changes_stands_on_an_axis_of_its_own_size():
+    def ends(metric, values):
+        found = curves(metric, [NamedCurve("run", RED, series(values, metric))]).layout.yaxis.autorangeoptions
+        return found.clipmin, found.clipmax
+
+    assert ends("learning_rate", [2e-4, 2e-4]) == pytest.approx((1e-4, 3e-4))
+    assert ends("half_ulp_margin", [-2.0]) == (-3.0, -1.0)
+    assert ends("lost_update_ratio", [0.0, None]) == pytest.approx((-SMALLEST_SPAN / 20, 0.95 * SMALLEST_SPAN))
+    assert ends("learning_rate", [2e-4, 1e-4]) == (None, None)
+    assert ends("loss", [0.0]) == (None, None)
+
+
 def test_the_ideal_is_a_dotted_line_where_there_is_one():
     assert curves("edq_ratio", [NamedCurve("run", RED, series([0.9]))]).layout.shapes[0].y0 == 1.0
     assert not curves("grad_norm", [NamedCurve("run", RED, series([0.9], "grad_norm"))]).layout.shapes

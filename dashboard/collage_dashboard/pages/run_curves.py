@@ -1,0 +1,105 @@
+"""The curves of a run's first screen: loss, EDQ, updates lost and learning rate on one axis, with what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import dash_mantine_components as dmc
+import plotly.graph_objects as go
+from dash import dcc, html
+
+from collage_dashboard.components import save_buttons
+from collage_dashboard.descriptions import describe
+from collage_dashboard.figures import NamedCurve, curves, stack
+from collage_dashboard.figures.series import mark_events
+from collage_dashboard.figures.stack import stack_height
+from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
+from collage_dashboard.pages.run_marks import Marks, marks_in_words, placed
+from collage_dashboard.reader import Reader
+from collage_dashboard.view import View
+from collage_dashboard.zoom import POINTS, Steps
+from collage_monitor import wire
+from collage_monitor.client import Client
+from collage_monitor.errors import NotAuthorised, ServerRefusal
+
+__all__ = ["STACKED", "curves_card", "draw_stack"]
+
+STACKED: Final = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
+"""From top to bottom."""
+_TITLE: Final = "Curves of the run"
+_CHART: Final = {"kind": "stack", "metric": "stack"}
+Answers = dict[str, wire.Series | str]
+"""By metric its series, or why the server refused it."""
+
+
+def curves_card(controls: Any, marks: Marks) -> dmc.Paper:
+    """The card of the stacked curves, under the controls that act on all curves of the page."""
+    figure = empty_figure("", height=stack_height(len(STACKED)))
+    graph = dcc.Graph(
+        id={"type": "run-figure", **_CHART}, figure=figure, config=GRAPH_CONFIG, clear_on_unhover=True
+    )
+    foot = [html.Div(marks_in_words(marks), id="run-marks"), save_buttons(_TITLE)]
+    return dmc.Paper(
+        [
+            controls,
+            html.Div(graph, id="run-stack", style={"minHeight": f"{stack_height(len(STACKED))}px"}),
+            html.Div(foot, className="chart-foot"),
+            dcc.Store(id={"type": "run-answer", **_CHART}),
+            dcc.Store(id={"type": "run-digest", **_CHART}),
+        ],
+        className="card chart-card",
+        withBorder=True,
+        mt=14,
+    )
+
+
+def draw_stack(view: View, reader: Reader, steps: Steps, colour: str, marks: Marks) -> go.Figure:
+    """The stacked curves between `steps`; measured ones are of the view's layer.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    logged = [key for key in STACKED if describe(key).scalar]
+    measured = [key for key in STACKED if key not in logged]
+    found: Answers = {}
+    for answers in reader.ask_together(
+        lambda client: _read(client, view, measured, view.layer, steps),
+        lambda client: _read(client, view, logged, None, steps),
+    ):
+        found |= answers
+    figure = stack(
+        {key: _curve(key, found[key], view, colour) for key in STACKED}, view.axis, subtitle=view.layer or ""
+    )
+    whole = next((answer for answer in found.values() if isinstance(answer, wire.Series) and answer.steps), None)
+    return mark_events(figure, placed(marks, whole), over="paper") if whole else figure
+
+
+def _curve(metric: str, answer: wire.Series | str, view: View, colour: str) -> go.Figure:
+    if isinstance(answer, str):
+        return empty_figure(answer)
+    named = NamedCurve(describe(metric).axis_title, colour, answer)
+    return curves(metric, [named], smoothing=view.smoothing, scale=view.scale)
+
+
+def _read(client: Client, view: View, metrics: Sequence[str], layer: str | None, steps: Steps) -> Answers:
+    """One question for all of them; one that is refused does not spoil the others."""
+    try:
+        answer = client.series(
+            view.runs[0],
+            metrics,
+            layer=layer,
+            axis=view.axis,
+            points=POINTS,
+            first_step=steps[0],
+            last_step=steps[1],
+        )
+    except NotAuthorised:
+        raise
+    except ServerRefusal as error:
+        if len(metrics) == 1:
+            return {metrics[0]: str(error)}
+        return {
+            key: found for metric in metrics for key, found in _read(client, view, [metric], layer, steps).items()
+        }
+    return {answer.metric: answer, **(answer.more if isinstance(answer.more, dict) else {})}

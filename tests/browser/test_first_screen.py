@@ -1,0 +1,137 @@
+"""The first screen of a run: the sentence, its numbers, and the curves on one axis with what happened marked."""
+
+import re
+
+import pytest
+
+from collage_monitor.client import Client
+from tests.browser.test_incidents import Overflowed
+from tests.dashboard.generated import demo_runs
+from tests.dashboard.posting import post_run
+from tests.waiting import until
+
+pytestmark = pytest.mark.browser
+
+STACK = "document.querySelector('#run-stack .js-plotly-plot')"
+TITLES = ["Training loss", "EDQ (ratio)", "Updates lost (ratio)", "Learning rate"]
+RESUMED_AT, CURVES = 61, 7
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The demo's, and one whose alert will fire."""
+    return [*demo_runs(), Overflowed("overflowed", "plus", state="running", run_id="run-inf")]
+
+
+@pytest.fixture
+def opened(watched):
+    """A page that shows a run, once its curves are drawn."""
+
+    def make(run, search=""):
+        watched.page.goto(f"{watched.url}/run/{run}{search}")
+        watched.page.wait_for_function(f"{STACK}?.data.length >= 4")
+        return watched.page
+
+    return make
+
+
+def bottom(page, selector):
+    box = page.locator(selector).first.bounding_box()
+    return box["y"] + box["height"]
+
+
+def test_sentence_numbers_and_curves_stand_on_one_screen_above_the_tabs(opened):
+    page = opened("run-plain")
+    assert bottom(page, ".answer") < bottom(page, ".number-card") < page.locator("#run-stack").bounding_box()["y"]
+    ticks = page.locator("#run-stack .xtick")
+    assert bottom(page, "#run-stack .xtitle") < page.viewport_size["height"]
+    assert bottom(page, "#run-stack") < page.locator("#run-worst").bounding_box()["y"]
+    assert bottom(page, "#run-worst") < page.locator("#run-tab").bounding_box()["y"]
+    shown = page.locator("#run-stack .annotation-text").all_text_contents()
+    assert shown == TITLES
+    assert {round(tick.bounding_box()["y"]) for tick in ticks.all()} == {round(ticks.first.bounding_box()["y"])}
+    assert len(page.evaluate(f"{STACK}._fullLayout._subplots.xaxis")) == 1
+    assert len(page.evaluate(f"{STACK}._fullLayout._subplots.yaxis")) == len(TITLES)
+
+
+def test_the_curves_of_the_first_screen_follow_the_address_and_their_controls(opened):
+    page = opened("run-plain", "?from=50&to=150&axis=step&layer=head.weight&smoothing=0.5")
+    assert page.evaluate(f"{STACK}._fullLayout.xaxis.range") == [50, 150]
+    assert page.locator("#run-stack .annotation-text", has_text="head.weight").count() == 2, "loss has no layer"
+    assert max(page.evaluate(f"{STACK}.data.map(t => Math.max(...t.x))")) < 170, "and is read anew"
+    types = f"['', 2, 3, 4].map(n => {STACK}._fullLayout['yaxis' + n].type)"
+    page.locator("#run-scale").get_by_text("Log", exact=True).click()
+    page.wait_for_function(f"{types}.every(type => type === 'log')")
+    assert "scale=log" in page.url
+    page.go_back()
+    page.wait_for_function(f"{types}.every(type => type === 'linear')")
+    page.evaluate(f"Plotly.relayout({STACK}, {{'xaxis.autorange': true}})")
+    page.wait_for_function(f"{STACK}._fullLayout.xaxis.range[1] > 195")
+    page.locator("#run-axis").get_by_text("Tokens").click()
+    page.wait_for_function(f"{STACK}._fullLayout.xaxis.range[1] > 195 * 2048")
+    assert page.locator("#run-stack .xtitle").text_content() == "tokens"
+
+
+def test_a_zoom_of_the_first_screen_is_that_of_the_charts_below(opened):
+    page = opened("run-plain", "?tab=norms")
+    area = page.locator("#run-stack .nsewdrag").last
+    box = area.bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 40, steps=5)
+    page.mouse.up()
+    page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
+    ends = [int(end) for end in re.findall(r"(?:from|to)=(\d+)", page.url)]
+    below = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
+    page.wait_for_function(
+        f"ends => [{STACK}, ...{below}].every(p => '' + p._fullLayout.xaxis.range === '' + ends)", arg=ends
+    )
+    page.go_back()
+    page.wait_for_function(f"[{STACK}, ...{below}].every(p => p._fullLayout.xaxis.range[1] > 195)")
+
+
+def test_the_first_screens_curves_are_pointed_at_together_and_saved(opened):
+    page = opened("run-plain", "?tab=norms")
+    page.locator("#run-stack .nsewdrag").first.hover()
+    page.wait_for_function(f"{STACK}.querySelectorAll('.hoverlayer .hovertext').length === 4")
+    with page.expect_download() as found:
+        page.get_by_role("button", name="Curves of the run as CSV").press("Enter")
+    head, *lines = found.value.path().read_text().splitlines()
+    assert head == "name,step,value"
+    assert [line.split(",")[0] for line in lines] == [title for title in TITLES for _ in range(20)]
+    page.locator("#run-stack .annotation-text", has_text="EDQ").hover()
+    page.locator("#run-stack .hoverlayer", has_text="Share of the intended descent").wait_for()
+
+
+@pytest.fixture(scope="module")
+def happened(server_url):
+    """The step at which an alert fired on a run that was resumed."""
+    address, token_file = server_url
+    token = token_file.read_text().strip()
+    run = Overflowed("overflowed", "plus", state="running", run_id="run-inf")
+    post_run(address, run, token, first=RESUMED_AT)
+    with Client(address, token) as client:
+        alert = until(
+            lambda: next((event for event in client.events(run.run_id).events if event.kind == "alert"), None),
+            "the server's evaluation",
+        )
+    assert "CollageNotFinite" in alert.text
+    return alert.step
+
+
+def test_attempts_and_alerts_are_marked_in_all_curves(opened, happened):
+    marked = sorted((RESUMED_AT, happened))
+    page = opened("run-inf", "?tab=curves")
+    for said in (f"attempt 2 at step {RESUMED_AT}", f"CollageNotFinite at step {happened}"):
+        page.locator("#run-marks", has_text=said).wait_for()
+    lines = "(p, over) => (p.layout.shapes || []).filter(s => s.yref === over && s.x0 === s.x1).map(s => s.x0)"
+    assert sorted(page.evaluate(f"({lines})({STACK}, 'paper')")) == marked
+    charts = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
+    page.wait_for_function(f"{charts}.length === {CURVES}")
+    for found in page.evaluate(f"{charts}.map(p => ({lines})(p, 'y domain'))"):
+        assert sorted(found) == marked
+    handles = page.locator("#run-stack .annotation-text", has_text="▾")
+    places = page.evaluate(f"{STACK}.layout.annotations.filter(note => note.text === '▾').map(note => note.x)")
+    for step, said in ((RESUMED_AT, "attempt 2"), (happened, "CollageNotFinite")):
+        handles.nth(places.index(step)).hover()
+        page.locator("#run-stack .hoverlayer", has_text=f"{said}, step {step}").wait_for()
