@@ -153,6 +153,7 @@ def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watche
     ]
     assert page.get_by_label("Note for the run's timeline").input_value() == ""
     timeline.get_by_text("CollageNotFinite firing").wait_for()
+    assert page.get_by_text(incident.text).count() == 1, "what the incident says stands once on its page"
 
 
 def test_a_token_that_may_only_read_is_told_so(open_page, dashboard, server_url, client, tmp_path):

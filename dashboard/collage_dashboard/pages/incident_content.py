@@ -342,7 +342,9 @@ def _event(event: wire.Event, incident: wire.Incident) -> dmc.TableTr:
     own = event.kind in {"alert", "alert_resolved"} and event.text.startswith(f"{incident.alert} ")
     resumed = event.kind == "attempt" and (event.attempt or 1) > 1
     title = "Resumed" if resumed else _KINDS[event.kind]
-    what = html.Div([html.Strong(title), html.Div([event.text, *_named(event.layers)], className="quiet")])
+    # What the incident says stands at the top of its page.
+    text = event.text.removesuffix(f": {incident.text}") if own else event.text
+    what = html.Div([html.Strong(title), html.Div([text, *_named(event.layers)], className="quiet")])
     cells = (when(event.time), UNDEFINED if event.step is None else count(event.step), what)
     return dmc.TableTr([dmc.TableTd(cell, className="text") for cell in cells], className="own" if own else "")
 
