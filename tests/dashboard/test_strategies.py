@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from collage_dashboard.app import render
+from collage_dashboard.figures.style import STRATEGY_COLOURS
 from collage_dashboard.figures.tradeoff import tradeoff
 from collage_dashboard.pages.comparison_curves import figure, lines_of
 from collage_dashboard.pages.strategies_content import STRATEGY_COLUMNS, cost_figures, otherwise, strategy_table
@@ -110,6 +111,34 @@ def test_a_label_does_not_stand_where_it_seems_to_be_another_points():
     assert places["Collage plus"] == "top right"
     assert places["Collage light"] == "bottom center", "to its left stands another point"
     assert places["fp32 master weights"] in {"top center", "top left", "top right"}
+
+
+def test_where_points_crowd_a_line_leads_to_the_label():
+    """Eight strategies of the same cost and nearly the same loss, and one far away that makes them a heap."""
+    names = [name for name in STRATEGY_COLOURS if name != "unknown"][:9]
+    rows = [(names[0], 8.0, 0.5)] + [(name, 16.0, 0.001 * place) for place, name in enumerate(names[1:])]
+    results = [
+        StrategyResult(
+            strategy=name,
+            dtype="bfloat16",
+            runs=(),
+            is_reference=False,
+            loss=Estimate(2.4 + gap, 1),
+            gap=Estimate(gap, 1),
+            bytes_per_parameter=Estimate(size, 1),
+            tokens_per_second=None,
+        )
+        for name, size, gap in rows
+    ]
+    drawn = tradeoff(results, "bytes_per_parameter")
+    beside = {trace.name for trace in drawn.data if "text" in trace.mode}
+    led = {note.text: note for note in drawn.layout.annotations if note.showarrow is not False}
+    assert led
+    assert beside | set(led) == {trace.name for trace in drawn.data}
+    for title, note in led.items():
+        [own] = [trace for trace in drawn.data if trace.name == title]
+        assert (note.x, note.y, note.axref, note.ayref) == (own.x[0], own.y[0], "x", "y")
+    assert len({(note.ax, note.ay) for note in led.values()}) == len(led)
 
 
 def test_intervals_over_seeds_are_drawn_and_do_not_squeeze_the_points():

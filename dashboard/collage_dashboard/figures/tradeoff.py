@@ -29,6 +29,8 @@ _TOUCH_PIXELS: Final = 2.0
 """So far boxes may reach into each other: letters do not fill theirs."""
 _NEAR_PIXELS: Final = 24.0
 """A label stands on the other side of its point than one as near as this, which it could be taken for."""
+_GRID_PIXELS: Final = 8
+"""Between the places at which a label is tried that finds none beside its point."""
 _LEAST_REACH: Final = 0.02
 """Half of an axis, as a share of the values on it, at least."""
 _PLACES: Final = (
@@ -42,6 +44,10 @@ _PLACES: Final = (
     "bottom center",
 )
 Range = tuple[float, float]
+Box = tuple[float, float, float, float]
+"""In pixels: left, bottom, right, top."""
+Place = str | tuple[float, float]
+"""Of a label: a side of its point, or its middle, to which a line leads."""
 _EXACT: Final = Estimate(0.0, 1)
 
 
@@ -81,6 +87,9 @@ def tradeoff(
         xaxis=axis(describe(cost).axis_title, range=list(across)),
         yaxis=axis("loss above the reference" if referred else "loss", range=list(up)),
     )
+    for point, place in zip(points, places, strict=True):
+        if isinstance(place, tuple):
+            figure.add_annotation(_led_label(point, place, point.result == chosen))
     if referred:
         figure.add_hline(y=0, line={"color": INK, "width": 1, "dash": "dot"})
     left_out = len(results) - len(points)
@@ -96,16 +105,40 @@ def short_titles(results: Sequence[StrategyResult]) -> list[str]:
     ]
 
 
-def _trace(point: _Point, place: str | None, is_chosen: bool) -> go.Scatter:
-    colour = strategy_colour(point.result.strategy, point.result.dtype)
+def _led_label(point: _Point, middle: tuple[float, float], is_chosen: bool) -> dict[str, Any]:
+    """A label away from its point, at the end of a line."""
+    return {
+        "text": _label(point, is_chosen),
+        "font": {"size": 11},
+        "x": point.cost.value,
+        "y": point.loss.value,
+        "ax": middle[0],
+        "ay": middle[1],
+        "axref": "x",
+        "ayref": "y",
+        "arrowhead": 0,
+        "arrowwidth": 1,
+        "arrowcolor": strategy_colour(point.result.strategy, point.result.dtype),
+        "standoff": _DOT,
+        "borderpad": 0,
+    }
+
+
+def _label(point: _Point, is_chosen: bool) -> str:
     title = literal(point.title)
+    return f"<b>{title}</b>" if is_chosen else title
+
+
+def _trace(point: _Point, place: Place | None, is_chosen: bool) -> go.Scatter:
+    colour = strategy_colour(point.result.strategy, point.result.dtype)
+    beside = place if isinstance(place, str) else None
     return go.Scatter(
         x=[point.cost.value],
         y=[point.loss.value],
-        name=title,
-        mode="markers+text" if place else "markers",
-        text=[f"<b>{title}</b>" if is_chosen else title],
-        textposition=place or "top center",
+        name=literal(point.title),
+        mode="markers+text" if beside else "markers",
+        text=[_label(point, is_chosen)],
+        textposition=beside or "top center",
         textfont={"size": 11},
         cliponaxis=False,
         marker={
@@ -158,9 +191,9 @@ def _room(estimates: Sequence[Estimate]) -> Range:
     return min(low, middle - reach) - margin, max(high, middle + reach) + margin
 
 
-def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[str | None]:
+def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[Place | None]:
     """Where each point's label stands, so that none covers another or a point, and none seems to be another
-    point's where there is a choice; None where there is no room.
+    point's where there is a choice: beside its point, or at the end of a line; None where the chart is full.
 
     The chosen strategy's label is placed first.
     """
@@ -172,7 +205,7 @@ def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[st
         for point in points
     ]
     taken = [(x - _DOT, y - _DOT, x + _DOT, y + _DOT) for x, y in centres]
-    found: list[str | None] = []
+    found: list[Place | None] = []
     for point, (x, y) in zip(points, centres, strict=True):
         crowded = {"right" if right > x else "left" for right, _ in centres if 0 < abs(right - x) < _NEAR_PIXELS}
         places = [place for place in _PLACES if place.split()[1] not in crowded]
@@ -188,7 +221,25 @@ def _label_places(points: Sequence[_Point], across: Range, up: Range) -> list[st
         found.append(chosen)
         if chosen:
             taken.append(boxes[chosen])
+    for place, point in enumerate(points):
+        if found[place] is None and (led := _free_box(centres[place], len(point.title), taken)) is not None:
+            taken.append(led)
+            middle = (led[0] + led[2]) / 2 / _PLOT_PIXELS[0], (led[1] + led[3]) / 2 / _PLOT_PIXELS[1]
+            found[place] = (
+                across[0] + middle[0] * (across[1] - across[0]),
+                up[0] + middle[1] * (up[1] - up[0]),
+            )
     return found
+
+
+def _free_box(own: tuple[float, float], characters: int, taken: Sequence[Box]) -> Box | None:
+    """The nearest place for a label that is free, in pixels."""
+    width = characters * _LETTER_PIXELS
+    lefts = range(0, max(int(_PLOT_PIXELS[0] - width), 0), _GRID_PIXELS)
+    bottoms = range(0, int(_PLOT_PIXELS[1] - _LINE_PIXELS), _GRID_PIXELS)
+    boxes = [(left, bottom, left + width, bottom + _LINE_PIXELS) for left in lefts for bottom in bottoms]
+    boxes.sort(key=lambda box: math.dist(own, ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)))
+    return next((box for box in boxes if not any(_overlap(box, other) for other in taken)), None)
 
 
 def _is_nearest(own: Sequence[float], box: Sequence[float], centres: Sequence[Sequence[float]]) -> bool:
@@ -198,8 +249,8 @@ def _is_nearest(own: Sequence[float], box: Sequence[float], centres: Sequence[Se
     return all(math.dist(own, middle) <= math.dist(other, middle) for other in apart)
 
 
-def _box(x: float, y: float, characters: int, place: str) -> tuple[float, float, float, float]:
-    """The rectangle of a label in pixels, (left, bottom, right, top)."""
+def _box(x: float, y: float, characters: int, place: str) -> Box:
+    """The rectangle of a label."""
     vertical, _, side = place.partition(" ")
     width, height = characters * _LETTER_PIXELS, _LINE_PIXELS
     left = {"left": x - _DOT - width, "right": x + _DOT, "center": x - width / 2}[side]
@@ -207,6 +258,6 @@ def _box(x: float, y: float, characters: int, place: str) -> tuple[float, float,
     return left, bottom, left + width, bottom + height
 
 
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+def _overlap(one: Box, other: Box) -> bool:
     ends = ((one[0], other[2]), (other[0], one[2]), (one[1], other[3]), (other[1], one[3]))
     return all(begin < end - _TOUCH_PIXELS for begin, end in ends)
