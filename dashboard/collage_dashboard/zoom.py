@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -10,9 +13,10 @@ import plotly.graph_objects as go
 from collage_dashboard.descriptions import finite
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import View
+from collage_monitor.client import Axis
 from collage_monitor.errors import ServerRefusal
 
-__all__ = ["POINTS", "Steps", "narrowed", "step_at", "steps_within", "zoomed"]
+__all__ = ["POINTS", "Steps", "narrowed", "on_axis", "step_at", "steps_within", "zoomed"]
 
 POINTS: Final = 300
 """Of a curve: as many as half a screen shows."""
@@ -28,6 +32,30 @@ def zoomed(before: View, change: dict[str, Any]) -> View:
         return replace(before, zoom=None)
     first, last = sorted(max(round(float(end), _DIGITS[before.axis]), 0.0) for end in change["xaxis.range"])
     return replace(before, zoom=(first, max(last, first + _SMALLEST[before.axis])))
+
+
+def on_axis(view: View, axis: Axis, reader: Reader) -> View:
+    """The view over another axis. Its zoom shows the same steps; of a run with fewer than two it shows all.
+
+    Raises:
+        CollageError: the server does not answer, or refuses the token.
+    """
+    other = replace(view, axis=axis, zoom=None)
+    if axis == view.axis or view.zoom is None:
+        return replace(view, axis=axis)
+    here, there = ({step: at for at, step in _places(seen, reader)} for seen in (view, other))
+    pairs = sorted({here[step]: there[step] for step in here.keys() & there.keys()}.items())
+    if len(pairs) < 2:
+        return other
+    ends = [_carried(end, pairs) for end in view.zoom]
+    return zoomed(other, {"xaxis.autorange": False, "xaxis.range": ends})
+
+
+def _carried(place: float, pairs: Sequence[tuple[float, float]]) -> float:
+    """Where a place on one axis is on another: on the straight line through the pairs beside it."""
+    after = min(max(bisect_left(pairs, (place, -math.inf)), 1), len(pairs) - 1)
+    (here, there), (here_after, there_after) = pairs[after - 1 : after + 1]
+    return there + (place - here) / (here_after - here) * (there_after - there)
 
 
 def narrowed(figure: go.Figure, view: View, zooms: int = 0) -> go.Figure:

@@ -112,6 +112,16 @@ def test_a_zoom_counts_while_other_charts_tell_their_size(watched):
     assert "from=40&to=120" in page.url
 
 
+def test_another_axis_shows_the_same_steps(watched):
+    page = watched.page
+    page.goto(f"{watched.url}/run/run-plain?tab=curves&from=50&to=155")
+    all_have(page, "axis.range[0] === 50 && axis.range[1] === 155")
+    for axis, first, last in (("Tokens", 50 * 2048, 155 * 2048), ("Time", 0.5 * 40, 0.5 * 145), ("Step", 50, 155)):
+        page.locator("#run-axis").get_by_text(axis).click()
+        all_have(page, f"axis.range[0] === {first} && axis.range[1] === {last}")
+        assert f"from={first:g}&to={last:g}" in page.url
+
+
 @pytest.mark.parametrize("axis", ["step", "tokens", "time"])
 def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
     page = watched.page

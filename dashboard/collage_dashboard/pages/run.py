@@ -42,7 +42,7 @@ from collage_dashboard.pages.run_curves import curves_card
 from collage_dashboard.pages.run_marks import marks_in_words, marks_of
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, read_address, write_address
-from collage_dashboard.zoom import step_at, zoomed
+from collage_dashboard.zoom import on_axis, step_at, zoomed
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError
@@ -330,7 +330,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
         elif trigger == "run-zoom":
             view = zoomed(before, zoom)
         elif isinstance(trigger, str):
-            view = _chosen(before, *controls)
+            view = _chosen(before, reader, *controls)
         else:
             view = _clicked(before, clicks, reader)
         wanted = write_address(view)[1]
@@ -355,6 +355,7 @@ def _register_navigation(app: dash.Dash, reader: Reader) -> None:
 
 def _chosen(
     before: View,
+    reader: Reader,
     tab: str,
     metric: str,
     order: str,
@@ -368,13 +369,15 @@ def _chosen(
     given = f"?tab={tab}&order={order}&rows={rows}&axis={axis}&scale={scale}&smoothing={smoothing or 0}"
     picked = read_address("/", given)
     named = None if layer in {None, WHOLE_MODEL} else layer
+    try:
+        moved = on_axis(before, picked.axis, reader)
+    except CollageError:
+        moved = replace(before, axis=picked.axis, zoom=None)
     return replace(
-        before,
+        moved,
         tab=picked.tab,
         order=picked.order,
         rows=picked.rows,
-        axis=picked.axis,
-        zoom=before.zoom if picked.axis == before.axis else None,
         scale=picked.scale,
         smoothing=picked.smoothing,
         metric=None if metric in {None, DEFAULT_METRIC} else metric,
