@@ -65,7 +65,7 @@ def test_the_curves_of_the_first_screen_follow_the_address_and_their_controls(op
     assert "scale=log" in page.url
     page.go_back()
     page.wait_for_function(f"{types}.every(type => type === 'linear')")
-    page.evaluate(f"Plotly.relayout({STACK}, {{'xaxis.autorange': true}})")
+    page.locator("#run-stack .nsewdrag").first.dblclick()
     page.wait_for_function(f"{STACK}._fullLayout.xaxis.range[1] > 195")
     page.locator("#run-axis").get_by_text("Tokens").click()
     page.wait_for_function(f"{STACK}._fullLayout.xaxis.range[1] > 195 * 2048")

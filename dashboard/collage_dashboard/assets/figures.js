@@ -35,12 +35,29 @@
   }
 
   // The charts of a page share their x axis: a zoom of one is that of all, and stands in the page's address. Of the
-  // run page all charts are read anew for it; the histogram runs over sizes.
-  function zoomOfPage() {
-    const no = window.dash_clientside.no_update;
-    const { triggered } = window.dash_clientside.callback_context;
-    const zooms = triggered.filter(({ prop_id }) => !prop_id.includes('"kind":"histogram"')).map(({ value }) => zoomOf(value));
-    return zooms.find((zoom) => zoom) || no; // Other charts may have told their size at the same time.
+  // run page all charts are read anew for it; the histogram runs over sizes. Whoever zooms has touched the chart
+  // first. Dash's own property of a chart would not do: the size that a chart tells takes the place of a zoom.
+  document.addEventListener(
+    "pointerdown",
+    (event) => {
+      const plot = event.target.closest && event.target.closest(".js-plotly-plot");
+      const store = plot && plot.on && storeOfZoom(plot);
+      if (!store) return;
+      plot.tellZoom = plot.tellZoom || ((change) => tellZoom(store, zoomOf(change)));
+      plot.removeListener("plotly_relayout", plot.tellZoom);
+      plot.on("plotly_relayout", plot.tellZoom);
+    },
+    true,
+  );
+
+  function storeOfZoom(plot) {
+    if (plot.closest('[id*=\'"kind":"histogram"\']')) return null;
+    if (plot.closest("#run-stack, #run-panel")) return "run-zoom";
+    return plot.closest("[id^='compare-chart-']") ? "compare-zoom" : null;
+  }
+
+  function tellZoom(store, zoom) {
+    if (zoom) window.dash_clientside.set_props(store, { data: zoom });
   }
 
   // What a comparison shows was read already: its charts follow the address as they are.
@@ -120,7 +137,6 @@
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     collage: {
       keepZoom: (figure, current) => (figure ? carry(figure, current) : window.dash_clientside.no_update),
-      zoomOfPage,
       showZoom,
       shareHover,
     },

@@ -214,12 +214,6 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         )
 
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "zoomOfPage"),
-        Output("compare-zoom", "data"),
-        *(Input(f"compare-chart-{place}", "relayoutData") for place in places),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("collage", "showZoom"),
         Output("compare-legend", "id"),
         Input("compare-shown", "data"),

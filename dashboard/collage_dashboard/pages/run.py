@@ -262,12 +262,6 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
         prevent_initial_call=True,
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
-        ClientsideFunction("collage", "zoomOfPage"),
-        Output("run-zoom", "data"),
-        Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "relayoutData"),
-        prevent_initial_call=True,
-    )
-    app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("collage", "shareHover"),
         Output("run-panel", "id"),
         Input({"type": "run-figure", "kind": ALL, "metric": ALL}, "hoverData"),
