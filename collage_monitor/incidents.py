@@ -101,6 +101,7 @@ class _Reader:
         ranges = _ranges(series, onset, split, self._place(series, 0.0))
         worlds = {stream.attempt: stream.world_size for stream in self._client.streams(run.run_id).streams}
         before, after = (None if found is None else self._span(found, worlds) for found in ranges)
+        highest, rising = self._so_far("learning_rate")
         return IncidentEvidence(
             incident,
             run,
@@ -111,7 +112,8 @@ class _Reader:
             held_since,
             before,
             after,
-            highest=self._highest("learning_rate"),
+            highest=highest,
+            rising=rising,
             layers=self._layers(after),
             types={layer.name: layer.module_type for layer in self._client.layers(run.run_id).layers},
             events=events,
@@ -210,12 +212,15 @@ class _Reader:
             found += [answer, *(answer.more.values() if isinstance(answer.more, dict) else ())]
         return found
 
-    def _highest(self, name: str) -> dict[str, float]:
+    def _so_far(self, name: str) -> tuple[dict[str, float], dict[str, bool]]:
+        """Of a logged scalar its largest value, and whether it still rose where the alert fired."""
         if name not in self._run.scalars:
-            return {}
-        series = self._client.series(self._run.run_id, name, points=1, last_step=self._step)
-        value = finite(series.maximum[0]) if series.maximum else None
-        return {} if value is None else {name: value}
+            return {}, {}
+        series = self._client.series(self._run.run_id, name, points=_POINTS, last_step=self._step)
+        largest = [value for entry in series.maximum if (value := finite(entry)) is not None]
+        last = [value for entry in series.values[-2:] if (value := finite(entry)) is not None]
+        rising = {name: last[0] < last[1]} if len(last) == 2 else {}
+        return {name: max(largest)} if largest else {}, rising
 
     def _layers(self, span: Span | None) -> dict[str, dict[str, Number | None]]:
         found: dict[str, dict[str, Number | None]] = {}

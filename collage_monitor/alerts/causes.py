@@ -88,8 +88,8 @@ class IncidentEvidence:
     step: the run's step when the alert fired. metric: what the alert judges, with its `series` up to there. onset:
     since when that is different; held_since: the step from which the condition held without a break. before, after:
     the steps beside the change, or beside the moment at which the condition began to hold. highest: largest logged
-    values since the run began. layers: metrics by layer after the change; types: their module types. events: the
-    run's, oldest first.
+    values since the run began; rising: whether they still grow at `step`. layers: metrics by layer after the
+    change; types: their module types. events: the run's, oldest first.
     """
 
     incident: wire.Incident
@@ -102,6 +102,7 @@ class IncidentEvidence:
     before: Span | None = None
     after: Span | None = None
     highest: Mapping[str, float] = field(default_factory=dict)
+    rising: Mapping[str, bool] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, Number | None]] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     events: Sequence[wire.Event] = ()

@@ -73,11 +73,10 @@ def _gaps_grew(evidence: IncidentEvidence) -> Verdict:
 
 
 def _warming_up(evidence: IncidentEvidence) -> Verdict:
-    rate, highest = evidence.both("learning_rate"), evidence.highest.get("learning_rate")
-    if rate is None or highest is None:
+    rate, rising = evidence.both("learning_rate"), evidence.rising.get("learning_rate")
+    if rate is None or rising is None:
         return untold("learning_rate was not logged on both sides")
     clause = f"learning_rate was {text_of(rate[0])} before and {text_of(rate[1])} after"
-    rising = rate[1] > 1.02 * rate[0] and rate[1] > 0.9 * highest
     return for_it(f"{clause}: it still rises") if rising else against(f"{clause}: it does not rise")
 
 

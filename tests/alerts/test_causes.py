@@ -116,8 +116,8 @@ CASES = {
         evidence(GAP, {}),
     ),
     ("CollageEdqLow", 0): (
-        evidence({"learning_rate": 0.5}, RATE, highest=RATE),
-        evidence(RATE, RATE, highest=RATE),
+        evidence({"learning_rate": 0.5}, RATE, rising={"learning_rate": True}),
+        evidence({"learning_rate": 0.5}, RATE, rising={"learning_rate": False}),
         evidence(RATE, {}),
     ),
     ("CollageEdqLow", 1): (

@@ -9,6 +9,7 @@ from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
 from collage_monitor.evidence import read_edq_since, read_onset
+from collage_monitor.incidents import read_incident
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until
@@ -38,7 +39,7 @@ class Dropping(GeneratedRun):
 
 @dataclass
 class Declining(GeneratedRun):
-    """Never good, it loses more all the while, and a little more at once from DROP on."""
+    """Never good, it loses more all the while, and a little more at once from DROP on; its rate rises for 40 steps."""
 
     def totals(self, step):
         found = super().totals(step)
@@ -46,6 +47,9 @@ class Declining(GeneratedRun):
         for key in ("intended_effective_sum", "effective_squared_sum", "intended_visible_sum"):
             found[key] = found[key] * left
         return found
+
+    def scalars(self, step):
+        return super().scalars(step) | {"learning_rate": 2e-4 * min(step / 40, 1.0)}
 
 
 @dataclass
@@ -93,6 +97,13 @@ def test_since_when_is_one_answer_of_list_page_and_incident(watched, client):
     onset = read_onset(client, "run-decline")
     assert onset is not None, "a step of the decline is found, and not told as its cause"
     assert onset.last_before == DROP
+
+
+def test_a_rate_whose_warm_up_is_over_is_not_said_to_rise(client):
+    incident = client.incidents(run_id="run-decline").events[0]
+    found = ALERTS["CollageEdqLow"].checks[0](read_incident(client, incident))
+    assert found.holds is False
+    assert found.because.endswith("it does not rise")
 
 
 def test_an_alerts_link_leads_to_what_changed(watched, client):
