@@ -39,7 +39,7 @@ class Dropping(GeneratedRun):
 
 @dataclass
 class Declining(GeneratedRun):
-    """Never good, it loses more all the while, and a little more at once from DROP on; its rate rises for 40 steps."""
+    """Never good, it loses more all the while, a little more at once from DROP on; its rate rises for 40 steps."""
 
     def totals(self, step):
         found = super().totals(step)

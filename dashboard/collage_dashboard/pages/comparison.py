@@ -182,15 +182,21 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate
         rows = _read(kept)
         metrics = (*charted(rows), view.metric or DEFAULT_METRIC)
-        read = replace(view, zoom=None)  # A zoom moves what is there.
-        wanted = [f"{revision['at']} {write_address(replace(read, metric=metric))[1]}" for metric in metrics]
-        before = drawn or [["", ""]] * len(metrics)
+        whole = replace(view, zoom=None)
+        # Over tokens or time each run has its own steps between two places: there a zoom moves what was read.
+        read = view if view.axis == "step" else whole
+        asking = [*(replace(read, metric=metric) for metric in metrics), replace(whole, metric=metrics[LOSS])]
+        wanted = [f"{revision['at']} {write_address(one)[1]}" for one in asking]
+        before = drawn or [["", ""]] * len(wanted)
         asked = [place for place in places if before[place][0] != wanted[place]]
         if not asked:
             raise dash.exceptions.PreventUpdate
         try:
-            found = read_curves(reader, view, rows, [metrics[place] for place in asked])
-            runs = completed(reader, found[metrics[LOSS]]) if LOSS in asked else None
+            found = read_curves(reader, read, rows, [metrics[place] for place in asked])
+            runs = None
+            if before[-1][0] != wanted[-1]:
+                of_all = found if read.zoom is None else read_curves(reader, whole, rows, [metrics[LOSS]])
+                runs = completed(reader, of_all[metrics[LOSS]])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_of(run_results(rows, runs or ()))
@@ -201,6 +207,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
             for place in asked
         }
         now = [[wanted[place], digest(figures[place]) if place in asked else before[place][1]] for place in places]
+        now.append([wanted[-1], ""])
         changed = [now[place][1] != before[place][1] for place in places]
         return now, *shown, *(figures[place] if changed[place] else no_update for place in places)
 

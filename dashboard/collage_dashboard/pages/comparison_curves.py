@@ -86,12 +86,20 @@ def charted(rows: Sequence[wire.RunRow]) -> tuple[str, ...]:
 def read_curves(
     reader: Reader, view: View, rows: Sequence[wire.RunRow], metrics: Sequence[str]
 ) -> dict[str, wire.Comparison | str]:
-    """By metric the comparison that holds it, from one question; in words why not, where the server refuses it."""
+    """By metric the comparison that holds it, from one question; in words why not, where the server refuses it.
+
+    Of a view with a zoom, which is one of steps, what it shows.
+    """
+    first, last = map(int, view.zoom) if view.zoom else (None, None)
     there = [row.run_id for row in rows]
     if not there:
         return dict.fromkeys(metrics, "none of these runs is there")
     try:
-        answer = reader.ask(lambda client: client.compare(there, metrics, axis=view.axis, points=POINTS))
+        answer = reader.ask(
+            lambda client: client.compare(
+                there, metrics, axis=view.axis, points=POINTS, first_step=first, last_step=last
+            )
+        )
     except NotAuthorised:
         raise
     except ServerRefusal as error:
