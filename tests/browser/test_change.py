@@ -77,7 +77,7 @@ def test_a_layer_says_what_it_is_and_its_histogram_what_changed(watched):
     page.locator(
         "#run-panel .gtitle", has_text=f"steps {FELL_AT} to 600; line: before the change, steps 10 to 300"
     ).wait_for()
-    assert page.locator("#run-panel .scatterlayer .trace").count() >= 2
+    page.wait_for_function("document.querySelectorAll('#run-panel .scatterlayer .trace').length >= 2")
     page.get_by_role("tab", name="Elements").click()
     page.locator("#run-panel .gtitle", has_text=FALLEN[0]).wait_for()
     page.go_back()
