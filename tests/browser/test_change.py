@@ -79,7 +79,7 @@ def test_a_layer_says_what_it_is_and_its_histogram_what_changed(watched):
     ).wait_for()
     page.wait_for_function("document.querySelectorAll('#run-panel .scatterlayer .trace').length >= 2")
     page.get_by_role("tab", name="Elements").click()
-    page.locator("#run-panel .gtitle", has_text=FALLEN[0]).wait_for()
+    page.locator('#run-panel [id*=\'"kind":"classes"\'] .gtitle', has_text=FALLEN[0]).wait_for()
     page.go_back()
     page.go_back()
 
