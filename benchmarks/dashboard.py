@@ -149,10 +149,10 @@ def _table_pages(client: Client, server: int, rounds: int) -> list[Figure]:
 
 
 def _busy(server: int) -> bool:
-    """Whether the server still evaluates in the background."""
+    """Whether the server still evaluates or seals in the background: looked at for longer than a round's interval."""
     before = _cpu_seconds(server)
-    time.sleep(3.0)
-    return _cpu_seconds(server) - before > 0.3
+    time.sleep(12.0)
+    return _cpu_seconds(server) - before > 1.2
 
 
 def _paints(browser: Browser, url: str, rounds: int) -> list[Figure]:

@@ -26,6 +26,7 @@ _LOOK_BACK_SECONDS: Final = 300.0
 """How far back Prometheus looks for the newest sample at an offset."""
 _TO_DEVIATION: Final = 1.349
 _ON: Final = "run_id"
+_STEPS: Final = ("collage_step", "collage_steps_since_resume")
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Evaluation:
         self._scale = time_scale
         self._active: dict[tuple[str, Labels], _Active] = {}
         self._history = _History()
-        self._longest: dict[str, float] = {"collage_step": 0.0, "collage_steps_since_resume": 0.0}
+        self._longest: dict[str, float] = dict.fromkeys(_STEPS, 0.0)
+        self._steps_of: dict[str, dict[str | None, Labels]] = {}
         for entry in self._alerts:
             for condition in entry.conditions:
                 for name in (condition.series, *RECORDED.get(condition.series, ())):
@@ -123,6 +125,11 @@ class Evaluation:
         """Take in the samples of the moment `now` (Unix seconds); what began to fire, and what ended."""
         given = list(samples)
         self._history.add(now, [*given, *_recorded(given)], self._longest)
+        # By run: looked for among all runs, for each of its series, they would take the square of their number.
+        self._steps_of = {
+            name: {dict(labels).get(_ON): labels for labels in reversed(self._history.series(name))}
+            for name in _STEPS
+        }
         changes: list[Change] = []
         for entry in self._alerts:
             changes += self._judge(entry, self._holding(entry))
@@ -152,16 +159,14 @@ class Evaluation:
 
     def _is_judged(self, alert: Alert, labels: Labels) -> bool:
         mine = dict(labels).get(_ON)
-        steps = (self._value_of_run("collage_step", mine), self._value_of_run("collage_steps_since_resume", mine))
+        steps = [self._value_of_run(name, mine) for name in _STEPS]
         if alert.warm_up_steps and (steps[0] is None or not steps[0] > alert.warm_up_steps):
             return False
         return not (alert.settle_steps and steps[1] is not None and steps[1] < alert.settle_steps)
 
     def _value_of_run(self, name: str, run_id: str | None) -> float | None:
-        for labels in self._history.series(name):
-            if dict(labels).get(_ON) == run_id:
-                return self._history.newest(name, labels, self._history.now)
-        return None
+        labels = self._steps_of[name].get(run_id)
+        return None if labels is None else self._history.newest(name, labels, self._history.now)
 
     def _measure(self, condition: Condition, labels: Labels, window: float) -> float | None:
         """The value that the rule would show if the condition holds; None if it does not."""
