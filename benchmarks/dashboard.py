@@ -149,7 +149,7 @@ def _table_pages(client: Client, server: int, rounds: int) -> list[Figure]:
 
 
 def _busy(server: int) -> bool:
-    """Whether the server still evaluates or seals in the background: looked at for longer than a round's interval."""
+    """Whether the server still evaluates or seals in the background, over more than the interval of either."""
     before = _cpu_seconds(server)
     time.sleep(12.0)
     return _cpu_seconds(server) - before > 1.2
