@@ -219,7 +219,7 @@ class _Reader:
         series = self._client.series(self._run.run_id, name, points=_POINTS, last_step=self._step)
         largest = [value for entry in series.maximum if (value := finite(entry)) is not None]
         last = [value for entry in series.values[-2:] if (value := finite(entry)) is not None]
-        rising = {name: last[0] < last[1]} if len(last) == 2 else {}
+        rising = {name: _rises(*last)} if len(last) == 2 else {}
         return {name: max(largest)} if largest else {}, rising
 
     def _layers(self, span: Span | None) -> dict[str, dict[str, Number | None]]:
@@ -233,6 +233,11 @@ class _Reader:
             for name, row in zip(heatmap.layers, heatmap.values, strict=True):
                 found.setdefault(name, {})[key] = row[0] if row else None
         return found
+
+
+def _rises(before: float, after: float) -> bool:
+    """Whether a value grew by more than a mean is rounded by; a warm-up grows by 1/400 from point to point."""
+    return after > before + 1e-6 * abs(before)
 
 
 def _ranges(series: wire.Series, onset: Onset | None, split: int, fired: int) -> list[tuple[int, int] | None]:

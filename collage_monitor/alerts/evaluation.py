@@ -146,11 +146,9 @@ class Evaluation:
         for condition in alert.conditions:
             known = {dict(labels).get(_ON) for labels in held}
             for labels in self._history.series(condition.series):
-                if (
-                    dict(labels).get(_ON) in known
-                    or not _matches(condition, labels)
-                    or not self._is_judged(alert, labels)
-                ):
+                if not _matches(condition, labels) or dict(labels).get(_ON) in known:
+                    continue
+                if not self._is_judged(alert, labels):
                     continue
                 value = self._measure(condition, labels, window)
                 if value is not None:

@@ -8,6 +8,7 @@ import pytest
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Alert
 from collage_monitor.alerts.causes import IncidentEvidence, Span
+from collage_monitor.incidents import _rises
 
 WATCH = wire.WatchInfo(optimizer="AdamW", every=10)
 RUN = wire.Run(
@@ -253,3 +254,11 @@ def test_the_metric_that_an_alert_judges():
     assert ALERTS["CollageNotFinite"].metric({"key": "residual_nonfinite"}) == "residual_nonfinite"
     assert ALERTS["CollageLossUnstable"].metric({}) == "loss"
     assert ALERTS["CollageRunStalled"].metric({}) is None
+
+
+def test_a_constant_rate_whose_means_are_rounded_differently_does_not_rise():
+    rate = 0.0002
+    means = [sum([rate] * count) / count for count in range(1, 40)]
+    assert max(means) > rate, "they differ"
+    assert not _rises(rate, max(means))
+    assert _rises(rate * 399, rate * 400)

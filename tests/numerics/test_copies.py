@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from collage_agent.numerics.formats import COPIES, copied
+from collage_agent.numerics.formats import COPIES, coded, scaled
 
 from collage_monitor.statistics.casts import FORMATS
 from tests.reference import casts
@@ -41,7 +41,7 @@ def test_copies_are_the_nearest_numbers(name, dtype):
     kind = COPIES[name]
     for matrix in matrices():
         largest = matrix.abs().max().expand(matrix.numel() // kind.block) if kind.of_tensor else None
-        found = copied(matrix.reshape(-1).to(dtype), kind, largest).double().numpy()
+        found = scaled(*coded(matrix.reshape(-1).to(dtype), kind, largest), kind).double().numpy()
         np.testing.assert_array_equal(found, casts.copy_of(matrix.numpy(), name).reshape(-1))
 
 
@@ -50,7 +50,7 @@ def test_a_sum_of_two_numbers_is_rounded_once(name):
     generator = torch.Generator().manual_seed(4)
     high = torch.randn(ROWS, COLUMNS, generator=generator).to(torch.bfloat16).double()
     values = high + high * torch.randn(ROWS, COLUMNS, generator=generator).double() * 2.0**-26
-    found = copied(values.reshape(-1), COPIES[name]).double().numpy()
+    found = scaled(*coded(values.reshape(-1), COPIES[name]), COPIES[name]).double().numpy()
     np.testing.assert_array_equal(found, casts.copy_of(values.numpy(), name).reshape(-1))
 
 
@@ -62,7 +62,7 @@ def test_a_value_that_is_not_finite_spoils_its_block_alone(name, bad):
     values[40] = bad
     # The largest weight of a tensor with such a value is not finite either: then nothing of its copy is known.
     largest = values.abs().max().expand(96 // kind.block) if kind.of_tensor else None
-    finite = copied(values, kind, largest).double().isfinite()
+    finite = scaled(*coded(values, kind, largest), kind).double().isfinite()
     start = 40 // kind.block * kind.block
     expected = torch.ones(96, dtype=torch.bool)
     expected[slice(None) if kind.of_tensor else slice(start, start + kind.block)] = False

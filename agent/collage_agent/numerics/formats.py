@@ -15,13 +15,14 @@ __all__ = [
     "COPIES",
     "CopyFormat",
     "Format",
-    "copied",
+    "coded",
     "format_of",
     "gap_towards",
     "neighbour",
     "round_at",
     "round_to",
     "round_to_grid",
+    "scaled",
     "stochastic_round",
     "ulp",
 ]
@@ -238,10 +239,9 @@ _SCALES: Final = COPIES["fp8_e4m3"]
 _LARGEST_FP32: Final = torch.finfo(torch.float32).max
 
 
-def copied(values: Tensor, kind: CopyFormat, largest: Tensor | None = None) -> Tensor:
-    """The numbers that a copy of weights in another format stands for, scales applied: [n], exact in fp64."""
-    codes, scales = coded(values, kind, largest)
-    return codes if scales is None else codes.view(-1, kind.block).mul(scales).view(-1)
+def scaled(numbers: Tensor, scales: Tensor | None, kind: CopyFormat) -> Tensor:
+    """What the numbers of `coded` stand for: [n], exact in fp64; without scales the numbers themselves."""
+    return numbers if scales is None else numbers.view(-1, kind.block).mul(scales).view(-1)
 
 
 def coded(values: Tensor, kind: CopyFormat, largest: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.formats import COPIES, CopyFormat, coded
+from collage_agent.numerics.formats import COPIES, CopyFormat, coded, scaled
 from collage_agent.sample.gather import largest_magnitudes
 from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
 from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
@@ -84,4 +84,4 @@ def _copy(weights: StoredWeights, kind: CopyFormat, block: int) -> tuple[Tensor,
         assert weights.largest is not None
         largest = weights.largest.repeat_interleave(block // kind.block)
     numbers, scales = coded(weights.values, kind, largest)
-    return numbers, numbers if scales is None else numbers.view(-1, kind.block).mul(scales).view(-1)
+    return numbers, scaled(numbers, scales, kind)

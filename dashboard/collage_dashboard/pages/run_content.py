@@ -28,11 +28,11 @@ from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.identities import strategy_title
-from collage_dashboard.pages.run_curves import draw_stack
+from collage_dashboard.pages.run_curves import draw_stack, series_between
 from collage_dashboard.pages.run_marks import Marks, placed
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import Tab, View, write_address
-from collage_dashboard.zoom import POINTS, Steps, narrowed, steps_within
+from collage_dashboard.zoom import Steps, narrowed, steps_within
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS, split_key
@@ -424,17 +424,7 @@ def _classes(_metric: str, view: View, reader: Reader, steps: Steps) -> go.Figur
 
 def _read_series(metric: str, view: View, reader: Reader, steps: Steps) -> wire.Series:
     layer = None if describe(metric).scalar else view.layer
-    return reader.ask(
-        lambda client: client.series(
-            view.runs[0],
-            metric,
-            layer=layer,
-            axis=view.axis,
-            points=POINTS,
-            first_step=steps[0],
-            last_step=steps[1],
-        )
-    )
+    return reader.ask(lambda client: series_between(client, view, metric, layer, steps))
 
 
 _DRAWERS = {"heatmap": _heatmap, "classes": _classes}

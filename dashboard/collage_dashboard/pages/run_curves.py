@@ -23,7 +23,7 @@ from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 
-__all__ = ["STACKED", "curves_card", "draw_stack"]
+__all__ = ["STACKED", "curves_card", "draw_stack", "series_between"]
 
 STACKED: Final = ("loss", "edq_ratio", "lost_update_ratio", "learning_rate")
 """From top to bottom."""
@@ -82,18 +82,25 @@ def _curve(metric: str, answer: wire.Series | str, view: View, colour: str) -> g
     return curves(metric, [named], smoothing=view.smoothing, scale=view.scale)
 
 
+def series_between(
+    client: Client, view: View, metrics: str | Sequence[str], layer: str | None, steps: Steps
+) -> wire.Series:
+    """One metric or several of the view's run, on its axis, between `steps`."""
+    return client.series(
+        view.runs[0],
+        metrics,
+        layer=layer,
+        axis=view.axis,
+        points=POINTS,
+        first_step=steps[0],
+        last_step=steps[1],
+    )
+
+
 def _read(client: Client, view: View, metrics: Sequence[str], layer: str | None, steps: Steps) -> Answers:
     """One question for all of them; one that is refused does not spoil the others."""
     try:
-        answer = client.series(
-            view.runs[0],
-            metrics,
-            layer=layer,
-            axis=view.axis,
-            points=POINTS,
-            first_step=steps[0],
-            last_step=steps[1],
-        )
+        answer = series_between(client, view, metrics, layer, steps)
     except NotAuthorised:
         raise
     except ServerRefusal as error:
