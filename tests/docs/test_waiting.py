@@ -1,4 +1,4 @@
-"""No test waits for a time or judges one: a busy machine would fail it. Conditions are waited for."""
+"""No test waits for a time or judges one, of a clock or of a CPU: a busy machine would fail it."""
 
 import ast
 from pathlib import Path
@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-CLOCKS = {"sleep", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"}
+WALL = {"sleep", "monotonic", "perf_counter"}
+CPU = {"thread_time", "process_time", "clock_gettime", "pthread_getcpuclockid"}
+CLOCKS = WALL | CPU | {f"{name}_ns" for name in WALL | CPU}
 EXEMPT = {
     "waiting.py": "the one place that waits",
     "alerts/test_prometheus.py": "logs how soon a person sees an alert; no limit is asked of a busy machine",
     "agent_delivery/doubles.py": "notes when a request came, of which a test asks that enough time lies between",
+    "costs.py": "records what tests cost, for those who choose the cheap ones",
+    "alerts/study.py": "says what a run of the study took",
+    "numerics/exhaustive.py": "says what the lane took",
     "torture": "servers are killed at random moments, and its log says how long a lane took",
 }
 
@@ -39,6 +44,8 @@ def clocks_in(source):
         ("from time import sleep", [1]),
         ("page.wait_for_timeout(4000)", [1]),
         ("began = time.monotonic()", [1]),
+        ("began = time.thread_time()", [1]),
+        ("time.clock_gettime(clock)", [1]),
         ("now = time.time()", []),
         ("monkeypatch.setattr('time.sleep', sleep)", []),
     ],
