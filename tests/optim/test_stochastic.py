@@ -193,6 +193,22 @@ def test_noise_does_not_depend_on_chunks():
     assert torch.equal(whole, noise.bits(WideArithmetic(scratch), torch.empty(5000), 0).double())
 
 
+@pytest.mark.parametrize("stream", [0, 1])
+def test_noise_is_the_hash_that_it_was(stream):
+    """In plain integers: a training that is resumed under another release rounds as it would have done."""
+    noise, low = Seeding(3, 5).at(7), 0xFFFFFFFF
+    wanted = []
+    for index in range(100):
+        mixed = (noise.start + stream * 0x85EBCA6B + index * 0x9E3779B1) & low
+        mixed = (mixed ^ (mixed >> 15) ^ noise.flipped) & low
+        wanted.append((mixed * 0x2C1B3C6D + noise.rotation) & low)
+    scratch = Workspace(100, torch.float32, torch.device("cpu"))
+    scratch.restart(100)
+    for arithmetic in (WideArithmetic(), WideArithmetic(scratch)):
+        bits = noise.bits(arithmetic, torch.empty(100), stream)
+        assert [value & low for value in bits.tolist()] == wanted
+
+
 @pytest.mark.parametrize("share", [1e-7, 5e-8])
 @pytest.mark.parametrize("arithmetic", ["fp32", "storage"])
 def test_one_number_moves_in_the_mean_below_the_resolution_of_fp32(share, arithmetic):

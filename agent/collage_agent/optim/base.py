@@ -243,12 +243,17 @@ class CollageOptimizer(Optimizer):
         strict = group["arithmetic"] == "storage" and not strategy.keeps_wide
         rule = self.rule_of(group)
         plans: dict[tuple[int, torch.dtype, torch.device], tuple[Step, list[Member]]] = {}
+        if strict and strategy.is_plain:
+            members = [
+                member
+                for member in members
+                if not rule.torch_step(group, member.parameter, member.gradient, member.state)
+            ]
+        if members:
+            torch._foreach_add_([member.state["step"] for member in members], 1)
         for member in members:
-            parameter, state = member.parameter, member.state
-            if strict and strategy.is_plain and rule.torch_step(group, parameter, member.gradient, state):
-                continue
-            state["step"] += 1
-            key = (int(state["step"].item()), parameter.dtype, parameter.device)
+            parameter = member.parameter
+            key = (int(member.state["step"].item()), parameter.dtype, parameter.device)
             if key not in plans:
                 plans[key] = (self._step(group, strategy, strict, *key), [])
             plans[key][1].append(member)

@@ -123,8 +123,8 @@ def _compile(structure: Structure, root: torch.dtype) -> Advance:
 def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], noise: Noise | None) -> None:
     """Step with 16-bit integers as 32-bit ones, a chunk at a time: inductor has no vectors for them on a CPU.
 
-    In scratch they cost a twentieth of the step, in scalar code most of it. Chunks are long, because a call costs
-    as much as a hundred thousand elements.
+    In scratch they cost a tenth of the step, in scalar code most of it. Chunks are long, because a call costs as
+    much as some forty thousand elements.
     """
     device, packed = components["parameter"].device, torch.as_tensor(scalars["packed"])
     narrow = [name for name, tensor in components.items() if tensor.dtype == torch.int16 and device.type == "cpu"]

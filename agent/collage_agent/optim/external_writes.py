@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ _RUNS, _RUN_ELEMENTS = 4, 64
 _SMALL_ELEMENTS = 1 << 14
 _WRITES_BEFORE_COPY = 2
 _NEVER_STEPPED = -1
+_version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 _NOWHERE: _Place = (0, ())
 
 
@@ -84,8 +86,8 @@ class _Entry:
         return parameter._version if weight is parameter else parameter._version + weight._version
 
 
-_Sight = tuple[int, int, int, tuple[int, ...]]
-"""Of a weight: which object it is, its version, its address and its strides."""
+_Places = tuple[list[int], list[int], list[tuple[int, ...]]]
+"""Of weights: which objects they are, their addresses and their strides."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +95,7 @@ class _Sample:
     """Runs that are read together: those of weights of one dtype and device; on a device all of one length.
 
     places: of the weights among those that take the step. sizes: elements of each weight's runs. memory, on a host,
-    or views, on a device: the runs. bits: int16 [elements], as the last step left them.
+    or views, on a device: the runs. left: their bits, as the last step left them.
     """
 
     on_host: bool
@@ -101,15 +103,11 @@ class _Sample:
     sizes: list[int] = field(default_factory=list)
     memory: list[memoryview] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
-    bits: Tensor | None = None
+    left: bytearray | Tensor | None = None
 
-    def read(self) -> Tensor:
-        """The present bits."""
-        if self.on_host:
-            # A twentieth of what torch.cat takes.
-            joined = bytearray().join(self.memory)
-            return torch.frombuffer(joined, dtype=torch.int16) if joined else torch.empty(0, dtype=torch.int16)
-        return torch.cat(self.views).view(-1).view(torch.int16)
+    def read(self) -> bytearray | Tensor:
+        """The present bits, on a host as bytes: a twentieth of what torch.cat takes."""
+        return bytearray().join(self.memory) if self.on_host else torch.cat(self.views)
 
 
 class ExternalWrites:
@@ -122,15 +120,15 @@ class ExternalWrites:
         self._entries: list[_Entry] = []
         self._order: list[_TrackedWeight] = []
         self._samples: list[_Sample] = []
-        self._left: list[_Sight] = []
-        self._left_states: list[int] = []
+        self._places: _Places | None = None
+        self._versions: tuple[list[int], list[int]] = [], []
         self._seen: tuple[list[Tensor], list[Tensor]] | None = None
         self._reads = DeferredReads()
 
     def forget(self) -> None:
         """Weights and states come from elsewhere: only what contradicts itself is taken for a write."""
         self._tracked.clear()
-        self._order, self._samples, self._left = [], [], []
+        self._order, self._samples, self._places = [], [], None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def adopt(
@@ -167,20 +165,19 @@ class ExternalWrites:
     def remember(self) -> None:
         """After the step: what it left of the weights that `adopt` was given. No synchronisation."""
         if self._seen is not None:
-            parameters, states = self._seen
+            self._versions = _versions(self._seen[0]), _versions(self._seen[1])
             self._seen = None
             for sample in self._samples:
-                sample.bits = sample.read()
-            self._left, self._left_states = _sights(parameters), [state._version for state in states]
+                sample.left = sample.read()
             return
         for sample in self._samples:
-            if sample.bits is None:
+            if sample.left is None:
                 offset = 0
                 for place, elements in zip(sample.places, sample.sizes, strict=True):
                     tracked = self._entries[place].tracked
                     tracked.sample, tracked.offset = sample, offset
                     offset += elements
-            sample.bits = sample.read()
+            sample.left = sample.read()
             sample.views = []
         for entry in self._entries:
             tracked = entry.tracked
@@ -196,8 +193,9 @@ class ExternalWrites:
             and reads_at_once(entry.weight.device)
             for entry in entries
         )
-        self._left = _sights([entry.weight for entry in entries]) if simple else []
-        self._left_states = [entry.state._version for entry in entries] if simple else []
+        weights, states = [entry.weight for entry in entries], [entry.state for entry in entries]
+        self._places = _places(weights) if simple and weights else None
+        self._versions = _versions(weights), _versions(states)
 
     def _looks_untouched(self, groups: Sequence[tuple[Mapping[str, Any], Sequence[Member]]]) -> bool:
         """Whether the weights are the last step's and all on a host, and nothing that is remembered has changed.
@@ -205,7 +203,7 @@ class ExternalWrites:
         So it is at nearly every step. What is kept by weight is then left as it is, which halves the cost.
         """
         self._seen = None
-        if not self._left:
+        if self._places is None:
             return False
         parameters: list[Tensor] = []
         states: list[Tensor] = []
@@ -214,16 +212,16 @@ class ExternalWrites:
             if key is not None:
                 parameters += [member.parameter for member in members]
                 states += [member.state[key] for member in members]
-        if _sights(parameters) == self._left and all(
-            sample.bits is not None and torch.equal(sample.read(), sample.bits) for sample in self._samples
+        if (
+            _versions(parameters) == self._versions[0]
+            and _places(parameters) == self._places
+            and all(sample.read() == sample.left for sample in self._samples)
         ):
             self._seen = parameters, states
             return True
-        for tracked, (_, version, _, _), state_version in zip(
-            self._order, self._left, self._left_states, strict=True
-        ):
+        for tracked, version, state_version in zip(self._order, *self._versions, strict=True):
             tracked.version, tracked.state_version = version, state_version
-        self._left = []
+        self._places = None
         return False
 
     def _entries_of(self, groups: Iterable[tuple[Mapping[str, Any], Sequence[Member]]]) -> list[_Entry]:
@@ -274,14 +272,14 @@ class ExternalWrites:
             if not sample.on_host:
                 sample.views = [_runs_within(entry.weight) for entry in entries]
             suspects = [moved[place] for place in sample.places]
-            now, left = sample.read(), sample.bits
-            if left is not None and sample.on_host and torch.equal(now, left):
+            now, left = sample.read(), sample.left
+            if sample.on_host and now == left:
                 yield from ((entry, False) for entry, suspect in zip(entries, suspects, strict=True) if suspect)
                 continue
             if left is not None and not sample.on_host and not any(suspects):
-                self._reads.add(now.ne(left).any(), self._tell_too_late)
+                self._reads.add(_integers(now).ne(_integers(left)).any(), self._tell_too_late)
                 continue
-            parts = torch.split(now, sample.sizes)
+            parts = torch.split(_integers(now), sample.sizes)
             for entry, suspect, own in zip(entries, suspects, parts, strict=True):
                 differs = _differs(entry, own) if suspect or sample.on_host else False
                 if suspect or differs is True:
@@ -330,8 +328,19 @@ class ExternalWrites:
             )
 
 
-def _sights(parameters: Sequence[Tensor]) -> list[_Sight]:
-    return [(id(own), own._version, own.data_ptr(), own.stride()) for own in parameters]
+def _places(weights: Sequence[Tensor]) -> _Places:
+    return list(map(id, weights)), list(map(Tensor.data_ptr, weights)), list(map(Tensor.stride, weights))
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(_version_of, tensors))
+
+
+def _integers(bits: bytearray | Tensor) -> Tensor:
+    """What `_Sample.read` returned, as int16 [elements]."""
+    if isinstance(bits, Tensor):
+        return bits.view(-1).view(torch.int16)
+    return torch.frombuffer(bits, dtype=torch.int16) if bits else torch.empty(0, dtype=torch.int16)
 
 
 def reads_at_once(device: torch.device) -> bool:
@@ -400,10 +409,10 @@ def _differs(entry: _Entry, now: Tensor) -> bool | Tensor:
     # A state that was written to as well is a checkpoint, loaded in place: weight and state agree.
     if tracked.state_version != entry.state._version:
         return False
-    left = None if tracked.sample is None else tracked.sample.bits
-    if left is None:
+    bits = None if tracked.sample is None else tracked.sample.left
+    if bits is None:
         return entry.reordered
-    left = left[tracked.offset : tracked.offset + now.numel()]
+    left = _integers(bits)[tracked.offset : tracked.offset + now.numel()]
     return not torch.equal(now, left) if reads_at_once(now.device) else now.ne(left).any()
 
 

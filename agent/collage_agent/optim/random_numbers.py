@@ -93,8 +93,11 @@ class Noise:
         mixed = arithmetic.on(torch.bitwise_xor, mixed, folded)
         arithmetic.give_back(folded)
         mixed = arithmetic.on(torch.bitwise_xor, mixed, self.flipped)
-        mixed = arithmetic.on(torch.mul, mixed, _MIX)
-        return arithmetic.on(torch.add, mixed, self.rotation)
+        return arithmetic.on(_multiplied_and_rotated, mixed, self.rotation)
+
+
+def _multiplied_and_rotated(mixed: Tensor, rotation: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.add(rotation, mixed, alpha=_MIX, out=out)
 
 
 class Draws:

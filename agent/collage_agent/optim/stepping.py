@@ -76,9 +76,9 @@ class Member:
     state: State
 
     def components(self, names: list[str]) -> State:
-        """Parameter, gradient and the named states, detached, as far as they live on this process."""
-        own = {"parameter": self.parameter, "gradient": self.gradient}
-        return {name: local_part((own[name] if name in own else self.state[name]).detach()) for name in names}
+        """Parameter and gradient, detached, and the named states, as far as they live on this process."""
+        own = {"parameter": self.parameter.detach(), "gradient": self.gradient.detach()}
+        return {name: local_part(own[name] if name in own else self.state[name]) for name in names}
 
 
 def chunks(tensors: State, size: int) -> Iterator[State]:
@@ -158,7 +158,7 @@ def step_tensors(step: Step, members: list[Member]) -> None:
             step_components(step, components, member.position, shard_number(member.parameter))
             continue
         first = first if small else member.position
-        small.append({name: tensor.view(-1) for name, tensor in components.items()})
+        small.append(_flat(components))
         gathered += elements
         if gathered >= _TOGETHER_ELEMENTS:
             _step_together(step, small, first)
@@ -171,10 +171,15 @@ def step_components(step: Step, components: State, position: int, shard: int) ->
     """Step one tensor's components, of one shape and any strides."""
     # What is not contiguous is stepped in a copy: flat memory would do if all layouts agreed, but they may differ.
     dense = {name: tensor.contiguous() for name, tensor in components.items()}
-    _step_flat(step, {name: tensor.view(-1) for name, tensor in dense.items()}, position, shard)
+    _step_flat(step, _flat(dense), position, shard)
     for name, tensor in components.items():
         if dense[name] is not tensor and name != "gradient":
             tensor.copy_(dense[name])
+
+
+def _flat(components: State) -> State:
+    """Contiguous tensors as vectors. Most are vectors already, and a view that changes nothing has its cost."""
+    return {name: tensor if tensor.dim() == 1 else tensor.view(-1) for name, tensor in components.items()}
 
 
 def _step_together(step: Step, parts: list[State], position: int) -> None:
