@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from collage_agent.handle import watch
+from collage_agent.sample.gather import BlockLayout
 from collage_agent.sample.touched import TouchedRows
 from torch import nn
 
@@ -121,3 +122,28 @@ def test_a_dense_embedding_of_which_the_sample_saw_no_used_row_is_not_measured()
         assert table["lost_update_ratio"] is None
         assert table["edq_ratio"] is None
         assert table.get("idle") is None
+
+
+def test_a_state_without_a_sign_is_not_looked_at_whole(monkeypatch):
+    """No step is proportional to a second moment; a look at it took two passes over each, for nothing."""
+    looked_at = []
+    squares = BlockLayout.whole_squares
+
+    def noted(layout, samples, tensors):
+        looked_at.append(tensors)
+        return squares(layout, samples, tensors)
+
+    monkeypatch.setattr(BlockLayout, "whole_squares", noted)
+    model = nn.Linear(100, 100).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch(model, optimizer, every=1, sample=1024, budget=None)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(8, 100, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        if len(looked_at) == 2:
+            gradient, momentum = looked_at
+            assert gradient[0] is model.weight.grad
+            assert momentum[0] is optimizer.state[model.weight]["exp_avg"]
+    # The first measured step, the first that has states, and the tenth after that.
+    assert len(looked_at) == 6

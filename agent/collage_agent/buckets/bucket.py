@@ -26,6 +26,7 @@ from collage_agent.sample.gather import BlockLayout, Staging, local
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import MEASURES, StepView, Sums
+from collage_agent.stats.blocks import on_host
 from collage_agent.stats.casts import is_wider, largest_magnitude
 from collage_agent.stats.counterfactuals import fp8_scales
 from collage_agent.stats.edq import squared_block_sums
@@ -41,8 +42,9 @@ _AS_KEPT: Final = "residual as kept"
 class Bucket:
     """Gathers before and after a step and reduces the sample to block totals.
 
-    `members` are indices of watched parameters. Live values are kept in their own dtype in buffers that are made
-    once; the fp64 work is done in runs of slots that stay in the cache. Nothing here synchronises a device.
+    `members` are indices of watched parameters; `whole`: every element of them is measured. Live values are kept in
+    their own dtype in buffers that are made once; the fp64 work is done in runs of slots that stay in the cache.
+    Nothing here synchronises a device.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Bucket:
         self.intent = intent
         self.knows_gradient = knows_gradient
         self.layout = BlockLayout(samples, parameters)
+        self.whole = all(sample.whole for sample in samples)
         self._before: dict[str, Staging] = {}
         self._after: dict[str, Staging] = {}
         self._group: dict[str, Any] = {}
@@ -215,20 +218,23 @@ class Bucket:
 
         Without a sign it is none: a second moment is large where steps are not. Two passes over each.
         """
-        keys = [
-            key
-            for key in stored.average_names(self._after, self.intent.composition)
-            if key in states[0] and self._after[key].values.is_floating_point()
-        ]
-        plain = [key for key in keys if reading(states[0], key) is states[0][key]]
-        found = self._squares(self._after, plain, [[state[key] for state in states] for key in plain])
-        signed = [self._after[key].values.lt(0).any() for key in plain]
-        return [(sampled * sign, whole * sign) for (sampled, whole), sign in zip(found, signed, strict=False)]
+        found = []
+        for key in stored.average_names(self._after, self.intent.composition):
+            values = self._after[key].values
+            plain = key in states[0] and reading(states[0], key) is states[0][key]
+            if not (plain and values.is_floating_point()):
+                continue
+            signed = values.lt(0).any()
+            if on_host(signed) and not signed:
+                continue
+            squares = self._squares(self._after, [key], [[state[key] for state in states]])
+            found += [(sampled * signed, whole * signed) for sampled, whole in squares]
+        return found
 
     def _squares(
         self, gathered: Mapping[str, Staging], keys: Sequence[str], tensors: Sequence[Sequence[Any]]
     ) -> list[tuple[Tensor, Tensor]]:
-        if all(sample.whole for sample in self.samples):
+        if self.whole:
             return []
         values = [gathered[key].values.to(torch.float64).unsqueeze(0) for key in keys]
         sampled = [squared_block_sums(rows, self.layout.block)[0] for rows in values]

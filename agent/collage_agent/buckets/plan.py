@@ -15,6 +15,7 @@ from collage_agent.buckets.oracle import OracleView
 from collage_agent.buckets.totals import SIZES, BlockTotals, SampleSizes, estimated_totals
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion
 from collage_agent.stats import replicas
+from collage_agent.stats.blocks import on_host
 from collage_agent.stats.intervals import missed_share
 from collage_monitor.table import Axis, Table
 
@@ -75,7 +76,8 @@ class BucketPlan:
         the sample misses. A pass over each. Synchronises nothing.
         """
         self.bucket.largest_before = self.bucket.largest_weights(self.states(optimizer))
-        self._whole = self.bucket.gradient_squares() if self._measured % LOOK_EVERY == 0 else None
+        due = not self.bucket.whole and self._measured % LOOK_EVERY == 0
+        self._whole = self.bucket.gradient_squares() if due else None
         self._measured += 1
 
     def measure(
@@ -90,7 +92,8 @@ class BucketPlan:
         if self._whole is not None:
             shares = self._missed_shares(blocks, [*self._whole, *self.bucket.momentum_squares(states)])
             # The first is the gradient's. Where the sample saw none of it, its zeros say nothing of the tensor.
-            self._missed, self._unseen = shares.amax(0), shares[0].isinf()
+            self._missed, unseen = shares.amax(0), shares[0].isinf()
+            self._unseen = None if on_host(unseen) and not unseen.any() else unseen
         table = estimated_totals(blocks, self.sizes, self.layers, self.bucket.missing, self._missed)
         if self.out_of_step is not None:
             table = Table(table.statistics, self.layers, torch.where(self.out_of_step, torch.nan, table.array))

@@ -27,6 +27,7 @@ from collage_monitor.table import Table
 __all__ = ["Meter"]
 
 WINDOW_SAMPLE: Final = 2048
+_NO_TENSORS: Final = frozenset({int, float, bool, str, TensorSample})
 
 
 class Meter:
@@ -220,13 +221,14 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
         seen.add(id(found))
         if isinstance(found, Tensor):
             yield local(found)
+        elif isinstance(found, list | tuple | set | frozenset):
+            # Numbers, names and samples are as many as the tensors of a model.
+            waiting += [entry for entry in found if type(entry) not in _NO_TENSORS]
         elif isinstance(found, Mapping):
             waiting += found.values()
-        elif isinstance(found, list | tuple | set | frozenset):
-            waiting += found
         elif isinstance(found, BlockLayout):
             waiting += (found.tensor_of_block, found.rows)
         elif isinstance(found, Views):
             waiting += (found.zeros, found.copies)
-        elif not isinstance(found, TensorSample) and type(found).__module__.partition(".")[0] == "collage_agent":
+        elif type(found).__module__.partition(".")[0] == "collage_agent":
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()

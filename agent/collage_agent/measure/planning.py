@@ -29,8 +29,8 @@ from collage_monitor.table import Axis
 
 __all__ = ["Planner", "Signature", "steps_taken"]
 
-_Entry = tuple[int, int, int, float, torch.dtype | None, bool]
-Signature = tuple[bool, tuple[Oracle, ...], tuple[_Entry, ...]]
+_Kind = tuple[int, int, float, torch.dtype | None, bool]
+Signature = tuple[bool, tuple[Oracle, ...], dict[_Kind, list[int]]]
 _MOST_TOUCHED: Final = 2**20
 """Elements of a tensor with a sparse gradient, where all are asked for: their places take 8 bytes each."""
 _NO_STATE: Final[dict[str, Any]] = {}
@@ -60,7 +60,7 @@ class Planner:
 
     def signature_of(self, optimizer: Optimizer, closure: bool, oracles: Sequence[Oracle] = ()) -> Signature:
         """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
-        entries: list[_Entry] = []
+        kinds: dict[_Kind, list[int]] = {}
         first: float | None = None
         state_of = optimizer.state.get
         for index, watched in enumerate(self.watched):
@@ -74,8 +74,8 @@ class Planner:
                 first = step
             dtype = None if gradient is None else gradient.dtype
             sparse = gradient is not None and gradient.is_sparse
-            entries.append((index, watched.group, len(own), step - first, dtype, sparse))
-        return closure, tuple(oracles), tuple(entries)
+            kinds.setdefault((watched.group, len(own), step - first, dtype, sparse), []).append(index)
+        return closure, tuple(oracles), kinds
 
     def plans(
         self, optimizer: Optimizer, signature: Signature, cap: int | Literal["all"], oracles: Sequence[Oracle]
@@ -84,21 +84,21 @@ class Planner:
         kinds: dict[object, list[int]] = {}
         dtypes_of: dict[object, object] = {}
         found: list[BucketPlan] = []
-        closure, _, entries = signature
-        for index, *rest in entries:
+        closure, _, stepped_alike = signature
+        for kind, index in ((kind, index) for kind, indices in stepped_alike.items() for index in indices):
             parameter = self.watched[index].parameter
             gradient = self.intents[self.watched[index].group].composition.gradient_of(parameter)
-            if gradient is not None and not gradient.is_sparse and not placed_alike(parameter, gradient):
-                continue
             if gradient is not None and gradient.is_sparse:
                 found += self._plan_touched(index, cap, gradient, optimizer)
+                continue
+            if not placed_alike(parameter, gradient):
                 continue
             state = optimizer.state.get(parameter, {})
             form = stored.form_of(parameter, state)
             dtypes = dtypes_of.get(form)
             if dtypes is None:
                 dtypes = dtypes_of[form] = stored.elementwise_dtypes(parameter, state)
-            kinds.setdefault((*rest, local(parameter).device, parameter.dtype, dtypes), []).append(index)
+            kinds.setdefault((kind, local(parameter).device, parameter.dtype, dtypes), []).append(index)
         return found + [self._plan_bucket(members, closure, cap, oracles) for members in kinds.values()]
 
     def _plan_touched(

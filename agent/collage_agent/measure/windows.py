@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -84,7 +84,7 @@ class Windows:
         self.schedule = WindowSchedule(lengths, every)
         self._open: dict[int, _OpenWindow] = {}
         self.plan: list[BucketPlan] = []
-        self._signature: Hashable = None
+        self._signature: object = None
         self._step = -1
 
     @property
@@ -101,7 +101,7 @@ class Windows:
         optimizer: Optimizer,
         step: int,
         doublings: int,
-        signature: Hashable,
+        signature: object,
         plan: Callable[[], list[BucketPlan]],
     ) -> None:
         """Add u of step number `step`, which the optimizer is about to take, to the windows that it belongs to.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final, Literal
 
 import numpy as np
@@ -39,22 +39,22 @@ class TensorSample:
         """Length of the ragged last block: 0 when there is none, chosen or not."""
         return self.elements % self.block
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Chosen blocks, the ragged one included."""
         return len(self.rows) + self.tail
 
-    @property
+    @cached_property
     def population_blocks(self) -> int:
         """All blocks of the tensor, the ragged one included."""
         return -(-self.elements // self.block)
 
-    @property
+    @cached_property
     def sampled(self) -> int:
         """Chosen elements."""
         return len(self.rows) * self.block + self.tail * self.tail_elements
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether every element is measured."""
         return self.blocks == self.population_blocks

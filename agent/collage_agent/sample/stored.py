@@ -126,11 +126,12 @@ def form_of(parameter: Tensor, state: Mapping[str, Any]) -> object:
     shape, found = parameter.shape, list[object]()
     for key, value in state.items():
         kind = type(value)
-        found += (key, kind)
         if kind is Tensor:
-            found += (value.dtype, value.shape == shape)
+            found += (key, value.dtype, value.shape == shape)
         elif isinstance(value, Tensor):
-            found += (value.dtype, value.shape == shape, type(local(value)))
+            found += (key, value.dtype, value.shape == shape, kind, type(local(value)))
+        else:
+            found += (key, kind)
     return tuple(found)
 
 

@@ -26,6 +26,8 @@ MODEL: Final = 0
 """Column of the whole model; layer i stands in column i + 1."""
 _BYTES: Final = 8 * 2**20
 _FEWEST_POINTS, _MOST_POINTS = 4, 64
+_TOGETHER: Final = 8
+_WAITING_BYTES: Final = 2**20
 _LEFT_OUT: Final = ("octave", "method/dtype")
 """Labels of statistics that no judgement reads: histograms and counterfactuals, most of a table's rows."""
 
@@ -63,7 +65,8 @@ class Past:
 class History:
     """Measured steps, each a point at first; where room runs out, neighbours are merged, all alike.
 
-    Adding costs a few operations on the tables' device, and waits for nothing; `past` synchronises the device.
+    Adding waits for nothing, and costs a few operations on the tables' device for _TOGETHER measured steps, or so
+    many as are _WAITING_BYTES; `past` synchronises the device.
     """
 
     def __init__(self, limit_bytes: int = _BYTES) -> None:
@@ -77,32 +80,53 @@ class History:
         self._steps_per_point = 1
         self._points: list[_Point] = []
         self._unmerged: list[_Point] = []
+        self._waiting: list[Measurement] = []
 
     @property
     def bytes(self) -> int:
-        """Memory of the kept totals."""
-        return sum(point.array.nbytes + point.roots.nbytes for point in (*self._points, *self._unmerged))
+        """Memory of the kept totals, but for what the last measured step holds itself."""
+        points = sum(point.array.nbytes + point.roots.nbytes for point in (*self._points, *self._unmerged))
+        return points + sum(measurement.totals.nbytes for measurement in self._waiting[:-1])
 
     def add(self, measurement: Measurement) -> None:
         """Keep a measured step. No synchronisation."""
-        if measurement.layout is not self._layout:
-            self._read_layout(measurement.layout, measurement.totals.device)
-        layers = measurement.totals.index_select(0, self._rows)
-        model = _reduced(layers.T, self._over_shards)
-        array = torch.cat((model.unsqueeze(1), layers), 1)
-        roots = [(array[a].clamp(min=0).sqrt() * array[b].clamp(min=0).sqrt()) for a, b, _ in self._pairs]
-        own = torch.stack(roots) if roots else array[:0]
-        self._unmerged.append(_Point(measurement.step, measurement.step, array, own))
+        if self._waiting and measurement.layout is not self._waiting[0].layout:
+            self._take_in()
+        self._waiting.append(measurement)
+        waiting = len(self._waiting)
+        if waiting == _TOGETHER or waiting * measurement.totals.nbytes >= min(_WAITING_BYTES, self._limit_bytes):
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Make points of the measurements that wait, all of one layout."""
+        taken, self._waiting = self._waiting, []
+        if taken and taken[0].layout is not self._layout:
+            self._read_layout(taken[0].layout, taken[0].totals.device)
+        if taken:
+            layers = torch.stack([measurement.totals for measurement in taken]).index_select(1, self._rows)
+            model = _reduced(layers.permute(2, 1, 0), self._over_shards)
+            arrays = torch.cat((model.t().unsqueeze(2), layers), 2)
+            roots = [
+                (arrays[:, a].clamp(min=0).sqrt() * arrays[:, b].clamp(min=0).sqrt()) for a, b, _ in self._pairs
+            ]
+            own = torch.stack(roots, 1) if roots else arrays[:, :0]
+            for measurement, array, root in zip(taken, arrays, own, strict=True):
+                self._keep(_Point(measurement.step, measurement.step, array, root))
+
+    def _keep(self, point: _Point) -> None:
+        self._unmerged.append(point)
         if len(self._unmerged) == self._steps_per_point:
             self._points.append(self._merged(self._unmerged))
             self._unmerged = []
-        most = 2 * max(_FEWEST_POINTS, min(_MOST_POINTS, self._limit_bytes // max(array.nbytes + own.nbytes, 1)))
+        size = point.array.nbytes + point.roots.nbytes
+        most = 2 * max(_FEWEST_POINTS, min(_MOST_POINTS, self._limit_bytes // max(size, 1)))
         if len(self._points) >= most:
             self._points = [self._merged(self._points[i : i + 2]) for i in range(0, most, 2)]
             self._steps_per_point *= 2
 
     def past(self) -> Past | None:
         """Everything kept, oldest first; None before the first measured step. Synchronises the device."""
+        self._take_in()
         # The steps that no point holds yet are one point of their own.
         points = [*self._points, *([self._merged(self._unmerged)] if self._unmerged else [])]
         if not points:
