@@ -32,7 +32,7 @@ def test_intervals_of_each_law(law):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("law", LAWS)
 def test_two_thousand_intervals_of_each_law(law, optimizer, blocks):
-    check(held(law, optimizer, blocks, 250, range(8)), law, tolerance=0.006)
+    check(held(law, optimizer, blocks, 50, range(40)), law, tolerance=0.006)
 
 
 def test_one_element_that_the_sample_missed_takes_the_interval_away():
