@@ -105,6 +105,14 @@ def test_the_best_beta2_moves_only_where_it_is_told_apart():
     assert "the best one moves with precision" in beta2.page(swept(apart)).verdict
     alike = {**apart, (PLAIN, 0.99): [2.4, 2.7, 2.6]}
     assert "is not shown: under each, 0.9 is lowest" in beta2.page(swept(alike)).verdict
+    same = {**apart, (PLAIN, 0.9): [2.5, 2.6, 2.7], (PLAIN, 0.99): [2.7, 2.8, 2.9]}
+    assert "lowest at β₂ = 0.9 under each strategy: that the best" in beta2.page(swept(same)).verdict
+
+
+def test_a_gap_that_nobody_would_see_is_no_verdict():
+    """Of thirty gaps over three seeds one read +0.0001, and that was called worse beyond chance."""
+    losses = {(FP32, 0.9): [2.0, 2.1, 2.2], (PLAIN, 0.9): [2.0001, 2.10011, 2.20009]}
+    assert "No strategy is shown to end worse than fp32" in beta2.page(swept(losses)).verdict
 
 
 def test_strategies_are_told_by_the_settings_in_which_they_end_worse():

@@ -21,7 +21,7 @@ __all__ = ["STUDY"]
 
 REFERENCE: Final = Plan("plain", "float32")
 PLANS: Final = (REFERENCE, *(Plan(name, "bfloat16") for name in ("plain", "light", "kahan", "stochastic")))
-RATES: Final = (3e-5, 1e-4, 3e-4)
+RATES: Final = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 SEEDS: Final = (1, 2, 3)
 WINDOW: Final = 8
 EARLY: Final = 0.25
