@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from collage_monitor.judgement import Evidence, Judgement, finite, loses_most, percent
 
-__all__ = ["headline", "layers_in_words"]
+__all__ = ["beyond", "headline", "layers_in_words"]
 
 _OF_RESIDUALS = "residual_zero_ratio"
 """Of updates that went into a residual that is dropped: the share lost counts them as arrived."""
@@ -51,6 +51,14 @@ def headline(
     return _sentence("; ".join(parts))
 
 
+def beyond(sentence: str, verdict: str) -> str:
+    """What a headline says that the verdict beside it does not; empty if that is nothing."""
+    clauses = sentence.rstrip(".").split("; ")
+    said = verdict.casefold()
+    untold = [clause for clause in clauses if clause.casefold() not in said]
+    return _sentence("; ".join(untold)) if untold else ""
+
+
 def _sentence(text: str) -> str:
     """With a capital, except where it begins with a name of the code's."""
     named = "_" in text.split(" ", 1)[0]
@@ -59,12 +67,12 @@ def _sentence(text: str) -> str:
 
 def _losing(judgement: Judgement, evidence: Evidence, since: int | None, changed: Sequence[str]) -> str:
     lost, edq = finite(evidence.model.get("lost_update_ratio")), finite(evidence.model.get("edq_ratio"))
-    by_edq = next((finding for finding in judgement.findings if finding.key.startswith("edq")), None)
-    window = by_edq is not None and by_edq.key != "edq_ratio"
-    if window and by_edq is not None and by_edq.value is not None:
-        steps = by_edq.key.partition("/")[2]
-        share = percent(1 - by_edq.value)
-        text = f"loses {share} of what its updates intend (EDQ {by_edq.value:.3f} over {steps} steps)"
+    short, steps = _short_by(judgement)
+    rounded_away = any(finding.key == "lost_update_ratio" for finding in judgement.findings)
+    # A weight that moves too little has lost no update: told by their number, its run would lose next to nothing.
+    if short and (steps or not rounded_away):
+        over = f" over {steps} steps" if steps else ""
+        text = f"loses {percent(short)} of what its updates intend (EDQ {1 - short:.3f}{over})"
     elif lost is not None:
         text = f"loses {percent(lost)} of its updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
     else:
@@ -72,6 +80,14 @@ def _losing(judgement: Judgement, evidence: Evidence, since: int | None, changed
     text += _since(since, evidence)
     where = _where(evidence, changed if since is not None else ())
     return f"{text}, {where}" if where else text
+
+
+def _short_by(judgement: Judgement) -> tuple[float, str]:
+    """How far EDQ is below 1 where that is a finding (0 where not), and over how many steps ("": over one)."""
+    for finding in judgement.findings:
+        if finding.health == "losing updates" and finding.key.startswith("edq") and finding.value is not None:
+            return 1 - finding.value, finding.key.partition("/")[2]
+    return 0.0, ""
 
 
 def _since(step: int | None, evidence: Evidence) -> str:

@@ -176,7 +176,8 @@ def _oracle(case: Case) -> Iterator[Finding]:
     if value is None:
         return
     slack = ORACLE_TOLERANCE + case.chance("edq_oracle_noise_ratio")
+    text = f"EDQ against the oracle is {value:.3f}"
     if value < 1 - slack and (high is None or high < 1 - ORACLE_TOLERANCE):
-        yield Finding("steps are off", f"the oracle disagrees ({value:.3f})", key, value, 1 - ORACLE_TOLERANCE)
+        yield Finding("steps are off", text, key, value, 1 - ORACLE_TOLERANCE)
     elif value > 1 + slack and (low is None or low > 1 + ORACLE_TOLERANCE):
-        yield Finding("steps are off", f"the oracle disagrees ({value:.3f})", key, value, 1 + ORACLE_TOLERANCE)
+        yield Finding("steps are off", text, key, value, 1 + ORACLE_TOLERANCE)

@@ -1,6 +1,6 @@
 """The sentence about a run: it counts the layers that the judgement counts."""
 
-from collage_monitor.headline import headline
+from collage_monitor.headline import beyond, headline
 from collage_monitor.judgement import Evidence, Finding, Judgement, judge
 
 
@@ -27,3 +27,35 @@ def test_residuals_that_are_dropped_at_each_step_are_told_by_their_own_number():
     found = Judgement("losing updates", "", (finding,))
     said = headline(found, Evidence({"lost_update_ratio": 0.001, "edq_ratio": 1.0}, {}))
     assert said == f"{text}."
+
+
+def test_a_run_that_loses_by_rounding_few_of_its_updates_away_is_told_by_what_it_loses():
+    """Updates that all move their weights, but too little, read "loses 0 % of its updates (EDQ 0.918)"."""
+
+    def said(edq, lost):
+        evidence = Evidence({"edq_ratio": edq, "lost_update_ratio": lost, "measured_steps": 30.0}, {})
+        return headline(judge(evidence), evidence)
+
+    assert said(0.918, 0.0) == "Loses 8.2 % of what its updates intend (EDQ 0.918)."
+    assert said(0.08, 0.9) == "Loses 90.0 % of its updates (EDQ 0.080)."
+    assert said(0.6, 0.85) == "Loses 85.0 % of its updates (EDQ 0.600)."
+
+
+def test_steps_that_overshoot_beside_updates_that_are_lost_are_not_told_as_a_loss():
+    """EDQ above 1 beside lost updates read "loses −20 % of what its updates intend"."""
+    values = {"edq_window_ratio/8": 1.2, "edq_ratio": 1.2, "lost_update_ratio": 0.3}
+    findings = (
+        Finding("steps are off", "EDQ over 8 steps is 1.200: updates overshoot", "edq_window_ratio/8", 1.2, 1.02),
+        Finding("losing updates", "30.0 % of the updates are rounded away", "lost_update_ratio", 0.3, 0.02),
+    )
+    said = headline(Judgement("losing updates", "", findings), Evidence(values, {}))
+    assert said.endswith("loses 30.0 % of its updates (EDQ 1.200).")
+
+
+def test_beside_a_verdict_a_headline_says_only_what_that_does_not():
+    """An incident's text told at length, and then again, that residuals were dropped."""
+    dropped = "100 % of the residuals are 0 before a step: what they kept is dropped"
+    verdict = f"{dropped}; the state exp_avg_sq does not decay as it should (0.000). Measured: steps 10 to 170."
+    assert beyond(f"{dropped}; exp_avg_sq stuck since step 10.", verdict) == "exp_avg_sq stuck since step 10."
+    assert beyond(f"{dropped}.", verdict) == ""
+    assert beyond("Loses 3 % of its updates.", verdict) == "Loses 3 % of its updates."
