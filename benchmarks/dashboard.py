@@ -33,6 +33,7 @@ LARGE, STEPS, LAYERS = 60, 2_000, 100
 SMALL: Final = 5_000
 ROUNDS, GATE_ROUNDS = 7, 3
 TAB_SECONDS: Final = 30.0
+TABS: Final = 3
 _TICK: Final = os.sysconf("SC_CLK_TCK")
 _LIVE: Final = "large-0"
 _PAGES: Final = {
@@ -59,7 +60,7 @@ def measure(options: Options) -> Generator[Figure, None, list[str]]:
             client.close()
     return [
         f"{LARGE} runs of {STEPS} steps × {LAYERS} layers and {SMALL} small ones, filled in {filled:.0f} s",
-        f"{rounds} rounds; one live tab was open for {TAB_SECONDS:.0f} s",
+        f"{rounds} rounds; one live tab was open {TABS} times for {TAB_SECONDS:.0f} s",
     ]
 
 
@@ -125,12 +126,16 @@ def _cpu_seconds(*processes: int) -> float:
 
 
 def _table_pages(client: Client, server: int, rounds: int) -> list[Figure]:
-    """CPU of the server for one page of the table, of runs and of groups, once all runs are evaluated."""
+    """CPU of the server for a page of runs, of groups, of an opened group, once all runs are evaluated."""
     while any(row.overview is None for row in client.run_table(sort="health", descending=False, limit=1).rows):
         time.sleep(0.5)
     while _busy(server):
         pass
-    single, grouped = [], []
+    single: list[float] = []
+    grouped: list[float] = []
+    opened: list[float] = []
+    groups = [entry.group for entry in client.run_groups("strategy").rows if entry.group is not None]
+    largest = max(groups, key=lambda group: group.count).key
     for _ in range(rounds):
         before, asked = _cpu_seconds(server), 0
         for sort in ("updated_at", "edq_ratio", "name", "loss"):
@@ -138,13 +143,15 @@ def _table_pages(client: Client, server: int, rounds: int) -> list[Figure]:
                 client.run_table(sort=sort, offset=offset, limit=50)
                 asked += 1
         single.append(1e3 * (_cpu_seconds(server) - before) / asked)
-        before = _cpu_seconds(server)
-        for _ in range(asked):
-            client.run_groups("strategy", sort="loss")
-        grouped.append(1e3 * (_cpu_seconds(server) - before) / asked)
+        for spent, keys in ((grouped, ()), (opened, (largest,))):
+            before = _cpu_seconds(server)
+            for _ in range(asked):
+                client.run_groups("strategy", sort="loss", opened=keys)
+            spent.append(1e3 * (_cpu_seconds(server) - before) / asked)
     return [
         Figure("a page of 50 of 5,060 runs, CPU of the server", "ms", tuple(single), limit=50.0),
         Figure("5,060 runs grouped by strategy, CPU of the server", "ms", tuple(grouped), limit=50.0),
+        Figure("their group opened, its first 50 runs, CPU of the server", "ms", tuple(opened), limit=50.0),
     ]
 
 
@@ -195,18 +202,26 @@ def _zoom(browser: Browser, url: str) -> float:
 
 
 def _live_tab(browser: Browser, url: str, client: Client, processes: tuple[int, int]) -> list[Figure]:
-    """What a tick carries and an open tab costs: a live run at which nothing happens, then one that changes."""
+    """What a tick carries and an open tab costs: a live run at which nothing happens, then one that changes.
+
+    The server evaluates thousands of live runs meanwhile: the same time without a tab, before each with one, tells
+    what the tab adds.
+    """
     client.update_run(_LIVE, wire.RunUpdate(state="running", notes="live"))  # Its reports are old: it is stale.
-    page = browser.new_page()
-    page.goto(f"{url}/run/{_LIVE}")
-    page.wait_for_selector("#run-panel .hm image")
-    for _ in range(2):
-        _next_tick(page)
-    began, spent = time.monotonic(), _cpu_seconds(*processes)
-    idle = []
-    while time.monotonic() - began < TAB_SECONDS:
-        idle.append(float(_next_tick(page)))
-    share = (_cpu_seconds(*processes) - spent) / (time.monotonic() - began)
+    idle: list[float] = []
+    without, added = [], []
+    for _ in range(TABS):
+        with _spending(processes) as alone:
+            time.sleep(TAB_SECONDS)
+        page = _live_page(browser, url)
+        with _spending(processes) as watched:
+            began = time.monotonic()
+            while time.monotonic() - began < TAB_SECONDS:
+                idle.append(float(_next_tick(page)))
+        page.close()
+        without.append(alone[0])
+        added.append(watched[0] - alone[0])
+    page = _live_page(browser, url)
     carried: list[int] = []
 
     def carry(request: Any) -> None:
@@ -221,8 +236,28 @@ def _live_tab(browser: Browser, url: str, client: Client, processes: tuple[int, 
     return [
         Figure("an idle tick of a live run, bodies both ways", "bytes", tuple(idle), limit=2_000.0),
         Figure("a tick that changes the run's page", "bytes", (float(sum(carried)),), limit=50_000.0),
-        Figure("one open live tab, CPU of server and dashboard over a core's", "share", (share,), limit=0.02),
+        Figure("server and dashboard without a tab, CPU over a core's", "share", tuple(without)),
+        Figure("what one open live tab adds, CPU over a core's", "share", tuple(added), limit=0.02),
     ]
+
+
+def _live_page(browser: Browser, url: str) -> Page:
+    """The live run's page, once it has settled."""
+    page = browser.new_page()
+    page.goto(f"{url}/run/{_LIVE}")
+    page.wait_for_selector("#run-panel .hm image")
+    for _ in range(2):
+        _next_tick(page)
+    return page
+
+
+@contextmanager
+def _spending(processes: tuple[int, int]) -> Iterator[list[float]]:
+    """At the end holds the share of a core that the processes took meanwhile."""
+    found: list[float] = []
+    began, spent = time.monotonic(), _cpu_seconds(*processes)
+    yield found
+    found.append((_cpu_seconds(*processes) - spent) / (time.monotonic() - began))
 
 
 def _next_tick(page: Page) -> int:

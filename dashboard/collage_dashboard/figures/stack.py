@@ -13,7 +13,7 @@ from collage_dashboard.figures.style import axis, base_figure, literal
 
 __all__ = ["stack", "stack_height"]
 
-_ROW_PIXELS, _TITLE_PIXELS, _AXIS_PIXELS, _TOP_PIXELS = 98, 17, 42, 18
+_ROW_PIXELS, _TITLE_PIXELS, _AXIS_PIXELS, _TOP_PIXELS = 82, 17, 38, 18
 _HELP_LETTERS: Final = 60
 
 

@@ -86,6 +86,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         id="run-tab",
         value=view.tab,
         mt="lg",
+        mb=14,
     )
     return page(
         [
