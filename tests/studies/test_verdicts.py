@@ -201,6 +201,33 @@ def test_a_merged_edq_near_one_does_not_hide_the_end_of_the_run():
     )
 
 
+def test_the_best_rate_stands_beside_the_table_of_the_other():
+    records = [
+        msgspec.structs.replace(record, trial=msgspec.structs.replace(record.trial, settings={"rule": "lion"}))
+        for rate, apart in ((3e-4, 0.0), (1e-3, 0.2))
+        for plan, lost in ((FP32, 0.0), (PLAIN, 0.34))
+        for seed in (1, 2, 3)
+        for record in [
+            training(
+                plan,
+                seed,
+                recipe=replace(RECIPE, learning_rate=rate),
+                values={"validation_loss": 2.0 + apart * seed * (plan == FP32)},
+                merged={"edq_ratio": 0.98, "lost_update_ratio": lost},
+                curves={"edq_ratio": [1.0] * 3},
+            )
+        ]
+    ]
+    page = beyond_adamw.page(records)
+    (told,) = (entry for entry in page.evidence if isinstance(entry, str) and not entry.startswith("#"))
+    assert told.startswith(
+        "At 0.001, the best rate in fp32 with seed 1, the seeds of fp32 alone end 0.40 nats apart."
+    )
+    assert "neither is shown of plain" in told
+    assert told.endswith("Updates lost: plain 34.0%.")
+    assert page.verdict == beyond_adamw.page(records[:6]).verdict
+
+
 def tuned(loss):
     way = finetuning.WAYS["all"]
     settings = {"rank": way.rank, "checkpoint_steps": 10}
