@@ -12,7 +12,7 @@ from collage_studies.study import Page, Plot, Points, Record, Study, Table, Tria
 from collage_studies.trained import run_training
 from collage_studies.words import estimate, listed
 
-__all__ = ["STUDY"]
+__all__ = ["SEEN", "STUDY"]
 
 BETA2: Final = (0.9, 0.95, 0.99, 0.999, 0.9999)
 PLANS: Final = (

@@ -18,7 +18,7 @@ from collage_studies.trained import run_training
 from collage_studies.training import new_model, usual
 from collage_studies.words import UNDEFINED, estimate, listed, share
 
-__all__ = ["STUDY"]
+__all__ = ["HELD", "STUDY"]
 
 REFERENCE: Final = Plan("plain", "float32")
 OURS: Final = tuple(

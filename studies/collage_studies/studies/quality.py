@@ -17,7 +17,7 @@ from collage_studies.study import Page, Plot, Points, Record, Study, Table, Tria
 from collage_studies.trained import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 
-__all__ = ["STUDY"]
+__all__ = ["LOST", "STEP", "STUDY", "WINDOW", "Configuration", "configurations"]
 
 REFERENCE: Final = Plan("plain", "float32")
 PLANS: Final = (REFERENCE, *(Plan(name, "bfloat16") for name in ("plain", "light", "kahan", "stochastic")))
@@ -68,6 +68,11 @@ class Configuration:
     def name(self) -> str:
         """The strategy and the setting."""
         return f"{self.plan.strategy} ({self.setting})"
+
+    @property
+    def ends_worse(self) -> bool:
+        """Whether its last loss is above fp32's beyond chance: the whole interval of the gap is."""
+        return self.gap.low is not None and self.gap.low > 0
 
     def mean(self, number: Number) -> float | None:
         """A number's mean over the runs; None if it is undefined in one of them."""
@@ -268,15 +273,11 @@ def _flags(entries: Sequence[Configuration], kind: str) -> tuple[list[str], list
     """Configurations that end worse and are not spoken of, those spoken of that do not; how many do, do not."""
     number, _, bound = KINDS[kind]
     known = [(entry, x) for entry in entries if (x := entry.mean(number)) is not None]
-    worse = [(entry, x) for entry, x in known if _worse(entry)]
-    fine = [(entry, x) for entry, x in known if not _worse(entry)]
+    worse = [(entry, x) for entry, x in known if entry.ends_worse]
+    fine = [(entry, x) for entry, x in known if not entry.ends_worse]
     missed = [entry.name for entry, x in worse if x <= bound]
     harmless = [entry.name for entry, x in fine if x > bound]
     return missed, harmless, len(worse), len(fine)
-
-
-def _worse(entry: Configuration) -> bool:
-    return entry.gap.low is not None and entry.gap.low > 0
 
 
 def _failures(entries: Sequence[Configuration]) -> Table:

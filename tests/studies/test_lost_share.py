@@ -1,0 +1,121 @@
+"""What a lost share costs: docs and alert say what the studies' records say, and each training counts once."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from collage_studies.catalogue import STUDY_NAMES
+from collage_studies.lost_share import END, START, evidence, main, with_marked
+from collage_studies.recipe import Plan, Recipe
+from collage_studies.study import Record, Trial
+from collage_studies.summary import records_of
+
+from collage_monitor.alerts import alert
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "false-alarms.md"
+FP32 = Plan("plain", "float32")
+
+
+@pytest.fixture(scope="module")
+def text():
+    return evidence({name: records_of(name, DOCS / "studies") for name in STUDY_NAMES})
+
+
+def test_the_page_is_what_the_records_say(text):
+    told = "python -m collage_studies.lost_share --write docs/false-alarms.md"
+    page = PAGE.read_text()
+    assert told in page
+    assert page == with_marked(page, text), told
+
+
+def test_the_alert_quotes_what_the_page_says(text):
+    count, most = text.partition(" configurations end above fp32 beyond chance, by up to ")[::2]
+    count, most = count.rpartition(", ")[2], most.partition(" nats")[0]
+    quoted = f"In our studies {count} such settings ended above fp32, by up to {most} nats"
+    assert quoted in alert("CollageUpdatesLost").meaning
+
+
+def test_the_command_writes_between_the_markers(tmp_path, text):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    done = CliRunner().invoke(main, ["--studies", str(DOCS / "studies"), "--write", str(page)])
+    assert done.exit_code == 0, done.output
+    assert done.output == f"{text}\n"
+    assert page.read_text() == f"before\n{START}\n{text}\n{END}\nafter\n"
+
+
+def test_a_page_without_markers_is_left_alone():
+    with pytest.raises(ValueError, match="unpack"):
+        with_marked("before\nafter\n", "text")
+
+
+def trainings(plan, lost, extra, *, rate, edq=1.0):
+    """Three seeds that end above fp32 by `extra`, in nats, and these fp32 runs."""
+    return [
+        Record(
+            trial=Trial(name=f"{own.name}, {seed}", plan=own, recipe=Recipe(learning_rate=rate, seed=seed)),
+            versions={},
+            cpu_seconds=1.0,
+            run_id="run",
+            values={"validation_loss": 2.0 + seed + more * (1 + seed / 100)},
+            merged={"lost_update_ratio": share, "edq_ratio": arrived, "lost_window_ratio/8": share / 2},
+        )
+        for own, more, share, arrived in ((FP32, 0.0, 0.0, 1.0), (plan, extra, lost, edq))
+        for seed in (1, 2, 3)
+    ]
+
+
+def told(*more):
+    plain, stochastic = Plan("plain", "bfloat16"), Plan("stochastic", "bfloat16")
+    return evidence(
+        {
+            "quality": trainings(plain, 0.3, 0.1, rate=1e-3, edq=0.8),
+            "strategies": trainings(plain, 0.04, 0.0, rate=1e-2),
+            "beta2": trainings(stochastic, 0.6, 0.0, rate=1e-1),
+            "finetuning": [record for records in more for record in records],
+        }
+    )
+
+
+def test_rows_and_sentences_follow_from_the_numbers():
+    text = told()
+    assert "9 trainings of 3 configurations" in text
+    assert "| to nearest | up to 4 % | 1 | 1.000 | +0.000 | 0 |" in text
+    assert "| to nearest | 30 % | 1 | 0.800 | +0.102 | 1 |" in text
+    assert "| at random | up to 60 %" not in text
+    assert "| at random | 60 % | 1 | 1.000 | +0.000 | 0 |" in text
+    assert "nothing lies between 4 % and 30 %. Above 25 %, 1 of 1 configurations end above fp32" in text
+    assert "Of the 1 below, those that end above fp32 beyond chance by 0.001 or more: none." in text
+    assert "of those 1, it is below 0.9, where `CollageEdqLow` wakes, in 1." in text
+    assert "over 8 steps stochastic (GPT, rate 0.1, β₂ 0.999) had lost 30 %" in text
+
+
+def test_what_ends_worse_below_the_bound_is_named():
+    text = told(trainings(Plan("e5m2 triple", "bfloat16"), 0.2, 0.01, rate=1e-4))
+    assert "0.001 or more: e5m2 triple (GPT, rate 0.0001, β₂ 0.999), 20 % lost, +0.0102 [" in text
+    assert "nothing lies between 20 % and 30 %." in text
+
+
+def test_what_is_above_the_bound_and_not_shown_to_end_worse_is_named():
+    text = told(trainings(Plan("plain", "bfloat16"), 0.5, 0.0, rate=1e-4))
+    assert "1 of 2 configurations" in text
+    assert "The seeds do not show it of plain (GPT, rate 0.0001, β₂ 0.999) (gaps of +0.000)." in text
+
+
+def test_expansions_that_round_at_random_are_not_to_nearest():
+    text = told(trainings(Plan("e4m3 pair, rounded at random", "bfloat16"), 0.2, 0.01, rate=1e-4))
+    assert "nothing lies between 4 % and 30 %" in text
+    assert "| at random | 20 to 60 % | 2 |" in text
+
+
+def test_a_training_that_two_studies_ran_counts_once():
+    """Its seeds would name two runs each, and gaps would not be of pairs. A field of the recipe is younger."""
+    again = msgspec.to_builtins(trainings(Plan("plain", "bfloat16"), 0.3, 0.1, rate=1e-3, edq=0.8))
+    for record in again:
+        record["trial"]["name"] += ", again"
+        del record["trial"]["recipe"]["windows"]
+    text = told(msgspec.json.decode(msgspec.json.encode(again), type=list[Record]))
+    assert "9 trainings of 3 configurations" in text
+    assert text.partition("Lost updates")[2] == told().partition("Lost updates")[2]
