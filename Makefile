@@ -4,6 +4,8 @@ TORCH_PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Twice the cores of a small machine: half of what a worker does is to wait for servers, trainings and pages.
+WORKERS ?= 4
 export OMP_NUM_THREADS := 1
 # The tests start Python hundreds of times; each start would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -35,7 +37,7 @@ studies: $(VENV)/.stamp  ## Run what the studies of docs/studies still lack, and
 
 test: $(VENV)/.stamp-dev  ## Every test but the long lanes
 	@echo "left out here: the long lanes (make nightly, make exhaustive) and the CUDA lane (make gpu)"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
 
 quick: $(VENV)/.stamp-dev  ## The fast half, for while you work: the cheapest of the tests that start no processes
 	$(BIN)/python -m pytest -n 2 --quick -m "not slow and not nightly and not gpu"
