@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collage_agent.optim import StateStorage, codes
+from collage_agent.optim import CollageAdamW, StateStorage, codes
 from collage_agent.optim.arithmetic import WideArithmetic
 from collage_agent.optim.random_numbers import Draws, Seeding
 
@@ -54,12 +54,47 @@ def test_the_visible_part_is_rounded_to_nearest_and_ties_away_from_zero():
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int8])
 def test_what_is_not_finite_stays_so(dtype):
     """7fffffff is the NaN of CUDA: its upper half rounded up would be −0."""
-    high, low = split(of_bits(0x7FFFFFFF, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000), dtype)
-    assert high[:3].isnan().all()
-    assert high[3:].tolist() == [float("inf"), -float("inf")]
+    nans = (0x7FC00000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF, 0xFFC00000, 0xFFFF0000, 0xFFFF7F00)
+    high, low = split(of_bits(*nans, 0x7F800000, 0xFF800000), dtype)
     again = codes.stored_value({"parameter_low": low}, "parameter", high)
-    assert again[:3].isnan().all()
-    assert again[3:].tolist() == [float("inf"), -float("inf")]
+    for found in (high, again):
+        assert found[:-2].isnan().all()
+        assert found[-2:].tolist() == [float("inf"), -float("inf")]
+
+
+def test_what_becomes_of_nans_that_no_step_makes():
+    """Signalling ones of the lower bits alone, and of the last bits with a sign, which a carry takes to 0."""
+    few, all_bits = of_bits(0x7F800001, 0xFF80007F), of_bits(0xFFFF8000, 0xFFFFFFFF)
+    for value, visible in ((few, [float("inf"), -float("inf")]), (all_bits, [0.0, 0.0])):
+        high, low = split(value, torch.int16)
+        assert high.tolist() == visible
+        assert codes.stored_value({"parameter_low": low}, "parameter", high).isnan().all()
+        assert split(value, torch.int8)[0].tolist() == visible
+
+
+def test_the_largest_numbers_are_kept_where_the_visible_part_rounds_to_infinity():
+    value = of_bits(0x7F7F7F7F, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFF7F, 0x7F7FFF80, 0x7F7FFFFF)
+    value = torch.cat([value, -value])
+    # With 24 bits the last two are infinite, rounded to nearest.
+    rounded = value.view(torch.int32).add(0x80).bitwise_and(-0x100).view(torch.float32)
+    assert rounded.isinf().tolist() == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 2
+    for dtype, kept in ((torch.int16, value), (torch.int8, rounded)):
+        high, low = split(value, dtype)
+        assert torch.equal(high, kept.bfloat16())
+        assert torch.equal(codes.stored_value({"parameter_low": low}, "parameter", high), kept.double())
+
+
+@pytest.mark.parametrize("strategy", ["split-master", "light-stochastic", "stochastic", "plus", "full"])
+@pytest.mark.parametrize("bits", [0x7FC0, 0xFFC0])
+def test_the_maximum_of_amsgrad_does_not_forget_a_nan(strategy, bits):
+    """torch.maximum sets all bits of a NaN, and these, rounded up, were 0: the next steps divided by less."""
+    lost = of_bits(bits << 16).bfloat16()
+    parameter = torch.nn.Parameter(torch.ones(65, dtype=torch.bfloat16))
+    optimizer = CollageAdamW([parameter], strategy=strategy, amsgrad=True)
+    for gradient in (1.0, lost, 1.0, 1.0):
+        parameter.grad = torch.ones_like(parameter).mul_(gradient)
+        optimizer.step()
+    assert codes.stored_value(optimizer.state[parameter], "max_exp_avg_sq").isnan().all()
 
 
 def test_24_bits_are_within_half_of_their_last():

@@ -53,7 +53,8 @@ class Arithmetic(Protocol):
         increment, a result itself, is used up."""
 
     def keep_maximum(self, state: State, name: str, other: str) -> Tensor:
-        """Set state[name] to the larger of state[name] and state[other] and return it (the high part)."""
+        """Set state[name] to the larger of state[name] and state[other], neither below 0, and return it (the high
+        part); NaN where either is."""
 
 
 class Workspace:
@@ -261,7 +262,8 @@ class WideArithmetic:
         return state[name]
 
     def keep_maximum(self, state: State, name: str, other: str) -> Tensor:
-        return state[name].copy_(torch.maximum(state[name], state[other]))
+        # On a CPU its NaN is that of all bits, which rounds to 0 by a carry; without its sign it does not.
+        return torch.maximum(state[name], state[other], out=state[name]).abs_()
 
 
 @lru_cache(maxsize=256)

@@ -103,7 +103,11 @@ def load_split(arithmetic: WideArithmetic, high: Tensor, low: Tensor) -> Tensor:
 def store_split(
     arithmetic: WideArithmetic, value: Tensor, high: Tensor, low: Tensor, draws: Draws | None = None
 ) -> None:
-    """Keep an fp32 value, used up: all of its bits for an int16 `low`, 24 of them, rounded, for an int8 one."""
+    """Keep an fp32 value, used up: all of its bits for an int16 `low`, 24 of them, rounded, for an int8 one.
+
+    `high` is infinite from 7f7f8000 on, and for a NaN of the lower 15 bits alone; it is 0 for NaNs from ffff8000 on
+    (`_below_wrap`). An int16 `low` completes each of them to the value.
+    """
     bits = _below_wrap(arithmetic, value.view(torch.int32), 0x8100)
     if low.dtype == torch.int8:
         bits = _rounding(arithmetic, bits, 8, draws)
@@ -130,7 +134,11 @@ def store_low(value: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def _below_wrap(arithmetic: WideArithmetic, bits: Tensor, added: int) -> Tensor:
-    """The bits, at least `added` below the largest: the NaN of CUDA, 7fffffff, would become −0 by a carry."""
+    """The bits, at least `added` below the largest: the NaN of CUDA, 7fffffff, would become −0 by a carry.
+
+    That of all bits, ffffffff, does become 0. Only a CPU's torch.maximum makes it, and `keep_maximum` takes its
+    sign: looking for it in each rounding would make the compiled step up to a tenth dearer.
+    """
     return arithmetic.on(torch.clamp_max, bits, _LARGEST_POSITIVE - added)
 
 
