@@ -144,7 +144,7 @@ def test_a_large_batch_is_decoded_report_by_report():
     """Other threads get on only between two calls of Python's: decoded at once, 13 MB hold them up for 0.1 s."""
     sent_batch = many_scalars()
     body = wire.encode_batch(sent_batch)
-    calls = Counter()
+    calls: Counter[str] = Counter()
     sys.setprofile(lambda frame, event, argument: calls.update([event]))
     try:
         batch, refused = decoded_batch(body, wire.MSGPACK)
