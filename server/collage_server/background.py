@@ -1,4 +1,4 @@
-"""BackgroundThread work: threads that check, once an interval, whether there is something to do.
+"""Work in the background: threads that check, once an interval, whether there is something to do.
 
 The sealer turns journals into chunks; maintenance expires, purges, gives space back, and watches what is left.
 """

@@ -3,7 +3,6 @@
 import collage_agent as collage
 import pytest
 import torch
-from collage_agent.session import current_run
 
 from tests.stations import called_files, passes, stations_of
 
@@ -32,10 +31,10 @@ def test_a_measured_step_passes_its_stations(model):
 def test_a_report_passes_its_stations_on_the_way_out(model, tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     with called_files("collage_agent") as called:
-        collage.init("p", "run", dir=tmp_path, server_url="http://127.0.0.1:9", token="t" * 40)
+        run = collage.init("p", "run", dir=tmp_path, server_url="http://127.0.0.1:9", token="t" * 40)
         collage.watch(model, optimizer, every=1)
         step(model, optimizer)
-        current_run().stop(5.0)
+        run.stop(5.0)
     stations = stations_of("How a report travels")
     out = stations[: stations.index("transport/http.py") + 1]
     assert len(out) == 5

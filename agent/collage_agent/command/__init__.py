@@ -1,1 +1,1 @@
-"""The agent's verbs of `collage-monitor`: run, audit, doctor, replay."""
+"""The agent's verbs of `collage-monitor`: audit, convert, doctor, replay."""

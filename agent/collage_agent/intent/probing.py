@@ -37,7 +37,7 @@ class ProbeRun:
         widening: Widening | None = None,
         composition: Composition = PLAIN,
     ) -> None:
-        """kept: says where the optimizer looks for gradients."""
+        """composition: says where the optimizer looks for gradients."""
         self.parameters = [tensor.clone() for tensor in start]
         self._composition = composition
         self._widening = widening

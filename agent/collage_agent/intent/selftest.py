@@ -39,7 +39,7 @@ class SelfTestResult:
 
     kind: "shadow": elementwise; "whole-tensor": each tensor by itself; "before-after": neither. widens: its own
     code casts down, so its steps are taken under `Widening`. reason: why it is not elementwise (nor separable).
-    kept: says which of a parameter's gradients is stepped; what is stored is not looked at here.
+    composition: says which of a parameter's gradients is stepped; what is stored is not looked at here.
     """
 
     kind: Literal["shadow", "whole-tensor", "before-after"]

@@ -129,7 +129,7 @@ class StepItems:
         return isinstance(self.items[0], AttemptStart)
 
     def has_room_for(self, item: Item) -> bool:
-        """Whether the item is of the same step."""
+        """Whether the item is of the same step, and not too many of it wait already."""
         first = self.items[0]
         same_step = (
             not isinstance(first, AttemptStart) and not isinstance(item, AttemptStart) and first.step == item.step
