@@ -16,18 +16,18 @@ from collage_monitor.onset import Onset
 from collage_monitor.wire import Number, from_number
 
 __all__ = [
+    "CauseVerdict",
     "Check",
     "IncidentEvidence",
     "Span",
-    "Verdict",
-    "against",
-    "for_it",
+    "left_open",
     "near_schedule_end",
     "restarted",
     "rose",
+    "ruled_out",
+    "supported",
     "text_of",
     "tokens_a_step",
-    "untold",
 ]
 
 SCHEDULE_END: Final = 0.1
@@ -37,26 +37,26 @@ CHANGED: Final = 0.1
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CauseVerdict:
     """Whether a cause holds, None where what was reported cannot tell; and what that rests on, a clause."""
 
     holds: bool | None
     because: str
 
 
-def for_it(because: str) -> Verdict:
+def supported(because: str) -> CauseVerdict:
     """The cause is there."""
-    return Verdict(True, because)
+    return CauseVerdict(True, because)
 
 
-def against(because: str) -> Verdict:
+def ruled_out(because: str) -> CauseVerdict:
     """The cause is ruled out."""
-    return Verdict(False, because)
+    return CauseVerdict(False, because)
 
 
-def untold(because: str) -> Verdict:
+def left_open(because: str) -> CauseVerdict:
     """What was reported cannot tell."""
-    return Verdict(None, because)
+    return CauseVerdict(None, because)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class IncidentEvidence:
         return self.after.number(key) if self.after else None
 
 
-Check = Callable[[IncidentEvidence], Verdict]
+Check = Callable[[IncidentEvidence], CauseVerdict]
 
 
 def text_of(value: float) -> str:
@@ -132,13 +132,13 @@ def text_of(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.4g}"
 
 
-def rose(evidence: IncidentEvidence, key: str, *, by: float = CHANGED) -> Verdict:
+def rose(evidence: IncidentEvidence, key: str, *, by: float = CHANGED) -> CauseVerdict:
     """Whether a value grew by more than this share."""
     both = evidence.both(key)
     if both is None:
-        return untold(f"{key} was not reported on both sides")
+        return left_open(f"{key} was not reported on both sides")
     clause = f"{key} was {text_of(both[0])} before and {text_of(both[1])} after"
-    return for_it(clause) if both[1] > both[0] + by * abs(both[0]) else against(clause)
+    return supported(clause) if both[1] > both[0] + by * abs(both[0]) else ruled_out(clause)
 
 
 def restarted(evidence: IncidentEvidence) -> wire.Attempt | None:
@@ -154,13 +154,13 @@ def restarted(evidence: IncidentEvidence) -> wire.Attempt | None:
     return max(begun, key=lambda attempt: attempt.attempt, default=None)
 
 
-def near_schedule_end(evidence: IncidentEvidence) -> Verdict:
+def near_schedule_end(evidence: IncidentEvidence) -> CauseVerdict:
     """Whether the learning rate is next to nothing beside the run's largest."""
     rate, highest = evidence.now("learning_rate"), evidence.highest.get("learning_rate")
     if rate is None or not highest:
-        return untold("learning_rate was not logged")
+        return left_open("learning_rate was not logged")
     clause = f"learning_rate is {text_of(rate)}, {100 * rate / highest:.3g} % of the run's largest"
-    return for_it(clause) if rate < SCHEDULE_END * highest else against(clause)
+    return supported(clause) if rate < SCHEDULE_END * highest else ruled_out(clause)
 
 
 def tokens_a_step(evidence: IncidentEvidence) -> tuple[float, float] | None:

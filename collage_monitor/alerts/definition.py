@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from string import Template
 from typing import Any, Final, Literal
 
-from collage_monitor.alerts.causes import Check, IncidentEvidence, Verdict, untold
+from collage_monitor.alerts.causes import CauseVerdict, Check, IncidentEvidence, left_open
 from collage_monitor.metrics import METRICS, SCALARS
 
 __all__ = [
@@ -153,7 +153,7 @@ class Alert:
                 return name
         return None
 
-    def weighed(self, evidence: IncidentEvidence) -> list[tuple[str, Verdict]]:
+    def weighed(self, evidence: IncidentEvidence) -> list[tuple[str, CauseVerdict]]:
         """Each of the other causes, and what speaks for or against it."""
         checks = (*self.checks, *[_unchecked] * len(self.other_causes))
         return [(cause, check(evidence)) for cause, check in zip(self.other_causes, checks, strict=False)]
@@ -202,8 +202,8 @@ def about_the_server(name: str, condition: Condition, *, window_seconds: float =
     )
 
 
-def _unchecked(_evidence: IncidentEvidence) -> Verdict:
-    return untold("no check of it is known")
+def _unchecked(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("no check of it is known")
 
 
 def _one_of(conditions: tuple[Condition, ...], *, guarded: bool) -> str:

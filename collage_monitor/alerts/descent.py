@@ -8,15 +8,15 @@ from typing import Final
 import numpy as np
 
 from collage_monitor.alerts.causes import (
+    CauseVerdict,
     IncidentEvidence,
-    Verdict,
-    against,
-    for_it,
+    left_open,
     near_schedule_end,
     restarted,
     rose,
+    ruled_out,
+    supported,
     text_of,
-    untold,
 )
 from collage_monitor.alerts.definition import Condition, about_runs, finding
 from collage_monitor.strategies import STRATEGIES
@@ -34,75 +34,75 @@ _CATCHES_UP_STEPS = 3000
 """Steps until an oracle's second moment, at β₂ = 0.999, is that of its own gradients: three time constants."""
 
 
-def _rate_lowered(evidence: IncidentEvidence) -> Verdict:
+def _rate_lowered(evidence: IncidentEvidence) -> CauseVerdict:
     both = evidence.both("learning_rate")
     if both is None:
-        return untold("learning_rate was not logged on both sides")
+        return left_open("learning_rate was not logged on both sides")
     clause = f"learning_rate was {text_of(both[0])} before and {text_of(both[1])} after"
-    return for_it(clause) if both[1] < 0.9 * both[0] else against(clause)
+    return supported(clause) if both[1] < 0.9 * both[0] else ruled_out(clause)
 
 
-def _residuals_not_resumed(evidence: IncidentEvidence) -> Verdict:
+def _residuals_not_resumed(evidence: IncidentEvidence) -> CauseVerdict:
     attempt = restarted(evidence)
     if attempt is None:
-        return against("no attempt began at these steps") if evidence.before else untold("no step is known")
+        return ruled_out("no attempt began at these steps") if evidence.before else left_open("no step is known")
     began = f"attempt {attempt.attempt} began at step {attempt.first_step:,}"
     kept = evidence.watch.fingerprint if evidence.watch else None
     if kept is not None and not kept.residual:
-        return against(f"{began}, but this strategy keeps no residuals")
+        return ruled_out(f"{began}, but this strategy keeps no residuals")
     dropped, zero = evidence.now("residual_dropped_ratio"), evidence.both("residual_zero_ratio")
     if dropped is None and zero is None:
-        return untold(f"{began}; nothing of residuals was reported")
+        return left_open(f"{began}; nothing of residuals was reported")
     if dropped is not None and dropped > 0.5:
-        return for_it(f"{began}, and {100 * dropped:.3g} % of the residuals were dropped")
+        return supported(f"{began}, and {100 * dropped:.3g} % of the residuals were dropped")
     if zero is not None:
         clause = f"{began}; the share of residuals at 0 was {text_of(zero[0])} before and {text_of(zero[1])} after"
-        return for_it(clause) if zero[1] > zero[0] + 0.1 else against(clause)
-    return against(f"{began}, and residuals were not dropped")
+        return supported(clause) if zero[1] > zero[0] + 0.1 else ruled_out(clause)
+    return ruled_out(f"{began}, and residuals were not dropped")
 
 
-def _gaps_grew(evidence: IncidentEvidence) -> Verdict:
+def _gaps_grew(evidence: IncidentEvidence) -> CauseVerdict:
     """The margin in octaves falls by what updates shrink and by what gaps grow."""
     margin, size = evidence.both("half_ulp_margin"), evidence.both("intended_norm")
     if margin is None or size is None or min(size) <= 0:
-        return untold("half_ulp_margin or intended_norm was not reported on both sides")
+        return left_open("half_ulp_margin or intended_norm was not reported on both sides")
     shrunk = math.log2(size[0] / size[1])
     grown = margin[0] - margin[1] - shrunk
     clause = f"gaps beside the weights grew by a factor of {2**grown:.3g}"
-    return for_it(clause) if grown > 0.5 else against(clause)
+    return supported(clause) if grown > 0.5 else ruled_out(clause)
 
 
-def _warming_up(evidence: IncidentEvidence) -> Verdict:
+def _warming_up(evidence: IncidentEvidence) -> CauseVerdict:
     rate, rising = evidence.both("learning_rate"), evidence.rising.get("learning_rate")
     if rate is None or rising is None:
-        return untold("learning_rate was not logged on both sides")
+        return left_open("learning_rate was not logged on both sides")
     clause = f"learning_rate was {text_of(rate[0])} before and {text_of(rate[1])} after"
-    return for_it(f"{clause}: it still rises") if rising else against(f"{clause}: it does not rise")
+    return supported(f"{clause}: it still rises") if rising else ruled_out(f"{clause}: it does not rise")
 
 
-def _interval_is_wide(evidence: IncidentEvidence) -> Verdict:
+def _interval_is_wide(evidence: IncidentEvidence) -> CauseVerdict:
     high = evidence.now("edq_ratio_high")
     if high is None:
-        return untold("edq_ratio has no interval here")
+        return left_open("edq_ratio has no interval here")
     clause = f"the interval of edq_ratio reaches up to {text_of(high)}"
-    return for_it(clause) if high > 0.9 else against(clause)
+    return supported(clause) if high > 0.9 else ruled_out(clause)
 
 
-def _rounds_at_random(evidence: IncidentEvidence) -> Verdict:
+def _rounds_at_random(evidence: IncidentEvidence) -> CauseVerdict:
     seen = evidence.watch.fingerprint.stochastic_rounding if evidence.watch and evidence.watch.fingerprint else None
     if seen is None:
-        return untold("the agent could not see how weights are rounded")
-    return for_it("stochastic rounding was seen") if seen else against("rounding to nearest was seen")
+        return left_open("the agent could not see how weights are rounded")
+    return supported("stochastic rounding was seen") if seen else ruled_out("rounding to nearest was seen")
 
 
-def _window_is_short(evidence: IncidentEvidence) -> Verdict:
+def _window_is_short(evidence: IncidentEvidence) -> CauseVerdict:
     """An update of |u| = 2^margin half gaps needs 2^(1 - margin) steps for one gap."""
     margin, window = evidence.now("half_ulp_margin"), evidence.incident.labels.get("window", "")
     if margin is None or not window.isdigit():
-        return untold("half_ulp_margin or the window was not reported")
+        return left_open("half_ulp_margin or the window was not reported")
     needed = 2.0 ** (1 - margin)
     clause = f"the median update needs {needed:.3g} steps for one gap, the window has {window}"
-    return for_it(clause) if needed > int(window) else against(clause)
+    return supported(clause) if needed > int(window) else ruled_out(clause)
 
 
 def _standing(evidence: IncidentEvidence) -> list[str]:
@@ -110,16 +110,16 @@ def _standing(evidence: IncidentEvidence) -> list[str]:
     return [name for name, edq in found.items() if isinstance(edq, float | int) and edq < 0.02]
 
 
-def _norms_stand(evidence: IncidentEvidence) -> Verdict:
+def _norms_stand(evidence: IncidentEvidence) -> CauseVerdict:
     standing = _standing(evidence)
     if not standing:
-        return untold("no layer stands still in the steps after")
+        return left_open("no layer stands still in the steps after")
     norms = [name for name in standing if "norm" in f"{name} {evidence.types.get(name, '')}".lower()]
     clause = f"{len(norms)} of the {len(standing)} layers that stand still belong to a normalisation"
-    return for_it(clause) if len(norms) == len(standing) else against(clause)
+    return supported(clause) if len(norms) == len(standing) else ruled_out(clause)
 
 
-def _frozen_in_effect(evidence: IncidentEvidence) -> Verdict:
+def _frozen_in_effect(evidence: IncidentEvidence) -> CauseVerdict:
     sizes = {
         name: float(size)
         for name, values in evidence.layers.items()
@@ -128,24 +128,24 @@ def _frozen_in_effect(evidence: IncidentEvidence) -> Verdict:
     standing = [name for name in _standing(evidence) if name in sizes]
     others = [size for name, size in sizes.items() if name not in standing]
     if not standing or not others:
-        return untold("update_to_weight_ratio of these and of other layers was not reported")
+        return left_open("update_to_weight_ratio of these and of other layers was not reported")
     share = max(sizes[name] for name in standing) / max(float(np.median(others)), np.finfo(float).tiny)
     clause = f"their updates, beside their weights, are {share:.3g} times those of other layers"
-    return for_it(clause) if share < 1e-3 else against(clause)
+    return supported(clause) if share < 1e-3 else ruled_out(clause)
 
 
-def _attached_late(evidence: IncidentEvidence) -> Verdict:
+def _attached_late(evidence: IncidentEvidence) -> CauseVerdict:
     steps, last = evidence.now("oracle_steps"), evidence.after.last_step if evidence.after else None
     if steps is None or last is None or evidence.run is None:
-        return untold("oracle_steps was not reported")
+        return left_open("oracle_steps was not reported")
     began = last - steps
     if began <= (evidence.run.first_step or 1):
-        return against("the oracle is attached since the run began")
+        return ruled_out("the oracle is attached since the run began")
     clause = f"the oracle attached {text_of(steps)} steps before, in the middle of the run"
-    return for_it(clause) if steps < _CATCHES_UP_STEPS else against(f"{clause}: long enough to catch up")
+    return supported(clause) if steps < _CATCHES_UP_STEPS else ruled_out(f"{clause}: long enough to catch up")
 
 
-def _oracle_restarted(evidence: IncidentEvidence) -> Verdict:
+def _oracle_restarted(evidence: IncidentEvidence) -> CauseVerdict:
     return rose(evidence, "oracle_restarts", by=0.0)
 
 

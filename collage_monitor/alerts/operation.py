@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from collage_monitor.alerts.causes import IncidentEvidence, Verdict, against, for_it, untold
+from collage_monitor.alerts.causes import CauseVerdict, IncidentEvidence, left_open, ruled_out, supported
 from collage_monitor.alerts.definition import Condition, about_runs, about_the_server
 
 __all__ = ["ALERTS"]
@@ -12,60 +12,60 @@ __all__ = ["ALERTS"]
 _LONG_STEP_SECONDS = 240.0
 
 
-def _paused(evidence: IncidentEvidence) -> Verdict:
+def _paused(evidence: IncidentEvidence) -> CauseVerdict:
     run = evidence.run
     if run is None:
-        return untold("the run is gone")
+        return left_open("the run is gone")
     if evidence.step is not None and (run.last_step or 0) > evidence.step:
         begun = [attempt for attempt in run.attempts if attempt.created_at > evidence.incident.started_at]
         if begun:
-            return against(f"the run went on only as attempt {begun[0].attempt}")
-        return for_it(f"the same attempt went on, up to step {run.last_step:,}")
-    return untold("nothing has come since; an evaluation may still go on")
+            return ruled_out(f"the run went on only as attempt {begun[0].attempt}")
+        return supported(f"the same attempt went on, up to step {run.last_step:,}")
+    return left_open("nothing has come since; an evaluation may still go on")
 
 
-def _long_steps(evidence: IncidentEvidence) -> Verdict:
+def _long_steps(evidence: IncidentEvidence) -> CauseVerdict:
     run = evidence.run
     if run is None or run.last_step is None or run.first_step is None or run.last_step <= run.first_step:
-        return untold("too few steps were reported")
+        return left_open("too few steps were reported")
     until = evidence.incident.started_at if evidence.step == run.last_step else run.updated_at
     seconds = max(until - run.created_at, 0.0) / (run.last_step - run.first_step)
     between = seconds * (run.watch.every if run.watch else 1)
     clause = f"measured steps are about {between:.3g} s apart"
-    return for_it(clause) if between > _LONG_STEP_SECONDS else against(clause)
+    return supported(clause) if between > _LONG_STEP_SECONDS else ruled_out(clause)
 
 
-def _only_logs(evidence: IncidentEvidence) -> Verdict:
+def _only_logs(evidence: IncidentEvidence) -> CauseVerdict:
     if evidence.watch is not None:
-        return against(f"{evidence.watch.optimizer} is watched")
-    return untold("no optimizer is watched; whether on purpose is not reported")
+        return ruled_out(f"{evidence.watch.optimizer} is watched")
+    return left_open("no optimizer is watched; whether on purpose is not reported")
 
 
-def _slow_first_step(evidence: IncidentEvidence) -> Verdict:
+def _slow_first_step(evidence: IncidentEvidence) -> CauseVerdict:
     if evidence.run is not None and evidence.run.latest:
-        return for_it("steps were measured since")
-    return untold("no step was measured since")
+        return supported("steps were measured since")
+    return left_open("no step was measured since")
 
 
-def _not_governed(evidence: IncidentEvidence) -> Verdict:
+def _not_governed(evidence: IncidentEvidence) -> CauseVerdict:
     if evidence.watch is None:
-        return untold("the agent did not say how it measures")
+        return left_open("the agent did not say how it measures")
     if evidence.watch.sample == "all":
-        return for_it('the agent measures with sample="all"')
-    return untold(f"the agent measures {evidence.watch.sample:,} elements a tensor; its budget is not reported")
+        return supported('the agent measures with sample="all"')
+    return left_open(f"the agent measures {evidence.watch.sample:,} elements a tensor; its budget is not reported")
 
 
-def _spool_overflowed(evidence: IncidentEvidence) -> Verdict:
+def _spool_overflowed(evidence: IncidentEvidence) -> CauseVerdict:
     gaps = [event for event in evidence.events if event.kind in {"gap", "reports_dropped"}]
-    return untold(gaps[-1].text if gaps else "the reason of each dropped report stays with the agent")
+    return left_open(gaps[-1].text if gaps else "the reason of each dropped report stays with the agent")
 
 
-def _replayed(_evidence: IncidentEvidence) -> Verdict:
-    return untold("who sent what was refused is in the server's log")
+def _replayed(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("who sent what was refused is in the server's log")
 
 
-def _other_programs(_evidence: IncidentEvidence) -> Verdict:
-    return untold("what else is on the disk is not reported")
+def _other_programs(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("what else is on the disk is not reported")
 
 
 ALERTS: Final = (

@@ -5,72 +5,72 @@ from __future__ import annotations
 from typing import Final
 
 from collage_monitor.alerts.causes import (
+    CauseVerdict,
     IncidentEvidence,
-    Verdict,
-    against,
-    for_it,
+    left_open,
     near_schedule_end,
     restarted,
     rose,
+    ruled_out,
+    supported,
     text_of,
-    untold,
 )
 from collage_monitor.alerts.definition import Condition, about_runs, finding
 
 __all__ = ["ALERTS"]
 
 
-def _gradients_grow(evidence: IncidentEvidence) -> Verdict:
+def _gradients_grow(evidence: IncidentEvidence) -> CauseVerdict:
     return rose(evidence, "grad_norm", by=0.5)
 
 
-def _loaded_anew(evidence: IncidentEvidence) -> Verdict:
+def _loaded_anew(evidence: IncidentEvidence) -> CauseVerdict:
     if evidence.before is None:
-        return untold("no step is known")
+        return left_open("no step is known")
     attempt = restarted(evidence)
     if attempt is None:
-        return against("no attempt began at these steps")
+        return ruled_out("no attempt began at these steps")
     began = f"attempt {attempt.attempt} began at step {attempt.first_step:,}"
-    return untold(f"{began}; whether that was meant to begin anew was not reported")
+    return left_open(f"{began}; whether that was meant to begin anew was not reported")
 
 
-def _written_from_outside(evidence: IncidentEvidence) -> Verdict:
+def _written_from_outside(evidence: IncidentEvidence) -> CauseVerdict:
     return rose(evidence, "external_writes", by=0.0)
 
 
-def _always_infinite(evidence: IncidentEvidence) -> Verdict:
+def _always_infinite(evidence: IncidentEvidence) -> CauseVerdict:
     both = evidence.both(evidence.metric or "")
     if both is None:
-        return untold("how many there were before was not reported")
+        return left_open("how many there were before was not reported")
     clause = f"{text_of(both[0])} were not finite before, {text_of(both[1])} after"
-    return for_it(clause) if 0 < both[1] <= both[0] else against(clause)
+    return supported(clause) if 0 < both[1] <= both[0] else ruled_out(clause)
 
 
-def _drawn_apart(evidence: IncidentEvidence) -> Verdict:
+def _drawn_apart(evidence: IncidentEvidence) -> CauseVerdict:
     steps = [event.step for event in evidence.events if event.kind == "replica_mismatch" and event.step is not None]
     first = evidence.run.first_step if evidence.run else None
     if not steps or first is None:
-        return untold("at which step ranks first differed was not reported")
+        return left_open("at which step ranks first differed was not reported")
     every = evidence.watch.every if evidence.watch else 1
     clause = f"ranks first differ at step {min(steps):,}, the run began at {first:,}"
-    return for_it(clause) if min(steps) <= first + every else against(clause)
+    return supported(clause) if min(steps) <= first + every else ruled_out(clause)
 
 
-def _order_of_additions(_evidence: IncidentEvidence) -> Verdict:
-    return untold("in which order devices add is not reported")
+def _order_of_additions(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("in which order devices add is not reported")
 
 
-def _loaded_on_purpose(evidence: IncidentEvidence) -> Verdict:
+def _loaded_on_purpose(evidence: IncidentEvidence) -> CauseVerdict:
     verdict = _loaded_anew(evidence)
     return (
-        untold(f"{verdict.because}; weights can be loaded without a restart, too")
+        left_open(f"{verdict.because}; weights can be loaded without a restart, too")
         if verdict.holds is False
         else verdict
     )
 
 
-def _average_swapped(_evidence: IncidentEvidence) -> Verdict:
-    return untold("what writes the weights is not reported")
+def _average_swapped(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("what writes the weights is not reported")
 
 
 ALERTS: Final = (

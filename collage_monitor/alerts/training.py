@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from collage_monitor.alerts.causes import (
+    CauseVerdict,
     IncidentEvidence,
-    Verdict,
-    against,
-    for_it,
+    left_open,
+    ruled_out,
+    supported,
     text_of,
     tokens_a_step,
-    untold,
 )
 from collage_monitor.alerts.definition import Condition, about_runs
 
@@ -21,60 +21,60 @@ _LEARNT_LOSS = 0.01
 """A loss below this hardly leaves a gradient."""
 
 
-def _data_changed(evidence: IncidentEvidence) -> Verdict:
+def _data_changed(evidence: IncidentEvidence) -> CauseVerdict:
     tokens = tokens_a_step(evidence)
     if tokens is None:
-        return untold("what the data are is not reported, and tokens were not logged")
+        return left_open("what the data are is not reported, and tokens were not logged")
     clause = f"a step had {text_of(tokens[0])} tokens before and {text_of(tokens[1])} after"
     if abs(tokens[1] - tokens[0]) > 0.1 * tokens[0]:
-        return for_it(clause)
-    return untold(f"{clause}; what the data are is not reported")
+        return supported(clause)
+    return left_open(f"{clause}; what the data are is not reported")
 
 
-def _batch_grew(evidence: IncidentEvidence) -> Verdict:
+def _batch_grew(evidence: IncidentEvidence) -> CauseVerdict:
     tokens = tokens_a_step(evidence)
     if tokens is None:
-        return untold("tokens were not logged")
+        return left_open("tokens were not logged")
     clause = f"a step had {text_of(tokens[0])} tokens before and {text_of(tokens[1])} after"
-    return for_it(clause) if tokens[1] > 1.5 * tokens[0] else against(clause)
+    return supported(clause) if tokens[1] > 1.5 * tokens[0] else ruled_out(clause)
 
 
-def _learnt_by_heart(evidence: IncidentEvidence) -> Verdict:
+def _learnt_by_heart(evidence: IncidentEvidence) -> CauseVerdict:
     loss = evidence.now("loss")
     if loss is None:
-        return untold("the loss was not logged")
+        return left_open("the loss was not logged")
     clause = f"the loss is {text_of(loss)}"
-    return for_it(clause) if loss < _LEARNT_LOSS else against(clause)
+    return supported(clause) if loss < _LEARNT_LOSS else ruled_out(clause)
 
 
-def _masked(_evidence: IncidentEvidence) -> Verdict:
-    return untold("how many tokens count in the loss is not reported")
+def _masked(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("how many tokens count in the loss is not reported")
 
 
-def _logged_in_parts(_evidence: IncidentEvidence) -> Verdict:
-    return untold("how the loss is made is not reported")
+def _logged_in_parts(_evidence: IncidentEvidence) -> CauseVerdict:
+    return left_open("how the loss is made is not reported")
 
 
-def _one_empty_batch(evidence: IncidentEvidence) -> Verdict:
+def _one_empty_batch(evidence: IncidentEvidence) -> CauseVerdict:
     """A mean over nothing is NaN once; what has overflowed stays so."""
     values = evidence.series.values if evidence.series else []
     finite = [isinstance(value, float | int) for value in values]
     if all(finite):
-        return untold("the points that are kept are all finite")
+        return left_open("the points that are kept are all finite")
     if any(finite[finite.index(False) :]):
-        return for_it("the loss was finite again afterwards")
-    return against(f"the loss was not finite at any of the {finite.count(False)} points since")
+        return supported("the loss was finite again afterwards")
+    return ruled_out(f"the loss was not finite at any of the {finite.count(False)} points since")
 
 
-def _scale_settles(evidence: IncidentEvidence) -> Verdict:
+def _scale_settles(evidence: IncidentEvidence) -> CauseVerdict:
     then, newest = (
         evidence.now("skipped_steps"),
         evidence.run.scalars.get("skipped_steps") if evidence.run else None,
     )
     if then is None or newest is None or not isinstance(newest.value, float | int):
-        return untold("skipped_steps was not logged after the alert")
+        return left_open("skipped_steps was not logged after the alert")
     clause = f"{text_of(then)} steps were skipped around the alert, {text_of(newest.value)} by step {newest.step:,}"
-    return for_it(clause) if newest.value <= 1.1 * then else against(f"{clause}: it goes on")
+    return supported(clause) if newest.value <= 1.1 * then else ruled_out(f"{clause}: it goes on")
 
 
 ALERTS: Final = (

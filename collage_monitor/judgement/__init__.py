@@ -23,15 +23,15 @@ from collage_monitor.judgement.evidence import (
 )
 from collage_monitor.judgement.judge import judge
 from collage_monitor.judgement.rules import STATE_TOLERANCE, loses_most
-from collage_monitor.judgement.words import LIMITS, Finding, Health, Judgement, percent
+from collage_monitor.judgement.words import CAVEATS, Finding, Health, Judgement, percent
 
 __all__ = [
+    "CAVEATS",
     "EDQ_TOLERANCE",
     "Evidence",
     "Finding",
     "Health",
     "Judgement",
-    "LIMITS",
     "RECENT_SHARE",
     "RECENT_STEPS",
     "STATE_TOLERANCE",

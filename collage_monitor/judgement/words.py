@@ -9,7 +9,15 @@ from typing import Final, Literal
 from collage_monitor.judgement.case import Case
 from collage_monitor.judgement.evidence import labelled
 
-__all__ = ["Finding", "GRAVITY", "Health", "Judgement", "LIMITS", "judgement_of", "percent"]
+__all__ = [
+    "CAVEATS",
+    "Finding",
+    "GRAVITY",
+    "Health",
+    "Judgement",
+    "judgement_of",
+    "percent",
+]
 
 Health = Literal[
     "healthy",
@@ -31,7 +39,7 @@ GRAVITY: Final[tuple[Health, ...]] = (
 )
 """Bad words, the gravest first."""
 COPY_TOLERANCE: Final = 0.5
-LIMITS: Final = (
+CAVEATS: Final = (
     "What is lost before the optimizer (gradients accumulated or reduced in low precision) is invisible here. "
     "float64 parameters cannot be measured. Sampling can miss a rare row of a large embedding."
 )

@@ -20,7 +20,7 @@ from collage_dashboard.reader import Problem
 from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised
-from collage_monitor.judgement import LIMITS
+from collage_monitor.judgement import CAVEATS
 
 __all__ = [
     "AXIS_CHOICES",
@@ -292,7 +292,7 @@ def problem_page(problem: Problem, *, retry: bool = False, order: int = 1) -> ht
 
 def limits_note() -> dmc.Text:
     """What no number here can show."""
-    return dmc.Text(LIMITS, size="xs", className="quiet limits", mt="lg")
+    return dmc.Text(CAVEATS, size="xs", className="quiet limits", mt="lg")
 
 
 def _entry(entry: Entry, *, big: bool) -> html.Div:

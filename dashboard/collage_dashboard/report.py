@@ -44,7 +44,7 @@ from collage_dashboard.reader import Reader, explain
 from collage_dashboard.view import MAXIMUM_RUNS, View
 from collage_monitor import __version__, wire
 from collage_monitor.errors import CollageError, NotFound
-from collage_monitor.judgement import LIMITS
+from collage_monitor.judgement import CAVEATS
 from collage_monitor.metrics import split_key
 from collage_monitor.recommendation import recommendation
 from collage_monitor.strategy_results import StrategyResult, results_of, run_results
@@ -281,7 +281,7 @@ def _rendered(title: str, subtitle: str, answer: str, reasons: Iterable[str], pa
         reasons=[reason for reason in reasons if reason and reason != answer],
         parts=parts,
         plotly=Markup(get_plotlyjs()),
-        limits=LIMITS,
+        limits=CAVEATS,
         written=when(time.time()),
         version=__version__,
     )

@@ -18,7 +18,7 @@ from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
-from collage_monitor.alerts.causes import IncidentEvidence, Span, Verdict
+from collage_monitor.alerts.causes import CauseVerdict, IncidentEvidence, Span
 from collage_monitor.incidents import COMPARED
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import describe as describe_onset
@@ -294,7 +294,7 @@ def _causes(evidence: IncidentEvidence) -> Any:
     return _card("What else it may be", html.Ul(items, className="causes"))
 
 
-def _cause(cause: str, verdict: Verdict) -> html.Li:
+def _cause(cause: str, verdict: CauseVerdict) -> html.Li:
     sign, kind, words = _VERDICTS[verdict.holds]
     hidden: dict[str, Any] = {"aria-hidden": "true"}
     return html.Li(
