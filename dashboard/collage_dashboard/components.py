@@ -15,8 +15,8 @@ from dash import dcc, html
 
 from collage_dashboard.descriptions import Description, describe
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
-from collage_dashboard.identities import RunStyle, is_stochastic
 from collage_dashboard.reader import Problem
+from collage_dashboard.run_styles import RunStyle, is_stochastic
 from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised
@@ -69,7 +69,7 @@ class Entry:
 
     value: str
     detail: str = ""
-    identity: RunStyle | None = None
+    style: RunStyle | None = None
 
 
 def number_card(key: str, entries: Sequence[Entry], *, title: str = "", note: str = "") -> dmc.Paper:
@@ -164,10 +164,10 @@ def verdict_mark(health: str) -> tuple[str, str]:
     return _VERDICT_MARKS.get(health, _BAD_MARK)
 
 
-def verdict_line(overview: wire.Overview | None, identity: RunStyle | None = None) -> html.Div:
+def verdict_line(overview: wire.Overview | None, style: RunStyle | None = None) -> html.Div:
     """What is said of a run, in one sentence; the reasons stand in its tooltip."""
     mark, kind = verdict_mark(overview.health if overview else "unknown")
-    label = [run_label(identity), " "] if identity else []
+    label = [run_label(style), " "] if style else []
     text = overview.headline if overview else "Not evaluated yet."
     return html.Div(
         [
@@ -213,11 +213,11 @@ def report_link(run_ids: Sequence[str]) -> html.A:
     )
 
 
-def run_label(identity: RunStyle, href: str | None = None) -> Any:
+def run_label(style: RunStyle, href: str | None = None) -> Any:
     """A run's name behind its colour."""
-    dot = html.Span(className=f"dot dot-{identity.dash}", style={"--run-colour": identity.colour})
-    name = dcc.Link(identity.label, href=href) if href else html.Span(identity.label)
-    return html.Span([dot, name], className="run-label", title=identity.label)
+    dot = html.Span(className=f"dot dot-{style.dash}", style={"--run-colour": style.colour})
+    name = dcc.Link(style.label, href=href) if href else html.Span(style.label)
+    return html.Span([dot, name], className="run-label", title=style.label)
 
 
 def runs_in_words(rows: Sequence[Mapping[str, Any]]) -> dmc.Table:
@@ -300,7 +300,7 @@ def _entry(entry: Entry, *, big: bool) -> html.Div:
     detail = html.Span(entry.detail, className="detail")
     if big:
         return html.Div([value, detail], className="entry single")
-    label = run_label(entry.identity) if entry.identity else None
+    label = run_label(entry.style) if entry.style else None
     return html.Div([label, value, detail], className="entry")
 
 

@@ -21,7 +21,7 @@ from dash.development.base_component import Component
 from flask import Response, request, stream_with_context
 from plotly.io.json import to_json_plotly
 
-__all__ = ["DOCUMENT", "OpeningDash", "told_by", "words"]
+__all__ = ["DOCUMENT", "OpeningDash", "with_placeholder", "words"]
 
 _Part = TypeVar("_Part", bound=Component)
 logger = logging.getLogger(__name__)
@@ -127,14 +127,14 @@ class OpeningDash(dash.Dash):
 def words(tree: Any) -> str:
     """The HTML of what of `tree` can be read without the application; all text and attributes are escaped.
 
-    What is `told_by` other components is replaced by these.
+    Of a component `with_placeholder` it is that of its placeholder.
     """
     return "".join(_written(tree))
 
 
-def told_by(part: _Part, other: Component) -> _Part:
-    """The same component, which `other` tells in words until the application can draw it; that does not travel."""
-    vars(part)["words"] = other
+def with_placeholder(part: _Part, placeholder: Component) -> _Part:
+    """The component; until the application can draw it, `placeholder` tells it in words, and does not travel."""
+    vars(part)["words"] = placeholder
     return part
 
 

@@ -20,7 +20,6 @@ from plotly.offline import get_plotlyjs
 from collage_dashboard.components import over_steps
 from collage_dashboard.descriptions import STATE, describe, interval, number, state_key, when
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
-from collage_dashboard.identities import RunStyle, identify, strategy_title
 from collage_dashboard.pages.comparison_content import COLUMNS, with_recent
 from collage_dashboard.pages.comparison_curves import (
     DEFAULT_METRIC,
@@ -33,14 +32,15 @@ from collage_dashboard.pages.comparison_curves import (
 )
 from collage_dashboard.pages.run_content import draw, facts_of
 from collage_dashboard.pages.strategies_content import (
-    ABOUT_OTHERWISE,
+    ABOUT_COUNTERFACTUALS,
     COSTS,
     STRATEGY_COLUMNS,
     cost_figures,
-    otherwise_cells,
+    counterfactual_cells,
     strategy_styles,
 )
 from collage_dashboard.reader import Reader, explain
+from collage_dashboard.run_styles import RunStyle, strategy_title, styles_of
 from collage_dashboard.view import MAXIMUM_RUNS, View
 from collage_monitor import __version__, wire
 from collage_monitor.errors import CollageError, NotFound
@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """A section of the report. Without `heads` its table is a list of facts; `is_short`: each a small number."""
 
     title: str
@@ -142,18 +142,18 @@ def _about_run(reader: Reader, run_id: str) -> str:
     charts = [_chart(describe(key).title, draw("series", key, view, reader, colour), key) for key in curves]
     charts.append(_chart("Update size against the grid", draw("histogram", "", view, reader), "histogram"))
     charts.append(_chart("EDQ of each layer", draw("heatmap", "edq_ratio", view, reader), "heatmap", wide=True))
-    parts = [
-        Part(
+    sections = [
+        Section(
             "Numbers",
             rows=_numbers(run, overview),
             note=f"{over_steps(overview).capitalize()}, with 95 % intervals.",
             is_short=True,
         ),
-        Part("Curves", charts=charts),
+        Section("Curves", charts=charts),
     ]
     if overview.worst:
-        parts.append(
-            Part(
+        sections.append(
+            Section(
                 "Layers that lose the most",
                 rows=[*map(_worst, overview.worst)],
                 heads=_WORST_HEADS,
@@ -162,10 +162,10 @@ def _about_run(reader: Reader, run_id: str) -> str:
         )
     written = [("Tags", ", ".join(run.tags)), ("Notes", run.notes)]
     facts = [entry for entry in written if entry[1]] + facts_of(run)
-    parts.append(Part("About the run", rows=[Row(name, [(text, "")]) for name, text in facts]))
+    sections.append(Section("About the run", rows=[Row(name, [(text, "")]) for name, text in facts]))
     kept = strategy_title(strategy, watch.dtype) if watch else "not watched"
     subtitle = f"{run.project} · {kept} · {run.state}, {step} · updated {when(run.updated_at)}"
-    return _rendered(run.name, subtitle, overview.headline, [overview.verdict], parts)
+    return _rendered(run.name, subtitle, overview.headline, [overview.verdict], sections)
 
 
 _WORST_HEADS = ("Layer", "Share of the lost energy", "EDQ", "Updates lost")
@@ -205,7 +205,7 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str]) -> str:
     runs = completed(reader, answers[metrics[LOSS]]) or ()
     results = results_of(run_results(rows, runs))
     by_run = lines_of(view, rows) == "run"
-    styles = identify(runs) if by_run else strategy_styles(results)
+    styles = styles_of(runs) if by_run else strategy_styles(results)
     curves = [
         _chart(describe(key).title, draw_curves(answers[key], key, view, () if by_run else results), key)
         for key in metrics
@@ -216,22 +216,24 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str]) -> str:
         _chart(f"Loss against {describe(cost).title.lower()}", figure, cost)
         for cost, figure in zip(COSTS, cost_figures(results, said), strict=True)
     ]
-    parts = [
-        Part(
+    sections = [
+        Section(
             "Strategies",
             charts=costs,
             rows=[_strategy(result) for result in results],
             heads=("Strategy", "Verdict", *(column.title for column in STRATEGY_COLUMNS)),
         ),
-        Part("Curves", charts=curves, styles=styles),
-        Part("Runs", rows=_runs(with_recent(runs, overviews), overviews), heads=_RUN_HEADS),
+        Section("Curves", charts=curves, styles=styles),
+        Section("Runs", rows=_runs(with_recent(runs, overviews), overviews), heads=_RUN_HEADS),
     ]
-    heads, cells = otherwise_cells(runs)
+    heads, cells = counterfactual_cells(runs)
     if cells:
         kept = [Row(style.label, own) for style, own in cells]
-        parts.append(Part("The same steps, kept otherwise", rows=kept, heads=heads, note=ABOUT_OTHERWISE))
+        sections.append(
+            Section("The same steps, kept otherwise", rows=kept, heads=heads, note=ABOUT_COUNTERFACTUALS)
+        )
     subtitle = f"{len(rows)} runs of {', '.join(dict.fromkeys(row.project for row in rows))}"
-    return _rendered("Strategies", subtitle, said.text, said.reasons, parts)
+    return _rendered("Strategies", subtitle, said.text, said.reasons, sections)
 
 
 _RUN_HEADS = ("Run", "Strategy", "What is said of it", *(column.title for column in COLUMNS))
@@ -253,7 +255,7 @@ def _runs(runs: Sequence[wire.ComparedRun], overviews: dict[str, wire.Overview])
                 *(column.cell(run) for column in COLUMNS),
             ],
         )
-        for style, run in zip(identify(runs), runs, strict=True)
+        for style, run in zip(styles_of(runs), runs, strict=True)
     ]
 
 
@@ -270,7 +272,7 @@ def _chart(title: str, figure: go.Figure, key: str, *, wide: bool = False) -> Ch
     return Chart(title, Markup(drawn), wide)
 
 
-def _rendered(title: str, subtitle: str, answer: str, reasons: Iterable[str], parts: Sequence[Part]) -> str:
+def _rendered(title: str, subtitle: str, answer: str, reasons: Iterable[str], sections: Sequence[Section]) -> str:
     pages = Environment(
         loader=PackageLoader("collage_dashboard", "templates"), autoescape=True, undefined=StrictUndefined
     )
@@ -279,7 +281,7 @@ def _rendered(title: str, subtitle: str, answer: str, reasons: Iterable[str], pa
         subtitle=subtitle,
         answer=answer,
         reasons=[reason for reason in reasons if reason and reason != answer],
-        parts=parts,
+        sections=sections,
         plotly=Markup(get_plotlyjs()),
         limits=CAVEATS,
         written=when(time.time()),

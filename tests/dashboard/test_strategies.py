@@ -6,7 +6,12 @@ from collage_dashboard.app import render
 from collage_dashboard.figures.style import STRATEGY_COLOURS
 from collage_dashboard.figures.tradeoff import tradeoff
 from collage_dashboard.pages.comparison_curves import figure, lines_of
-from collage_dashboard.pages.strategies_content import STRATEGY_COLUMNS, cost_figures, otherwise, strategy_table
+from collage_dashboard.pages.strategies_content import (
+    STRATEGY_COLUMNS,
+    cost_figures,
+    counterfactual_table,
+    strategy_table,
+)
 from collage_dashboard.view import View, read_address
 
 from collage_monitor.recommendation import recommendation
@@ -180,7 +185,7 @@ def test_seeds_make_a_curve_a_strategy_unless_the_reader_wants_each_run(server, 
 
 def test_the_same_steps_kept_otherwise_shows_only_what_was_measured(server):
     [run] = server.client().compare(["run-fp32-reference"], "edq_ratio").runs
-    said = text(otherwise([run]))
+    said = text(counterfactual_table([run]))
     assert "Not measured in these runs. It needs no option" in said
     assert "every=10" in said
     merged = run.merged | {
@@ -188,7 +193,7 @@ def test_the_same_steps_kept_otherwise_shows_only_what_was_measured(server):
         "counterfactual_edq_ratio/stochastic/bf16": 1.0,
         "counterfactual_variance_ratio/stochastic/bf16": 0.53,
     }
-    said = text(otherwise([msgspec.structs.replace(run, merged=merged)]))
+    said = text(counterfactual_table([msgspec.structs.replace(run, merged=merged)]))
     assert "Plain, bf16" in said
     assert "0.9100" in said
     assert "noise 0.530" in said

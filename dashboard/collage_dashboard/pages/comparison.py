@@ -33,7 +33,6 @@ from collage_dashboard.components import (
 )
 from collage_dashboard.descriptions import describe, metric_choices
 from collage_dashboard.figures.style import digest
-from collage_dashboard.identities import identify
 from collage_dashboard.pages.comparison_content import legend, numbers, table, verdicts
 from collage_dashboard.pages.comparison_curves import (
     CHARTS,
@@ -52,11 +51,12 @@ from collage_dashboard.pages.strategies_content import (
     choices,
     cost_cards,
     cost_figures,
-    otherwise,
+    counterfactual_table,
     strategy_styles,
     strategy_table,
 )
 from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.run_styles import styles_of
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
 from collage_dashboard.zoom import narrowed, zoomed
 from collage_monitor import wire
@@ -87,7 +87,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         return page([problem_page(_NOTHING_PICKED), choices(recent)], "Strategies")
     rows = _rows(reader, view.runs)
     search = write_address(view)[1]
-    shown_numbers, shown_verdicts, shown_legend = _said(view, rows)
+    shown_numbers, shown_verdicts, shown_legend = _first_screen(view, rows)
     results = results_of(run_results(rows))
     said = recommendation(results)
     return page(
@@ -95,7 +95,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Location(id="compare-address", refresh=False, search=search),
             dcc.Store(id="compare-shown", data=search),
             dcc.Store(id="compare-revision", data=_revision(view, rows)),
-            dcc.Store(id="compare-rows", data=_kept(rows)),
+            dcc.Store(id="compare-rows", data=_rows_to_json(rows)),
             pace_marker("compare-pace", wait_of(rows, 0.0)),
             *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
             dcc.Store(id="compare-drawn", data=[]),
@@ -120,7 +120,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             ),
             html.Div(shown_legend, id="compare-legend", className="legend"),
             html.Div(_charts(view, rows), className="charts"),
-            html.Div(id="compare-otherwise"),
+            html.Div(id="compare-counterfactuals"),
             html.Div(id="compare-table"),
             limits_note(),
         ],
@@ -159,7 +159,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         if found == known:
             raise dash.exceptions.PreventUpdate
         wait = str(wait_of(rows, time.monotonic() - start))
-        return found, _kept(rows), _missing(view, rows), wait, *_said(view, rows)
+        return found, _rows_to_json(rows), _missing(view, rows), wait, *_first_screen(view, rows)
 
 
 def _register_charts(app: dash.Dash, reader: Reader) -> None:
@@ -168,7 +168,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
 
     @app.callback(
         Output("compare-drawn", "data"),
-        *(Output(f"compare-{name}", "children") for name in ("table", "advice", "strategies", "otherwise")),
+        *(Output(f"compare-{name}", "children") for name in ("table", "advice", "strategies", "counterfactuals")),
         *(Output(f"compare-cost-{place}", "figure") for place in range(len(COSTS))),
         *(Output(f"compare-answer-{place}", "data") for place in places),
         Input("compare-shown", "data"),
@@ -180,7 +180,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         view = read_address("/compare", search)
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
-        rows = _read(kept)
+        rows = _rows_from_json(kept)
         metrics = (*charted(rows), view.metric or DEFAULT_METRIC)
         whole = replace(view, zoom=None)
         # Over tokens or time each run has its own steps between two places: there a zoom moves what was read.
@@ -200,7 +200,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_of(run_results(rows, runs or ()))
-        shown = [no_update] * (4 + len(COSTS)) if runs is None else _answered(rows, runs, results)
+        shown = [no_update] * (4 + len(COSTS)) if runs is None else _tables_and_answer(rows, runs, results)
         means = results if lines_of(view, rows) == "strategy" else ()
         figures = {
             place: narrowed(draw_curves(found[metrics[place]], metrics[place], view, means), view)
@@ -228,7 +228,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
     )
     app.clientside_callback(  # type: ignore[no-untyped-call]
         ClientsideFunction("collage", "shareHover"),
-        Output("compare-otherwise", "id"),
+        Output("compare-counterfactuals", "id"),
         *(Input(f"compare-chart-{place}", "hoverData") for place in places),
         prevent_initial_call=True,
     )
@@ -313,7 +313,7 @@ def _register_navigation(app: dash.Dash) -> None:
             view, wanted = read_address(pathname, shown), shown
         elif wanted == shown:
             raise dash.exceptions.PreventUpdate
-        by = lines_of(view, _read(kept))
+        by = lines_of(view, _rows_from_json(kept))
         chosen = view.axis, view.scale, view.smoothing, view.metric or DEFAULT_METRIC
         return wanted, wanted, list(view.runs), by, *chosen
 
@@ -352,14 +352,14 @@ def _missing(view: View, rows: Sequence[wire.RunRow]) -> Any:
     )
 
 
-def _said(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
+def _first_screen(view: View, rows: Sequence[wire.RunRow]) -> tuple[Any, Any, Any]:
     """(numbers, verdicts, legend) of the runs, from what the server keeps of each."""
     if not rows:
         return None, None, None
     overviews = _overviews(rows)
     by_run = lines_of(view, rows) == "run"
     styles = (
-        identify([_RunNames(row) for row in rows]) if by_run else strategy_styles(results_of(run_results(rows)))
+        styles_of([_RunNames(row) for row in rows]) if by_run else strategy_styles(results_of(run_results(rows)))
     )
     return numbers(rows, overviews), verdicts(rows, overviews), legend(styles)
 
@@ -368,22 +368,24 @@ def _overviews(rows: Sequence[wire.RunRow]) -> dict[str, wire.Overview]:
     return {row.run_id: row.overview for row in rows if row.overview}
 
 
-def _kept(rows: Sequence[wire.RunRow]) -> str:
+def _rows_to_json(rows: Sequence[wire.RunRow]) -> str:
     return wire.encode_json(rows).decode()
 
 
-def _read(kept: str) -> list[wire.RunRow]:
+def _rows_from_json(kept: str) -> list[wire.RunRow]:
     return wire.decode_message(kept.encode(), list[wire.RunRow], wire.JSON)
 
 
-def _answered(rows: Sequence[wire.RunRow], runs: Sequence[wire.ComparedRun], results: Results) -> tuple[Any, ...]:
+def _tables_and_answer(
+    rows: Sequence[wire.RunRow], runs: Sequence[wire.ComparedRun], results: Results
+) -> tuple[Any, ...]:
     """The tables and the answer, now that the curves are there."""
     said = recommendation(results)
     return (
         table(runs, _overviews(rows)),
         advice(said, [row.run_id for row in rows]),
         strategy_table(results),
-        otherwise(runs),
+        counterfactual_table(runs),
         *cost_figures(results, said),
     )
 
@@ -408,8 +410,8 @@ def _picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
 
 def _choices(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
     return [
-        {"value": row.run_id, "label": identity.label}
-        for row, identity in zip(rows, identify([_RunNames(row) for row in rows]), strict=True)
+        {"value": row.run_id, "label": style.label}
+        for row, style in zip(rows, styles_of([_RunNames(row) for row in rows]), strict=True)
     ]
 
 

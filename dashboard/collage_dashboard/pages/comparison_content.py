@@ -12,7 +12,7 @@ from dash import html
 
 from collage_dashboard.components import Entry, number_card, over_steps, run_label, scrollable, verdict_line
 from collage_dashboard.descriptions import count, describe, finite, interval, number, state_key
-from collage_dashboard.identities import NamedRun, RunStyle, identify, is_stochastic, strategy_title
+from collage_dashboard.run_styles import NamedRun, RunStyle, is_stochastic, strategy_title, styles_of
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 
@@ -91,8 +91,8 @@ def numbers(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
     loss = "validation_loss" if validated else "loss"
 
     def entries(cells: Iterable[Cell]) -> list[Entry]:
-        identities = identify(runs) if len(runs) > 1 else [None]
-        return [Entry(*cell, identity) for cell, identity in zip(cells, identities, strict=True)]
+        styles = styles_of(runs) if len(runs) > 1 else [None]
+        return [Entry(*cell, style) for cell, style in zip(cells, styles, strict=True)]
 
     return html.Div(
         [
@@ -109,8 +109,7 @@ def numbers(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
 def verdicts(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
     """A sentence about each run: its recent past, what is wrong, where and since when."""
     lines = [
-        verdict_line(overviews.get(run.run_id), identity)
-        for run, identity in zip(runs, identify(runs), strict=True)
+        verdict_line(overviews.get(run.run_id), style) for run, style in zip(runs, styles_of(runs), strict=True)
     ]
     return html.Div(lines, style={"marginTop": "16px"})
 
@@ -141,13 +140,13 @@ def table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> dmc.Paper:
     body = [
         dmc.TableTr(
             [
-                dmc.TableTd(run_label(identity, write_address(View(page="run", runs=(run.run_id,)))[0])),
+                dmc.TableTd(run_label(style, write_address(View(page="run", runs=(run.run_id,)))[0])),
                 dmc.TableTd(strategy_title(run.strategy, run.dtype), className="text"),
                 dmc.TableTd(over_steps(overviews.get(run.run_id)).removeprefix("over "), className="text"),
                 *(dmc.TableTd(_cell(column.cell(run))) for column in COLUMNS),
             ]
         )
-        for run, identity in zip(runs, identify(runs), strict=True)
+        for run, style in zip(runs, styles_of(runs), strict=True)
     ]
     content: list[Any] = [
         scrollable(

@@ -9,10 +9,10 @@ import plotly.graph_objects as go
 
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.style import empty_figure
-from collage_dashboard.identities import identify
 from collage_dashboard.pages.comparison_content import curve_of, lacks_throughput, with_throughput
 from collage_dashboard.pages.strategies_content import strategy_styles
 from collage_dashboard.reader import Reader
+from collage_dashboard.run_styles import styles_of
 from collage_dashboard.view import Lines, Scale, View
 from collage_dashboard.zoom import POINTS
 from collage_monitor import wire
@@ -61,8 +61,8 @@ def figure(
         ]
         return curves(chosen, means, smoothing=smoothing, legend=False, scale=scale)
     lines = [
-        NamedCurve(identity.label, identity.colour, curve_of(run, chosen), identity.dash)
-        for identity, run in zip(identify(comparison.runs), comparison.runs, strict=True)
+        NamedCurve(style.label, style.colour, curve_of(run, chosen), style.dash)
+        for style, run in zip(styles_of(comparison.runs), comparison.runs, strict=True)
     ]
     return curves(chosen, lines, smoothing=smoothing, legend=False, scale=scale)
 

@@ -23,7 +23,7 @@ from collage_monitor.incidents import COMPARED
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import describe as describe_onset
 
-__all__ = ["badges", "body", "head", "lasted"]
+__all__ = ["badges", "body", "duration_of", "head"]
 
 ALWAYS: Final = ("learning_rate", "grad_norm", "param_norm", "half_ulp_margin", "clip_ratio")
 """Rows of the table that say so where they were not reported; others are left out then."""
@@ -65,7 +65,7 @@ def badges(incident: wire.Incident) -> list[Any]:
     return found
 
 
-def lasted(incident: wire.Incident) -> str:
+def duration_of(incident: wire.Incident) -> str:
     """'12 min', or nothing while it lasts."""
     if incident.resolved_at is None:
         return UNDEFINED

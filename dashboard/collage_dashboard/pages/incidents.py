@@ -11,7 +11,7 @@ from dash import Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import LIVE_MILLISECONDS, limits_note, notice, pace_marker, page, scrollable
 from collage_dashboard.descriptions import describe, when
-from collage_dashboard.pages.incident_content import badges, lasted
+from collage_dashboard.pages.incident_content import badges, duration_of
 from collage_dashboard.reader import Reader, explain
 from collage_dashboard.view import View, read_address, write_address
 from collage_monitor import wire
@@ -136,7 +136,7 @@ def _row(incident: wire.Incident) -> dmc.TableTr:
         html.Div([dcc.Link(incident.alert, href=address), *_judged(incident)]),
         run,
         when(incident.started_at),
-        lasted(incident),
+        duration_of(incident),
         html.Div(badges(incident), className="badges"),
         html.Span(incident.text, title=incident.text),
     )

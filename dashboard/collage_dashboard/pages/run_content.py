@@ -27,10 +27,10 @@ from collage_dashboard.figures.heatmap import block_of
 from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
-from collage_dashboard.identities import strategy_title
 from collage_dashboard.pages.run_curves import draw_stack, series_between
 from collage_dashboard.pages.run_marks import Marks, placed
 from collage_dashboard.reader import Reader
+from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import Tab, View, write_address
 from collage_dashboard.zoom import Steps, narrowed, steps_within
 from collage_monitor import wire

@@ -23,10 +23,10 @@ from collage_dashboard.components import (
     tags_of,
     wait_of,
 )
-from collage_dashboard.identities import strategy_title
-from collage_dashboard.opening import told_by
+from collage_dashboard.opening import with_placeholder
 from collage_dashboard.pages.runs_content import columns, compare_link, group_rows, headline_of, rows
 from collage_dashboard.reader import Problem, Reader, explain
+from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import FILTERS, GROUPS, View, read_address, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client
@@ -350,4 +350,4 @@ def _grid(view: View, first: Sequence[dict[str, Any]]) -> dag.AgGrid:
         className="runs-grid",
         style={"height": "calc(100vh - 290px)", "minHeight": "260px"},
     )
-    return told_by(grid, runs_in_words(first[:_ROWS_IN_WORDS]))
+    return with_placeholder(grid, runs_in_words(first[:_ROWS_IN_WORDS]))

@@ -12,7 +12,7 @@ from dash import dcc, html
 from collage_dashboard.components import text_of_tags, verdict_mark
 from collage_dashboard.descriptions import describe, state_key
 from collage_dashboard.figures.style import strategy_colour
-from collage_dashboard.identities import strategy_title
+from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import MAXIMUM_RUNS, View, write_address
 from collage_monitor import wire
 

@@ -15,7 +15,7 @@ from collage_dashboard.descriptions import UNDEFINED, describe, number, state_ke
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
-from collage_dashboard.identities import RunStyle, identify, strategy_title
+from collage_dashboard.run_styles import RunStyle, strategy_title, styles_of
 from collage_dashboard.view import MAXIMUM_RUNS, View, write_address
 from collage_monitor import wire
 from collage_monitor.metrics import split_key
@@ -24,21 +24,21 @@ from collage_monitor.seeds import Estimate
 from collage_monitor.strategy_results import StrategyResult
 
 __all__ = [
-    "ABOUT_OTHERWISE",
+    "ABOUT_COUNTERFACTUALS",
     "COSTS",
     "STRATEGY_COLUMNS",
     "advice",
     "choices",
     "cost_cards",
     "cost_figures",
-    "otherwise",
-    "otherwise_cells",
+    "counterfactual_cells",
+    "counterfactual_table",
     "strategy_styles",
     "strategy_table",
 ]
 
 COSTS: Final[tuple[Cost, ...]] = ("bytes_per_parameter", "tokens_per_second")
-_OTHERWISE: Final = "counterfactual_edq_ratio"
+_COUNTERFACTUAL: Final = "counterfactual_edq_ratio"
 _NOISE: Final = "counterfactual_variance_ratio"
 _METHODS: Final = {
     "plain/bf16": "Plain, bf16",
@@ -113,10 +113,10 @@ def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
     )
 
 
-def otherwise(runs: Sequence[wire.ComparedRun]) -> Any:
+def counterfactual_table(runs: Sequence[wire.ComparedRun]) -> Any:
     """What other ways of keeping the weights would have kept of each run's own steps; or why nobody knows."""
-    title = html.H2("The same steps, kept otherwise", className="card-title", title=describe(_OTHERWISE).help)
-    heads, found = otherwise_cells(runs)
+    title = html.H2("The same steps, kept otherwise", className="card-title", title=describe(_COUNTERFACTUAL).help)
+    heads, found = counterfactual_cells(runs)
     if not found:
         return _without_counterfactuals(title)
     rows = [
@@ -124,26 +124,26 @@ def otherwise(runs: Sequence[wire.ComparedRun]) -> Any:
         for style, cells in found
     ]
     head = [dmc.TableTh(text) for text in heads]
-    return _card(head, rows, "The same steps, kept otherwise", ABOUT_OTHERWISE, title)
+    return _card(head, rows, "The same steps, kept otherwise", ABOUT_COUNTERFACTUALS, title)
 
 
-def otherwise_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[RunStyle, list[Cell]]]]:
+def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[RunStyle, list[Cell]]]]:
     """The heads of the table, and a row for each run that measured what other methods would have kept."""
-    measured = [run for run in runs if any(split_key(key)[0] == _OTHERWISE for key in run.merged)]
+    measured = [run for run in runs if any(split_key(key)[0] == _COUNTERFACTUAL for key in run.merged)]
     methods = [method for method in _METHODS if any(_kept(run, method) is not None for run in measured)]
     rows = [
         (
             style,
-            [*(_otherwise_cell(run, method) for method in methods), (number(run.merged.get(_PREDICTED)), "")],
+            [*(_counterfactual_cell(run, method) for method in methods), (number(run.merged.get(_PREDICTED)), "")],
         )
-        for run, style in zip(runs, identify(runs), strict=True)
+        for run, style in zip(runs, styles_of(runs), strict=True)
         if run in measured
     ]
     return ["Run", *(_METHODS[method] for method in methods), describe(_PREDICTED).title], rows
 
 
 _PREDICTED: Final = "predicted_plain_lost_ratio"
-ABOUT_OTHERWISE: Final = (
+ABOUT_COUNTERFACTUALS: Final = (
     "EDQ that each way of keeping the weights would have had on the run's own updates, over all its steps that "
     "measured it, about one in a hundred. One run answers for all: an fp32 run tells if it can do "
     "without its fp32 weights. "
@@ -165,10 +165,10 @@ def _without_counterfactuals(title: Any) -> dmc.Paper:
 
 
 def _kept(run: wire.ComparedRun, method: str) -> wire.Number | None:
-    return run.merged.get(f"{_OTHERWISE}/{method}")
+    return run.merged.get(f"{_COUNTERFACTUAL}/{method}")
 
 
-def _otherwise_cell(run: wire.ComparedRun, method: str) -> Cell:
+def _counterfactual_cell(run: wire.ComparedRun, method: str) -> Cell:
     noise = run.merged.get(f"{_NOISE}/{method}")
     return number(_kept(run, method)), f"noise {number(noise, 3)}" if noise is not None else ""
 

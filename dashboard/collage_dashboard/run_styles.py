@@ -10,7 +10,7 @@ from typing import Protocol
 from collage_dashboard.figures.style import DASHES, strategy_colour
 from collage_monitor.strategies import STRATEGIES, strategy_title
 
-__all__ = ["RunStyle", "identify", "is_stochastic", "strategy_title"]
+__all__ = ["RunStyle", "is_stochastic", "strategy_title", "styles_of"]
 
 _LABEL_CHARACTERS = 48
 
@@ -38,8 +38,8 @@ class RunStyle:
     dash: str
 
 
-def identify(runs: Sequence[NamedRun]) -> list[RunStyle]:
-    """An identity for each run, in the order given.
+def styles_of(runs: Sequence[NamedRun]) -> list[RunStyle]:
+    """A style for each run, in the order given.
 
     The label is the run's name, cut in its middle beyond 48 characters; where two runs share it, strategy and
     dtype are added, then the end of the id.
@@ -50,12 +50,12 @@ def identify(runs: Sequence[NamedRun]) -> list[RunStyle]:
         seen = Counter(labels)
         labels = [extend(label, run) if seen[label] > 1 else label for label, run in zip(labels, runs, strict=True)]
     used: Counter[str] = Counter()
-    identities = []
+    styles = []
     for run, label in zip(runs, labels, strict=True):
         colour = strategy_colour(run.strategy, run.dtype)
-        identities.append(RunStyle(run.run_id, label, colour, DASHES[used[colour] % len(DASHES)]))
+        styles.append(RunStyle(run.run_id, label, colour, DASHES[used[colour] % len(DASHES)]))
         used[colour] += 1
-    return identities
+    return styles
 
 
 def is_stochastic(name: str | None) -> bool:

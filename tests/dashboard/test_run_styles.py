@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from collage_dashboard.figures.style import REFERENCE, STRATEGY_COLOURS, strategy_colour
-from collage_dashboard.identities import identify, is_stochastic, strategy_title
+from collage_dashboard.run_styles import is_stochastic, strategy_title, styles_of
 
 from collage_monitor.strategies import STRATEGIES
 
@@ -38,25 +38,25 @@ def lab(colour, matrix):
 
 
 def test_a_name_of_its_own_stays_as_it_is():
-    assert [identity.label for identity in identify([run("a"), run("b")])] == ["a", "b"]
+    assert [style.label for style in styles_of([run("a"), run("b")])] == ["a", "b"]
 
 
 def test_a_long_name_is_cut_in_its_middle():
-    (identity,) = identify([run("first-" + "x" * 500 + "-last")])
-    assert len(identity.label) == 48
-    assert identity.label.startswith("first-")
-    assert identity.label.endswith("-last")
+    (style,) = styles_of([run("first-" + "x" * 500 + "-last")])
+    assert len(style.label) == 48
+    assert style.label.startswith("first-")
+    assert style.label.endswith("-last")
 
 
 def test_the_same_name_takes_strategy_and_dtype_then_the_id():
     runs = [run("gpt", "plain"), run("gpt", "plus", run_id="xx1111"), run("gpt", "plus", run_id="xx2222")]
-    labels = [identity.label for identity in identify(runs)]
+    labels = [style.label for style in styles_of(runs)]
     assert labels[0] == "gpt · Plain · bfloat16"
     assert labels[1:] == ["gpt · Collage plus · bfloat16 · xx1111", "gpt · Collage plus · bfloat16 · xx2222"]
 
 
 def test_runs_of_one_strategy_share_a_colour_and_differ_in_dash():
-    first, second = identify([run("a", "plus"), run("b", "plus")])
+    first, second = styles_of([run("a", "plus"), run("b", "plus")])
     assert first.colour == second.colour == STRATEGY_COLOURS["plus"]
     assert first.dash != second.dash
 
