@@ -9,10 +9,9 @@ collage.log({"loss": loss})
 collage.finish()
 """
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from collage_agent import _unmoved as _unmoved  # first: see there
 
 if TYPE_CHECKING:
     from collage_agent.options import Exclude
@@ -44,6 +43,19 @@ _MODULES = {
     "Transport": "transport",
 }
 """Where a name is defined; the others are the session's."""
+
+
+def _load_http_client() -> None:
+    """Load httpx without moving Python's random numbers: what it imports draws from them once.
+
+    A program that seeds first and imports the agent later must see the numbers that it would see without the agent.
+    """
+    state = random.getstate()
+    import_module("httpx")
+    random.setstate(state)
+
+
+_load_http_client()
 
 
 def __getattr__(name: str) -> Any:
