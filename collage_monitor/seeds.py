@@ -54,7 +54,7 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate | None:
     mean, count = math.fsum(values) / len(values), len(values)
     if count < 2:
         return Estimate(mean, count)
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    spread = math.hypot(*[value - mean for value in values]) / math.sqrt(count - 1)
     half = float(student_quantile(count - 1)) * spread / math.sqrt(count)
     return Estimate(mean, count, mean - half, mean + half, spread)
 

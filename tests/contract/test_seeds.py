@@ -41,6 +41,11 @@ def test_a_mean_and_its_interval_are_those_of_exact_fractions(count):
     assert found.value - found.low == pytest.approx(half, rel=3e-3)
 
 
+def test_the_spread_of_a_loss_that_ran_away_is_a_number():
+    found = mean_over_seeds([1e200, 3e200])
+    assert (found.value, found.spread) == (2e200, pytest.approx(2**0.5 * 1e200, rel=1e-14))
+
+
 def test_one_value_has_no_interval_and_no_value_no_mean():
     one = mean_over_seeds([2.5])
     assert (one.value, one.count, one.low, one.high, one.spread) == (2.5, 1, None, None, None)
