@@ -133,6 +133,28 @@ def test_runs_that_differ_by_seed_alone_are_one_row(server, seeds, by, expected)
     assert (single.numbers["loss"].count, single.numbers["loss"].spread) == (1, None)
 
 
+@pytest.mark.parametrize(
+    ("said", "speaks"),
+    [
+        ({"a0": ("healthy", 0.1), "a1": ("losing updates", 0.9), "a2": ("unknown", 0.2)}, "a1"),
+        ({"a0": ("healthy", 0.1), "a1": (None, 0.9), "a2": ("unknown", 0.2)}, "a2"),
+        ({"a0": ("healthy", 0.5), "a1": ("healthy", 0.4), "a2": ("healthy", 0.6)}, "a1"),
+        ({"a0": ("not finite", 0.5), "a1": ("losing updates", None), "a2": ("losing updates", 0.4)}, "a1"),
+        ({"a0": ("losing updates", 0.5), "a1": ("not finite", -0.4), "a2": ("healthy", -0.6)}, "a1"),
+    ],
+    ids=["against", "not known", "all healthy", "no EDQ", "negative EDQ"],
+)
+def test_the_run_that_has_most_against_it_speaks_for_its_group(server, seeds, said, speaks):
+    overview, run_id = schema.run_overview, schema.run_overview.c.run_id
+    with server.app.state.components.store.writing() as connection:
+        for run, (health, edq) in said.items():
+            text = to_json(wire.Overview(run_id=run, health=health or "unknown", headline=f"headline of {run}"))
+            values = {"health": health, "edq_ratio": edq, "overview": text}
+            connection.execute(overview.update().where(run_id == run).values(**values))
+    [row] = [entry.group for entry in groups(server, by="group").rows if entry.group.groups == ["low"]]
+    assert row.headline == f"headline of {speaks}"
+
+
 def test_an_open_group_is_followed_by_its_runs_on_any_page(server, seeds):
     order = {"by": "group", "sort": "loss", "descending": "false"}
     whole = groups(server, **order)

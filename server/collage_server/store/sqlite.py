@@ -9,7 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event
+from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 
 from collage_server.errors import StoreUnusable
 from collage_server.store.database import Store
@@ -93,6 +94,7 @@ class SqliteStore(Store):
             **POOL,
             connect_args={"timeout": self._busy_timeout_seconds, "check_same_thread": False},
         )
+        engine.dialect.statement_compiler = _HintingCompiler
         event.listen(engine, "connect", _on_connect)
         event.listen(engine, "begin", _on_begin)
         return engine
@@ -178,6 +180,14 @@ class SqliteStore(Store):
 
     def lock_project(self, connection: Connection, project: str) -> None:
         """The file has one writer."""
+
+
+class _HintingCompiler(SQLiteCompiler):
+    """Writes the hints of `Select.with_hint` behind their tables, which SQLAlchemy leaves out for SQLite."""
+
+    def get_from_hint_text(self, _table: FromClause, text: str | None) -> str | None:
+        """The hint as it was given."""
+        return text
 
 
 def _prepare(path: Path, timeout_seconds: float) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+import typing
 from contextlib import closing
 
 import pytest
 from collage_server.errors import StoreUnusable
-from collage_server.store import SqliteStore
+from collage_server.store import GroupQuery, SqliteStore, TableQuery
 from collage_server.store.engine.files import network_file_system
+from sqlalchemy import event
 
+from collage_monitor import wire
 from tests.server.migrated import put_migrated
 from tests.server.samples import report
 from tests.server.store.contract import LIMITS, NOW, StoreContract
@@ -91,6 +94,43 @@ def test_page_settings_are_in_force(store):
             for name in ("page_size", "auto_vacuum", "journal_mode")
         }
     assert found == {"page_size": 16384, "auto_vacuum": 2, "journal_mode": "wal"}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"health": "healthy"},
+        {"state": "stale"},
+        {"project": "p", "strategy": "plain", "group": "g", "tag": "t", "q": "r"},
+        {"run_ids": ("r0", "r1")},
+    ],
+    ids=lambda chosen: " ".join(chosen) or "all",
+)
+def test_runs_are_ordered_and_grouped_without_a_look_at_their_wide_rows(store, chosen):
+    """Whatever is asked: else SQLite reads each run's sentences, too, where it looks for a number."""
+    for place in range(3):
+        StoreContract.fill(store, f"r{place}", f"s{place}")
+    asked = []
+
+    def note(_connection, _cursor, statement, parameters, _context, _many):
+        asked.append((statement, parameters))
+
+    event.listen(store.engine, "before_cursor_execute", note)
+    for sort in typing.get_args(wire.RunSort):
+        store.table.page(TableQuery(sort=sort, **chosen), NOW, 600.0)
+        for by in typing.get_args(wire.GroupBy):
+            for group in store.table.groups(GroupQuery(by=by, sort=sort, **chosen), NOW, 600.0).rows:
+                opened = GroupQuery(by=by, sort=sort, opened=[group.key], limit=1, offset=1, **chosen)
+                store.table.groups(opened, NOW, 600.0)
+    event.remove(store.engine, "before_cursor_execute", note)
+    ordering = [(text, values) for text, values in asked if "run_overview" in text and ".overview" not in text]
+    assert len(ordering) > len(typing.get_args(wire.RunSort))
+    with store.reading() as connection:
+        for text, values in ordering:
+            plan = [row.detail for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", values)]
+            looked_up = [step for step in plan if "run_overview" in step]
+            assert all("COVERING INDEX run_overview_narrow" in step for step in looked_up), (text, plan)
 
 
 def test_every_connection_commits_durably(store):
