@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from collage_server.errors import Gone
 from collage_server.store import Selection
-from collage_server.store.chunks.cache import read_chunk_infos
+from collage_server.store.chunks.index import read_chunk_infos
 from collage_server.store.sealing import retention
 
 from collage_monitor import wire

@@ -12,7 +12,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, func, or_, select, update
 
 from collage_server.store import schema
-from collage_server.store.chunks.cache import read_chunk_infos
+from collage_server.store.chunks.index import read_chunk_infos
 from collage_server.store.ranges import Ranges, contains, ranges_from_json
 from collage_server.store.rows import require_run
 

@@ -64,8 +64,8 @@ _REPORT: Final = schema.report
 _NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
 _DECODE: Final = msgspec.json.Decoder(dict[str, tuple[int, wire.Number]]).decode
 _DECODE_UNFINISHED: Final = msgspec.json.Decoder(dict[int, tuple[int, int]]).decode
-_INSERTED: Final = (4, 2, 1)
-"""Reports a statement. One each takes PostgreSQL 1.3 times as long; psycopg parses a text of more values anew."""
+_REPORTS_A_STATEMENT: Final = (4, 2, 1)
+"""One each takes PostgreSQL 1.3 times as long; psycopg parses a text of more values anew."""
 _MOST_GAPS: Final = 10_000
 _UNFINISHED_STEPS: Final = 64
 """Of how many steps at most a stream's row remembers that reports are missing: what is older was given up."""
@@ -308,7 +308,7 @@ def _insert_new(
 
     Their places are locked (`_lock_latest`): what is not there now is not there when it is inserted.
     """
-    known = {entry.stream_id: _known_numbers(cursor, dialect, rows, entry) for entry in repeated}
+    known = {entry.stream_id: _known_seqs(cursor, dialect, rows, entry) for entry in repeated}
     flags = []
     for row in rows:
         seen = known.get(row["stream_id"])
@@ -317,7 +317,7 @@ def _insert_new(
             seen.add(row["seq"])
     fresh, start = [row for row, is_new in zip(rows, flags, strict=True) if is_new], 0
     while start < len(fresh):
-        count = next(size for size in _INSERTED if size <= len(fresh) - start)
+        count = next(size for size in _REPORTS_A_STATEMENT if size <= len(fresh) - start)
         insertion, some = _insert_reports(dialect, count), fresh[start : start + count]
         values = {f"{name}_{i}": value for i, row in enumerate(some) for name, value in row.items()}
         cursor.execute(insertion.text, insertion.bind(values))
@@ -325,8 +325,8 @@ def _insert_new(
     return flags
 
 
-def _known_numbers(cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], entry: _LatestRow) -> set[int]:
-    """Numbers of the stream that the journal has, as far as these rows reach."""
+def _known_seqs(cursor: Any, dialect: Dialect, rows: Sequence[dict[str, Any]], entry: _LatestRow) -> set[int]:
+    """The seqs of the stream that the journal has, as far as these rows reach."""
     numbers = [row["seq"] for row in rows if row["stream_id"] == entry.stream_id]
     read = _read_known(dialect)
     cursor.execute(read.text, read.bind({**entry.own, "first": min(numbers), "last": max(numbers)}))

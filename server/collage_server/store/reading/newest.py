@@ -19,8 +19,8 @@ from sqlalchemy import Connection, func, select, tuple_
 
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import ALL_RANKS, select_rows
-from collage_server.store.chunks.cache import LEVELS
 from collage_server.store.chunks.contributors import streams_of_last_point
+from collage_server.store.chunks.index import LEVELS
 from collage_server.store.reading.assemble import RowsByStep, merge_rows
 from collage_server.store.reading.run_view import is_known, read_entries
 from collage_server.store.records import FloatArray, NewestReport

@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 
 from collage_server.store.chunks.blobs import minimum_key
-from collage_server.store.chunks.cache import LEVELS, ChunkInfo
 from collage_server.store.chunks.contributors import Contributors, read_contributors
+from collage_server.store.chunks.index import LEVELS, ChunkInfo
 from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.reading.unsealed import UnsealedReports
 from collage_server.store.records import IntArray, Selection

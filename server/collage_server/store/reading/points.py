@@ -24,9 +24,10 @@ from collage_server.store.chunks.blobs import (
     read_model_data,
     read_point_rows,
 )
-from collage_server.store.chunks.cache import ColumnCache, read_chunk_infos
+from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.tables import AttemptPoints, has_layer_extremes, join, select_points
+from collage_server.store.chunks.index import read_chunk_infos
+from collage_server.store.chunks.join import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read
 from collage_server.store.reading.run_view import RunView, chosen_layers, is_known, read_views

@@ -61,7 +61,7 @@ class RunView:
                 f"run {self.run_id!r} has no rank {rank}; its ranks are {min(ranks)} to {max(ranks)}", field="rank"
             )
 
-    def sealed(self, stream_id: str, seq: int) -> bool:
+    def is_sealed(self, stream_id: str, seq: int) -> bool:
         """Whether this report stands in chunks; its journal row, if still there, is about to go."""
         return contains(self.sealed_ranges.get(stream_id, ()), seq)
 
@@ -120,7 +120,7 @@ class RunView:
 
     @cached_property
     def entries(self) -> Mapping[str, int]:
-        """The dictionary of what chunks hold."""
+        """The number of each entry that chunks hold, by its key."""
         return read_entries(self.connection, [self.run_id])[self.run_id]
 
     @cached_property

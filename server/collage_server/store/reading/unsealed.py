@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.chunks.contributors import Contributors, StepReports, unknown_stream
-from collage_server.store.chunks.tables import AttemptPoints
+from collage_server.store.chunks.join import AttemptPoints
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal.reports import read_reports
 from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
@@ -103,7 +103,7 @@ def unsealed_rows(
     for row in map(kind._make, read_reports(connection, list(views), kind._fields, present, selection)):
         stream = streams.get(row.stream_id)
         wanted = stream is not None and selection.rank in (None, stream.rank)
-        if stream is not None and wanted and not views[row.run_id].sealed(row.stream_id, row.seq):
+        if stream is not None and wanted and not views[row.run_id].is_sealed(row.stream_id, row.seq):
             yield stream, row
 
 

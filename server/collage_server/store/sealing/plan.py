@@ -13,7 +13,7 @@ from sqlalchemy import Connection, select
 
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import read_point_rows
-from collage_server.store.chunks.cache import LEVELS, ChunkInfo, read_chunk_infos
+from collage_server.store.chunks.index import LEVELS, ChunkInfo, read_chunk_infos
 from collage_server.store.journal.reports import REPORT_BYTES
 from collage_server.store.reading.run_view import RunView
 from collage_server.store.records import SealLimits
@@ -34,8 +34,8 @@ class SealPlan:
     reports: frozenset[tuple[str, int]]
     info: ChunkInfo | None
 
-    def numbers(self) -> dict[str, list[int]]:
-        """The reports' seq by stream, both sorted."""
+    def seqs_by_stream(self) -> dict[str, list[int]]:
+        """The seq of each report by stream, both sorted."""
         found: dict[str, list[int]] = defaultdict(list)
         for stream_id, seq in sorted(self.reports):
             found[stream_id].append(seq)
@@ -43,7 +43,7 @@ class SealPlan:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _WaitingReport:
     stream_id: str
     seq: int
     step: int
@@ -56,20 +56,20 @@ class JournalContents:
     """A run's journal as it stood at one moment, without the blobs.
 
     `leftovers` (stream_id, seq) stand in chunks already: a sealing was interrupted before it deleted them.
-    `entries` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed, None when
+    `waiting` are the others by attempt; `ready`, by attempt, is the step that every live rank has passed, None when
     the attempt is over. `journal_full`: there is no room for more, so nobody is waited for.
     """
 
     leftovers: list[tuple[str, int]]
-    entries: dict[int, list[_Entry]]
+    waiting: dict[int, list[_WaitingReport]]
     ready: dict[int, int | None]
     journal_full: bool
 
     def without(self, reports: frozenset[tuple[str, int]]) -> JournalContents:
         """What is left when these are sealed."""
         left = {
-            attempt: [entry for entry in members if (entry.stream_id, entry.seq) not in reports]
-            for attempt, members in self.entries.items()
+            attempt: [report for report in members if (report.stream_id, report.seq) not in reports]
+            for attempt, members in self.waiting.items()
         }
         return JournalContents(
             [], {attempt: members for attempt, members in left.items() if members}, self.ready, self.journal_full
@@ -81,21 +81,21 @@ def read_journal(
 ) -> JournalContents:
     """Read the run's journal. `closed`: the run is over, its tail is sealed too."""
     leftovers: list[tuple[str, int]] = []
-    entries: dict[int, list[_Entry]] = defaultdict(list)
-    for entry in _entries(connection, view.run_id):
-        if view.sealed(entry.stream_id, entry.seq):
-            leftovers.append((entry.stream_id, entry.seq))
-        elif entry.stream_id in view.streams:
-            entries[view.streams[entry.stream_id].attempt].append(entry)
-    newest = max(entries, default=0)
+    waiting: dict[int, list[_WaitingReport]] = defaultdict(list)
+    for report in _waiting_reports(connection, view.run_id):
+        if view.is_sealed(report.stream_id, report.seq):
+            leftovers.append((report.stream_id, report.seq))
+        elif report.stream_id in view.streams:
+            waiting[view.streams[report.stream_id].attempt].append(report)
+    newest = max(waiting, default=0)
     ready: dict[int, int | None] = {
         attempt: None if closed or attempt < newest else _ready_step(connection, view, attempt, stale_after_seconds)
-        for attempt in entries
+        for attempt in waiting
     }
-    return JournalContents(leftovers, dict(entries), ready, journal_full)
+    return JournalContents(leftovers, dict(waiting), ready, journal_full)
 
 
-def _entries(connection: Connection, run_id: str) -> Iterator[_Entry]:
+def _waiting_reports(connection: Connection, run_id: str) -> Iterator[_WaitingReport]:
     table = schema.report
     rows = connection.execute(
         select(table.c.stream_id, table.c.seq, table.c.step, table.c.model.is_not(None), REPORT_BYTES)
@@ -103,7 +103,7 @@ def _entries(connection: Connection, run_id: str) -> Iterator[_Entry]:
         .order_by(table.c.stream_id, table.c.seq)
     )
     for stream_id, seq, step, measured, size in rows:
-        yield _Entry(stream_id, seq, step, bool(measured), size)
+        yield _WaitingReport(stream_id, seq, step, bool(measured), size)
 
 
 def plan_seal(
@@ -112,7 +112,7 @@ def plan_seal(
     """The next part to make, None when nothing is due."""
     infos = read_chunk_infos(connection, [view.run_id])[view.run_id]
     for journal_full in (False, True) if journal.journal_full else (False,):
-        for attempt, members in sorted(journal.entries.items()):
+        for attempt, members in sorted(journal.waiting.items()):
             own = [info for info in infos if info.attempt == attempt]
             ready = None if journal_full else journal.ready[attempt]
             plan = _late(attempt, members, own, limits, ready is None)
@@ -139,16 +139,16 @@ def _ready_step(connection: Connection, view: RunView, attempt: int, stale_after
 
 
 def _late(
-    attempt: int, entries: Sequence[_Entry], infos: Sequence[ChunkInfo], limits: SealLimits, over: bool
+    attempt: int, waiting: Sequence[_WaitingReport], infos: Sequence[ChunkInfo], limits: SealLimits, over: bool
 ) -> SealPlan | None:
     """Reports of steps that are sealed already: a part of their own, once there are enough of them."""
     if not infos:
         return None
-    late = [entry for entry in entries if entry.step <= infos[-1].last_step]
+    late = [report for report in waiting if report.step <= infos[-1].last_step]
     if not late or (len(late) < limits.late_rows and not over):
         return None
-    info = next(info for info in infos if min(entry.step for entry in late) <= info.last_step)
-    chosen = [entry for entry in late if entry.step <= info.last_step]
+    info = next(info for info in infos if min(report.step for report in late) <= info.last_step)
+    chosen = [report for report in late if report.step <= info.last_step]
     return _plan(attempt, info.chunk, info.parts, chosen, info)
 
 
@@ -166,7 +166,7 @@ def _room(connection: Connection, run_id: str, infos: Sequence[ChunkInfo], limit
 
 def _next(
     attempt: int,
-    entries: Sequence[_Entry],
+    waiting: Sequence[_WaitingReport],
     infos: Sequence[ChunkInfo],
     room: int,
     limits: SealLimits,
@@ -175,18 +175,18 @@ def _next(
     """The reports after the last sealed step: all that are due, as far as the chunk has `room` (0: a new chunk)."""
     open_chunk = infos[-1] if room else None
     after = infos[-1].last_step if infos else -1
-    fresh = [entry for entry in entries if entry.step > after and (ready is None or entry.step <= ready)]
+    fresh = [report for report in waiting if report.step > after and (ready is None or report.step <= ready)]
     if not fresh:
         return None
     cutoff = _cutoff(fresh, room or limits.points, limits, over=ready is None)
     if cutoff is None:
         return None
-    chosen = [entry for entry in fresh if entry.step <= cutoff]
+    chosen = [report for report in fresh if report.step <= cutoff]
     chunk = open_chunk.chunk if open_chunk else (infos[-1].chunk + 1 if infos else 0)
     return _plan(attempt, chunk, open_chunk.parts if open_chunk else 0, chosen, open_chunk)
 
 
-def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, *, over: bool) -> int | None:
+def _cutoff(fresh: Sequence[_WaitingReport], room: int, limits: SealLimits, *, over: bool) -> int | None:
     """The last step to seal: where the chunk, the rows or the bytes are full; all when the attempt is `over`.
 
     Otherwise whole multiples of `part_points`, so that parts are alike.
@@ -194,25 +194,27 @@ def _cutoff(fresh: Sequence[_Entry], room: int, limits: SealLimits, *, over: boo
     points = rows = size = 0
     part = None
     for step, members in groupby(sorted(fresh, key=attrgetter("step")), attrgetter("step")):
-        entries = list(members)
-        rows += len(entries)
-        size += sum(entry.bytes for entry in entries)
-        measured = any(entry.measured for entry in entries)
+        waiting = list(members)
+        rows += len(waiting)
+        size += sum(report.bytes for report in waiting)
+        measured = any(report.measured for report in waiting)
         points += measured
         if size >= limits.bytes or rows >= limits.rows or points == room:
             return int(step)
         if measured and points % limits.part_points == 0:
             part = int(step)
-    return max(entry.step for entry in fresh) if over else part
+    return max(report.step for report in fresh) if over else part
 
 
-def _plan(attempt: int, chunk: int, part: int, chosen: Sequence[_Entry], info: ChunkInfo | None) -> SealPlan:
+def _plan(
+    attempt: int, chunk: int, part: int, chosen: Sequence[_WaitingReport], info: ChunkInfo | None
+) -> SealPlan:
     return SealPlan(
         attempt=attempt,
         chunk=chunk,
         part=part,
-        first_step=min(entry.step for entry in chosen),
-        last_step=max(entry.step for entry in chosen),
-        reports=frozenset((entry.stream_id, entry.seq) for entry in chosen),
+        first_step=min(report.step for report in chosen),
+        last_step=max(report.step for report in chosen),
+        reports=frozenset((report.stream_id, report.seq) for report in chosen),
         info=info,
     )

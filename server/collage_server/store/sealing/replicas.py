@@ -49,10 +49,10 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class ComparedReports:
-    """Reports already compared: their `numbers` by stream, at a time when the run had `stored` reports in all."""
+    """Reports already compared: their `seqs` by stream, at a time when the run had `stored` reports in all."""
 
     stored: int = -1
-    numbers: Mapping[str, Ranges] = field(default_factory=dict)
+    seqs: Mapping[str, Ranges] = field(default_factory=dict)
 
 
 class ReplicaComparison:
@@ -71,9 +71,9 @@ class ReplicaComparison:
         stored = _stored(view)
         if stored == compared.stored:
             return [], None
-        numbers, steps = _new_reports(view, compared)
-        known = dict(compared.numbers)
-        known.update({name: add_numbers(known.get(name, ()), seqs) for name, seqs in numbers.items()})
+        new_seqs, steps = _new_reports(view, compared)
+        known = dict(compared.seqs)
+        known.update({name: add_numbers(known.get(name, ()), seqs) for name, seqs in new_seqs.items()})
         found = (
             mismatch
             for attempt, rows in (_by_attempt(view, steps) if len(steps) else ())
@@ -95,14 +95,14 @@ def _stored(view: RunView) -> int:
 
 
 def _new_reports(view: RunView, compared: ComparedReports) -> tuple[dict[str, array[int]], IntArray]:
-    """Numbers of reports that were not compared yet, by stream, and their steps."""
-    numbers: dict[str, array[int]] = defaultdict(lambda: array("q"))
+    """The seqs of reports that were not compared yet, by stream, and their steps."""
+    seqs: dict[str, array[int]] = defaultdict(lambda: array("q"))
     steps: array[int] = array("q")
     for row in read_reports(view.connection, [view.run_id], _KEY, "statistics", Selection()):
-        if not contains(compared.numbers.get(row.stream_id, ()), row.seq):
-            numbers[row.stream_id].append(row.seq)
+        if not contains(compared.seqs.get(row.stream_id, ()), row.seq):
+            seqs[row.stream_id].append(row.seq)
             steps.append(row.step)
-    return numbers, np.unique(np.frombuffer(steps, dtype=np.int64))
+    return seqs, np.unique(np.frombuffer(steps, dtype=np.int64))
 
 
 def _by_attempt(view: RunView, steps: IntArray) -> Iterator[tuple[int, list[Any]]]:

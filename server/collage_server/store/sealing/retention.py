@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Row, Table, delete, exists, or_, select, tupl
 
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import read_point_rows
-from collage_server.store.chunks.cache import LEVELS
+from collage_server.store.chunks.index import LEVELS
 from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze, raise_lagging_horizons, read_lagging_horizons
 from collage_server.store.journal.reports import ReportJournal

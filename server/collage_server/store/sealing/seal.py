@@ -22,9 +22,9 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from collage_server.errors import Gone
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import ALL_RANKS, pack_points
-from collage_server.store.chunks.cache import LEVELS
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
-from collage_server.store.chunks.tables import COUNTED, AttemptPoints, coarsen, join, layer_extremes, model_extremes
+from collage_server.store.chunks.index import LEVELS
+from collage_server.store.chunks.join import COUNTED, AttemptPoints, coarsen, join, layer_extremes, model_extremes
 from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.points import sealed_layers, sealed_model
@@ -112,7 +112,7 @@ def seal(
         journal = read_journal(
             connection, view, closed=closed, journal_full=journal_full, stale_after_seconds=stale_after_seconds
         )
-        largest = max((entry.bytes for members in journal.entries.values() for entry in members), default=1)
+        largest = max((report.bytes for members in journal.waiting.values() for report in members), default=1)
         limits = replace(limits, delete_rows=max(min(limits.delete_rows, limits.delete_bytes // largest), 1))
     if mismatches:
         with writing() as connection:
@@ -170,7 +170,7 @@ def _rows(connection: Connection, view: RunView, plan: SealPlan) -> list[Row[Any
     table = schema.report
     statement = select(*(table.c[name] for name in _COLUMNS)).where(table.c.run_id == view.run_id)
     found: list[Row[Any]] = []
-    for stream_id, seqs in plan.numbers().items():
+    for stream_id, seqs in plan.seqs_by_stream().items():
         mine = statement.where(table.c.stream_id == stream_id, table.c.seq.between(seqs[0], seqs[-1]))
         wanted = set(seqs)
         found += [row for row in connection.execute(mine) if row.seq in wanted]
@@ -309,7 +309,7 @@ def _write(run_id: str, writing: Transaction, built: _PartContents, limits: Seal
     plan = built.plan
     with writing() as connection:
         _require(connection, run_id)
-        entries = _entries(connection, run_id, built)
+        entries = _entry_numbers(connection, run_id, built)
         for table in (schema.model_chunk, schema.layer_chunk):
             if built.levels:
                 connection.execute(delete(table).where(*_chunk_of(table, run_id, plan), table.c.part == plan.part))
@@ -353,8 +353,8 @@ def _chunk_of(table: Any, run_id: str, plan: SealPlan) -> tuple[Any, ...]:
     return (table.c.run_id == run_id, table.c.attempt == plan.attempt, table.c.chunk == plan.chunk)
 
 
-def _entries(connection: Connection, run_id: str, built: _PartContents) -> dict[str, int]:
-    """The dictionary, with what is new in this part appended."""
+def _entry_numbers(connection: Connection, run_id: str, built: _PartContents) -> dict[str, int]:
+    """The number of each entry of the run, by its key; entries that are new in this part are appended."""
     table = schema.entry
     rows = connection.execute(select(table.c.key, table.c.entry).where(table.c.run_id == run_id))
     known = {row.key: row.entry for row in rows}
@@ -409,7 +409,7 @@ def _publish(connection: Connection, run_id: str, built: _PartContents, entries:
     _publish_scalars(connection, run_id, built)
     write_points(connection, run_id, plan, built.readable)
     table = schema.run_latest
-    for stream_id, seqs in plan.numbers().items():
+    for stream_id, seqs in plan.seqs_by_stream().items():
         mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)
         old = connection.execute(select(table.c.sealed).where(*mine).with_for_update()).scalar_one()
         merged = ranges_to_json(add_numbers(ranges_from_json(old), seqs))

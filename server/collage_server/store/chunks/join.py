@@ -1,4 +1,4 @@
-"""Tables of points (journal, sealed parts, coarse levels): joined without a seam, merged to coarser ones."""
+"""Points of journal, sealed parts and coarse levels: joined without a seam, merged to coarser ones."""
 
 from __future__ import annotations
 
