@@ -28,7 +28,15 @@ from collage_monitor.environment import ATTACH, VARIABLES, launch_variables
 from collage_monitor.errors import ServerUnreachable
 from collage_monitor.local import data_folder, find_token, server_address, token_path
 
-__all__ = ["TRIED", "Check", "Status", "Tried", "delivery_checks", "machine_checks", "optimizer_checks"]
+__all__ = [
+    "TRIED_LIBRARIES",
+    "Check",
+    "Status",
+    "LibraryTrial",
+    "delivery_checks",
+    "machine_checks",
+    "optimizer_checks",
+]
 
 _TIMEOUT_SECONDS: Final = 3.0
 _CLOCK_SECONDS: Final = 30.0
@@ -59,7 +67,7 @@ class Check(Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Tried:
+class LibraryTrial:
     """What was seen of one library: where u usually comes from, and which optimizers are followed otherwise."""
 
     distribution: str
@@ -68,13 +76,13 @@ class Tried:
     before_after: tuple[str, ...] = ()
 
 
-TRIED: Final = {
-    "torch": Tried("torch", "shadow", ("Adafactor", "Muon"), ("LBFGS",)),
-    "optimi": Tried("torch-optimi", "shadow", ("StableAdamW",)),
-    "torchao": Tried("torchao", "shadow"),
-    "bitsandbytes": Tried("bitsandbytes", "rule", (), ("LAMB",)),
-    "schedulefree": Tried("schedulefree", "shadow"),
-    "pytorch_optimizer": Tried(
+TRIED_LIBRARIES: Final = {
+    "torch": LibraryTrial("torch", "shadow", ("Adafactor", "Muon"), ("LBFGS",)),
+    "optimi": LibraryTrial("torch-optimi", "shadow", ("StableAdamW",)),
+    "torchao": LibraryTrial("torchao", "shadow"),
+    "bitsandbytes": LibraryTrial("bitsandbytes", "rule", (), ("LAMB",)),
+    "schedulefree": LibraryTrial("schedulefree", "shadow"),
+    "pytorch_optimizer": LibraryTrial(
         "pytorch_optimizer",
         "shadow",
         ("Lamb", "LARS", "AdamP", "NovoGrad", "CAME", "SM3", "StableAdamW"),
@@ -202,7 +210,7 @@ def _frameworks() -> Check:
 
 def optimizer_checks() -> Iterator[Check]:
     """One check for each library that is installed. Imports and steps nothing."""
-    for library, tried in TRIED.items():
+    for library, tried in TRIED_LIBRARIES.items():
         try:
             text = f"{library} {version(tried.distribution)}: {_USUALLY[tried.usually]}"
         except PackageNotFoundError:

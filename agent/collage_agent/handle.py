@@ -108,7 +108,7 @@ class Watch:
                     self._guard,
                     intents,
                     number=number,
-                    named=names,
+                    names_used=names,
                     seed=seed,
                     sub_group=part,
                 )

@@ -23,7 +23,14 @@ from collage_agent.settings import Settings
 from collage_agent.transport import Transport
 from collage_agent.transport.http import page_answers
 from collage_agent.transport.pipeline import DeliveryPipeline
-from collage_agent.transport.queue import AttemptStart, Item, LoggedScalars, MeasuredStep, TensorSnapshot, moment_on
+from collage_agent.transport.queue import (
+    AttemptStart,
+    Item,
+    LoggedScalars,
+    MeasuredStep,
+    TensorSnapshot,
+    cuda_event_on,
+)
 from collage_monitor.errors import CollageError
 from collage_monitor.local import DEFAULT_DASHBOARD_URL, DEFAULT_SERVER_URL, local_server
 from collage_monitor.wire import LIMITS
@@ -216,7 +223,7 @@ class Run:
         """Leave a measurement for the worker."""
         if self._pipeline is not None and not self._finished:
             try:
-                self._put(MeasuredStep(measurement, watch_index, moment_on(measurement.totals.device)))
+                self._put(MeasuredStep(measurement, watch_index, cuda_event_on(measurement.totals.device)))
             except Exception as error:
                 self._guard.caught("reporting a measured step", error)
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from collage_agent import doctor as machine
 from collage_agent.command.doctor import doctor
-from collage_agent.doctor import TRIED, delivery_checks, machine_checks
+from collage_agent.doctor import TRIED_LIBRARIES, delivery_checks, machine_checks
 from collage_agent.transport.spool import spool_path
 
 from tests.launching.programs import bootstrap
@@ -72,7 +72,7 @@ def test_a_plain_machine_has_no_problem(tmp_path):
 
 def test_installed_optimizer_libraries_are_told_with_how_they_are_followed():
     told = {check.text.partition(" ")[0]: check.text for check in found(machine_checks({}), "optimizers", "ok")}
-    assert told.keys() == {*TRIED, "any"}
+    assert told.keys() == {*TRIED_LIBRARIES, "any"}
     assert f"torch {torch.__version__.partition('+')[0]}" in told["torch"]
     assert "whole tensors in turns: Adafactor, Muon; only what changed, not what was lost: " in told["torch"]
     assert "turns" not in told["torchao"]
@@ -87,7 +87,7 @@ def test_a_library_that_is_not_installed_is_not_told(monkeypatch):
     assert only.text.startswith("any other")
 
 
-@pytest.mark.parametrize("library", TRIED)
+@pytest.mark.parametrize("library", TRIED_LIBRARIES)
 def test_what_is_told_of_a_library_is_what_the_docs_say_was_tried(library):
     rows = [
         [cell.strip() for cell in line.strip("|\n").split("|")]
@@ -97,9 +97,9 @@ def test_what_is_told_of_a_library_is_what_the_docs_say_was_tried(library):
     kinds: dict[str, set[str]] = {}
     for _, name, _, kind, _ in rows:
         kinds.setdefault(kind, set()).add(name.partition(",")[0])
-    assert set(TRIED[library].whole_tensor) == kinds.pop("whole-tensor", set())
-    assert set(TRIED[library].before_after) == kinds.pop("before-after", set())
-    assert list(kinds) == [TRIED[library].usually]
+    assert set(TRIED_LIBRARIES[library].whole_tensor) == kinds.pop("whole-tensor", set())
+    assert set(TRIED_LIBRARIES[library].before_after) == kinds.pop("before-after", set())
+    assert list(kinds) == [TRIED_LIBRARIES[library].usually]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The precision audit: what a checkpoint shows of how a run keeps its weights and states, and what that costs."""
 
-from collage_agent.audit.findings import Finding
+from collage_agent.audit.findings import AuditFinding
 from collage_agent.audit.reading import CheckpointError, read_checkpoint
 from collage_agent.audit.report import Audit, audit_checkpoint, render
 
-__all__ = ["Audit", "CheckpointError", "Finding", "audit_checkpoint", "read_checkpoint", "render"]
+__all__ = ["Audit", "CheckpointError", "AuditFinding", "audit_checkpoint", "read_checkpoint", "render"]

@@ -13,7 +13,7 @@ from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, 
 from collage_agent.numerics.formats import format_of, ulp
 from collage_agent.optim import MASTER_PARAMETER, PARAMETER_LOW, StateStorage
 
-__all__ = ["Finding", "Severity", "find"]
+__all__ = ["AuditFinding", "Severity", "findings_of"]
 
 Severity = Literal["problem", "warning", "note"]
 
@@ -23,7 +23,7 @@ _ENOUGH: Final = 64
 _CHUNK: Final = 2**22
 
 
-class Finding(Struct, frozen=True):
+class AuditFinding(Struct, frozen=True):
     """One thing that was seen: how bad, what it is called, what it means, the parameters, what to do."""
 
     severity: Severity
@@ -33,9 +33,9 @@ class Finding(Struct, frozen=True):
     action: str = ""
 
 
-def find(parameters: Sequence[CheckpointParameter]) -> list[Finding]:
+def findings_of(parameters: Sequence[CheckpointParameter]) -> list[AuditFinding]:
     """Every finding about what is kept, the worst first. Reads each tensor once or twice; host only."""
-    questions: tuple[Callable[[Sequence[CheckpointParameter]], Iterator[Finding]], ...] = (
+    questions: tuple[Callable[[Sequence[CheckpointParameter]], Iterator[AuditFinding]], ...] = (
         _nonfinite,
         _missing_components,
         _zeroed_lows,
@@ -56,7 +56,7 @@ def find(parameters: Sequence[CheckpointParameter]) -> list[Finding]:
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
-def _nonfinite(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _nonfinite(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     broken = [
         f"{entry.name} ({label})"
         for entry in parameters
@@ -64,7 +64,7 @@ def _nonfinite(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
         if not bool(torch.isfinite(tensor).all())
     ]
     if broken:
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "nonfinite",
             f"NaN or infinity in {len(broken)} tensors: {_some(broken)}",
@@ -73,7 +73,7 @@ def _nonfinite(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
         )
 
 
-def _missing_components(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _missing_components(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     """A strategy that the optimizer declares needs components that are not there."""
     missing: dict[str, list[str]] = {}
     for entry in parameters:
@@ -92,7 +92,7 @@ def _missing_components(parameters: Sequence[CheckpointParameter]) -> Iterator[F
                     entry.name
                 )
     for what, layers in missing.items():
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "component-missing",
             f"{what} is missing for {len(layers)} parameters: {_some(layers)}",
@@ -102,7 +102,7 @@ def _missing_components(parameters: Sequence[CheckpointParameter]) -> Iterator[F
         )
 
 
-def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     zeroed = [
         entry.name
         for entry in parameters
@@ -112,7 +112,7 @@ def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]
         and not bool((low != 0).any())
     ]
     if zeroed:
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "residual-zero",
             f"the weight's low component is zero everywhere in {len(zeroed)} parameters, after many steps: "
@@ -122,7 +122,7 @@ def _zeroed_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]
         )
 
 
-def _overlapping_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _overlapping_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     """A low component larger than the weight's gap belongs to another weight."""
     foreign = [
         entry.name
@@ -134,7 +134,7 @@ def _overlapping_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[Fin
         and _share(_wider_than_a_gap, entry.low, entry.weight) > _SHARE_THAT_MATTERS
     ]
     if foreign:
-        yield Finding(
+        yield AuditFinding(
             "warning",
             "residual-foreign",
             f"the low component is larger than the weight's own gap in {len(foreign)} parameters: {_some(foreign)}",
@@ -143,7 +143,7 @@ def _overlapping_lows(parameters: Sequence[CheckpointParameter]) -> Iterator[Fin
         )
 
 
-def _foreign_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _foreign_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     """Any bits complete any weight but 0; where the weight is here in fp32, its own low half is known too."""
     foreign = []
     for entry in parameters:
@@ -158,7 +158,7 @@ def _foreign_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[F
         if differs > _SHARE_THAT_MATTERS:
             foreign.append(entry.name)
     if foreign:
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "remainder-foreign",
             f"weight and integer remainder do not belong together in {len(foreign)} parameters: {_some(foreign)}",
@@ -167,7 +167,7 @@ def _foreign_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[F
         )
 
 
-def _cast_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _cast_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     cast: dict[str, list[str]] = {}
     for entry in parameters:
         if entry.remainder is not None and entry.remainder.is_floating_point():
@@ -175,7 +175,7 @@ def _cast_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Find
                 entry.name
             )
     for what, layers in cast.items():
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "remainder-cast",
             f"the integer remainder {what} in {len(layers)} parameters, so that most of its bits are lost: "
@@ -185,14 +185,14 @@ def _cast_remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Find
         )
 
 
-def _remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     told: dict[str, list[str]] = {}
     for entry in parameters:
         if entry.remainder is not None and not entry.remainder.is_floating_point():
             key = f"{entry.remainder_key} ({dtype_name(entry.remainder.dtype)}) holds {entry.remainder_words}"
             told.setdefault(key, []).append(entry.name)
     for key, layers in told.items():
-        yield Finding(
+        yield AuditFinding(
             "note",
             "remainder-kept",
             f"{key} beside {len(layers)} weights: together they are a weight of more bits, kept in two tensors",
@@ -200,7 +200,7 @@ def _remainders(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
         )
 
 
-def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     stale, rounded = [], []
     for entry in parameters:
         if entry.master is None or entry.weight is None or not is_narrow(entry.weight.dtype):
@@ -214,7 +214,7 @@ def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[Findin
         ):
             rounded.append(entry.name)
     if stale:
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "master-stale",
             f"the fp32 master weight does not round to the weight in {len(stale)} parameters: {_some(stale)}",
@@ -222,7 +222,7 @@ def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[Findin
             "one of them was changed without the other; the next step writes the master's value back",
         )
     if rounded:
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "master-rounded",
             f"the master weight holds nothing beyond the weight's own bits in {len(rounded)} parameters: "
@@ -232,7 +232,7 @@ def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[Findin
         )
 
 
-def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     """A decay below half a gap of every number of the format: rounding to nearest gives the old value back."""
     stuck: dict[tuple[str, float], list[str]] = {}
     for entry in parameters:
@@ -248,7 +248,7 @@ def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator
             ):
                 stuck.setdefault((dtype_name(average.dtype), 1 - decay), []).append(entry.name)
     for (dtype, beta2), layers in stuck.items():
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "second-moment-stuck",
             f"the second moment is one {dtype} number with beta2 = {beta2:.6g} in {len(layers)} parameters: it can "
@@ -258,7 +258,7 @@ def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator
         )
 
 
-def _zero_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _zero_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     zeroed = []
     for entry in parameters:
         first, second = entry.averages.get("exp_avg"), entry.averages.get("exp_avg_sq")
@@ -267,7 +267,7 @@ def _zero_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[
             if share > _SHARE_THAT_MATTERS:
                 zeroed.append(f"{entry.name} ({share:.0%})")
     if zeroed:
-        yield Finding(
+        yield AuditFinding(
             "problem",
             "second-moment-zero",
             f"exp_avg_sq is 0 where exp_avg is not, in {len(zeroed)} parameters: {_some(zeroed)}",
@@ -277,12 +277,12 @@ def _zero_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[
         )
 
 
-def _single_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _single_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     plain = [entry for entry in parameters if entry.strategy in ("plain", "fp32-states") and entry.has_state]
     if plain:
         dtypes = sorted({dtype_name(entry.weight.dtype) for entry in plain if entry.weight is not None})
         layers = [entry.name for entry in plain]
-        yield Finding(
+        yield AuditFinding(
             "warning",
             "single-weight",
             f"{len(layers)} parameters are kept as one {' or '.join(dtypes)} number and nothing else: every update "
@@ -292,7 +292,7 @@ def _single_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[Findi
         )
 
 
-def _cast_states(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _cast_states(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     cast = [
         entry.name
         for entry in parameters
@@ -301,7 +301,7 @@ def _cast_states(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]
         and any(is_narrow(average.dtype) for average in entry.averages.values())
     ]
     if cast:
-        yield Finding(
+        yield AuditFinding(
             "warning",
             "states-cast",
             f"states are narrower than the fp32 weights in {len(cast)} parameters: {_some(cast)}",
@@ -310,14 +310,14 @@ def _cast_states(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]
         )
 
 
-def _cast_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _cast_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     """Weights stored as fp32 that hold nothing beyond 16 bits went through a narrower format."""
     wide = [entry for entry in parameters if entry.weight is not None and entry.weight.dtype == torch.float32]
     told = [entry for entry in wide if entry.elements >= 64 and entry.weight is not None and _varies(entry.weight)]
     for dtype in (torch.bfloat16, torch.float16):
         narrow = torch.zeros((), dtype=dtype)
         if told and all(_share(_representable, _weight(entry), narrow) == 1 for entry in told):
-            yield Finding(
+            yield AuditFinding(
                 "warning",
                 "weights-cast",
                 f"all {len(told)} fp32 weights are exact {dtype_name(dtype)} numbers: they were cast on the way",
@@ -327,9 +327,9 @@ def _cast_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding
             return
 
 
-def _no_states(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
+def _no_states(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     if parameters and not any(entry.has_state for entry in parameters):
-        yield Finding(
+        yield AuditFinding(
             "note",
             "weights-only",
             "there is no optimizer state here: how the run keeps averages and master weights is unknown",
@@ -338,7 +338,7 @@ def _no_states(parameters: Sequence[CheckpointParameter]) -> Iterator[Finding]:
         )
     missing = [entry.name for entry in parameters if not entry.has_state]
     if missing and len(missing) < len(parameters):
-        yield Finding(
+        yield AuditFinding(
             "note",
             "no-state",
             f"{len(missing)} parameters have no optimizer state: {_some(missing)}; frozen, never used, or dropped",

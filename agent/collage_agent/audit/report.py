@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.findings import Finding, find
+from collage_agent.audit.findings import AuditFinding, findings_of
 from collage_agent.audit.parameters import CheckpointParameter, checkpoint_parameters, dtype_name
 from collage_agent.audit.reading import read_checkpoint
 from collage_agent.numerics.formats import format_of, gap_towards
@@ -22,7 +22,7 @@ from collage_agent.numerics.formats import format_of, gap_towards
 __all__ = [
     "Audit",
     "KeptSummary",
-    "LayerLoss",
+    "ParameterLoss",
     "RateLoss",
     "SAFE_LOST_RATIO",
     "add_losses",
@@ -177,7 +177,7 @@ class KeptSummary(Struct, frozen=True):
     bytes_per_parameter: float
 
 
-class LayerLoss(Struct, frozen=True):
+class ParameterLoss(Struct, frozen=True):
     """What the learning rate loses of one parameter; see `RateLoss`."""
 
     name: str
@@ -194,11 +194,11 @@ class Audit(Struct, frozen=True):
     files: list[str]
     elements: int
     kept: list[KeptSummary]
-    findings: list[Finding]
+    findings: list[AuditFinding]
     learning_rate: float | None
     learning_rate_from: str
-    total: LayerLoss | None
-    layers: list[LayerLoss]
+    total: ParameterLoss | None
+    layers: list[ParameterLoss]
     notes: list[str]
     conclusion: str
 
@@ -218,7 +218,7 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
     if learning_rate is None:
         learning_rate, origin = _learning_rate_of(parameters)
     losses, told = _losses(parameters, learning_rate)
-    findings = [*find(parameters), *_of_rate(losses, learning_rate)]
+    findings = [*findings_of(parameters), *_of_rate(losses, learning_rate)]
     findings.sort(key=lambda finding: ("problem", "warning", "note").index(finding.severity))
     return Audit(
         path=str(path),
@@ -228,8 +228,8 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
         findings=findings,
         learning_rate=learning_rate,
         learning_rate_from=origin,
-        total=_layer_loss("", _sum(losses.values())) if losses else None,
-        layers=[_layer_loss(name, loss) for name, loss in losses.items()],
+        total=_parameter_loss("", _sum(losses.values())) if losses else None,
+        layers=[_parameter_loss(name, loss) for name, loss in losses.items()],
         notes=[*checkpoint.notes, *notes, *told],
         conclusion=_conclusion(findings),
     )
@@ -283,7 +283,7 @@ def _losses(
     return losses, notes if at_random else []
 
 
-def _of_rate(losses: dict[str, RateLoss], learning_rate: float | None) -> Iterator[Finding]:
+def _of_rate(losses: dict[str, RateLoss], learning_rate: float | None) -> Iterator[AuditFinding]:
     if not losses or learning_rate is None:
         return
     total = _sum(losses.values())
@@ -291,7 +291,7 @@ def _of_rate(losses: dict[str, RateLoss], learning_rate: float | None) -> Iterat
     if ratio is None or ratio <= SAFE_LOST_RATIO:
         return
     worst = [name for name, loss in losses.items() if (loss.lost_ratio or 0) > SAFE_LOST_RATIO]
-    yield Finding(
+    yield AuditFinding(
         "problem" if ratio > 0.5 else "warning",
         "learning-rate-lost",
         f"at learning rate {learning_rate:g}, {ratio:.0%} of the updates stand below half a gap of their weights: "
@@ -326,8 +326,8 @@ def _itemsizes(entry: CheckpointParameter) -> Iterator[int]:
     return (tensor.dtype.itemsize for _, tensor in entry.tensors())
 
 
-def _layer_loss(name: str, loss: RateLoss) -> LayerLoss:
-    return LayerLoss(
+def _parameter_loss(name: str, loss: RateLoss) -> ParameterLoss:
+    return ParameterLoss(
         name, loss.elements, loss.lost_ratio, loss.estimated_lost_ratio, loss.smallest_safe_learning_rate
     )
 
@@ -336,7 +336,7 @@ def _sum(losses: Iterable[RateLoss]) -> RateLoss:
     return functools.reduce(add_losses, losses, RateLoss(0, 0, 0, 0, Counter()))
 
 
-def _conclusion(findings: Sequence[Finding]) -> str:
+def _conclusion(findings: Sequence[AuditFinding]) -> str:
     counts = Counter(finding.severity for finding in findings)
     if counts["problem"] or counts["warning"]:
         told = [f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if word != "note"]

@@ -22,7 +22,7 @@ __all__ = [
     "MeasuredStep",
     "AttemptStart",
     "StepItems",
-    "moment_on",
+    "cuda_event_on",
 ]
 
 _ITEM_BYTES: Final = 512
@@ -30,7 +30,7 @@ _MOST_ITEMS: Final = 64
 """Of one step that wait together; more than that come from a program that logs without taking steps."""
 
 
-def moment_on(device: torch.device) -> torch.cuda.Event | None:
+def cuda_event_on(device: torch.device) -> torch.cuda.Event | None:
     """A mark behind all work that this thread has given to a CUDA device so far; None for the host.
 
     The worker waits for the mark, not for a stream: the training may run on a stream of its own. Does not
@@ -50,7 +50,7 @@ class TensorSnapshot:
     def of(cls, tensor: torch.Tensor) -> TensorSnapshot:
         """A clone that later changes of the tensor do not reach. Does not synchronise."""
         clone = tensor.detach().clone()
-        return cls(clone, moment_on(clone.device))
+        return cls(clone, cuda_event_on(clone.device))
 
     def number(self) -> float:
         """The number. Synchronises: for the worker thread only."""

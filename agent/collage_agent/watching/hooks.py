@@ -47,8 +47,8 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class OptimizerHooks:
     """The hooks on one watched optimizer. `totals` are those of the last measured step, until the watch takes them.
 
-    `number` is the optimizer's place in its watch; `named` holds the layer names used so far in that watch. With a
-    `sub_group` the hooks cover only that part of the optimizer, and must be made while it is shown.
+    `number` is the optimizer's place in its watch; `names_used` holds the layer names used so far in that watch.
+    With a `sub_group` the hooks cover only that part of the optimizer, and must be made while it is shown.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OptimizerHooks:
         intents: IntentCache,
         *,
         number: int,
-        named: dict[str, None],
+        names_used: dict[str, None],
         seed: int,
         sub_group: SubGroup | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class OptimizerHooks:
         self.closure_seen = False
         self._model = model
         self._number = number
-        self._named = named
+        self._names_used = names_used
         self._sub_group = sub_group
         self._governor = governor
         self._guard = guard
@@ -82,12 +82,12 @@ class OptimizerHooks:
         self._mixed_precision = sharding.mixed_precision
         watched, self.left_out = watched_parameters(model, self.stepping, options, sharding)
         with governor.timing():
-            self._intents = _as_spread(intents.of(self.foreign or self.stepping), watched)
+            self._intents = _intents_on_this_rank(intents.of(self.foreign or self.stepping), watched)
         self._sizes = _group_sizes(self.stepping)
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
         self.meter = Meter(
-            _with_unique_names(watched, number, named),
+            _with_unique_names(watched, number, names_used),
             self._intents,
             options.sample,
             oracle=options.oracle,
@@ -276,9 +276,9 @@ class OptimizerHooks:
         found, self.left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
-        self._intents = _as_spread(IntentCache().of(self.foreign or optimizer), found)
+        self._intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
         new = [watched for watched in found if id(watched.parameter) not in known]
-        self.meter.extend(_with_unique_names(new, self._number, self._named), self._intents)
+        self.meter.extend(_with_unique_names(new, self._number, self._names_used), self._intents)
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         if optimizer.state:
@@ -300,8 +300,8 @@ class OptimizerHooks:
         return notes
 
 
-def _as_spread(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -> list[Intent]:
-    """The groups' intents as far as this rank can follow them: no turn comes to groups that it has only parts of.
+def _intents_on_this_rank(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -> list[Intent]:
+    """The groups' intents as far as this rank can follow them: of tensors that it has only parts of, no u is known.
 
     Putting the parts together would make ranks wait for each other, which the agent never does.
     """
@@ -321,14 +321,14 @@ def _as_spread(intents: Sequence[Intent], watched: Sequence[WatchedParameter]) -
 
 
 def _with_unique_names(
-    watched: Sequence[WatchedParameter], number: int, named: dict[str, None]
+    watched: Sequence[WatchedParameter], number: int, names_used: dict[str, None]
 ) -> list[WatchedParameter]:
     """The parameters under unused names: those outside the model get the same names in every optimizer."""
     found = [
-        replace(entry, name=f"optimizer{number}.{entry.name}") if entry.name in named else entry
+        replace(entry, name=f"optimizer{number}.{entry.name}") if entry.name in names_used else entry
         for entry in watched
     ]
-    named.update((entry.name, None) for entry in found)
+    names_used.update((entry.name, None) for entry in found)
     return found
 
 

@@ -34,11 +34,11 @@ __all__ = ["edq_change", "evidence_of", "summarise", "verdict"]
 
 
 _WORST: Final = 3
-NONE: Final[Mapping[tuple[str, ...], Measurement]] = {}
+_NO_MEASUREMENTS: Final[Mapping[tuple[str, ...], Measurement]] = {}
 
 
 def summarise(
-    measurement: Measurement | None, occasional: Mapping[tuple[str, ...], Measurement] = NONE
+    measurement: Measurement | None, occasional: Mapping[tuple[str, ...], Measurement] = _NO_MEASUREMENTS
 ) -> dict[str, Any]:
     """{"step", "model": {key: value}, "layers": {name: {key: value}}}; empty before the first measured step.
 
