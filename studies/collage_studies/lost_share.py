@@ -21,7 +21,7 @@ from collage_monitor.strategies import STRATEGIES
 from collage_studies.catalogue import STUDY_NAMES
 from collage_studies.pages import table_text
 from collage_studies.recipe import Plan
-from collage_studies.studies.beta2 import SEEN
+from collage_studies.studies.beta2 import NOTICEABLE_GAP
 from collage_studies.studies.eight_bit import HELD
 from collage_studies.studies.quality import LOST, STEP, WINDOW, Configuration, configurations
 from collage_studies.study import Record, Table, Trial
@@ -122,7 +122,7 @@ def _beside_the_bound(nearest: Sequence[Configuration]) -> str:
     missed = [
         f"{entry.name}, {_percent(_lost(entry))} lost, {estimate(entry.gap, '+.4f')}"
         for entry in below
-        if entry.ends_worse and entry.gap.value >= SEEN
+        if entry.ends_worse and entry.gap.value >= NOTICEABLE_GAP
     ]
     largest, smallest = max(map(_lost, below)), min(map(_lost, above))
     told = (
@@ -133,7 +133,7 @@ def _beside_the_bound(nearest: Sequence[Configuration]) -> str:
     if rest:
         ends = _span([entry.gap.value for entry in rest], "+.3f")
         told += f" The seeds do not show it of {listed(entry.name for entry in rest)} (gaps of {ends})."
-    ends = f"Of the {len(below)} below, those that end above fp32 beyond chance by {SEEN:g} or more:"
+    ends = f"Of the {len(below)} below, those that end above fp32 beyond chance by {NOTICEABLE_GAP:g} or more:"
     return f"{told} {ends} {'; '.join(missed) or 'none'}."
 
 

@@ -17,7 +17,16 @@ from collage_studies.records import RecordFile
 from collage_studies.study import Record, Study, Table, Trial
 from collage_studies.words import estimate, listed
 
-__all__ = ["Comparison", "Repeat", "compared", "record_file", "repeats_of", "reseeded", "seed_of", "told_of"]
+__all__ = [
+    "Repeat",
+    "RepeatComparison",
+    "compared",
+    "record_file",
+    "repeat_section",
+    "repeats_of",
+    "reseeded",
+    "seed_of",
+]
 
 _CHANCE: Final = 0.05
 """So many differences lie outside their 95 % interval by chance."""
@@ -82,7 +91,7 @@ def repeats_of(study: Study, trials: Sequence[Trial], folder: Path) -> list[Repe
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RepeatComparison:
     """A repeat held against the first run: of `count` means, those that differ beyond their interval, as cells."""
 
     seeds: Sequence[int]
@@ -95,7 +104,7 @@ class Comparison:
         return len(self.outside) <= _most_by_chance(self.count)
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """Whether it says the same, and of how many means."""
         return (
             f"{'it says the same' if self.same else 'it does not say the same'}: of {self.count} means, "
@@ -104,7 +113,7 @@ class Comparison:
         )
 
 
-def compared(study: Study, records: Sequence[Record], repeat: Repeat) -> Comparison:
+def compared(study: Study, records: Sequence[Record], repeat: Repeat) -> RepeatComparison:
     """The repeat's means by configuration, held against the first run's."""
     seeds = sorted({seed for record in repeat.records if (seed := seed_of(record.trial)) is not None})
     rows, count = [], 0
@@ -119,15 +128,15 @@ def compared(study: Study, records: Sequence[Record], repeat: Repeat) -> Compari
                 means = [mean_over_seeds([entry.value for entry in side]) for side in (values, again[where])]
                 what = f"gap of {name} to fp32" if name == _LOSS and _has_reference(records) else name
                 rows.append([_name(records, where), what, *(estimate(mean, ".4g") for mean in means)])
-    return Comparison(seeds, count, rows)
+    return RepeatComparison(seeds, count, rows)
 
 
-def told_of(study: Study, records: Sequence[Record], repeat: Repeat) -> list[str | Table]:
+def repeat_section(study: Study, records: Sequence[Record], repeat: Repeat) -> list[str | Table]:
     """Whether the repeat says the same, its own answer, and the differences that chance hardly explains."""
     found = compared(study, records, repeat)
     text = (
         f"With seeds {listed(map(str, found.seeds))} ([`data/{repeat.file.name}`](data/{repeat.file.name})) "
-        f"{found.told} Its own answer: {study.page(repeat.records).verdict}"
+        f"{found.sentence} Its own answer: {study.page(repeat.records).verdict}"
     )
     outside = Table(["outside the interval", "number", "first", "repeated"], found.outside)
     return [text, outside] if found.outside else [text]

@@ -20,7 +20,7 @@ from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.pool import Line, WorkerPool
 from collage_studies.records import RecordFile, compact
-from collage_studies.repeats import record_file, repeats_of, reseeded, told_of
+from collage_studies.repeats import record_file, repeat_section, repeats_of, reseeded
 from collage_studies.study import Curve, Record, RecordLine, Reporting, Study, Trial
 from collage_studies.worker import TrialTask
 
@@ -116,7 +116,9 @@ def _write(entry: Study, quick: bool, output: Path) -> Path | None:
     records = file.of(trials)
     others = {name: records_of(name, output, quick=quick) for name in entry.reads}
     found = entry.page([*records, *(record for own in others.values() for record in own)])
-    repeated = [part for repeat in repeats_of(entry, trials, output) for part in told_of(entry, records, repeat)]
+    repeated = [
+        part for repeat in repeats_of(entry, trials, output) for part in repeat_section(entry, records, repeat)
+    ]
     read = {name: len(own) for name, own in others.items()}
     return write_page(entry, found, records, output, read=read, repeated=repeated)
 

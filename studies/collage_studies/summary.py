@@ -75,7 +75,7 @@ def _repeated(folder: Path, found: Records, *, quick: bool) -> list[str]:
         study = study_named(name)
         repeats = repeats_of(study, study.trials(quick), folder) if records else []
         for held in (compared(study, records, repeat) for repeat in repeats):
-            told.append(f"{study.title}, with seeds {listed(map(str, held.seeds))}: {held.told}")
+            told.append(f"{study.title}, with seeds {listed(map(str, held.seeds))}: {held.sentence}")
     return [f"Repeated with other seeds. {' '.join(told)}"] if told else []
 
 

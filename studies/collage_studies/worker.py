@@ -79,10 +79,10 @@ def main(argument: str) -> None:
 
     torch.set_num_threads(1)
     task: Job | TrialTask = msgspec.json.decode(argument, type=Job | TrialTask, dec_hook=lambda kind, it: kind(it))
-    _print(_trained(task) if isinstance(task, Job) else _tried(task))
+    _print(_run_job(task) if isinstance(task, Job) else _run_trial(task))
 
 
-def _trained(job: Job) -> FinalLine:
+def _run_job(job: Job) -> FinalLine:
     from collage_studies.corpus import standard_library
     from collage_studies.training import train
 
@@ -100,7 +100,7 @@ def _trained(job: Job) -> FinalLine:
     return msgspec.convert(outcome, FinalLine, from_attributes=True)
 
 
-def _tried(task: TrialTask) -> RecordLine:
+def _run_trial(task: TrialTask) -> RecordLine:
     from collage_studies.catalogue import study_named
 
     started = time.process_time()

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.records import RecordFile
-from collage_studies.repeats import Repeat, record_file, repeats_of, reseeded, seed_of, told_of
+from collage_studies.repeats import Repeat, record_file, repeat_section, repeats_of, reseeded, seed_of
 from collage_studies.study import Page, Record, Study, Table, Trial
 from collage_studies.study_command import study
 
@@ -103,7 +103,7 @@ def test_a_repeat_is_found_when_it_is_whole(tmp_path):
 
 def test_gaps_to_fp32_are_compared_not_losses(tmp_path):
     first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.002)
-    (said,) = told_of(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
+    (said,) = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
     assert isinstance(said, str)
     assert "seeds 101, 102 and 103" in said
     assert "it says the same: of 1 means, 1 differ" in said
@@ -112,7 +112,7 @@ def test_gaps_to_fp32_are_compared_not_losses(tmp_path):
 
 def test_a_repeat_that_says_something_else_is_told(tmp_path):
     first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.2)
-    said, outside = told_of(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
+    said, outside = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
     assert isinstance(said, str)
     assert isinstance(outside, Table)
     assert "it does not say the same: of 1 means, 0 differ" in said

@@ -9,10 +9,10 @@ from collage_monitor.seeds import Estimate, SeedValue, difference
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, mean, mean_of, recipe_of
 from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
-from collage_studies.trained import run_training
+from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
 
-__all__ = ["SEEN", "STUDY"]
+__all__ = ["NOTICEABLE_GAP", "STUDY"]
 
 BETA2: Final = (0.9, 0.95, 0.99, 0.999, 0.9999)
 PLANS: Final = (
@@ -30,7 +30,7 @@ RATE: Final = 5e-4
 DECREMENT: Final = "state_decrement_ratio/exp_avg_sq"
 STUCK: Final = 0.9
 """Below this share of its decay a second moment counts as stuck here; as in the verdict."""
-SEEN: Final = 0.001
+NOTICEABLE_GAP: Final = 0.001
 """Nats of validation loss. Set after the gaps were seen: one of +0.0001 excludes 0, which is worth no sentence."""
 SHAPE: Final = {"steps": 400, "batch_size": 16, "length": 64, "layers": 2, "width": 64, "warm_up_steps": 40}
 QUICK: Final = {"steps": 40, "batch_size": 8, "length": 32, "layers": 1, "width": 32, "warm_up_steps": 10}
@@ -96,8 +96,8 @@ def page(records: Sequence[Record]) -> Page:
             "memory.",
             f"Three seeds: an interval that includes 0 does not show that there is no gap. Of {_count(gap)} gaps "
             "some exclude 0 by chance alone.",
-            f"The answer names gaps of {SEEN:g} or more. That bound was set once the gaps had been seen; the "
-            "table has all of them.",
+            f"The answer names gaps of {NOTICEABLE_GAP:g} or more. That bound was set once the gaps had been seen; "
+            "the table has all of them.",
             "What a stuck second moment costs depends on how far gradients fall: it stays as large as it once was, "
             "and steps become too small. That was not varied here.",
         ],
@@ -149,12 +149,12 @@ def _worse(gap: Mapping[Plan, Mapping[float, Estimate | None]]) -> str:
         worse = [
             f"{e.value:+.4f} at {b:g}"
             for b, e in found.items()
-            if e and e.low is not None and e.low > 0 and e.value >= SEEN
+            if e and e.low is not None and e.low > 0 and e.value >= NOTICEABLE_GAP
         ]
         said += [f"{plan.strategy} ({listed(worse)})"] if worse else []
     if not said:
-        return f"No strategy is shown to end worse than fp32 with the same β₂ by {SEEN:g} or more."
-    return f"Worse than fp32 with the same β₂, beyond chance and by {SEEN:g} or more: {listed(said)}."
+        return f"No strategy is shown to end worse than fp32 with the same β₂ by {NOTICEABLE_GAP:g} or more."
+    return f"Worse than fp32 with the same β₂, beyond chance and by {NOTICEABLE_GAP:g} or more: {listed(said)}."
 
 
 def _seeds(records: Sequence[Record]) -> list[SeedValue]:

@@ -12,12 +12,12 @@ from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
 from torch import nn
 from torch.optim import Optimizer
 
-from collage_studies.kept import ReadInBfloat16, expansion, hold_weights
+from collage_studies.held_weights import ReadInBfloat16, expansion, hold_weights
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, mean, mean_curve, mean_of, recipe_of, told_apart
 from collage_studies.study import Page, Plot, Record, Reporting, Study, Table, Trial
-from collage_studies.trained import run_training
 from collage_studies.training import Build, new_model
+from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
 
 __all__ = ["STUDY"]

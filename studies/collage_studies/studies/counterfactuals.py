@@ -9,7 +9,7 @@ from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_see
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, mean_curve, onset, recipe_of
 from collage_studies.study import Curve, Page, Plot, Record, Study, Table, Trial
-from collage_studies.trained import run_training
+from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
 
 __all__ = ["STUDY"]

@@ -20,8 +20,8 @@ from collage_monitor.wire import Incident
 from collage_studies.corpus import standard_library
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.study import Curve, Page, Picture, Plot, Points, Record, Reporting, Study, Table, Trial
-from collage_studies.trained import run_training
 from collage_studies.training import TrainingLoop, without_residuals
+from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, listed, number
 
 __all__ = ["STUDY", "picture_of"]
@@ -47,7 +47,7 @@ class Story:
     """A training that falls ill: its plan, what is odd about its recipe, and what is done wrong at which step."""
 
     title: str
-    told: str
+    introduction: str
     plan: Plan
     rate: float
     beta2: float
@@ -113,7 +113,7 @@ def run(trial: Trial, reporting: Reporting) -> Record:
     if trial.plan == REFERENCE:
         return run_training(trial, reporting)
     story = next(story for story in STORIES if story.title == trial.settings["story"])
-    return _Patient(trial, story, reporting).told()
+    return _Patient(trial, story, reporting).record()
 
 
 class _Patient:
@@ -129,7 +129,7 @@ class _Patient:
         self._words: dict[str, str] = {}
         self._curves: dict[str, Curve] = {}
 
-    def told(self) -> Record:
+    def record(self) -> Record:
         """The record: numbers, and the product's words as they were."""
         losses: list[tuple[int, float]] = []
         loop = TrainingLoop(self._story.plan, self._recipe, self._corpus, _into(losses))
@@ -286,7 +286,7 @@ def page(records: Sequence[Record]) -> Page:
 def _story(story: Story, record: Record, reference: Record | None) -> list[str | Table | Plot | Picture]:
     words, values = record.words, record.values
     others = [f"`{name}`" for name in words["others"].split(", ") if name and name != words.get("alert")]
-    found: list[str | Table | Plot | Picture] = [story.told]
+    found: list[str | Table | Plot | Picture] = [story.introduction]
     if "alert" in words:
         found += [
             f"**The alert.** {_when(record)} `{words['alert']}` fired:",

@@ -14,8 +14,8 @@ from collage_studies.pretrained import checkpoint, going_on
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, mean, mean_curve, mean_of, recipe_of, told_apart
 from collage_studies.study import Page, Plot, Points, Record, Reporting, Study, Table, Trial
-from collage_studies.trained import run_training
 from collage_studies.training import validate
+from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 
 __all__ = ["STUDY"]

@@ -14,7 +14,7 @@ from collage_monitor.seeds import Estimate, mean_over_seeds
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import Point, by_plan, correlation, gaps, recipe_of
 from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
-from collage_studies.trained import run_training
+from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 
 __all__ = ["LOST", "STEP", "STUDY", "WINDOW", "Configuration", "configurations"]

@@ -9,7 +9,7 @@ from collage_monitor.seeds import Estimate
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, mean, mean_of, recipe_of, told_apart
 from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
-from collage_studies.trained import run_training
+from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
 
 __all__ = ["STUDY"]
