@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from collage_monitor.judgement import Evidence, Judgement, finite, loses_most, percent
 
-__all__ = ["beyond", "headline", "layers_in_words"]
+__all__ = ["beyond_verdict", "headline", "layers_in_words"]
 
 _OF_RESIDUALS = "residual_zero_ratio"
 """Of updates that went into a residual that is dropped: the share lost counts them as arrived."""
@@ -51,7 +51,7 @@ def headline(
     return _sentence("; ".join(parts))
 
 
-def beyond(sentence: str, verdict: str) -> str:
+def beyond_verdict(sentence: str, verdict: str) -> str:
     """What a headline says that the verdict beside it does not; empty if that is nothing."""
     clauses = sentence.rstrip(".").split("; ")
     said = verdict.casefold()

@@ -34,7 +34,7 @@ __all__ = [
     "about_runs",
     "about_the_server",
     "alert",
-    "chosen",
+    "alerts_from",
     "duration",
 ]
 
@@ -73,7 +73,7 @@ def alert(name: str) -> Alert:
         raise CatalogueError(f"no alert is called {name!r}; choose one of {', '.join(ALERTS)}") from None
 
 
-def chosen(severity: Severity | None = None) -> list[Alert]:
+def alerts_from(severity: Severity | None = None) -> list[Alert]:
     """The alerts that are on by default; with a severity, these and all that are at least as severe."""
     least = len(SEVERITIES) if severity is None else SEVERITIES.index(severity)
     return [entry for entry in ALERTS.values() if entry.on_by_default or SEVERITIES.index(entry.severity) >= least]

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import __version__
-from collage_monitor.alerts import chosen
+from collage_monitor.alerts import alerts_from
 from collage_server import health
 from collage_server.alerts import AlertEvaluator, Messenger, targets_of
 from collage_server.answer_cache import AnswerCache
@@ -160,7 +160,7 @@ def _alert_threads(components: Components) -> list[BackgroundThread]:
     if settings.alerts == "off":
         return []
     interval = settings.alert_interval_seconds
-    alerts = chosen(None if settings.alerts == "default" else settings.alerts)
+    alerts = alerts_from(None if settings.alerts == "default" else settings.alerts)
     evaluator = AlertEvaluator(
         store,
         lambda: health.samples(components),

@@ -1,5 +1,5 @@
 """Pages: each has a `layout` for a view and a `register` that binds its callbacks to an application."""
 
-from collage_dashboard.pages import comparison, run, runs
+from collage_dashboard.pages import comparison, incident, incidents, run, runs
 
-__all__ = ["comparison", "run", "runs"]
+__all__ = ["comparison", "incident", "incidents", "run", "runs"]

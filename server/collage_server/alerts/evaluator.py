@@ -10,7 +10,7 @@ from typing import Final
 
 from collage_monitor.alerts import Alert
 from collage_monitor.alerts.evaluation import Change, Evaluation, Labels, Sample
-from collage_monitor.headline import beyond
+from collage_monitor.headline import beyond_verdict
 from collage_monitor.wire import from_number
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
@@ -127,5 +127,5 @@ class AlertEvaluator(BackgroundThread):
                 with self._store.points.snapshot() as snapshot:
                     record = snapshot.records([run_id])[run_id]
                     step, found = record.last_step, evaluate(snapshot, record)
-                parts += [beyond(found.headline, found.verdict), f"Judged {found.health}: {found.verdict}"]
+                parts += [beyond_verdict(found.headline, found.verdict), f"Judged {found.health}: {found.verdict}"]
         return " ".join(filter(None, parts)), step
