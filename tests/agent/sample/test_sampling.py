@@ -88,6 +88,59 @@ def test_many_tensors_of_one_shape_are_gathered_as_they_are(contiguous):
     assert all(staging.values[layout.padding] == 0)
 
 
+def in_one_buffer(tensors, apart):
+    """The same tensors as views of one buffer, each `apart` elements behind the end of the last."""
+    buffer = torch.zeros(sum(tensor.numel() + 64 for tensor in tensors), dtype=tensors[0].dtype)
+    found, end = [], 0
+    for tensor in tensors:
+        begin = -(-end // 16) * 16 + apart
+        end = begin + tensor.numel()
+        found.append(buffer[begin:end].copy_(tensor))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint16])
+@pytest.mark.parametrize("start", [None, 24])
+def test_wherever_tensors_lie_in_memory_the_same_elements_are_gathered(dtype, start):
+    sizes = (2000, 1003, 96, 45, 1)
+    values = [torch.randint(1, 100, (size + (start or 0),)).to(dtype) for size in sizes]
+    samples = [draw(f"t{index}", size, 2, 256, start=start) for index, size in enumerate(sizes)]
+    layout = BlockLayout(samples, values)
+    padded = [
+        torch.cat([value[start or 0 :], torch.zeros(-size % 32, dtype=dtype)]).view(-1, 32)
+        for value, size in zip(values, sizes, strict=True)
+    ]
+    staging = Staging(layout, dtype)
+    elsewhere = [value.clone() for value in values]
+    for tensors in (values, values, elsewhere, *(in_one_buffer(values, apart) for apart in (0, 8, 1))):
+        for lasting in (True, False):
+            staging.values.fill_(7)
+            layout.gather(tensors, staging, lasting=lasting)
+            assert torch.equal(staging.values.double().view(-1, 32), blocks_of(padded, samples, layout))
+    values[0].fill_(7)
+    layout.gather(values, staging)
+    padded[0] = torch.full_like(padded[0], 7)
+    assert torch.equal(staging.values.double().view(-1, 32), blocks_of(padded, samples, layout))
+
+
+def blocks_of(padded, samples, layout):
+    """The chosen blocks of the padded tensors, in the layout's order."""
+    found = np.zeros((layout.blocks, 32))
+    for index, (tensor, sample) in enumerate(zip(padded, samples, strict=True)):
+        ragged = [sample.population_blocks - 1] if sample.tail else []
+        found[layout.host_tensor_of_block == index] = tensor.double().numpy()[[*sample.rows.tolist(), *ragged]]
+    return torch.from_numpy(found)
+
+
+def test_a_tensor_that_has_become_smaller_is_not_read_beyond_its_end():
+    tensors = [torch.zeros(5000), torch.ones(300)]
+    layout = BlockLayout([draw("a", 5000, 4, 256), draw("b", 300, 4, 256)], tensors)
+    staging = Staging(layout, torch.float32)
+    layout.gather(tensors, staging)
+    with pytest.raises((RuntimeError, IndexError)):
+        layout.gather([torch.zeros(64), tensors[1]], staging)
+
+
 def test_positions_of_a_smaller_sample_are_found_and_a_foreign_one_is_refused():
     tensors = [torch.zeros(5000), torch.zeros(300)]
     large = BlockLayout([draw("a", 5000, 4, 2048), draw("b", 300, 4, 2048)], tensors)
