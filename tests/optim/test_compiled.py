@@ -46,6 +46,25 @@ def test_same_bits(strategy):
     assert_same_bits(*eager_and_compiled(CollageAdamW, strategy=strategy))
 
 
+def test_same_bits_between_words():
+    """A weight that does not begin at a word of four elements, and one shorter than a word."""
+
+    def made():
+        between = torch.linspace(-1, 1, 20_002).to(torch.bfloat16)[1:]
+        return [torch.nn.Parameter(between), torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+
+    first, second = made(), made()
+    optimizers = []
+    for own, form in ((first, False), (second, True)):
+        groups = [{"params": [parameter]} for parameter in own]
+        optimizers.append(CollageAdamW(groups, strategy="split-master", seed=7, compiled=form))
+    for step in range(5):
+        give_gradients(first, second, step=step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_bits(*optimizers)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("optimizer_class", "options"),

@@ -29,6 +29,7 @@ __all__ = [
     "constant",
     "release_scratch",
     "shared_workspace",
+    "signed",
 ]
 
 Scalar = float | Tensor
@@ -104,9 +105,14 @@ INDEX_FACTOR = 0x9E3779B1
 """Odd, 2^32 over the golden ratio: multiples of it are far apart."""
 
 
-def _scaled_indices(elements: int, device: torch.device) -> Tensor:
-    """0, 1, … times INDEX_FACTOR, the lower 32 bits."""
-    return torch.arange(elements, dtype=torch.int32, device=device).mul_(INDEX_FACTOR - 2**32)
+def _scaled_indices(elements: int, device: torch.device, apart: int = 1) -> Tensor:
+    """0, 1, … times `apart` times INDEX_FACTOR, the lower 32 bits."""
+    return torch.arange(elements, dtype=torch.int32, device=device).mul_(signed(apart * INDEX_FACTOR))
+
+
+def signed(value: int) -> int:
+    """The same lower 32 bits as a signed integer."""
+    return ((value + 2**31) & 0xFFFFFFFF) - 2**31
 
 
 _SCRATCH = threading.local()
@@ -157,7 +163,7 @@ class WideArithmetic:
     position of an element or on the machine. torch's fp32 square root is off by an ulp for a fifth of all inputs on
     some machines: numpy's is the processor's and correct, and so is fp64's rounded to fp32, elsewhere.
     Without a workspace results are new tensors of `dtype` (the exact rule, the compiled step), and the root may be
-    taken in another format.
+    taken in another format; `apart`: how many elements of the tensor each one stands from the next.
     """
 
     def __init__(
@@ -165,10 +171,12 @@ class WideArithmetic:
         workspace: Workspace | None = None,
         dtype: torch.dtype = torch.float32,
         root_dtype: torch.dtype = torch.float64,
+        apart: int = 1,
     ) -> None:
         self._workspace = workspace
         self._dtype = dtype
         self._root_dtype = root_dtype
+        self._apart = apart
 
     @property
     def keeps_new_tensors(self) -> bool:
@@ -216,7 +224,7 @@ class WideArithmetic:
     def indices(self, like: Tensor, start: Scalar) -> Tensor:
         """`start` + the index of each element times INDEX_FACTOR: int32, fresh; only the lower 32 bits count."""
         if self._workspace is None:
-            return _scaled_indices(like.numel(), like.device) + start
+            return _scaled_indices(like.numel(), like.device, self._apart) + start
         start = constant(start, torch.int32)
         return torch.add(self._workspace.indices(), start, out=self.take(like).view(torch.int32))
 

@@ -15,12 +15,12 @@ from types import FunctionType
 
 import torch
 
-from collage_agent.optim import codes
+from collage_agent.optim import codes, words
 from collage_agent.optim.advance import Step, advance_in_wide
-from collage_agent.optim.arithmetic import Scalar, State, WideArithmetic, Workspace, shared_workspace
+from collage_agent.optim.arithmetic import Scalar, State, WideArithmetic, Workspace
 from collage_agent.optim.random_numbers import Noise, Seeding
 from collage_agent.optim.rules import Moment, UpdateRule
-from collage_agent.optim.stepping import Member, chunks, step_tensors, wide_dtype
+from collage_agent.optim.stepping import Member, step_tensors, wide_dtype
 from collage_agent.optim.strategies import MASTER_PARAMETER, PARAMETER_LOW, StateStorage, StorageStrategy
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "packed_scalars",
 ]
 
-_CHUNK_ELEMENTS = 1 << 19
 TESTED_ELEMENTS = 65_539
 """Of the self-test, for which a step is compiled."""
 _TESTED_SEEDING = Seeding(0, 1)
@@ -107,39 +106,67 @@ def _rounds_roots_correctly(device_type: str) -> bool:
 def _compile(structure: Structure, root: torch.dtype) -> Advance:
     wide = wide_dtype(structure.dtype)
     step = _step(structure, {})
+    in_words = _is_stepped_in_words(structure)
+    dtypes = {name: tensor.dtype for name, tensor in _components(structure).items()}
 
     def advance(components: State, packed: torch.Tensor, numbers: torch.Tensor | None) -> None:
         scalars = dict(zip(structure.scalar_names, packed.unbind(), strict=True))
         noise = None if numbers is None else Noise.of_numbers(numbers)
-        advance_in_wide(step, WideArithmetic(None, wide, root), components, scalars, noise)
+        if not in_words:
+            advance_in_wide(step, WideArithmetic(None, wide, root), components, scalars, noise)
+            return
+        parts = []
+        for place in range(words.ELEMENTS):
+            part = {name: words.unpacked(word, place, dtypes[name]) for name, word in components.items()}
+            own = None if noise is None else noise.from_element(place)
+            advance_in_wide(step, WideArithmetic(None, wide, root, words.ELEMENTS), part, scalars, own)
+            parts.append(part)
+        for name, word in components.items():
+            if name != "gradient":
+                word.copy_(words.packed([part[name] for part in parts], dtypes[name]))
 
     # The compiler counts recompilations by code object: each structure gets its own, or the ninth would be refused.
     code = advance.__code__.replace(co_name=f"advance_{structure.strategy.name.replace('-', '_')}")
     own = FunctionType(code, advance.__globals__, code.co_name, advance.__defaults__, advance.__closure__)
     whole: _Packed = torch.compile(own, dynamic=True, fullgraph=True, options=dict(_OPTIONS))
-    return functools.partial(_advance, whole)
+    stepped = functools.partial(_advance, whole)
+    return functools.partial(_advance_in_words, stepped, step, structure.scalar_names) if in_words else stepped
+
+
+def _is_stepped_in_words(structure: Structure) -> bool:
+    """Whether the step computes with bits on a CPU, and keeps all in 16 bits or fewer."""
+    strategy, on_cpu = structure.strategy, structure.device_type == "cpu"
+    bits = strategy.stochastic or strategy.is_coded
+    return on_cpu and bits and structure.dtype == torch.bfloat16 and not strategy.keeps_wide
 
 
 def _advance(whole: _Packed, components: State, scalars: Mapping[str, Scalar], noise: Noise | None) -> None:
-    """Step with 16-bit integers as 32-bit ones, a chunk at a time: inductor has no vectors for them on a CPU.
+    whole(components, torch.as_tensor(scalars["packed"]), None if noise is None else noise.numbers())
 
-    In scratch they cost a tenth of the step, in scalar code most of it. Chunks are long, because a call costs as
-    much as some forty thousand elements.
-    """
-    device, packed = components["parameter"].device, torch.as_tensor(scalars["packed"])
-    narrow = [name for name, tensor in components.items() if tensor.dtype == torch.int16 and device.type == "cpu"]
-    if not narrow:
-        whole(components, packed, None if noise is None else noise.numbers())
-        return
-    first, workspace = 0, shared_workspace(device, torch.int32, _CHUNK_ELEMENTS * 3 // 2)
-    for chunk in chunks(components, _CHUNK_ELEMENTS):
-        elements = chunk["parameter"].numel()
-        workspace.restart(elements)
-        wide = {name: workspace.take().copy_(chunk[name]) for name in narrow}
-        whole({**chunk, **wide}, packed, None if noise is None else noise.from_element(first).numbers())
-        for name, values in wide.items():
-            chunk[name].copy_(values)
-        first += elements
+
+def _advance_in_words(
+    stepped: Advance,
+    step: Step,
+    scalar_names: tuple[str, ...],
+    components: State,
+    scalars: Mapping[str, Scalar],
+    noise: Noise | None,
+) -> None:
+    """Step whole words compiled, and the few elements behind them eagerly."""
+    elements = components["parameter"].numel()
+    # A single word the compiler takes for a constant size, and would compile once more.
+    within = elements - elements % words.ELEMENTS if elements >= 2 * words.ELEMENTS else 0
+    if within:
+        whole = {name: tensor[:within] for name, tensor in components.items()}
+        own = words.words(whole)
+        stepped(own, scalars, noise)
+        for name, tensor in whole.items():
+            if own[name].data_ptr() != tensor.data_ptr() and name != "gradient":
+                tensor.copy_(own[name].view(tensor.dtype))
+    if within < elements:
+        rest = {name: tensor[within:] for name, tensor in components.items()}
+        named = dict(zip(scalar_names, torch.as_tensor(scalars["packed"]).unbind(), strict=True))
+        advance_in_wide(step, WideArithmetic(), rest, named, noise and noise.from_element(within))
 
 
 def _step(structure: Structure, scalars: Mapping[str, Scalar]) -> Step:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from collage_agent.optim.arithmetic import INDEX_FACTOR, Scalar, WideArithmetic
+from collage_agent.optim.arithmetic import INDEX_FACTOR, Scalar, WideArithmetic, signed
 
 __all__ = ["Draws", "Noise", "Seeding", "default_seed", "mixed_seed", "shard_number"]
 
@@ -51,11 +51,6 @@ def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def _signed(value: int) -> int:
-    """The same 32 bits as a signed integer."""
-    return ((value + 2**31) & 0xFFFFFFFF) - 2**31
-
-
 @dataclass(frozen=True)
 class Noise:
     """The random numbers of one tensor at one step. Three 32-bit integers, or int32 tensors of no dimension.
@@ -70,7 +65,8 @@ class Noise:
 
     def from_element(self, index: int) -> Noise:
         """The noise of the elements from `index` on."""
-        return replace(self, start=_signed(int(self.start) + index * INDEX_FACTOR)) if index else self
+        start = self.start + signed(index * INDEX_FACTOR)
+        return replace(self, start=start if isinstance(start, Tensor) else signed(int(start)))
 
     def numbers(self) -> Tensor:
         """The three as one int32 tensor, for a compiled step, which guards each tensor that it is given."""
@@ -86,8 +82,8 @@ class Noise:
 
         A multiplicative hash with one fold in between: its upper 24 bits are the good ones.
         """
-        start = self.start + _signed(stream * _STREAM)
-        mixed = arithmetic.indices(like, start if isinstance(start, Tensor) else _signed(int(start)))
+        start = self.start + signed(stream * _STREAM)
+        mixed = arithmetic.indices(like, start if isinstance(start, Tensor) else signed(int(start)))
         folded = arithmetic.fresh(torch.bitwise_right_shift, mixed, 15)
         folded = arithmetic.on(torch.bitwise_and, folded, 0x1FFFF)
         mixed = arithmetic.on(torch.bitwise_xor, mixed, folded)
@@ -155,7 +151,7 @@ class Seeding:
     def at(self, position: int, shard: int = 0) -> Noise:
         """The noise of the tensor at this position among the optimizer's parameters, and of its shard."""
         key = mixed_seed(self.seed, position, *((shard,) if shard else ()))
-        return Noise(_signed(key), _signed(key >> 32), _signed(self.step * _GOLDEN))
+        return Noise(signed(key), signed(key >> 32), signed(self.step * _GOLDEN))
 
 
 def shard_number(tensor: Tensor) -> int:
