@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import is_
 from typing import Any, Final
 
@@ -54,12 +55,16 @@ class BlockAddresses:
 
         lasting: the same tensors will come again, and are remembered.
         """
-        known = len(tensors) == len(self._of) and all(map(is_, tensors, self._of))
-        if not known and not all(map(_is_readable, tensors, self._places.elements)):
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        moved = addresses != self._found_at
+        known = not moved and len(tensors) == len(self._of) and all(map(is_, tensors, self._of))
+        size = len(target) // len(self._places.numbers)
+        widths = repeat(size // self._places.block)
+        # Also where memory alone is another: `.data` may have become smaller, or of another dtype.
+        if not known and not all(map(_is_readable, tensors, self._places.elements, widths)):
             return False
         self._of = tensors if lasting else ()
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if addresses != self._found_at and not self._find(addresses, len(target) // len(self._places.numbers)):
+        if moved and not self._find(addresses, size):
             return False
         self._memory.take(self._units, 0, target.view(self._memory.dtype), "clip")
         return True
@@ -80,9 +85,10 @@ class BlockAddresses:
         return True
 
 
-def _is_readable(tensor: Tensor, elements: int) -> bool:
+def _is_readable(tensor: Tensor, elements: int, width: int) -> bool:
+    """Whether it holds so many elements of `width` bytes, one behind the other in the host's memory."""
     plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout == torch.strided
-    return plain and tensor.numel() == elements and tensor.is_contiguous()
+    return plain and tensor.numel() == elements and tensor.itemsize == width and tensor.is_contiguous()
 
 
 class _Memory:

@@ -141,6 +141,19 @@ def test_a_tensor_that_has_become_smaller_is_not_read_beyond_its_end():
         layout.gather([torch.zeros(64), tensors[1]], staging)
 
 
+@pytest.mark.parametrize("becomes", [lambda data: torch.zeros(64), lambda data: data.bfloat16()])
+@pytest.mark.parametrize("of", [0, 1])
+def test_a_tensor_whose_data_has_become_smaller_is_not_read_beyond_its_end(becomes, of):
+    tensors = [torch.zeros(5000), torch.ones(4096)]
+    layout = BlockLayout([draw("a", 5000, 4, 256), draw("b", 4096, 4, 256)], tensors)
+    staging = Staging(layout, torch.float32)
+    for _ in range(2):
+        layout.gather(tensors, staging)
+    tensors[of].data = becomes(tensors[of].data)
+    with pytest.raises((RuntimeError, IndexError)):
+        layout.gather(tensors, staging)
+
+
 def test_positions_of_a_smaller_sample_are_found_and_a_foreign_one_is_refused():
     tensors = [torch.zeros(5000), torch.zeros(300)]
     large = BlockLayout([draw("a", 5000, 4, 2048), draw("b", 300, 4, 2048)], tensors)
