@@ -29,7 +29,7 @@ _STATISTICS: Final = Axis((*_FIXED, "oracle_active_blocks", *ORACLE_SUMS, *_INTE
 
 
 class OracleView:
-    """A bucket's u, e and θ after the step, at the elements of one oracle's sample."""
+    """A bucket's u, e and θ before the step, at the elements of one oracle's sample."""
 
     def __init__(self, oracle: Oracle, layers: Axis, members: Sequence[int], layout: BlockLayout) -> None:
         """members: those of the bucket, as watched parameters; layout: of its sample."""
@@ -52,29 +52,30 @@ class OracleView:
         self._finite = True
 
     def copy_run(self, run: int, view: StepView) -> None:
-        """Copy the oracle's elements of run number `run` of the bucket's slots: u, e and θ after the step."""
+        """Copy the oracle's elements of run number `run` of the bucket's slots: u, e and θ before the step."""
         source, target = self._where[run]
         block = self.oracle.layout.block
         self._finite = view.finite and (self._finite or not run)
 
-        def chosen(values: Tensor) -> Tensor:
-            return values.view(-1, block).index_select(0, source)
+        def copy_blocks(values: Tensor, to: Tensor) -> None:
+            blocks, copies = values.view(-1, block), to.view(-1, block)
+            if len(self._where) == 1:
+                torch.index_select(blocks, 0, source, out=copies)
+            else:
+                copies.index_copy_(0, target, blocks.index_select(0, source))
 
-        effective = chosen(view.effective)
-        for row, values in zip(
-            self.rows, (chosen(view.intended), effective, chosen(view.parameter).add_(effective)), strict=True
-        ):
-            row.view(-1, block).index_copy_(0, target, values)
+        for row, values in zip(self.rows, (view.intended, view.effective, view.parameter), strict=True):
+            copy_blocks(values, row)
         if not view.finite or len(self._where) > 1:
-            self.excluded.view(-1, block).index_copy_(0, target, chosen(view.excluded))
+            copy_blocks(view.excluded, self.excluded)
 
     def totals(self) -> Table[Tensor]:
         """Estimated totals of the oracle's step and ours, [statistic][layer]. No synchronisation."""
-        intended, effective, after = self.rows
-        rows = torch.empty(6, len(after), dtype=torch.float64, device=after.device)
+        intended, effective, before = self.rows
+        rows = torch.empty(6, len(before), dtype=torch.float64, device=before.device)
         rows[0], rows[1], rows[4] = self.oracle.displacement, intended, effective
         ours = torch.sub(self.oracle.parameter, self.oracle.attached, out=rows[2])
-        theirs = torch.sub(after, self.oracle.attached, out=rows[5])
+        theirs = torch.add(before, effective, out=rows[5]).sub_(self.oracle.attached)
         torch.sub(theirs, ours, out=rows[3])
         excluded = None if self._finite else self.excluded
         by_block = oracle_block_sums(rows, excluded, self.padding, self.oracle.layout.block)

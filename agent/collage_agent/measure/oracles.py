@@ -179,14 +179,13 @@ class Oracles:
 
     def _put_in_lock_step(self, oracles: Sequence[Oracle]) -> None:
         """Split oracles of which some tensors have a gradient now, and some have none."""
-        parameters = self._parameters()
         everyone: list[Oracle] = []
         for oracle in oracles:
-            composition = self._composition(oracle.members[0])
-            present = [m for m in oracle.members if composition.gradient_of(parameters[m]) is not None]
+            composition, watched = self._composition(oracle.members[0]), self._planner.watched
+            present = [m for m in oracle.members if composition.gradient_of(watched[m].parameter) is not None]
             if 0 < len(present) < len(oracle.members):
                 absent = [member for member in oracle.members if member not in present]
-                parts = [oracle.split(present, parameters), oracle.split(absent, parameters)]
+                parts = [oracle.split(own, self._parameters()) for own in (present, absent)]
             else:
                 parts = [oracle]
             everyone += parts
