@@ -29,7 +29,7 @@ LR, WEIGHT_DECAY = 1e-4, 0.1
 EXTRA_MEMORY_LIMIT = 1.7
 STATED_RATIOS = (
     ("plus eager", "torch bf16 foreach", 3.0),
-    ("plus compiled", "torch fp32 master fused", 2.5),
+    ("plus compiled", "torch fp32 master fused", 2.0),
 )
 COMPILED = ("split-master", "split-master-16bit")
 """Strategies that are compiled for the whole table; `plus` is for the gate as well."""
