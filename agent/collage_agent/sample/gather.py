@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_agent.sample.addresses import BlockAddresses, BlockPlaces
 from collage_agent.sample.sampling import TensorSample
 
 __all__ = ["BlockLayout", "Staging", "Views", "largest_magnitudes", "local"]
@@ -97,30 +96,18 @@ class BlockLayout:
         numbers.append(np.arange(count, count + blocks.sum()) + np.repeat(population - ends, blocks))
         count += int(blocks.sum())
         padded = missing > 0
-        self._ragged = list(zip(of[padded].tolist(), (lengths[padded] % self.block).tolist(), strict=True))
-        self._ragged_blocks = ends[padded] - 1
         ends, missing = ends[padded] * self.block, missing[padded]
         self.padding = [
             slot
             for end, lacking in zip(ends.tolist(), missing.tolist(), strict=True)
             for slot in range(end - lacking, end)
         ]
+        self._chosen = [samples[tensor].rows.astype(np.intp) for tensor, _ in self._sampled]
         self.blocks = count
         self.slots = count * self.block
         self.host_tensor_of_block = np.concatenate(tensors)
         self.tensor_of_block = torch.from_numpy(self.host_tensor_of_block).to(self.device)
         self._keys = self.host_tensor_of_block * _MOST_BLOCKS + np.concatenate(numbers)
-        self.places: BlockPlaces | None = None
-        if self._sampled and self.row_major and self.device.type == "cpu":
-            starts = np.array([sample.start or 0 for sample in samples])
-            elements = [local(parameter).numel() for parameter in parameters]
-            whole = self.host_tensor_of_block, np.concatenate(numbers)
-            if self._ragged:
-                # What is no whole block is put in afterwards; until then it is the first block.
-                whole = whole[0].copy(), whole[1]
-                for entry in whole:
-                    entry[self._ragged_blocks] = entry[0]
-            self.places = BlockPlaces(*whole, self.block, starts, elements)
 
     def _of_one_shape(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> list[list[int]]:
         """Tensors measured whole, without padding, of which there are many of one shape."""
@@ -154,36 +141,21 @@ class BlockLayout:
         `lasting` says that the same tensors will come again, as weights and states do: views of them are kept.
         """
         views = staging.views
-        if views.addresses and self._gather_from_memory(views.addresses, tensors, staging, lasting=lasting):
-            return
         if lasting and self._plain:
             views.show(tensors, self)
             sampled, pieces = views.sampled, views.pieces
         else:
             sampled, pieces = self.views_of(tensors, views.zeros)
-        for rows, blocks, target in zip(self.rows, sampled, staging.targets, strict=True):
-            torch.index_select(blocks, 0, rows, out=target)
+        if lasting and views.records:
+            for records, chosen, into in zip(views.records, self._chosen, staging.target_records, strict=True):
+                records.take(chosen, 0, into, "clip")
+        else:
+            for rows, blocks, target in zip(self.rows, sampled, staging.targets, strict=True):
+                torch.index_select(blocks, 0, rows, out=target)
         for (members, _, _), target in zip(self._alike, staging.alike, strict=True):
             torch.cat([tensors[member] for member in members], out=target)
         if pieces:
             torch.cat(pieces, out=staging.tail)
-
-    def _gather_from_memory(
-        self, addresses: BlockAddresses, tensors: Sequence[Tensor], staging: Staging, *, lasting: bool
-    ) -> bool:
-        """Gather in one call what lies in the host's memory as that needs it; False: it does not."""
-        parts = tensors if self._plain else [local(tensor) for tensor in tensors]
-        if not addresses.copy_blocks(parts, staging.bytes, lasting=lasting and self._plain):
-            return False
-        if self._ragged:
-            pieces = []
-            for index, length in self._ragged:
-                pieces += [self._flat(index, tensors[index])[-length:], staging.views.zeros[length:]]
-            # As bytes: torch copies uint16 by no index.
-            rows = staging.values.view(torch.uint8).view(self.blocks, -1)
-            ragged = torch.cat(pieces).view(torch.uint8).view(len(self._ragged), -1)
-            rows.index_copy_(0, torch.from_numpy(self._ragged_blocks), ragged)
-        return True
 
     def whole_squares(self, samples: Sequence[TensorSample], tensors: Sequence[Tensor]) -> Tensor:
         """Σ x² over all of each tensor that is not measured whole, and its largest x²: fp64 [2, tensors], else 0.
@@ -250,9 +222,9 @@ class Views:
 
     def __init__(self, layout: BlockLayout, dtype: torch.dtype) -> None:
         self.zeros = torch.zeros(layout.block, dtype=dtype, device=layout.device)
-        self.addresses = None if layout.places is None else BlockAddresses(layout.places)
         self.sampled: list[Tensor] = []
         self.pieces: list[Tensor] = []
+        self.records: list[NDArray[np.void]] = []
         self.of: list[Tensor] = []
         self.copies: list[Tensor] = []
         self._addresses: list[int] = []
@@ -270,6 +242,14 @@ class Views:
         theirs = set() if contiguous else {_address(local(tensor)) for tensor in viewed}
         made = () if contiguous else (*self.sampled, *self.pieces)
         self.copies = [view for view in made if _address(view) not in theirs]
+        # What has become smaller, or of another dtype, torch refuses: "clip" would read other blocks.
+        whole = all(
+            blocks.dtype == self.zeros.dtype and len(blocks) > chosen.max(initial=-1)
+            for blocks, chosen in zip(self.sampled, layout._chosen, strict=True)
+        )
+        plain = {type(tensor) for tensor in viewed} <= _PLAIN
+        readable = contiguous and self.zeros.is_cpu and plain and whole
+        self.records = [_records(blocks) for blocks in self.sampled] if readable else []
 
 
 class Staging:
@@ -283,10 +263,17 @@ class Staging:
         self.targets = [rows[where] for _, where in layout._sampled]
         self.alike = [self.values[where].view(-1, *shape[1:]) for _, where, shape in layout._alike]
         self.tail = self.values[layout._boundary :]
-        # Through DLPack: `Tensor.numpy()` would forbid to resize the storage.
-        self.bytes: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-        if self.values.is_cpu:
-            self.bytes = np.from_dlpack(self.values.view(torch.uint8)).view(np.uint8)
+        self.target_records = [_records(target) for target in self.targets] if self.values.is_cpu else []
+
+
+def _records(blocks: Tensor) -> NDArray[np.void]:
+    """The same memory as one record a block, of which NumPy gathers a few at half the cost of torch.
+
+    Through DLPack: `Tensor.numpy()` would forbid the training to resize the storage.
+    """
+    record = np.dtype((np.void, blocks.shape[1] * blocks.element_size()))
+    array: NDArray[np.void] = np.from_dlpack(blocks.detach().view(torch.uint8)).view(record)[:, 0]
+    return array
 
 
 def _memory_order(parameter: Tensor) -> tuple[int, ...] | None:
