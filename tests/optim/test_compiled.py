@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, CollageSGD, compiled
+from collage_agent.optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, CollageSGD, compiled, words
 from collage_agent.optim.advance import advance_in_wide
 from collage_agent.optim.arithmetic import WideArithmetic
 
@@ -61,6 +61,33 @@ def test_same_bits_between_words():
     for step in range(5):
         give_gradients(first, second, step=step)
         for optimizer in optimizers:
+            optimizer.step()
+    assert_same_bits(*optimizers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gradient_of_another_format_is_not_read_as_words(dtype):
+    gradient, weight = torch.randn(40).to(dtype), torch.randn(40).to(torch.bfloat16)
+    found = words.words({"parameter": weight, "gradient": gradient})
+    for place in range(words.ELEMENTS):
+        assert torch.equal(words.unpacked(found["parameter"], place, weight.dtype), weight[place :: words.ELEMENTS])
+        assert torch.equal(
+            words.unpacked(found["gradient"], place, weight.dtype), gradient[place :: words.ELEMENTS]
+        )
+
+
+@pytest.mark.nightly
+def test_same_bits_of_fp32_gradients():
+    """As they are accumulated for weights in bfloat16."""
+    optimizers = []
+    for form in (False, True):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 20_001).to(torch.bfloat16))
+        parameter.grad_dtype = torch.float32
+        optimizers.append(CollageAdamW([parameter], strategy="split-master", seed=7, compiled=form))
+    for step in range(5):
+        gradient = torch.randn(20_001, generator=torch.Generator().manual_seed(step))
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["params"][0].grad = gradient.clone()
             optimizer.step()
     assert_same_bits(*optimizers)
 

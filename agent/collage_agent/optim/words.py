@@ -15,12 +15,18 @@ __all__ = ["ELEMENTS", "packed", "unpacked", "words"]
 
 ELEMENTS = 4
 _ALIGNMENT_BYTES = 8
+_PACKED = {torch.bfloat16, torch.int16, torch.int8}
 
 
 def words(components: State) -> State:
-    """Flat vectors [4 n] of 8 or 16 bits as words [n], int32 or int64; those that lie between words are copied."""
+    """Flat vectors [4 n] of bfloat16, int16 or int8 as words [n], int32 or int64; those that lie between words are
+    copied. Others, such as an fp32 gradient of a bfloat16 weight, as rows of four: [n, 4], as they are.
+    """
     found = {}
     for name, tensor in components.items():
+        if tensor.dtype not in _PACKED:
+            found[name] = tensor.view(-1, ELEMENTS)
+            continue
         width = tensor.element_size()
         aligned = tensor if tensor.storage_offset() * width % _ALIGNMENT_BYTES == 0 else tensor.clone()
         found[name] = aligned.view(torch.int32 if width == 1 else torch.int64)
@@ -28,7 +34,11 @@ def words(components: State) -> State:
 
 
 def unpacked(word: Tensor, place: int, dtype: torch.dtype) -> Tensor:
-    """The element of `dtype` in this place of each word, 0 to 3: bfloat16 or int8 as such, int16 as int32."""
+    """The element of `dtype` in this place of each word, 0 to 3: bfloat16 or int8 as such, int16 as int32; of rows
+    as it is.
+    """
+    if word.dim() == 2:
+        return word[:, place]
     if dtype == torch.int8:
         return (word << 24 - 8 * place >> 24).to(torch.int8)
     upper = (word >> 16 * place).to(torch.int32) << 16
