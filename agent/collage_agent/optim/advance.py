@@ -26,8 +26,9 @@ _NOT_MOMENTS = ("parameter", "gradient", PARAMETER_LOW)
 
 @dataclass(frozen=True)
 class Step:
-    """Everything that a step needs besides the tensors."""
+    """Everything that a step needs besides the tensors. dtype: the weights'."""
 
+    dtype: torch.dtype
     rule: UpdateRule
     strategy: StorageStrategy
     moments: tuple[Moment, ...]
@@ -70,7 +71,7 @@ def advance_in_wide(
         if moment.second and storage not in (StateStorage.SINGLE, StateStorage.WIDE):
             # The square of a finite gradient may be infinite: as a pair that would be infinity minus infinity, as
             # the scale of a block zero times infinity.
-            moments[moment.name].clamp_(max=torch.finfo(chunk["parameter"].dtype).max)
+            moments[moment.name] = arithmetic.at_most(moments[moment.name], torch.finfo(step.dtype).max)
         drawn = draws if step.strategy.stochastic_moment(moment.second) else None
         codes.store(arithmetic, moments[moment.name], chunk, moment.name, storage, drawn)
 
@@ -135,7 +136,7 @@ def _store_at_random(
     elif storage is StateStorage.SPLIT_24:
         rounded = codes.round_sum_at_random(arithmetic, total, error, draws, 8)
         codes.store_split(arithmetic, rounded, parameter, chunk[PARAMETER_LOW])
-    elif parameter.dtype == torch.bfloat16:
+    elif parameter.dtype != torch.float16:
         parameter.copy_(codes.round_sum_at_random(arithmetic, total, error, draws, 16))
     else:
         codes.round_at_random(arithmetic, total.to(torch.float64).add_(error), parameter, draws)

@@ -215,6 +215,13 @@ class WideArithmetic:
         self.give_back(a)
         return x
 
+    def at_most(self, value: Tensor, most: float) -> Tensor:
+        """value, a result itself, used up: its elements above `most` are `most`; a NaN stays."""
+        if self._workspace is None:
+            # The compiler's clamp makes a NaN of all bits, which rounds to 0 by a carry.
+            return torch.where(value > most, most, value)
+        return value.clamp_(max=most)
+
     def integers(self, values: Tensor) -> Tensor:
         """A fresh int32 copy of integers."""
         return (

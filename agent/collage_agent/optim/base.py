@@ -280,6 +280,7 @@ class CollageOptimizer(Optimizer):
         elif not strict:
             scalars = {name: constant(value, wide) for name, value in scalars.items()}
         return Step(
+            dtype=dtype,
             rule=rule,
             strategy=strategy,
             moments=moments,

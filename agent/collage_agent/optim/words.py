@@ -34,19 +34,19 @@ def words(components: State) -> State:
 
 
 def unpacked(word: Tensor, place: int, dtype: torch.dtype) -> Tensor:
-    """The element of `dtype` in this place of each word, 0 to 3: bfloat16 or int8 as such, int16 as int32; of rows
-    as it is.
+    """The element of `dtype` in this place of each word, 0 to 3: bfloat16 as fp32, int16 as int32, int8 as such; of
+    rows as it is.
     """
     if word.dim() == 2:
         return word[:, place]
     if dtype == torch.int8:
         return (word << 24 - 8 * place >> 24).to(torch.int8)
     upper = (word >> 16 * place).to(torch.int32) << 16
-    return upper >> 16 if dtype == torch.int16 else upper.view(torch.float32).to(dtype)
+    return upper >> 16 if dtype == torch.int16 else upper.view(torch.float32)
 
 
 def packed(elements: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The words of these elements, as `unpacked` returns them; of integers the lower bits count."""
+    """The words of these elements, as `unpacked` returns them: an integer's lower bits, an fp32's upper ones."""
     if dtype == torch.bfloat16:
         elements = [element.to(torch.float32).view(torch.int32) >> 16 for element in elements]
     first, second, third, fourth = (element.to(torch.int32) for element in elements)
