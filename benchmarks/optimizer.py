@@ -34,9 +34,12 @@ LR, WEIGHT_DECAY = 1e-4, 0.1
 EXTRA_MEMORY_LIMIT = 1.7
 BASES = {"eager": "torch bf16 foreach", "compiled": "torch fp32 master fused"}
 """What our steps are compared with, by their form."""
-LIMITS = {"eager": 3.0, "compiled": 1.1}
-GATED = ("plus", "split-master")
-COMPILED = (*GATED, "split-master-16bit")
+LIMITS: dict[Model, dict[str, float]] = {
+    GPT2_SMALL: {"plus eager": 3.0, "split-master eager": 3.0, "plus compiled": 1.1, "split-master compiled": 1.1},
+    LITTLE: {"plus eager": 3.0, "plus compiled": 2.0},
+}
+"""Of the median ratios to torch's steps."""
+COMPILED = ("plus", "split-master", "split-master-16bit")
 NOTICING_LIMIT = 0.01
 
 Step = Callable[[], object]
@@ -92,14 +95,13 @@ def own_step(model: Model, seed: int, strategy: str, **options: Any) -> Step:
     ).step
 
 
-def gated_contenders(seed: int) -> dict[str, Step]:
+def gated_contenders(model: Model, seed: int) -> dict[str, Step]:
     """What the stated ratios compare, and the lightest of our compiled steps."""
-    model = GPT2_SMALL
     found = {
         BASES["eager"]: torch_step(model, seed, foreach=True),
         BASES["compiled"]: torch_master_step(model, seed, fused=True),
     }
-    found.update({f"{strategy} eager": own_step(model, seed, strategy) for strategy in GATED})
+    found.update({f"{strategy} eager": own_step(model, seed, strategy) for strategy in ("plus", "split-master")})
     found.update({f"{strategy} compiled": own_step(model, seed, strategy, compiled=True) for strategy in COMPILED})
     return found
 
@@ -107,9 +109,7 @@ def gated_contenders(seed: int) -> dict[str, Step]:
 def further_contenders(seed: int) -> dict[str, Step]:
     """What a reader may want beside them."""
     model = LITTLE
-    found = {
-        BASES["eager"]: torch_step(model, seed, foreach=True),
-        BASES["compiled"]: torch_master_step(model, seed, fused=True),
+    found = gated_contenders(model, seed) | {
         "torch bf16 for-loop": torch_step(model, seed, foreach=False),
         "torch bf16 fused": torch_step(model, seed, fused=True),
         "torch fp32 fused, no copies": torch_step(model, seed, torch.float32, fused=True),
@@ -117,10 +117,8 @@ def further_contenders(seed: int) -> dict[str, Step]:
         "torch fp32 master for-loop": torch_master_step(model, seed, foreach=False),
         "plus eager, storage arithmetic": own_step(model, seed, "plus", arithmetic="storage"),
     }
-    for strategy in sorted(STRATEGIES.keys() - {"fp32-states"}):
+    for strategy in sorted(STRATEGIES.keys() - {"plus", "split-master", "fp32-states"}):
         found[f"{strategy} eager"] = own_step(model, seed, strategy)
-    for strategy in COMPILED:
-        found[f"{strategy} compiled"] = own_step(model, seed, strategy, compiled=True)
     return found
 
 
@@ -213,37 +211,37 @@ def _resident_kib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def compared(times: dict[str, list[float]], size: str, limited: bool) -> Iterator[Figure]:
-    """Each contender's milliseconds, and our steps' ratios to torch's. size: of what they stepped."""
+def compared(times: dict[str, list[float]], model: Model) -> Iterator[Figure]:
+    """Each contender's milliseconds, and our steps' ratios to torch's. model: what they stepped."""
+    size = f"{sum(map(math.prod, shapes(model))) / 1e6:.0f} M"
     for name, values in times.items():
         yield Figure(f"{name}, {size}", "CPU ms", tuple(values))
     for name in times:
-        strategy, _, form = name.rpartition(" ")
-        if form in BASES:
-            limit = LIMITS[form] if limited and strategy in GATED else None
-            yield Figure(f"{name} / {BASES[form]}, {size}", "ratio", ratio(times, name, BASES[form]), limit)
+        base = BASES.get(name.rpartition(" ")[2])
+        if base is not None:
+            yield Figure(f"{name} / {base}, {size}", "ratio", ratio(times, name, base), LIMITS[model].get(name))
 
 
 def measure(options: Options) -> Measuring:
-    """The gated contenders alternated, then, without --gate, all of them over fewer parameters."""
+    """The gated contenders alternated, then the same over fewer parameters, without --gate all there are."""
     torch.set_num_threads(1)
     rounds = options.rounds or ROUNDS
     notes: list[str] = []
     for form in ("eager", "compiled"):
         share = extra_memory(own_step(LITTLE, options.seed, "plus", compiled=form == "compiled"))
         yield Figure(f"extra memory of plus {form} / the parameters", "ratio", (share,), EXTRA_MEMORY_LIMIT)
-    contenders = gated_contenders(options.seed)
-    yield from compared(alternate(contenders, rounds, options.seed), "85 M", limited=True)
+    contenders = gated_contenders(GPT2_SMALL, options.seed)
+    yield from compared(alternate(contenders, rounds, options.seed), GPT2_SMALL)
     for name in ("plus eager", "plus compiled", "split-master compiled"):
         shares = noticing_share(contenders[name], rounds)
         yield Figure(f"noticing external writes / {name}", "ratio", shares, NOTICING_LIMIT)
-    notes.append(_described(GPT2_SMALL))
-    if not options.gate:
-        del contenders
-        libraries, missing = library_contenders(options.seed)
+    if options.gate:
+        contenders = gated_contenders(LITTLE, options.seed)
+    else:
+        libraries, notes = library_contenders(options.seed)
         contenders = {**further_contenders(options.seed), **libraries}
-        yield from compared(alternate(contenders, rounds, options.seed), "10 M", limited=False)
-        notes += [*missing, f"then {_described(LITTLE)}"]
+    yield from compared(alternate(contenders, rounds, options.seed), LITTLE)
+    notes += [_described(GPT2_SMALL), f"then {_described(LITTLE)}"]
     return notes
 
 
