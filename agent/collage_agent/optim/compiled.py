@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType
+from typing import cast
 
 import torch
 
@@ -35,7 +36,12 @@ TESTED_ELEMENTS = 65_547
 """Of the self-test, for which a step is compiled: neither whole words nor, of words or elements, whole vectors."""
 _TESTED_SEEDING = Seeding(0, 1)
 Options = dict[str, str | int | bool | Callable[..., object]]
-_OPTIONS: Options = {"emulate_precision_casts": True}
+_OPTIONS: Options = {
+    "emulate_precision_casts": True,
+    # For CUDA, where otherwise a quotient is approximated and a subnormal number taken for 0.
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
 
 Advance = Callable[[State, Mapping[str, Scalar], Noise | None], None]
 _Packed = Callable[[State, torch.Tensor, torch.Tensor | None], None]
@@ -103,11 +109,12 @@ def _rounds_roots_correctly(device_type: str) -> bool:
     return bool(torch.equal(root(x), x.to(torch.float64).sqrt().to(torch.float32)))
 
 
-def _compile(structure: Structure, root: torch.dtype) -> Advance:
+def _uncompiled(structure: Structure, root: torch.dtype) -> FunctionType:
+    """The step as the compiler is given it."""
     wide = wide_dtype(structure.dtype)
     step = _step(structure, {})
     in_words = _is_stepped_in_words(structure)
-    dtypes = {name: tensor.dtype for name, tensor in _components(structure).items()}
+    dtypes = {name: tensor.dtype for name, tensor in _components(structure).items()} if in_words else {}
     rounded = [name for name, dtype in dtypes.items() if dtype == torch.bfloat16 and not _is_cut(structure, name)]
 
     def advance(components: State, packed: torch.Tensor, numbers: torch.Tensor | None) -> None:
@@ -127,12 +134,19 @@ def _compile(structure: Structure, root: torch.dtype) -> Advance:
             if name != "gradient":
                 word.copy_(words.packed([part[name] for part in parts], dtypes[name]))
 
+    return cast(FunctionType, advance)
+
+
+def _compile(structure: Structure, root: torch.dtype) -> Advance:
+    advance = _uncompiled(structure, root)
     # The compiler counts recompilations by code object: each structure gets its own, or the ninth would be refused.
     code = advance.__code__.replace(co_name=f"advance_{structure.strategy.name.replace('-', '_')}")
     own = FunctionType(code, advance.__globals__, code.co_name, advance.__defaults__, advance.__closure__)
     whole: _Packed = torch.compile(own, dynamic=True, fullgraph=True, options=dict(_OPTIONS))
     stepped = functools.partial(_advance, whole)
-    return functools.partial(_advance_in_words, stepped, step, structure.scalar_names) if in_words else stepped
+    if not _is_stepped_in_words(structure):
+        return stepped
+    return functools.partial(_advance_in_words, stepped, _step(structure, {}), structure.scalar_names)
 
 
 def _is_stepped_in_words(structure: Structure) -> bool:

@@ -1,0 +1,45 @@
+"""What compiled steps are on CUDA devices of two generations, read from their code: nothing of it is run."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from collage_agent.optim import CollageAdamW
+
+from tests.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.slow
+
+STRATEGIES = ("plus", "split-master", "split-master-16bit")
+
+
+@pytest.fixture(scope="module", params=[8, 9], ids=["sm_80", "sm_90"])
+def compiled_ahead(request, tmp_path_factory):
+    """A generation of devices, and the folder of what was compiled for it."""
+    folder = tmp_path_factory.mktemp("kernels")
+    command = [sys.executable, "-m", "tests.optim.triton_code", folder, str(request.param), *STRATEGIES]
+    subprocess.run(command, check=True, timeout=PATIENCE_SECONDS)
+    return request.param, folder
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_component_is_moved_once_and_rounded_as_in_eager_steps(compiled_ahead, strategy):
+    major, folder = compiled_ahead
+    kernels = json.loads((folder / f"{strategy}.json").read_text(encoding="utf-8"))
+    weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = CollageAdamW([weight], strategy=strategy, seed=1)
+    optimizer.step()
+    kept = [tensor.element_size() for name, tensor in optimizer.state[weight].items() if name != "step"]
+    stored = weight.element_size() + sum(kept)
+    assert sum(kernel["stored_bytes"] for kernel in kernels) == stored
+    assert sum(kernel["loaded_bytes"] for kernel in kernels) == stored + weight.grad.element_size()
+    for kernel in kernels:
+        ptx = kernel["ptx"]
+        assert kernel["machine_code_bytes"] > 0
+        assert f".target sm_{major}0" in ptx
+        assert re.search(r"div\.rn\.f32", ptx), "quotients are rounded to nearest"
+        assert not re.search(r"\.approx|\.full|\.ftz", ptx), "nothing is approximated or flushed to zero"
