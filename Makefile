@@ -19,8 +19,10 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable '.[all]'
 	touch $@
 
+# Triton lies apart: where it is installed without a device, some optimizers of others fail.
 $(VENV)/.stamp-dev: $(VENV)/.stamp
 	$(PIP) --constraint constraints.txt --editable '.[all,dev]'
+	$(PIP) --constraint constraints.txt --upgrade --no-deps --target $(VENV)/triton triton
 	touch $@
 
 demo: $(VENV)/.stamp  ## Train five strategies, watched; DEMO_EXIT=1 ends afterwards instead of staying up

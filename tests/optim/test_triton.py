@@ -1,9 +1,11 @@
 """What compiled steps are on CUDA devices of two generations, read from their code: nothing of it is run."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +23,10 @@ def compiled_ahead(request, tmp_path_factory):
     """A generation of devices, and the folder of what was compiled for it."""
     folder = tmp_path_factory.mktemp("kernels")
     command = [sys.executable, "-m", "tests.optim.triton_code", folder, str(request.param), *STRATEGIES]
-    subprocess.run(command, check=True, timeout=PATIENCE_SECONDS)
+    apart = Path(sys.prefix, "triton")
+    assert apart.is_dir(), "Triton lies apart from the other packages: make .venv/.stamp-dev puts it there"
+    paths = os.pathsep.join(filter(None, (str(apart), os.environ.get("PYTHONPATH"))))
+    subprocess.run(command, check=True, timeout=PATIENCE_SECONDS, env={**os.environ, "PYTHONPATH": paths})
     return request.param, folder
 
 
