@@ -22,7 +22,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 # Triton lies apart: where it is installed without a device, some optimizers of others fail.
 $(VENV)/.stamp-dev: $(VENV)/.stamp
 	$(PIP) --constraint constraints.txt --editable '.[all,dev]'
-	$(PIP) --constraint constraints.txt --upgrade --no-deps --target $(VENV)/triton triton
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		$(PIP) --constraint constraints.txt --upgrade --no-deps --target $(VENV)/triton triton; fi
 	touch $@
 
 demo: $(VENV)/.stamp  ## Train five strategies, watched; DEMO_EXIT=1 ends afterwards instead of staying up

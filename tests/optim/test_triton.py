@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -13,7 +14,11 @@ from collage_agent.optim import CollageAdamW
 
 from tests.waiting import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.slow
+PLATFORM = (platform.system(), platform.machine())
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PLATFORM != ("Linux", "x86_64"), reason="Triton is published for Linux on x86-64"),
+]
 
 STRATEGIES = ("plus", "split-master", "split-master-16bit")
 
