@@ -108,7 +108,7 @@ def _code(strategy, major):
         made.append(_generated(graph, inputs, mode, major))
         return lambda *arguments: None
 
-    with mode, torch.no_grad(), config.patch(compiled._OPTIONS):
+    with mode, torch.no_grad(), config.patch(compiled.compiler_options("cuda")):
         arguments = [torch.empty(len(structure.scalar_names)), torch.empty(3, dtype=torch.int32)]
         arguments += [torch.empty(ELEMENTS, dtype=tensor.dtype) for tensor in components.values()]
         traced = aot_function(

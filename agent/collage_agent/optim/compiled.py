@@ -29,6 +29,7 @@ __all__ = [
     "TESTED_ELEMENTS",
     "check_compiled",
     "compiled_step",
+    "compiler_options",
     "packed_scalars",
 ]
 
@@ -36,9 +37,9 @@ TESTED_ELEMENTS = 65_547
 """Of the self-test, for which a step is compiled: neither whole words nor, of words or elements, whole vectors."""
 _TESTED_SEEDING = Seeding(0, 1)
 Options = dict[str, str | int | bool | Callable[..., object]]
-_OPTIONS: Options = {
-    "emulate_precision_casts": True,
-    # For CUDA, where otherwise a quotient is approximated and a subnormal number taken for 0.
+_OPTIONS: Options = {"emulate_precision_casts": True}
+_CUDA_OPTIONS: Options = {
+    # Otherwise a quotient is approximated there, and a subnormal number taken for 0.
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
@@ -68,6 +69,11 @@ def check_compiled(compiled: bool, arithmetic: str, strategy: StorageStrategy) -
         raise ValueError(f"compiled=True is for arithmetic 'fp32'; leave it out with {arithmetic!r}")
     if compiled and StateStorage.BLOCKS in strategy.storages:
         raise ValueError(f"compiled=True has no 8-bit blocks; leave it out with {strategy.name!r}")
+
+
+def compiler_options(device_type: str) -> Options:
+    """What makes the compiler compute as eager steps do. Older compilers do not know those of CUDA."""
+    return {**_OPTIONS, **(_CUDA_OPTIONS if device_type == "cuda" else {})}
 
 
 def packed_scalars(scalars: Mapping[str, Scalar], dtype: torch.dtype) -> dict[str, Scalar]:
@@ -104,7 +110,7 @@ def _rounds_roots_correctly(device_type: str) -> bool:
     Elsewhere the root is taken in fp64, which makes the whole step 1.8 times as dear. An ulp of the root shows in
     one of a thousand components or fewer, so the step's own self-test is too weak for it.
     """
-    root = torch.compile(torch.sqrt, dynamic=True, options=dict(_OPTIONS))
+    root = torch.compile(torch.sqrt, dynamic=True, options=compiler_options(device_type))
     x = torch.rand(1 << 19, generator=torch.Generator().manual_seed(0)).to(device_type)
     return bool(torch.equal(root(x), x.to(torch.float64).sqrt().to(torch.float32)))
 
@@ -142,7 +148,9 @@ def _compile(structure: Structure, root: torch.dtype) -> Advance:
     # The compiler counts recompilations by code object: each structure gets its own, or the ninth would be refused.
     code = advance.__code__.replace(co_name=f"advance_{structure.strategy.name.replace('-', '_')}")
     own = FunctionType(code, advance.__globals__, code.co_name, advance.__defaults__, advance.__closure__)
-    whole: _Packed = torch.compile(own, dynamic=True, fullgraph=True, options=dict(_OPTIONS))
+    whole: _Packed = torch.compile(
+        own, dynamic=True, fullgraph=True, options=compiler_options(structure.device_type)
+    )
     stepped = functools.partial(_advance, whole)
     if not _is_stepped_in_words(structure):
         return stepped
