@@ -70,13 +70,14 @@ class Training:
         """Number of weights."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def step(self) -> None:
-        """Forward, backward, optimizer."""
+    def step(self, before_optimizer: Callable[[], None] = lambda: None) -> None:
+        """Forward, backward, optimizer; `before_optimizer` is called where people clip gradients."""
         tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=self.generator)
         logits = self.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
+        before_optimizer()
         self.optimizer.step()
 
 

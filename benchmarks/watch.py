@@ -7,6 +7,7 @@ take turns, so that they meet the same machine.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import subprocess
 import sys
@@ -33,34 +34,36 @@ __all__ = ["ALTERNATIVES", "measure"]
 EVERY_STEP_ROUND, DEFAULTS_ROUND = 4, 10
 GATE_ROUNDS, ROUNDS = 4, 10
 IDLE_RATIO, IDLE_MICROSECONDS, IDLE_CALLS, IDLE_ROUNDS = 15.0, 2.5, 2_000, 8
-NORMS_A_ROUND = 5
 BUFFER_MEGABYTES = 64.0
 REPORT_ROUNDS = 3
 DEVICE_MEGABYTES, MEMORY_MEGABYTES = 32.0, 64.0
 BUDGET, WATCHED_STEPS = 0.01, 20
-MANY_TENSORS, MANY_ROUNDS = 20_000, 3
+MANY_TENSORS, MANY_ROUNDS = 20_000, 5
 LOOK_ROUNDS, LOOK_NORMS = 3, 7.0
-MANY_LIMITS = {"the first measured step": 2.5, "a later measured step": 2.0, "an unmeasured step": 1.2}
+MANY_LIMITS = {"the first measured step": 2.0, "a later measured step": 2.0, "an unmeasured step": 1.2}
 TAIL_ROUNDS, TAIL_STEPS, HEAVY_STEPS = 10, 10, 2
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A way of watching, how many steps a round takes, and what it may cost: of a step, and in norms."""
+    """A way of watching, how many steps a round takes, and what it may cost: of a step, in norms, in clippings."""
 
     name: str
     attach: Callable[[Training], Method]
     steps: int
     limit: float | None = None
     norms: float | None = None
+    clippings: float | None = None
 
 
 @dataclass
 class Rounds:
-    """What the rounds of one alternative came to: hooks over the rest of the step, in norms, in milliseconds."""
+    """What the rounds of one alternative came to: hooks over the rest of the step, in norms, in clippings, in
+    milliseconds."""
 
     ratios: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    clippings: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
 
 
@@ -71,6 +74,7 @@ ALTERNATIVES = (
         DEFAULTS_ROUND,
         0.005,
         0.7,
+        0.4,
     ),
     Alternative(
         "watch(every=1, sample=2048, budget=None)",
@@ -78,6 +82,7 @@ ALTERNATIVES = (
         EVERY_STEP_ROUND,
         0.02,
         5.0,
+        3.0,
     ),
     Alternative(
         "watch(every=1, sample=2048, budget=None, oracle=True)",
@@ -90,6 +95,7 @@ ALTERNATIVES = (
         EVERY_STEP_ROUND,
         0.035,
         8.5,
+        5.0,
     ),
     Alternative("a loop of .item() over whole tensors, every step", lambda t: ItemLoop(t.model, t.optimizer), 3),
     Alternative(
@@ -126,34 +132,53 @@ def hooks_timed(optimizer: Optimizer) -> Iterator[list[float]]:
 
 
 def add_round(training: Training, alternative: Alternative, rounds: Rounds) -> None:
-    """One round's ratios, and what a norm of the last step's gradients takes just after it.
+    """One round's ratios to the rest of the step, and to what looking at gradients and clipping them costs in it.
 
     Steps that are not measured are the optimizer's alone, by the last gradients: a watch does not see the rest,
     which counts as often as the round has steps.
     """
     whole = 1 if alternative.steps == DEFAULTS_ROUND else alternative.steps
+    looks = Looks(training)
     with hooks_timed(training.optimizer) as spent:
         for _ in range(alternative.steps - whole):
             training.optimizer.step()
         before, started = spent[0], time.process_time()
         for _ in range(whole):
-            training.step()
-        rest = (time.process_time() - started - (spent[0] - before)) / whole
+            training.step(looks.take)
+        rest = (time.process_time() - started - (spent[0] - before) - looks.seconds) / whole
     a_step = spent[0] / alternative.steps
     rounds.ratios.append(a_step / rest)
-    rounds.norms.append(a_step / norm_seconds(training))
+    rounds.norms.append(a_step / statistics.median(looks.norms))
+    rounds.clippings.append(a_step / statistics.median(looks.clippings))
     rounds.milliseconds.append(1e3 * a_step)
 
 
-def norm_seconds(training: Training) -> float:
-    """CPU of one `torch._foreach_norm` of all gradients: the least that any look at all of them costs."""
-    gradients = [parameter.grad for parameter in training.model.parameters() if parameter.grad is not None]
-    taken = []
-    for _ in range(NORMS_A_ROUND):
+class Looks:
+    """CPU seconds of one `torch._foreach_norm` of all gradients, and of clipping them, where people clip.
+
+    The norm comes first, and finds the gradients as the backward pass left them; the clipping, torch's own, finds
+    them where the norm left them. It multiplies by 1: no gradient changes.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.norms: list[float] = []
+        self.clippings: list[float] = []
+        self._parameters = list(training.model.parameters())
+
+    @property
+    def seconds(self) -> float:
+        """Of all that was taken."""
+        return sum(self.norms) + sum(self.clippings)
+
+    def take(self) -> None:
+        """One of each."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         started = time.thread_time()
         torch._foreach_norm(gradients)
-        taken.append(time.thread_time() - started)
-    return statistics.median(taken)
+        looked = time.thread_time()
+        nn.utils.clip_grad_norm_(self._parameters, math.inf)
+        self.norms.append(looked - started)
+        self.clippings.append(time.thread_time() - looked)
 
 
 def measure(options: Options) -> Measuring:
@@ -166,13 +191,12 @@ def measure(options: Options) -> Measuring:
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
     found = {entry.name: Rounds() for entry in chosen}
     steps: list[float] = []
-    norms: list[float] = []
+    looks = Looks(training)
     switched_on: list[str] = []
     for _ in range(rounds):
-        started = time.process_time()
-        training.step()
-        steps.append(1e3 * (time.process_time() - started))
-        norms.append(1e3 * norm_seconds(training))
+        started, looked = time.process_time(), looks.seconds
+        training.step(looks.take)
+        steps.append(1e3 * (time.process_time() - started - (looks.seconds - looked)))
         for entry in chosen:
             method = entry.attach(training)
             _warm_up(training, method)
@@ -183,12 +207,14 @@ def measure(options: Options) -> Measuring:
     notes = [
         f"bf16 GPT, {training.parameters / 1e6:.1f} M parameters, {BATCH} x {CONTEXT} tokens, AdamW, one thread, "
         f"step {statistics.median(steps):.0f} ms without hooks, a norm of its gradients "
-        f"{statistics.median(norms):.2f} ms; {rounds} rounds, taking turns",
+        f"{1e3 * statistics.median(looks.norms):.2f} ms, clipping them "
+        f"{1e3 * statistics.median(looks.clippings):.2f} ms; {rounds} rounds, taking turns",
         f"statistics switched on: {', '.join(switched_on)}",
     ]
     for entry in chosen:
         own = found[entry.name]
         yield Figure(entry.name, "hook CPU / step CPU", tuple(own.ratios), entry.limit)
+        yield Figure(entry.name, "clippings a step", tuple(own.clippings), entry.clippings)
         yield Figure(entry.name, "foreach norms a step", tuple(own.norms), entry.norms)
         yield Figure(entry.name, "ms a step", tuple(own.milliseconds))
     look = f"a look at whole gradients, every {LOOK_EVERY}th measured step"
@@ -207,7 +233,8 @@ def whole_looks(training: Training) -> Iterator[float]:
     The rounds of the alternatives hold no such step.
     """
     handle = watch(training.model, training.optimizer, every=1, sample=2048, budget=None)
-    training.step()
+    looks = Looks(training)
+    training.step(looks.take)
     with hooks_timed(training.optimizer) as spent:
         for _ in range(LOOK_ROUNDS):
             taken = []
@@ -215,7 +242,8 @@ def whole_looks(training: Training) -> Iterator[float]:
                 before = spent[0]
                 training.optimizer.step()
                 taken.append(spent[0] - before)
-            yield (taken[-1] - statistics.median(taken[:-1])) / norm_seconds(training)
+            looks.take()
+            yield (taken[-1] - statistics.median(taken[:-1])) / looks.norms[-1]
     handle.remove()
 
 

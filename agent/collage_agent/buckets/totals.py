@@ -27,7 +27,6 @@ from collage_agent.stats.intervals import (
     product_rows,
     ratio_variances,
 )
-from collage_agent.stats.view import named
 from collage_monitor.definitions import SAMPLE, Interval
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic
@@ -76,11 +75,20 @@ class _Rows:
     """What the rows of a bucket's table mean: made once for the keys that its statistics have.
 
     `factor` fp64 [rows, tensors] turns sums over the sample into estimated totals; NaN: the bucket cannot know it.
+    `numerators` and `denominators` int64 [ratios]: which of the sums by block a ratio is made of, elements with
+    u ≠ 0 behind the last. `tailed`: ratios that are no shares; `spread`: the row of the variance of Σ u².
     """
 
     axis: Axis
-    ratios: Mapping[str, Interval]
     factor: Tensor
+    numerators: Tensor
+    denominators: Tensor
+    tailed: Tensor
+    spread: int
+
+    def of_ratios(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Numerators and denominators, a row for each of the ratios."""
+        return sums.index_select(0, self.numerators), sums.index_select(0, self.denominators)
 
 
 class SampleSizes:
@@ -99,22 +107,38 @@ class SampleSizes:
         self.factor = population_factor(self.blocks, vector([sample.population_blocks for sample in samples]))
         self.scale = self.elements / self.sampled
         self.fixed = torch.stack((torch.ones_like(self.elements), self.elements, self.sampled))
-        self._rows: dict[tuple[tuple[str, ...], frozenset[str]], _Rows] = {}
+        self._rows: dict[tuple[tuple[str, ...], int, frozenset[str]], _Rows] = {}
 
-    def rows(self, keys: Sequence[str], missing: frozenset[str]) -> _Rows:
-        """The rows of a table with sums under these keys; `missing` is what the step lacked of what they need."""
-        known = self._rows.get((tuple(keys), missing))
+    def rows(self, keys: Sequence[str], by_block: int, missing: frozenset[str]) -> _Rows:
+        """The rows of a table with sums under these keys, the first of them by block.
+
+        `missing` is what the step lacked of what they need.
+        """
+        name = tuple(keys), by_block, missing
+        known = self._rows.get(name)
         if known is None:
-            known = self._rows[tuple(keys), missing] = self._make_rows(keys, missing)
+            known = self._rows[name] = self._make_rows(keys, by_block, missing)
         return known
 
-    def _make_rows(self, keys: Sequence[str], missing: frozenset[str]) -> _Rows:
+    def _make_rows(self, keys: Sequence[str], by_block: int, missing: frozenset[str]) -> _Rows:
         ratios = _ratios_of(keys)
+        pairs = tuple(ratios.values())
         every = [*_FIXED, *keys, *interval_keys(ratios), UNSEEN]
         if len(set(every)) < len(every):
             twice = {key for key in every if every.count(key) > 1}
             raise CatalogueError(f"{', '.join(sorted(twice))}: measured twice; a statistic has one definition")
-        return _Rows(Axis(every), ratios, self.factors(every, missing))
+        under = [by_block if pair.denominator == "active" else keys.index(pair.denominator) for pair in pairs]
+        return _Rows(
+            axis=Axis(every),
+            factor=self.factors(every, missing),
+            numerators=self._indices([keys.index(pair.numerator) for pair in pairs]),
+            denominators=self._indices(under),
+            tailed=self._indices([index for index, pair in enumerate(pairs) if not pair.share]),
+            spread=len(pairs) + list(ratios).index("edq_ratio"),
+        )
+
+    def _indices(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.scale.device)
 
     def factors(self, keys: Sequence[str], missing: frozenset[str] = frozenset()) -> Tensor:
         """What turns sums over the sample under these keys into estimated totals, fp64 [rows, tensors]; NaN where
@@ -138,40 +162,22 @@ def estimated_totals(
     synchronisation.
     """
     keys = [key for table in (*blocks.by_block, *blocks.by_tensor) for key in table.statistics]
-    rows = sizes.rows(keys, missing)
     by_block: Mapping[str, Tensor] = ChainMap(*blocks.by_block)  # type: ignore[arg-type]
-    pairs = tuple(rows.ratios.values())
-    ratios = _ratio_rows(pairs, by_block)
-    arrays = [table.array for table in blocks.by_block]
-    products, sums = _split(sizes.segments.sums(torch.cat((product_rows(*ratios), *arrays))), 3 * len(pairs))
-    by_tensor = named(keys[: len(sums)], sums)
-    numerators, denominators = _ratio_rows(pairs, by_tensor)
-    variances = ratio_variances(products, numerators, denominators, sizes.blocks, sizes.factor)
-    tailed = [index for index, pair in enumerate(pairs) if not pair.share]
-    values = torch.nan_to_num(_chosen(numerators, tailed) / _chosen(denominators, tailed), 0.0, 0.0, 0.0)
-    parts = [_chosen(part, tailed) for part in ratios]
-    fourth = fourth_moments(parts[0], parts[1], values, sizes.segments, sizes.factor)
-    spread = variances[len(pairs) + list(rows.ratios).index("edq_ratio")]
+    sampled = torch.cat((*(table.array for table in blocks.by_block), active_elements(by_block).unsqueeze(0)))
+    rows = sizes.rows(keys, len(sampled) - 1, missing)
+    sums = sizes.segments.sums(sampled)
+    parts, totals = rows.of_ratios(sampled), rows.of_ratios(sums)
+    products = sizes.segments.sums(product_rows(*parts))
+    variances = ratio_variances(products, *totals, sizes.blocks, sizes.factor)
+    numerators, denominators = (row.index_select(0, rows.tailed) for row in totals)
+    values = torch.nan_to_num(numerators / denominators, 0.0, 0.0, 0.0)
+    numerators, denominators = (row.index_select(0, rows.tailed) for row in parts)
+    fourth = fourth_moments(numerators, denominators, values, sizes.segments, sizes.factor)
+    spread = variances[rows.spread]
     unseen = torch.where(missed.isinf(), NOTHING_SEEN, missed * spread).unsqueeze(0)
     others = [table.array for table in blocks.by_tensor]
-    array = torch.cat((sizes.fixed, sums, *others, variances, fourth, unseen)).mul_(rows.factor)
+    array = torch.cat((sizes.fixed, sums[:-1], *others, variances, fourth, unseen)).mul_(rows.factor)
     return Table(rows.axis, layers, array)
-
-
-def _ratio_rows(ratios: Sequence[Interval], sums: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Numerators and denominators, a row for each of the ratios."""
-    active = active_elements(sums)
-    under = [active if pair.denominator == "active" else sums[pair.denominator] for pair in ratios]
-    return torch.stack([sums[pair.numerator] for pair in ratios]), torch.stack(under)
-
-
-def _chosen(rows: Tensor, indices: Sequence[int]) -> Tensor:
-    """Some of the rows; indexing with a list would send it to the device."""
-    return torch.stack([rows[index] for index in indices])
-
-
-def _split(rows: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    return rows[:first], rows[first:]
 
 
 class TableUnion:

@@ -50,7 +50,7 @@ def ulp_octave_counts(
     bins.view(-1, block).add_(offsets.unsqueeze(1))
     counts = torch.zeros(count * BINS, dtype=torch.float64, device=intended.device)
     ones = torch.ones((), dtype=torch.float64, device=intended.device).expand(bins.numel())
-    return counts.scatter_add_(0, bins.to(torch.int64), ones).view(count, BINS).t()
+    return counts.index_add_(0, bins, ones).view(count, BINS).t()
 
 
 def binade_fields(direction: Tensor, visible_parameter: Tensor, dtype: torch.dtype) -> Tensor:
