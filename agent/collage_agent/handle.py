@@ -26,7 +26,7 @@ from collage_agent.training.subgroups import SubGroup, showing_only, sub_groups
 from collage_agent.watching.description import bytes_per_parameter, external_writes, joined
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.history import History
-from collage_agent.watching.hooks import OptimizerHooks, steps_taken
+from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
 from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.verdict import edq_change, evidence_of, summarise, verdict
 from collage_monitor import wire
@@ -222,7 +222,7 @@ class Watch:
 
     def _steps_taken(self) -> int | None:
         """Steps taken before the first one watched; None: not known, and the run may show steps already."""
-        counts = [steps_taken(hooks.stepping) for hooks in self._hooks]
+        counts = [largest_step_count(hooks.stepping) for hooks in self._hooks]
         if None not in counts:
             return max(count for count in counts if count is not None)
         shown_already = 0 if self._last_step_shown is None else self._last_step_shown()

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from collage_agent.buckets.plan import BucketPlan
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
-from collage_agent.measure.planning import Planner, steps_taken
+from collage_agent.measure.planning import Planner, step_counter_of
 from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging, local
 from collage_agent.sample.quantised import reading
@@ -133,7 +133,7 @@ class Oracles:
             own = optimizer.state.get(watched.parameter, {})
             key = (
                 watched.group,
-                steps_taken(own),
+                step_counter_of(own),
                 len(own),
                 local(watched.parameter).device,
                 watched.parameter.dtype,

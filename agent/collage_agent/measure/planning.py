@@ -27,7 +27,7 @@ from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.shards import placed_alike
 from collage_monitor.table import Axis
 
-__all__ = ["Planner", "Signature", "steps_taken"]
+__all__ = ["Planner", "Signature", "step_counter_of"]
 
 _Kind = tuple[int, int, float, torch.dtype | None, bool]
 Signature = tuple[bool, tuple[Oracle, ...], dict[_Kind, list[int]]]
@@ -69,7 +69,7 @@ class Planner:
             if (gradient is None and not closure) or not watched.shard.elements:
                 continue
             own = state_of(parameter, _NO_STATE)
-            step = steps_taken(own)
+            step = step_counter_of(own)
             if first is None:
                 first = step
             dtype = None if gradient is None else gradient.dtype
@@ -174,7 +174,7 @@ def _copy_is_known(watched: WatchedParameter, kind: CopyFormat) -> bool:
     return rows and bool(shard.shape) and part.is_contiguous() and shard.shape[-1] % kind.block == 0
 
 
-def steps_taken(state: dict[str, Any]) -> float:
+def step_counter_of(state: dict[str, Any]) -> float:
     """The step counter of one tensor's state, 0 where it is on a device: reading it would wait."""
     step = state.get("step", 0.0)
     if isinstance(step, Tensor):

@@ -34,7 +34,7 @@ from collage_agent.watching.iterations import Iterations
 from collage_monitor import wire
 from collage_monitor.table import Table
 
-__all__ = ["OptimizerHooks", "steps_taken"]
+__all__ = ["OptimizerHooks", "largest_step_count"]
 
 _IN_PARTS: Final = (
     "in parts on several ranks, and no rank can step its part alone: only what changed is known of them"
@@ -351,7 +351,7 @@ def _inside_own_step(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def steps_taken(optimizer: Optimizer) -> int | None:
+def largest_step_count(optimizer: Optimizer) -> int | None:
     """The largest count of steps in the optimizer's states and groups; 0: none was taken, None: it keeps no count.
 
     Synchronises, once, a device on which counts are kept.
