@@ -43,7 +43,7 @@ class Bucket:
     """Gathers before and after a step and reduces the sample to block totals.
 
     `members` are indices of watched parameters; `whole`: every element of them is measured. Live values are kept in
-    their own dtype in buffers that are made once; the fp64 work is done in runs of slots that stay in the cache.
+    their own dtype in buffers that are made once; the fp64 work is done in tiles of slots that stay in the cache.
     Nothing here synchronises a device.
     """
 
@@ -79,7 +79,7 @@ class Bucket:
         self._of_tensor = [known for key, known in (copies or {}).items() if COPIES[key].of_tensor]
         self.largest_before: Tensor | None = None
         self._padding, self._block_elements = [], []
-        for slots in self._runs():
+        for slots in self._tiles():
             padding = [slot - slots.start for slot in self.layout.padding if slots.start <= slot < slots.stop]
             held = torch.full((slots.stop - slots.start,), 1.0, dtype=torch.float64)
             held[padding] = 0.0
@@ -147,18 +147,18 @@ class Bucket:
             self._gather_state(self._after, key, states)
         largest = self.largest_before, self.largest_weights(states)
         found = []
-        for index, slots in enumerate(self._runs()):
-            view = view_of(self._observed_step(index, slots, keys_after, scale, largest))
-            found.append(_measure_run(view))
+        for tile, slots in enumerate(self._tiles()):
+            view = view_of(self._observed_step(tile, slots, keys_after, scale, largest))
+            found.append(_measure_tile(view))
             for oracle in oracles:
-                oracle.copy_run(index, view)
+                oracle.copy_tile(tile, view)
             del view  # Its memory, still in the cache, is that of the next one.
-        return _combine_runs(found)
+        return _combine_tiles(found)
 
     def intended(self, scale: Tensor | None) -> Tensor:
         """u of what was gathered before the step, fp64 [slots]; see `measure`."""
         found = torch.empty(self.layout.slots, dtype=torch.float64, device=self.layout.device)
-        for slots in self._runs():
+        for slots in self._tiles():
             intended = found[slots]
             IntendedUpdate(
                 self._step_inputs(slots, scale), torch.empty_like(intended), torch.empty_like(intended), intended
@@ -250,7 +250,7 @@ class Bucket:
         largest: tuple[Tensor | None, Tensor | None],
         slots: slice = slice(None),
     ) -> Copies | None:
-        """The copies of a run of slots, made of gathered weights and of `largest_weights` then and now; None: no
+        """The copies of some slots, made of gathered weights and of `largest_weights` then and now; None: no
         format asked for is narrower than the weights are kept."""
         keys = stored.stored_parameter(after, self.intent.composition)
         dtypes = [after[key].dtype for key in keys]
@@ -270,19 +270,19 @@ class Bucket:
     def vacant(self) -> Tensor:
         """uint8 [slots], 1 where a slot holds nothing."""
         found = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
-        for slots, padding in zip(self._runs(), self._padding, strict=True):
+        for slots, padding in zip(self._tiles(), self._padding, strict=True):
             found[slots].index_fill_(0, padding, 1)
         return found
 
     def without_padding(self, values: Tensor) -> Tensor:
         """The same fp64 [slots] with 0 in the slots that hold nothing, in place."""
-        for slots, padding in zip(self._runs(), self._padding, strict=True):
+        for slots, padding in zip(self._tiles(), self._padding, strict=True):
             if len(padding):
                 values[slots].index_fill_(0, padding, 0.0)
         return values
 
-    def _runs(self) -> Iterator[slice]:
-        """The slots that are worked on together, one run of them after the other."""
+    def _tiles(self) -> Iterator[slice]:
+        """The slots of each tile, in their order: those that are worked on together."""
         slots = self.layout.slots
         return (slice(start, min(start + SLOTS_AT_ONCE, slots)) for start in range(0, slots, SLOTS_AT_ONCE))
 
@@ -301,7 +301,7 @@ class Bucket:
 
     def _observed_step(
         self,
-        run: int,
+        tile: int,
         slots: slice,
         keys_after: Sequence[str],
         scale: Tensor | None,
@@ -313,9 +313,9 @@ class Bucket:
             after={key: self._after[key].values[slots] for key in keys_after},
             block=block,
             tensor_of_block=self.layout.tensor_of_block[_blocks(slots, block)],
-            block_elements=self._block_elements[run],
+            block_elements=self._block_elements[tile],
             tensors=len(self.members),
-            padding=self._padding[run],
+            padding=self._padding[tile],
             scales=None if self._scales is None else self._scales[_blocks(slots, block)],
             copies=self.copies(
                 {key: self._before[key].values for key in self._keys_before},
@@ -372,11 +372,11 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _blocks(slots: slice, block: int) -> slice:
-    """The blocks of a run of slots."""
+    """The blocks that these slots make up."""
     return slots if slots.stop is None else slice(slots.start // block, slots.stop // block)
 
 
-def _measure_run(view: StepView) -> list[Sums]:
+def _measure_tile(view: StepView) -> list[Sums]:
     found = []
     for measure in MEASURES.values():
         sums = measure(view)
@@ -384,11 +384,11 @@ def _measure_run(view: StepView) -> list[Sums]:
     return found
 
 
-def _combine_runs(runs: Sequence[Sequence[Sums]]) -> BlockTotals:
-    """The runs' sums together: those by block concatenated, those by tensor added; none of a failed measure."""
+def _combine_tiles(tiles: Sequence[Sequence[Sums]]) -> BlockTotals:
+    """The tiles' sums together: those by block concatenated, those by tensor added; none of a failed measure."""
     by_block: list[Table[Tensor]] = []
     by_tensor: list[Table[Tensor]] = []
-    for same_measure in zip(*runs, strict=True):
+    for same_measure in zip(*tiles, strict=True):
         tables = [table for sums in same_measure if (table := table_of(sums.by_block)) is not None]
         if len(tables) == len(same_measure):
             by_block.append(_concatenate(tables, [table.array for table in tables]))

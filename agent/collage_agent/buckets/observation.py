@@ -25,7 +25,7 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A run of gathered slots before the live step: values by key, in their stored dtypes.
+    """A tile of gathered slots before the live step: values by key, in their stored dtypes.
 
     `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
     gradient; `scale` is what gradients are to be divided by.
@@ -95,7 +95,7 @@ def sum_components(values: Values, keys: list[str], target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ObservedStep(StepInputs):
-    """A run of gathered slots before and after the live step.
+    """A tile of gathered slots before and after the live step.
 
     `tensor_of_block` [blocks] int64: its place in `tensors`. `block_elements` fp64 [blocks] counts a block's slots
     that hold an element, `padding` lists the others. `scales` fp64 [blocks]: of fp8, where counterfactuals are

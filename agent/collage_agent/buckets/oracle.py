@@ -20,7 +20,7 @@ from collage_monitor.table import Axis, Table
 __all__ = ["SLOTS_AT_ONCE", "OracleView"]
 
 SLOTS_AT_ONCE: Final = 196_608
-"""Slots of a bucket worked on together: the fp64 rows then stay in the cache."""
+"""Slots of a tile, which are worked on together: the fp64 rows then stay in the cache."""
 _METRIC: Final = METRICS["edq_oracle_ratio"]
 assert _METRIC.interval is not None
 _INTERVAL: Final = interval_keys({_METRIC.name: _METRIC.interval})
@@ -51,11 +51,11 @@ class OracleView:
         self.excluded = torch.zeros(oracle.layout.slots, dtype=torch.uint8, device=oracle.layout.device)
         self._finite = True
 
-    def copy_run(self, run: int, view: StepView) -> None:
-        """Copy the oracle's elements of run number `run` of the bucket's slots: u, e and θ before the step."""
-        source, target = self._where[run]
+    def copy_tile(self, tile: int, view: StepView) -> None:
+        """Copy the oracle's elements in tile number `tile` of the bucket: u, e and θ before the step."""
+        source, target = self._where[tile]
         block = self.oracle.layout.block
-        self._finite = view.finite and (self._finite or not run)
+        self._finite = view.finite and (self._finite or not tile)
 
         def copy_blocks(values: Tensor, to: Tensor) -> None:
             blocks, copies = values.view(-1, block), to.view(-1, block)

@@ -28,7 +28,7 @@ def sum_is_finite(values: Tensor) -> bool:
 
 
 def block_sums(values: Tensor, block: int) -> Tensor:
-    """[…, slots] → […, slots / block]: the sum of each run of `block` elements. No synchronisation."""
+    """[…, slots] → […, slots / block]: the sum of each block of `block` elements. No synchronisation."""
     return values.view(*values.shape[:-1], -1, block).sum(-1)
 
 

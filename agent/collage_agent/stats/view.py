@@ -59,7 +59,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class StepView:
-    """A run of sampled elements of one measured step: what statistics are measured from, and never write to.
+    """A tile of the sampled elements of one measured step: what statistics are measured from, and never write to.
 
     parameter θ before the step, gradient g, intended u, effective e, visible eᵛ: fp64 [slots], 0 where `excluded`
     uint8 [slots] is 1: what is not finite, and slots without an element. `finite`: nothing else is left out, and
