@@ -86,8 +86,8 @@ from collage_monitor.wire.numbers import (
 )
 from collage_monitor.wire.table import (
     GroupBy,
+    GroupValue,
     LayerLoss,
-    OverRuns,
     Overview,
     RunFilters,
     RunGroup,
@@ -120,6 +120,7 @@ __all__ = [
     "EventPage",
     "Fingerprint",
     "GroupBy",
+    "GroupValue",
     "Health",
     "Heatmap",
     "Histogram",
@@ -138,7 +139,6 @@ __all__ = [
     "MissingValue",
     "NoteCreate",
     "Number",
-    "OverRuns",
     "Overview",
     "ROLES",
     "RejectedReport",

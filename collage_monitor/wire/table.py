@@ -11,8 +11,8 @@ from collage_monitor.wire.numbers import Number
 
 __all__ = [
     "GroupBy",
+    "GroupValue",
     "LayerLoss",
-    "OverRuns",
     "Overview",
     "RunFilters",
     "RunGroup",
@@ -114,8 +114,9 @@ class RunTable(Struct, kw_only=True, frozen=True):
     changed_at: float | None = None
 
 
-class OverRuns(Struct, kw_only=True, frozen=True):
-    """A number over `count` runs: its mean and `spread`, the standard deviation of a single run, null of one."""
+class GroupValue(Struct, kw_only=True, frozen=True):
+    """A number over `count` runs of a group: its mean and `spread`, the standard deviation of a single run, null
+    of one."""
 
     value: float
     count: int
@@ -141,7 +142,7 @@ class RunGroup(Struct, kw_only=True, frozen=True):
     healths: dict[str, int]
     health: str
     headline: str
-    numbers: dict[str, OverRuns]
+    numbers: dict[str, GroupValue]
     last_step: int | None
     updated_at: float
 

@@ -258,7 +258,7 @@ def _group(
         health=worst.health if worst else "unknown",
         headline=worst.headline if worst else "Not evaluated yet.",
         numbers={
-            name: wire.OverRuns(value=found.value, count=found.count, spread=found.spread)
+            name: wire.GroupValue(value=found.value, count=found.count, spread=found.spread)
             for name, found in numbers.items()
             if found is not None
         },
