@@ -4,11 +4,11 @@ import msgspec
 
 from collage_monitor.wire.answers import (
     ROLES,
-    Act,
-    ActPage,
     AlertmanagerAlert,
     AlertmanagerAnswer,
     AlertmanagerMessage,
+    AuditLogEntry,
+    AuditLogPage,
     BatchAnswer,
     Catalogue,
     ComparedRun,
@@ -99,13 +99,13 @@ from collage_monitor.wire.table import (
 )
 
 __all__ = [
-    "Act",
-    "ActPage",
     "AlertmanagerAlert",
     "AlertmanagerAnswer",
     "AlertmanagerMessage",
     "Attempt",
     "AttemptCreate",
+    "AuditLogEntry",
+    "AuditLogPage",
     "BatchAnswer",
     "Catalogue",
     "ComparedRun",

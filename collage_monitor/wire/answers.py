@@ -13,11 +13,11 @@ from collage_monitor.wire.messages import Attempt, Layer, Name, Stream, WatchInf
 from collage_monitor.wire.numbers import Number
 
 __all__ = [
-    "Act",
-    "ActPage",
     "AlertmanagerAlert",
     "AlertmanagerAnswer",
     "AlertmanagerMessage",
+    "AuditLogEntry",
+    "AuditLogPage",
     "BatchAnswer",
     "Catalogue",
     "ComparedRun",
@@ -415,8 +415,8 @@ class TokenList(Struct, kw_only=True, frozen=True):
     tokens: list[Token]
 
 
-class Act(Struct, kw_only=True, frozen=True):
-    """An entry of the audit log.
+class AuditLogEntry(Struct, kw_only=True, frozen=True):
+    """What somebody did that the audit log keeps: a token made or revoked, a run deleted.
 
     `actor` is a token_id, "server-token", "loopback" or "host:USER", `client` the address that asked.
     """
@@ -432,8 +432,8 @@ class Act(Struct, kw_only=True, frozen=True):
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class ActPage(Struct, kw_only=True, frozen=True):
-    """A page of the audit log, newest first, and the cursor of the next page."""
+class AuditLogPage(Struct, kw_only=True, frozen=True):
+    """A page of the audit log, newest first: its entries are `acts`, `cursor` is that of the next page."""
 
-    acts: list[Act]
+    acts: list[AuditLogEntry]
     cursor: str | None = None

@@ -185,8 +185,8 @@ class Maintenance(BackgroundThread):
             before, owed_before = now - self._event_days * _DAY_SECONDS, now - _OWED_DAYS * _DAY_SECONDS
             self._repeat(lambda: self._store.history.expire(before, owed_before) > 0)
         if self._audit_days is not None:
-            acts_before = self._clock() - self._audit_days * _DAY_SECONDS
-            self._repeat(lambda: self._store.history.expire_acts(acts_before) > 0)
+            audit_before = self._clock() - self._audit_days * _DAY_SECONDS
+            self._repeat(lambda: self._store.history.expire_audit_log(audit_before) > 0)
         self._repeat(lambda: self._store.retention.purge(_SLICES))
         self._repeat(self._store.release_space)
 

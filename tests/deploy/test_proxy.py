@@ -137,8 +137,8 @@ def test_the_server_knows_who_asked_whatever_they_say(tmp_path):
             client.sendall(told + body)
             assert status_of(client.recv(65536)) == 201
         with httpx.Client(base_url=f"http://127.0.0.1:{proxy.server.port}", trust_env=False) as direct:
-            acts = direct.get("/api/v1/audit", headers={"Authorization": f"Bearer {OWN}"}).json()["acts"]
-    assert [act["client"] for act in acts] == [ELSEWHERE]
+            entries = direct.get("/api/v1/audit", headers={"Authorization": f"Bearer {OWN}"}).json()["acts"]
+    assert [entry["client"] for entry in entries] == [ELSEWHERE]
 
 
 @contextmanager

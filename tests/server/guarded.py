@@ -40,9 +40,9 @@ class GuardedServer:
         created = wire.decode_message(answer.content, wire.TokenCreated, wire.JSON)
         return created.secret, created.token
 
-    def acts(self):
+    def audit_log(self):
         answer = self.ask("GET", "/api/v1/audit")
-        return wire.decode_message(answer.content, wire.ActPage, wire.JSON).acts
+        return wire.decode_message(answer.content, wire.AuditLogPage, wire.JSON).acts
 
     def fill(self, project, run_id, secret=OWN):
         """A run with one report, on the stream `RUN_ID-s`."""

@@ -86,9 +86,9 @@ def test_log_and_audit_name_who_asks(tmp_path, caplog, proxies, client):
         lines += [f"{name}: {value}" for name, value in forwarded.items()]
         assert status_of(server.ask("\r\n".join([*lines, "", ""]).encode() + body)) == 201
         page = asked(server, "/api/v1/audit", **forwarded).partition(b"\r\n\r\n")[2]
-    [act] = wire.decode_message(page, wire.ActPage, wire.JSON).acts
-    assert (act.client, act.actor) == (client, "server-token")
-    assert "client address" not in act.details
+    [entry] = wire.decode_message(page, wire.AuditLogPage, wire.JSON).acts
+    assert (entry.client, entry.actor) == (client, "server-token")
+    assert "client address" not in entry.details
     assert {(record.client, record.actor) for record in caplog.records if record.name.endswith("requests")} == {
         (client, "server-token")
     }

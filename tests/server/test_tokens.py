@@ -56,7 +56,7 @@ def test_a_revoked_token_is_refused_at_once_and_stays_listed(guarded):
         assert answer.json()["revoked_at"] == guarded.clock.now
     assert guarded.ask("GET", "/api/v1/runs", secret).status_code == 401
     assert listed(guarded)[token.token_id].revoked_at == guarded.clock.now
-    assert [act.action for act in guarded.acts()] == ["token.revoke", "token.create"]
+    assert [entry.action for entry in guarded.audit_log()] == ["token.revoke", "token.create"]
 
 
 def test_an_unknown_token_to_revoke_is_404(guarded):
@@ -87,7 +87,7 @@ def test_who_did_what_stands_in_the_audit_log(guarded):
     guarded.clock.now += 5
     answer = guarded.ask("DELETE", "/api/v1/runs/r1", secret, **{"X-Request-Id": "req-7"})
     assert answer.status_code == 200
-    deleted, created = guarded.acts()
+    deleted, created = guarded.audit_log()
     assert (deleted.actor, deleted.action, deleted.subject, deleted.project) == (
         token.token_id,
         "run.delete",
@@ -104,8 +104,8 @@ def test_the_audit_log_comes_in_pages_that_skip_nothing(guarded):
     seen, cursor = [], None
     while True:
         path = "/api/v1/audit?limit=2" + (f"&cursor={cursor}" if cursor else "")
-        page = wire.decode_message(guarded.ask("GET", path).content, wire.ActPage, wire.JSON)
-        seen += [act.subject for act in page.acts]
+        page = wire.decode_message(guarded.ask("GET", path).content, wire.AuditLogPage, wire.JSON)
+        seen += [entry.subject for entry in page.acts]
         cursor = page.cursor
         if cursor is None:
             break

@@ -61,11 +61,11 @@ async def revoke_token(request: Request, token_id: Id) -> Response:
     return answer(revoked)
 
 
-@router.get("/audit", **describes(wire.ActPage))
+@router.get("/audit", **describes(wire.AuditLogPage))
 def audit(
     request: Request,
     cursor: Annotated[str | None, Query(max_length=512)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
     """A page of the audit log, newest first: tokens made and revoked, runs deleted."""
-    return answer(components_of(request).store.access.acts(cursor, limit))
+    return answer(components_of(request).store.access.audit_log(cursor, limit))

@@ -15,7 +15,7 @@ from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
 from collage_server.api.parameters import Filter, Id, RunFilters
 from collage_server.api.routing import resource
-from collage_server.auth.administration import new_act
+from collage_server.auth.administration import new_audit_log_entry
 from collage_server.auth.bearer import asked_by, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
@@ -115,7 +115,7 @@ def delete_run(request: Request, run_id: Id) -> Response:
     """Delete a run for good; its id answers 410 from now on."""
     components = components_of(request)
     project, now = components.store.runs.get(run_id).project, components.clock()
-    act = new_act(
+    entry = new_audit_log_entry(
         now,
         principal_of(request).actor,
         "run.delete",
@@ -123,6 +123,6 @@ def delete_run(request: Request, run_id: Id) -> Response:
         project=project,
         **asked_by(request),
     )
-    components.store.runs.delete(run_id, now, [act])
+    components.store.runs.delete(run_id, now, [entry])
     components.registry.forget_run(run_id)
     return answer(wire.Deleted(run_id=run_id))

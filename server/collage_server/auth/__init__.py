@@ -1,1 +1,1 @@
-"""Who may do what: bearer tokens, roles, quotas, and the acts of administrators."""
+"""Who may do what: bearer tokens, roles, quotas, and what administrators do, with its entries in the audit log."""

@@ -10,15 +10,15 @@ from collage_server.auth.principals import digest_of, new_secret
 from collage_server.errors import Unprocessable
 from collage_server.store import AccessStore
 
-__all__ = ["create_token", "new_act", "revoke_token"]
+__all__ = ["create_token", "new_audit_log_entry", "revoke_token"]
 
 _ID_BYTES: Final = 8
 
 
-def new_act(now: float, actor: str, action: str, subject: str, **more: Any) -> wire.Act:
-    """An entry of the audit log; `more` may give project, details, request_id and client."""
+def new_audit_log_entry(now: float, actor: str, action: str, subject: str, **more: Any) -> wire.AuditLogEntry:
+    """A new entry of the audit log; `more` may give project, details, request_id and client."""
     act_id = f"{int(now * 1000):012x}{secrets.token_hex(_ID_BYTES)}"
-    return wire.Act(act_id=act_id, time=now, actor=actor, action=action, subject=subject, **more)
+    return wire.AuditLogEntry(act_id=act_id, time=now, actor=actor, action=action, subject=subject, **more)
 
 
 def create_token(
@@ -45,8 +45,8 @@ def create_token(
         created_by=actor,
     )
     details = {"name": create.name, "role": create.role, "projects": projects}
-    act = new_act(now, actor, "token.create", token.token_id, details=details, **asked)
-    store.add_token(token, digest_of(secret), [act])
+    entry = new_audit_log_entry(now, actor, "token.create", token.token_id, details=details, **asked)
+    store.add_token(token, digest_of(secret), [entry])
     return wire.TokenCreated(token=token, secret=secret)
 
 
@@ -56,5 +56,5 @@ def revoke_token(store: AccessStore, token_id: str, now: float, actor: str, **as
     Raises:
         NotFound: no token has this id.
     """
-    act = new_act(now, actor, "token.revoke", token_id, **asked)
-    return store.revoke_token(token_id, now, [act])
+    entry = new_audit_log_entry(now, actor, "token.revoke", token_id, **asked)
+    return store.revoke_token(token_id, now, [entry])

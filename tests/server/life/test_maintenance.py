@@ -146,8 +146,8 @@ def test_the_audit_log_is_kept_for_good_or_as_long_as_its_setting_says(tmp_path,
             server.post("/tokens", wire.TokenCreate(name=name, role="read", projects=None), status=201)
             clock.now += 20 * DAY
         app.state.components.maintenance.once()
-        acts = server.get("/audit", wire.ActPage).acts
-        assert [act.details["name"] for act in acts] == kept
+        entries = server.get("/audit", wire.AuditLogPage).acts
+        assert [entry.details["name"] for entry in entries] == kept
 
 
 def test_settings_of_retention_are_checked(tmp_path):

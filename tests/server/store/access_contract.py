@@ -5,11 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from collage_server.auth.administration import create_token, new_act, revoke_token
+from collage_server.auth.administration import create_token, new_audit_log_entry, revoke_token
 from collage_server.auth.principals import digest_of
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.store import ReportGroup, RunQuery
-from collage_server.store.access.tokens import record_acts
+from collage_server.store.access.tokens import append_to_audit_log
 from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
@@ -32,9 +32,9 @@ def runs_of(store, project):
     return [run.run_id for run in store.runs.page(RunQuery(project=project), NOW, 600.0).runs]
 
 
-def record(store, act):
+def record(store, entry):
     with store.writing() as connection:
-        record_acts(connection, [act])
+        append_to_audit_log(connection, [entry])
 
 
 class AccessContract:
@@ -50,7 +50,7 @@ class AccessContract:
         revoked = revoke_token(store.access, first.token.token_id, NOW + 2, "host")
         assert revoke_token(store.access, first.token.token_id, NOW + 9, "host") == revoked
         assert list(store.access.valid_tokens()) == [digest_of(second.secret)]
-        assert [act.action for act in store.access.acts(None, 10).acts] == [
+        assert [entry.action for entry in store.access.audit_log(None, 10).acts] == [
             "token.revoke",
             "token.create",
             "token.create",
@@ -59,7 +59,7 @@ class AccessContract:
     def test_an_unknown_token_cannot_be_revoked(self, store):
         with pytest.raises(NotFound):
             revoke_token(store.access, "none", NOW, "host")
-        assert store.access.acts(None, 10).acts == []
+        assert store.access.audit_log(None, 10).acts == []
 
     def test_last_use_only_moves_forward(self, store):
         made = [make(store).token.token_id for _ in range(2)]
@@ -68,37 +68,41 @@ class AccessContract:
         found = {token.token_id: token.last_used_at for token in store.access.tokens()}
         assert found == {made[0]: NOW + 5, made[1]: NOW + 8}
 
-    def test_pages_of_acts_skip_nothing_at_equal_times(self, store):
-        acts = [new_act(NOW, "host", "test", str(i), details={"i": i}) for i in range(7)]
-        for act in acts:
-            record(store, act)
+    def test_pages_of_the_audit_log_skip_nothing_at_equal_times(self, store):
+        entries = [new_audit_log_entry(NOW, "host", "test", str(i), details={"i": i}) for i in range(7)]
+        for entry in entries:
+            record(store, entry)
         seen, cursor = [], None
         while True:
-            page = store.access.acts(cursor, 3)
+            page = store.access.audit_log(cursor, 3)
             seen += page.acts
             cursor = page.cursor
             if cursor is None:
                 break
-        assert sorted(seen, key=lambda act: act.subject) == acts
+        assert sorted(seen, key=lambda entry: entry.subject) == entries
         for bad in ("zz", "MHgxcDk5OTk5OTkgYQ=="):
             with pytest.raises(Unprocessable):
-                store.access.acts(bad, 3)
+                store.access.audit_log(bad, 3)
 
-    def test_old_acts_go_and_no_others(self, store):
+    def test_old_entries_of_the_audit_log_go_and_no_others(self, store):
         with store.writing() as connection:
-            record_acts(connection, [new_act(NOW + time, "host", "test", str(time)) for time in range(1200)])
-        assert [store.history.expire_acts(NOW + 1190) for _ in range(4)] == [500, 500, 190, 0]
-        assert [int(act.subject) for act in store.access.acts(None, 100).acts] == list(range(1199, 1189, -1))
+            append_to_audit_log(
+                connection, [new_audit_log_entry(NOW + time, "host", "test", str(time)) for time in range(1200)]
+            )
+        assert [store.history.expire_audit_log(NOW + 1190) for _ in range(4)] == [500, 500, 190, 0]
+        assert [int(entry.subject) for entry in store.access.audit_log(None, 100).acts] == list(
+            range(1199, 1189, -1)
+        )
 
-    def test_a_deletion_and_its_act_stand_together_or_not_at_all(self, store):
+    def test_a_deletion_and_its_audit_log_entry_stand_together_or_not_at_all(self, store):
         fill(store, "p", "r1")
-        act = new_act(NOW, "host", "run.delete", "r1")
-        record(store, act)
+        entry = new_audit_log_entry(NOW, "host", "run.delete", "r1")
+        record(store, entry)
         with pytest.raises(IntegrityError):
-            store.runs.delete("r1", NOW, [act])
+            store.runs.delete("r1", NOW, [entry])
         assert store.runs.get("r1").project == "p"
-        store.runs.delete("r1", NOW, [new_act(NOW, "host", "run.delete", "r1")])
-        assert [entry.subject for entry in store.access.acts(None, 9).acts] == ["r1"] * 2
+        store.runs.delete("r1", NOW, [new_audit_log_entry(NOW, "host", "run.delete", "r1")])
+        assert [entry.subject for entry in store.access.audit_log(None, 9).acts] == ["r1"] * 2
 
     def test_whose_a_run_and_a_stream_are_outlives_deletion(self, store):
         fill(store, "p", "r1")

@@ -18,7 +18,7 @@ from collage_server.store.rows import from_json, to_json
 from collage_server.store.schema import act as ACT
 from collage_server.store.schema import token as TOKEN
 
-__all__ = ["AccessStore", "record_acts"]
+__all__ = ["AccessStore", "append_to_audit_log"]
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
 _CLIENT: Final = "client address"
@@ -32,13 +32,13 @@ class AccessStore:
         self._reading = reading
         self._writing = writing
 
-    def add_token(self, token: wire.Token, digest: bytes, acts: Sequence[wire.Act]) -> None:
-        """Keep a new token, and the act of making it."""
+    def add_token(self, token: wire.Token, digest: bytes, audit_entries: Sequence[wire.AuditLogEntry]) -> None:
+        """Keep a new token, and the entry of the audit log that says who made it."""
         values = msgspec.structs.asdict(token)
         values["projects"] = None if token.projects is None else to_json(token.projects)
         with self._writing() as connection:
             connection.execute(insert(TOKEN).values(digest=digest, **values))
-            record_acts(connection, acts)
+            append_to_audit_log(connection, audit_entries)
 
     def tokens(self) -> list[wire.Token]:
         """Every token, newest first."""
@@ -52,7 +52,7 @@ class AccessStore:
         with self._reading() as connection:
             return {bytes(row.digest): _token(row) for row in connection.execute(statement)}
 
-    def revoke_token(self, token_id: str, now: float, acts: Sequence[wire.Act]) -> wire.Token:
+    def revoke_token(self, token_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry]) -> wire.Token:
         """Revoke a token, once; a second time changes and records nothing.
 
         Raises:
@@ -64,7 +64,7 @@ class AccessStore:
                 update(TOKEN).where(mine, TOKEN.c.revoked_at.is_(None)).values(revoked_at=now)
             )
             if changed.rowcount:
-                record_acts(connection, acts)
+                append_to_audit_log(connection, audit_entries)
             row = connection.execute(select(*_SHOWN).where(mine)).first()
         if row is None:
             raise NotFound(f"no token {token_id!r}; GET /api/v1/tokens lists them", field="token_id")
@@ -78,7 +78,7 @@ class AccessStore:
         with self._writing() as connection:
             connection.execute(statement.values(last_used_at=bindparam("used_at")), rows)
 
-    def acts(self, cursor: str | None, limit: int) -> wire.ActPage:
+    def audit_log(self, cursor: str | None, limit: int) -> wire.AuditLogPage:
         """A page of the audit log, newest first.
 
         Raises:
@@ -90,8 +90,8 @@ class AccessStore:
             statement = statement.where(or_(ACT.c.time < time, (ACT.c.time == time) & (ACT.c.act_id < act_id)))
         with self._reading() as connection:
             rows = connection.execute(statement).all()
-        acts = [_act(row) for row in rows[:limit]]
-        return wire.ActPage(acts=acts, cursor=_cursor(acts[-1]) if len(rows) > limit else None)
+        entries = [_entry(row) for row in rows[:limit]]
+        return wire.AuditLogPage(acts=entries, cursor=_cursor(entries[-1]) if len(rows) > limit else None)
 
     def project_of(self, run_id: str) -> str | None:
         """The project that owns a run, also a deleted one; None when the id was never seen."""
@@ -122,17 +122,17 @@ def _project_of(connection: Connection, run_id: str) -> str | None:
     return None
 
 
-def record_acts(connection: Connection, acts: Sequence[wire.Act]) -> None:
-    """Append acts in the transaction of the change that they record: neither is stored without the other."""
-    if acts:
-        connection.execute(insert(ACT), [_act_row(act) for act in acts])
+def append_to_audit_log(connection: Connection, entries: Sequence[wire.AuditLogEntry]) -> None:
+    """Append entries in the transaction of the change that they record: neither is stored without the other."""
+    if entries:
+        connection.execute(insert(ACT), [_entry_row(entry) for entry in entries])
 
 
-def _act_row(act: wire.Act) -> dict[str, Any]:
+def _entry_row(entry: wire.AuditLogEntry) -> dict[str, Any]:
     """The client stands among the details: the table has no column of its own for it."""
-    values = msgspec.structs.asdict(act)
+    values = msgspec.structs.asdict(entry)
     client = values.pop("client")
-    return values | {"details": to_json(act.details if client is None else {**act.details, _CLIENT: client})}
+    return values | {"details": to_json(entry.details if client is None else {**entry.details, _CLIENT: client})}
 
 
 def _token(row: Row[Any]) -> wire.Token:
@@ -140,14 +140,14 @@ def _token(row: Row[Any]) -> wire.Token:
     return wire.Token(**values | {"projects": None if row.projects is None else from_json(row.projects)})
 
 
-def _act(row: Row[Any]) -> wire.Act:
+def _entry(row: Row[Any]) -> wire.AuditLogEntry:
     values = {column.name: getattr(row, column.name) for column in ACT.columns}
     details = from_json(row.details)
-    return wire.Act(**values | {"client": details.pop(_CLIENT, None), "details": details})
+    return wire.AuditLogEntry(**values | {"client": details.pop(_CLIENT, None), "details": details})
 
 
-def _cursor(act: wire.Act) -> str:
-    return base64.urlsafe_b64encode(f"{act.time.hex()} {act.act_id}".encode()).decode()
+def _cursor(entry: wire.AuditLogEntry) -> str:
+    return base64.urlsafe_b64encode(f"{entry.time.hex()} {entry.act_id}".encode()).decode()
 
 
 def _place(cursor: str) -> tuple[float, str]:

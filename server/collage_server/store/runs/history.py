@@ -1,4 +1,4 @@
-"""What has happened goes by its age: incidents that ended, with what was delivered, events, silences, acts."""
+"""What has happened goes by its age: incidents that ended, with what was delivered, events, silences, audit log."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class History:
         """
         return next(filter(None, (self._remove(table, *old) for table, old in self._old(before, owed_before))), 0)
 
-    def expire_acts(self, before: float) -> int:
-        """Remove a slice of the audit log from before a moment (Unix seconds); how many acts went."""
+    def expire_audit_log(self, before: float) -> int:
+        """Remove a slice of the audit log from before a moment (Unix seconds); how many entries went."""
         return self._remove(schema.act, schema.act.c.time < before)
 
     def _remove(self, table: Table, *old: ColumnElement[bool]) -> int:

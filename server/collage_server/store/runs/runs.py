@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from collage_monitor import wire
 from collage_server.errors import Conflict, NotFound, Unprocessable
 from collage_server.store import schema
-from collage_server.store.access.tokens import record_acts
+from collage_server.store.access.tokens import append_to_audit_log
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunFilter, RunPageRecord, RunQuery, RunRecord, RunRevision
 from collage_server.store.rows import among, from_json, missing_run, require_run, require_runs, to_json
@@ -137,10 +137,10 @@ class RunStore:
                 _judge(connection, counted, check, runs=False, tags=True)
             return read_run(connection, run_id)
 
-    def delete(self, run_id: str, now: float, acts: Sequence[wire.Act] = ()) -> None:
+    def delete(self, run_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry] = ()) -> None:
         """Make a run invisible: a tombstone stays, and its streams' ids, so that their reports answer 410.
 
-        These acts are added to the audit log. What is large (journal, chunks) is removed afterwards, in slices.
+        `audit_entries` go to the audit log. What is large (journal, chunks) is removed afterwards, in slices.
         """
         with self._database.freeing() as connection:
             project = connection.execute(
@@ -156,7 +156,7 @@ class RunStore:
             free = select(claim).where(claim == run_id).with_for_update(skip_locked=True)
             connection.execute(delete(schema.seal_claim).where(claim.in_(free)))
             connection.execute(insert(schema.deleted_run).values(run_id=run_id, project=project, deleted_at=now))
-            record_acts(connection, acts)
+            append_to_audit_log(connection, audit_entries)
         self._begin_purge(run_id)
 
 
