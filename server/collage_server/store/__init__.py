@@ -1,7 +1,6 @@
 """Storage: the only package that uses a database. What the other packages use of it is listed here."""
 
 from collage_server.store.access.tokens import AccessStore
-from collage_server.store.database import Store
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.postgresql import PostgresqlStore
 from collage_server.store.reading.snapshot import Snapshot
@@ -29,6 +28,7 @@ from collage_server.store.records import (
 from collage_server.store.runs.overviews import DueRun
 from collage_server.store.runs.runs import CountedRows
 from collage_server.store.sqlite import SqliteStore
+from collage_server.store.store import Store
 
 __all__ = [
     "AccessStore",

@@ -12,11 +12,11 @@ from sqlalchemy.exc import ArgumentError, OperationalError, ProgrammingError
 
 from collage_server.errors import StoreUnusable
 from collage_server.store import schema
-from collage_server.store.database import Store
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import reads_only
 from collage_server.store.migrate import current_revision, head_revision, known_revisions, migrate
 from collage_server.store.records import SealLimits, Sizes
+from collage_server.store.store import Store
 
 __all__ = ["PostgresqlStore"]
 

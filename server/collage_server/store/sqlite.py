@@ -13,7 +13,6 @@ from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event
 from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 
 from collage_server.errors import StoreUnusable
-from collage_server.store.database import Store
 from collage_server.store.engine.database import POOL
 from collage_server.store.engine.driver import driver_cursor
 from collage_server.store.engine.files import (
@@ -29,6 +28,7 @@ from collage_server.store.engine.files import (
 )
 from collage_server.store.migrate import migrate
 from collage_server.store.records import SealLimits, Sizes
+from collage_server.store.store import Store
 
 __all__ = ["SqliteStore"]
 
