@@ -262,7 +262,7 @@ def watch(model: nn.Module, optimizer: Optimizers, **options: Unpack[WatchArgume
 
     Options:
         every: measure the steps divisible by it, and the first one of an optimizer that has states already.
-        sample: elements looked at in each tensor; "all": whole tensors.
+        sample: elements looked at in each tensor; "all": whole tensors, and no budget.
         layers: regular expression(s) for the names to watch, or Exclude(...).
         strategy: the label that you believe in; the observed one stands beside it.
         oracle: keep an fp64 optimizer running beside yours, on a small sample.

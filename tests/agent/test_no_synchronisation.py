@@ -10,7 +10,7 @@ from collage_agent.buckets import observation
 from collage_agent.handle import watch
 from collage_agent.measure import oracles
 from collage_agent.optim import CollageAdamW
-from collage_agent.watching.hooks import OptimizerHooks
+from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.agent.training import mlp, train
@@ -54,3 +54,14 @@ def test_a_measured_step_reads_nothing_but_step_counters(make, on_host, monkeypa
     assert handle.summary()["model"]["edq_window_ratio/2"] is not None
     assert {tuple(tensor.shape) for tensor in listening.read} <= {()}
     assert {float(tensor) for tensor in listening.read} <= {3.0, 4.0, 5.0, 6.0, 7.0, 8.0}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["a tensor each", "fused"])
+def test_a_resumed_optimizer_is_asked_once_how_many_steps_it_took(fused):
+    model = mlp(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    train(model, optimizer, 3)
+    listening = Listening()
+    with listening:
+        assert largest_step_count(optimizer) == 3
+    assert len(listening.read) == 1

@@ -107,6 +107,27 @@ def test_every_touched_row_gives_as_many_blocks(uses, count):
         torch.testing.assert_close(chosen.gradient, dense)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_touches_no_row_is_measured_as_idle(name):
+    model = embedding()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handle = watch(model, optimizer, every=1, budget=None)
+    for step in range(6):
+        backward(model, step)
+        if step in (0, 2):
+            empty = torch.empty(0, WIDTH)
+            model.weight.grad = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.long), empty, (ROWS, WIDTH))
+        optimizer.step()
+        totals = totals_of(handle)["weight"]
+        assert totals["elements"] == ROWS * WIDTH
+        if step in (0, 2):
+            assert totals["idle"] == totals["unchanged"] == ROWS * WIDTH
+            assert totals["sampled"] == totals["lost"] == totals["effective_squared_sum"] == 0
+        else:
+            assert totals["sampled"] > 0
+            assert handle.summary()["model"]["edq_ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
 def test_a_dense_embedding_of_which_the_sample_saw_no_used_row_is_not_measured():
     torch.manual_seed(0)
     model = nn.ModuleDict({"table": nn.Embedding(50_000, 16), "out": nn.Linear(16, 4)}).to(torch.bfloat16)

@@ -166,6 +166,26 @@ def test_the_decoupled_gradient_is_read_where_the_optimizer_steps_it():
     assert fingerprint(handle).gradients == {"float32": elements}
 
 
+def test_a_sample_of_the_decoupled_gradient_is_held_against_the_whole_one():
+    """Some measured steps look at whole gradients, where the sample is not the whole tensor."""
+    model, plain = mlp(), mlp()
+    optimizer = replicas.PrecisionAware(model.parameters(), lr=1e-5)
+    coupled = replicas.Rounded(plain.parameters(), lr=1e-5)
+    handle = watch(model, optimizer, every=1, sample=64, budget=None)
+    expected = watch(plain, coupled, every=1, sample=64, budget=None)
+    for step in range(12):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        for parameter in model.parameters():
+            parameter.decoupled_grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+    train(plain, coupled, 12)
+    found, wanted = handle.summary(), expected.summary()
+    assert found["step"] == wanted["step"] == 12
+    for key in ("edq_ratio", "grad_norm", "lost_update_ratio"):
+        assert found["model"][key] == pytest.approx(wanted["model"][key], rel=1e-3), key
+
+
 def test_a_decoupled_gradient_that_nobody_steps_is_not_read():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

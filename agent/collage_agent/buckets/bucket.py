@@ -211,7 +211,8 @@ class Bucket:
         """
         if not self.knows_gradient:
             return []
-        return self._squares(self._before, [stored.GRADIENT], [[parameter.grad for parameter in self.parameters]])
+        gradients = [self.intent.composition.gradient_of(parameter) for parameter in self.parameters]
+        return self._squares(self._before, [stored.GRADIENT], [gradients])
 
     def momentum_squares(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """The same after `measure`, of states that have a sign: momenta, which steps may be proportional to.

@@ -91,7 +91,8 @@ class BucketPlan:
         blocks = self.bucket.measure(states, scale, self.oracles, counterfactuals=counterfactuals)
         if self._whole is not None:
             shares = self._missed_shares(blocks, [*self._whole, *self.bucket.momentum_squares(states)])
-            # The first is the gradient's. Where the sample saw none of it, its zeros say nothing of the tensor.
+            # The first is the gradient's, a momentum's where none is known. Where the sample saw none of it, its
+            # zeros say nothing of the tensor.
             self._missed, unseen = shares.amax(0), shares[0].isinf()
             self._unseen = None if on_host(unseen) and not unseen.any() else unseen
         table = estimated_totals(blocks, self.sizes, self.layers, self.bucket.missing, self._missed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -15,7 +14,7 @@ from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
 from collage_agent.measure.oracles import Oracles
 from collage_agent.measure.planning import Planner, Signature
-from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation
+from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
 from collage_agent.measure.windows import Windows
 from collage_agent.sample.gather import BlockLayout, Views, local
 from collage_agent.sample.sampling import TensorSample
@@ -166,7 +165,8 @@ class Meter:
         scale, skipped = loss_scaling(optimizer)
         found: list[Table[Tensor]] = []
         for planned in self._plan:
-            found += planned.measure(optimizer, scale, counterfactuals=counterfactuals)
+            parts = planned.measure(optimizer, scale, counterfactuals=counterfactuals)
+            found += [nan_where_skipped(skipped, part) for part in parts]
         if self._oracles is not None:
             self._oracles.keep_plans(self._plan)
         found += self._rotation.after(optimizer, scale, skipped)
@@ -174,8 +174,8 @@ class Meter:
         if self.windows is not None:
             ended = self.windows.after(optimizer)
             self.occasional += dict.fromkeys(tuple(part.statistics) for part in ended)
-            found += ended
-        return [_nan_where(skipped, part) for part in found]
+            found += [nan_where_skipped(skipped, part) for part in ended]
+        return found
 
     def _signature_now(self, optimizer: Optimizer, closure: bool) -> Signature:
         return self._planner.signature_of(optimizer, closure, self._running())
@@ -189,14 +189,6 @@ class Meter:
             watched.parameter._version != version
             for watched, version in zip(self.watched, self._versions, strict=False)
         )
-
-
-def _nan_where(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
-    """NaN where the loss scaler skipped the step: tensor [1], not 0."""
-    if skipped is None:
-        return part
-    skip = skipped.to(part.array.device).reshape(()).ne(0)
-    return Table(part.statistics, part.layers, torch.where(skip, torch.nan, part.array))
 
 
 def buffer_bytes(root: object, parameters: Iterable[Tensor]) -> int:

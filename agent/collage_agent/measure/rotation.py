@@ -24,7 +24,7 @@ from collage_agent.sample.sampling import TensorSample
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Table
 
-__all__ = ["ELEMENTS_A_STEP", "Rotation", "is_whole", "too_large"]
+__all__ = ["ELEMENTS_A_STEP", "Rotation", "is_whole", "nan_where_skipped", "too_large"]
 
 ELEMENTS_A_STEP: Final = 2**20
 """Elements stepped whole at one measured step, at most: 8 bytes each for θ, g, u and every state."""
@@ -78,11 +78,8 @@ class Rotation:
         turn, self._turn = self._turn, ()
         for planned in turn:
             (table,) = planned.measure(optimizer, scale)
-            if skipped is not None:
-                skip = skipped.to(table.array.device).reshape(()).ne(0)
-                table = Table(table.statistics, table.layers, torch.where(skip, torch.nan, table.array))
             index = planned.bucket.members[0]
-            self._held[index] = table
+            self._held[index] = nan_where_skipped(skipped, table)
             self._waiting.discard(index)
         if self._bound is not None and not self._waiting and len(turn) == len(self._held):
             self.kept = turn
@@ -152,6 +149,14 @@ def is_whole(entry: WatchedParameter) -> bool:
     parameter, shard = entry.parameter, entry.shard
     whole = local(parameter) is parameter and shard.start is None and parameter.numel() == shard.elements > 0
     return whole and tuple(parameter.shape) == shard.shape
+
+
+def nan_where_skipped(skipped: Tensor | None, part: Table[Tensor]) -> Table[Tensor]:
+    """The table, NaN all over if the loss scaler skipped the step: `skipped` [1] is not 0 then; None: no scaler."""
+    if skipped is None:
+        return part
+    skip = skipped.to(part.array.device).reshape(()).ne(0)
+    return Table(part.statistics, part.layers, torch.where(skip, torch.nan, part.array))
 
 
 def _is_dense(gradient: Tensor | None) -> bool:

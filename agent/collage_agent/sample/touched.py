@@ -19,7 +19,8 @@ class TouchedRows:
     """`count` blocks of the rows that a sparse gradient [rows, …] touches, chosen at random, alike at each step.
 
     One block of each of so many rows; several of each where fewer rows are touched, each row as many. `index` int64
-    [count, block]: places in the flattened tensor; `held` bool [count, block]: which of them hold something.
+    [count, block]: places in the flattened tensor; `held` bool [count, block]: which of them hold something, none
+    where the gradient has no rows.
     `touched` and `population`, fp64 [()]: elements and blocks of all touched rows. Nothing here synchronises a
     device; on the host the gradient is coalesced as the optimizer does it.
     """
@@ -28,18 +29,22 @@ class TouchedRows:
         gradient = gradient.coalesce() if gradient.is_cpu else gradient
         rows, values = gradient._indices()[0], gradient._values()
         width = values[0].numel() if len(values) else gradient.shape[1:].numel()
+        if not len(rows):
+            # A row of zeros stands for what is not there: `number`, of the touched rows, stays 0.
+            rows, values = rows.new_zeros(1), values.new_zeros(1, width)
+        touched = len(gradient._values()) > 0
         values = values.reshape(len(rows), width)
         ordered = rows.sort().values
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[1:] = ordered[1:] != ordered[:-1]
         keys = torch.where(first, _mixed(ordered, seed) >> 1, torch.iinfo(torch.int64).max)
         chosen = keys.topk(min(count, len(rows)), largest=False).indices
-        number = first.sum()
+        number = first.sum() * touched
         rank, turn, turns = self._places(number, len(chosen), count, width, block)
         row = ordered[chosen][rank]
         column = (_mixed(row, seed + 1) % -(-width // block) + turn) % -(-width // block)
         lanes = column.unsqueeze(1) * block + torch.arange(block, device=rows.device)
-        self.held = (lanes < width) & (turn < turns).unsqueeze(1)
+        self.held = (lanes < width) & (turn < turns).unsqueeze(1) & (number > 0)
         lanes = lanes.clamp(max=width - 1)
         self.index = row.unsqueeze(1) * width + lanes
         sums = values.new_zeros(len(chosen) + 1, width)

@@ -354,13 +354,17 @@ def _inside_own_step(optimizer: Optimizer) -> bool:
 def largest_step_count(optimizer: Optimizer) -> int | None:
     """The largest count of steps in the optimizer's states and groups; 0: none was taken, None: it keeps no count.
 
-    Synchronises, once, a device on which counts are kept.
+    Synchronises, once, a device on which counts are kept: all of them are read together.
     """
     states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
     counts = [state["step"] for state in states if "step" in state]
     # schedule-free optimizers count in `k` of a group, others in its `step`.
     counts += [group[key] for group in optimizer.param_groups for key in ("step", "k") if key in group]
-    known = [int(count.max() if isinstance(count, Tensor) and count.dim() else count) for count in counts]
+    tensors = [count.max() for count in counts if isinstance(count, Tensor)]
+    known = [int(count) for count in counts if not isinstance(count, Tensor)]
+    if tensors:
+        device = tensors[0].device
+        known.append(int(torch.stack([count.to(device, torch.float64) for count in tensors]).max()))
     return max(known) if known else None if states else 0
 
 

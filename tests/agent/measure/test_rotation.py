@@ -107,6 +107,44 @@ def test_tensors_take_turns_and_are_handed_over_together():
     assert known == [0, 6, 0, 6]
 
 
+class ScaledAdafactor(torch.optim.Adafactor):
+    """Takes the loss scaler's verdict itself, as fused optimizers do."""
+
+    _step_supports_amp_scaling = True
+    found_inf: torch.Tensor | None = None
+
+    def step(self, closure=None):
+        verdict, self.found_inf = self.found_inf, None
+        if verdict is None or not verdict.item():
+            super().step(closure)
+        self.found_inf = verdict
+
+
+def test_a_skipped_step_costs_its_own_tensors_and_not_those_of_earlier_turns():
+    def measured(skips):
+        model = mlp()
+        optimizer = ScaledAdafactor(model.parameters(), lr=1e-3)
+        handle = watch(model, optimizer, every=1, budget=None)
+        handle._hooks[0].meter._rotation = rotation.Rotation(5000)
+        turns = 0
+        while not any(values["edq_ratio"] is not None for values in handle.summary()["layers"].values()):
+            optimizer.found_inf = torch.tensor(float(turns in skips))
+            train(model, optimizer, 1, start=turns)
+            turns += 1
+            assert turns < 8
+        return turns, {name: values["edq_ratio"] for name, values in handle.summary()["layers"].items()}
+
+    turns, whole = measured(())
+    assert turns > 1
+    assert all(value is not None for value in whole.values())
+    again, left = measured((turns - 1,))
+    assert again == turns
+    lacking = {name for name, value in left.items() if value is None}
+    assert 0 < len(lacking) < len(whole)
+    for name in left.keys() - lacking:
+        assert left[name] == whole[name]
+
+
 @pytest.mark.parametrize(("bound", "buckets"), [(2**20, 6), (5000, 18), (None, 18)])
 def test_buffers_are_made_once_where_one_turn_is_a_round_and_has_a_bound(bound, buckets, monkeypatch):
     made: list[int] = []
