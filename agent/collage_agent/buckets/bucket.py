@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.buckets.observation import (
+    TILE_SLOTS,
     IntendedUpdate,
     ObservedStep,
     StepInputs,
@@ -16,7 +17,7 @@ from collage_agent.buckets.observation import (
     sum_components,
     view_of,
 )
-from collage_agent.buckets.oracle import SLOTS_AT_ONCE, OracleView
+from collage_agent.buckets.oracle_view import OracleView
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
@@ -285,7 +286,7 @@ class Bucket:
     def _tiles(self) -> Iterator[slice]:
         """The slots of each tile, in their order: those that are worked on together."""
         slots = self.layout.slots
-        return (slice(start, min(start + SLOTS_AT_ONCE, slots)) for start in range(0, slots, SLOTS_AT_ONCE))
+        return (slice(start, min(start + TILE_SLOTS, slots)) for start in range(0, slots, TILE_SLOTS))
 
     def _weights(self, keys: Sequence[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys((stored.PARAMETER, *stored.stored_parameter(keys, self.intent.composition))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from collage_agent.stats.classes import Flags, class_counts
 from collage_agent.stats.edq import edq_products, squared_block_sums
 from collage_agent.stats.view import ROWS, Copies
 
-__all__ = ["IntendedUpdate", "ObservedStep", "StepInputs", "Values", "sum_components", "view_of"]
+__all__ = ["TILE_SLOTS", "IntendedUpdate", "ObservedStep", "StepInputs", "Values", "sum_components", "view_of"]
 
+TILE_SLOTS: Final = 196_608
+"""Slots of a tile, which are worked on together: the fp64 rows then stay in the cache."""
 Values = Mapping[str, Tensor]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.oracle import OracleView
+from collage_agent.buckets.oracle_view import OracleView
 from collage_agent.buckets.totals import SIZES, BlockTotals, SampleSizes, estimated_totals
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion
 from collage_agent.stats import replicas
@@ -70,9 +70,9 @@ class BucketPlan:
         self.bucket.gather_before(group, states, rate, weights_gathered=weights_gathered)
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
-        """After `gather_before` of a measured step, look at whole tensors as far as something depends on them.
+        """After `gather_before` of a measured step, read whole tensors where the sample is not enough.
 
-        On the largest weights where a copy's scale does; every LOOK_EVERY measured steps on gradients, to know what
+        The largest weight, if a copy's scale needs it; every LOOK_EVERY measured steps the gradients, to know what
         the sample misses. A pass over each. Synchronises nothing.
         """
         self.bucket.largest_before = self.bucket.largest_weights(self.states(optimizer))

@@ -29,7 +29,7 @@ class WholeTensor(BeforeAfter):
 
 
 class WholeTensorStep:
-    """u of a tensor at one step: `copy_inputs` before it, `step_copies` and `displacement` after it."""
+    """u of a tensor at one step: `clone_inputs` before it, `step_clones` and `displacement` after it."""
 
     kind: Final = "whole-tensor"
 
@@ -49,8 +49,8 @@ class WholeTensorStep:
         """Take over what the live instance keeps on itself, before its step."""
         self._shadow.refresh(optimizer)
 
-    def copy_inputs(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Copy weight, gradient, state and the group's numbers before the live step. Synchronises nothing."""
+    def clone_inputs(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Clone weight, gradient, state and the group's numbers before the live step. Synchronises nothing."""
         parameter, composition = self._parameter, self.composition
         gradient = composition.gradient_of(parameter)
         assert gradient is not None
@@ -67,8 +67,8 @@ class WholeTensorStep:
         elif composition.residual in elementwise:
             self._weight.add_(composition.residual_of(parameter.detach(), self._state[str(composition.residual)]))
 
-    def step_copies(self, layout: BlockLayout, scale: Tensor | None) -> None:
-        """Step the copies in fp64 and lay u and the stepped states out as `layout` does. Runs inside `isolated`.
+    def step_clones(self, layout: BlockLayout, scale: Tensor | None) -> None:
+        """Step the clones in fp64 and lay u and the stepped states out as `layout` does. Runs inside `isolated`.
 
         `scale`: what the gradient is to be divided by. Synchronises only if the optimizer's own step does.
         """
@@ -97,8 +97,8 @@ class WholeTensorStep:
         out.copy_(self._flat[stored.PARAMETER][slots])
         return True
 
-    def release_copies(self) -> None:
-        """Release the copies; the next `copy_inputs` makes new ones."""
+    def release_clones(self) -> None:
+        """Release the clones; the next `clone_inputs` makes new ones."""
         self._weight = self._gradient = self._parameter
         self._state, self._flat = {}, {}
 

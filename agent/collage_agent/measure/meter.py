@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.plan import BucketPlan
-from collage_agent.buckets.touched import TouchedPlan
+from collage_agent.buckets.touched_plan import TouchedPlan
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
 from collage_agent.measure.oracles import Oracles

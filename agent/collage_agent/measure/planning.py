@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
 import torch
@@ -13,9 +13,9 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.oracle import OracleView
+from collage_agent.buckets.oracle_view import OracleView
 from collage_agent.buckets.plan import BucketPlan
-from collage_agent.buckets.touched import TouchedPlan
+from collage_agent.buckets.touched_plan import TouchedPlan
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
@@ -30,11 +30,19 @@ from collage_monitor.table import Axis
 __all__ = ["Planner", "Signature", "step_counter_of"]
 
 _Kind = tuple[int, int, float, torch.dtype | None, bool]
-Signature = tuple[bool, tuple[Oracle, ...], dict[_Kind, list[int]]]
+"""Parameter group, number of states, steps ahead of the first tensor, the gradient's dtype, is it sparse?"""
 _MOST_TOUCHED: Final = 2**20
 """Elements of a tensor with a sparse gradient, where all are asked for: their places take 8 bytes each."""
 _NO_STATE: Final[dict[str, Any]] = {}
 _CLOSURE: Final = BeforeAfter("the step evaluates a closure repeatedly, so no one gradient leads to it")
+
+
+class Signature(NamedTuple):
+    """What decides which tensors are stepped alike: watched tensors, by their places, of each kind."""
+
+    closure: bool
+    oracles: tuple[Oracle, ...]
+    kinds: dict[_Kind, list[int]]
 
 
 class Planner:
@@ -75,7 +83,7 @@ class Planner:
             dtype = None if gradient is None else gradient.dtype
             sparse = gradient is not None and gradient.is_sparse
             kinds.setdefault((watched.group, len(own), step - first, dtype, sparse), []).append(index)
-        return closure, tuple(oracles), kinds
+        return Signature(closure, tuple(oracles), kinds)
 
     def plans(
         self, optimizer: Optimizer, signature: Signature, cap: int | Literal["all"], oracles: Sequence[Oracle]
@@ -84,8 +92,7 @@ class Planner:
         kinds: dict[object, list[int]] = {}
         dtypes_of: dict[object, object] = {}
         found: list[BucketPlan] = []
-        closure, _, stepped_alike = signature
-        for kind, index in ((kind, index) for kind, indices in stepped_alike.items() for index in indices):
+        for kind, index in ((kind, index) for kind, indices in signature.kinds.items() for index in indices):
             parameter = self.watched[index].parameter
             gradient = self.intents[self.watched[index].group].composition.gradient_of(parameter)
             if gradient is not None and gradient.is_sparse:
@@ -99,7 +106,7 @@ class Planner:
             if dtypes is None:
                 dtypes = dtypes_of[form] = stored.elementwise_dtypes(parameter, state)
             kinds.setdefault((kind, local(parameter).device, parameter.dtype, dtypes), []).append(index)
-        return found + [self._plan_bucket(members, closure, cap, oracles) for members in kinds.values()]
+        return found + [self._plan_bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
 
     def _plan_touched(
         self, index: int, cap: int | Literal["all"], gradient: Tensor, optimizer: Optimizer

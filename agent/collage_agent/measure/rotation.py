@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.oracle import OracleView
+from collage_agent.buckets.oracle_view import OracleView
 from collage_agent.buckets.plan import BucketPlan
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.whole_tensor import WholeTensor, WholeTensorStep
@@ -123,7 +123,7 @@ class _WholeBucket(Bucket):
         weights_gathered: bool = False,
     ) -> None:
         super().gather_before(group, states, decay, weights_gathered=weights_gathered)
-        self._turn.copy_inputs(group, states[0])
+        self._turn.clone_inputs(group, states[0])
 
     def measure(
         self,
@@ -133,9 +133,9 @@ class _WholeBucket(Bucket):
         *,
         counterfactuals: bool = False,
     ) -> BlockTotals:
-        self._turn.step_copies(self.layout, scale)
+        self._turn.step_clones(self.layout, scale)
         blocks = super().measure(states, scale, followed, counterfactuals=counterfactuals)
-        self._turn.release_copies()
+        self._turn.release_clones()
         return blocks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collage_agent.buckets.touched import TouchedPlan
+from collage_agent.buckets.touched_plan import TouchedPlan
 from collage_agent.handle import watch
 from collage_agent.intent.clone import isolated
 

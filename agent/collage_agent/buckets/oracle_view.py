@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from collage_agent.buckets.observation import TILE_SLOTS
 from collage_agent.buckets.totals import SampleSizes
 from collage_agent.intent.oracle import Oracle
 from collage_agent.sample.gather import BlockLayout
@@ -17,10 +18,8 @@ from collage_agent.stats.view import StepView
 from collage_monitor.metrics import METRICS
 from collage_monitor.table import Axis, Table
 
-__all__ = ["SLOTS_AT_ONCE", "OracleView"]
+__all__ = ["OracleView"]
 
-SLOTS_AT_ONCE: Final = 196_608
-"""Slots of a tile, which are worked on together: the fp64 rows then stay in the cache."""
 _METRIC: Final = METRICS["edq_oracle_ratio"]
 assert _METRIC.interval is not None
 _INTERVAL: Final = interval_keys({_METRIC.name: _METRIC.interval})
@@ -40,7 +39,7 @@ class OracleView:
         tensors = [members.index(member) for member in oracle.members]
         positions = torch.from_numpy(layout.positions_of(oracle.layout, tensors))
         self.positions = positions.to(oracle.layout.device)
-        blocks = SLOTS_AT_ONCE // layout.block
+        blocks = TILE_SLOTS // layout.block
         self._where = []
         for start in range(0, layout.blocks, blocks):
             target = torch.nonzero((positions >= start) & (positions < start + blocks)).view(-1)
