@@ -261,6 +261,20 @@ def test_a_loss_that_is_not_finite_is_told_with_its_first_step(server, evaluate)
     assert "Loss is not finite since step 40" in found.headline
 
 
+def test_so_is_one_of_a_run_that_measured_nothing(server, evaluate):
+    server.run()
+    server.attempt()
+    server.stream(stream_id="s1")
+    values = [2.0, float("nan")]
+    server.reports(
+        [report(i, 10 * (i + 1), measured=False, scalars={"loss": loss}) for i, loss in enumerate(values)], "s1"
+    )
+    evaluate()
+    found = server.get("/runs/r1/overview", wire.Overview)
+    assert found.health == "not finite"
+    assert "Loss is not finite since step 20" in found.headline
+
+
 @pytest.mark.parametrize(
     ("before", "after", "since", "told"),
     [

@@ -73,10 +73,16 @@ def begin_of_recent_past(points: Points) -> int | None:
 
 def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
     """The evaluation of one run."""
+    not_finite = _not_finite(points.losses)
     if not len(points.model.steps):
         evidence = Evidence({}, watch=record.watch)
         found = judge(evidence)
-        return wire.Overview(run_id=record.run_id, health=found.health, headline=found.text, verdict=found.text)
+        return wire.Overview(
+            run_id=record.run_id,
+            health="not finite" if points.losses else found.health,
+            headline=headline(found, evidence, not_finite=not_finite),
+            verdict=found.text,
+        )
     evidence = _evidence(record, points)
     found = judge(evidence)
     since, changed = _losing_since(points)
@@ -86,7 +92,7 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         since=since,
         changed=changed,
         states_since=_states_since(points.history),
-        not_finite=_not_finite(points.losses),
+        not_finite=not_finite,
     )
     return wire.Overview(
         run_id=record.run_id,
