@@ -18,7 +18,7 @@ from collage_server.store.records import CONNECTIONS, SealLimits
 
 from collage_monitor import metrics, wire
 from tests.server.reads import latest_point, layer_points, model_points, scalar_points
-from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create
+from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create, watch
 
 NOW = 1_700_000_000.0
 LIMITS = SealLimits(points=32, part_points=32, late_rows=4, slice_rows=3, delete_rows=5)
@@ -284,6 +284,15 @@ class StoreContract:
         with pytest.raises(Conflict):
             store.streams.create("r1", stream_create(rank=1), NOW)
         assert [entry.name for entry in store.streams.layers("r1")] == [*LAYERS, "head.weight"]
+
+    @pytest.mark.parametrize("more", [{"layers": [layer(LAYERS[0])]}, {"statistics": STATISTICS[:1]}])
+    def test_a_shorter_stream_takes_no_newer_words_back(self, store, more):
+        self.fill(store)
+        store.streams.create("r1", stream_create(watch=watch("kahan")), NOW)
+        late = store.streams.create("r1", stream_create(watch=watch("plain"), **more), NOW)
+        run = store.runs.get("r1")
+        assert (late.watch, run.watch) == (watch("kahan"), watch("kahan"))
+        assert run.strategy == "kahan"
 
     def test_a_refused_stream_leaves_nothing_behind(self, store):
         self.fill(store)

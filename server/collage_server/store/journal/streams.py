@@ -115,8 +115,6 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
         _extend(connection, known, run_id, attempt, create, positions)
     else:
         _insert_stream(connection, run_id, attempt, create, positions, now)
-    if create.watch is not None:
-        _describe_run(connection, run_id, create)
 
 
 def _check_names(create: wire.StreamCreate) -> None:
@@ -212,6 +210,7 @@ def _insert_stream(
             frozen_step=frozen_step(connection, run_id, attempt),
         )
     )
+    _describe_run(connection, run_id, create)
 
 
 def _declared(create: wire.StreamCreate, positions: IntArray) -> dict[str, Any]:
@@ -251,8 +250,10 @@ def _extend(
         values["statistics"] = declared["statistics"]
     if len(declared["layers"]) > len(known.layers):
         values.update({name: declared[name] for name in ("layers", "elements", "replicas")})
-    if declared["watch"] is not None:
+    is_late = len(create.statistics) < len(old_statistics) or len(declared["layers"]) < len(known.layers)
+    if create.watch is not None and not is_late:
         values["watch"] = declared["watch"]
+        _describe_run(connection, run_id, create)
     if values:
         mine = (_STREAM.c.run_id == run_id, _STREAM.c.stream_id == create.stream_id)
         connection.execute(update(_STREAM).where(*mine).values(**values))
