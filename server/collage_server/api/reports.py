@@ -120,7 +120,7 @@ def _late(index: int, report: wire.Report, frozen_step: int | None) -> wire.Reje
         seq=report.seq,
         code="past_horizon",
         message=f"step {report.step} came too late: retention has dropped the single points up to step "
-        f"{frozen_step}, so its totals have no place; drop it, or keep raw points for longer",
+        f"{frozen_step}, so its totals have no place; drop it, or keep fine points for longer",
         field="step",
         limit=frozen_step,
     )
