@@ -94,8 +94,8 @@ def seal_run(store: Store, run_id: str, points: int, layers: int, seed: int) -> 
     create = wire.StreamCreate(
         stream_id=run_id, launch_id="l", layers=names, statistics=list(STATISTICS), watch=None
     )
-    store.streams.create(run_id, create, _NOW)
-    stream = store.streams.record(run_id)
+    store.streams.create_stream(run_id, create, _NOW)
+    stream = store.streams.stream_record(run_id)
     for start in range(0, points, _POINTS_A_BATCH):
         seqs = range(start, min(start + _POINTS_A_BATCH, points))
         store.journal.append([ReportGroup(stream, [_report(seq, tables[seq % 64], layers) for seq in seqs])], _NOW)

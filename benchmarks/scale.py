@@ -72,7 +72,7 @@ def fill_journal(store: Store, run_id: str, points: int, layers: int, ranks: int
             statistics=list(STATISTICS),
             watch=None,
         )
-        store.streams.create(run_id, create, NOW)
+        store.streams.create_stream(run_id, create, NOW)
         reports = [
             wire.Report(
                 seq=seq,
@@ -86,7 +86,7 @@ def fill_journal(store: Store, run_id: str, points: int, layers: int, ranks: int
             )
             for seq in range(points)
         ]
-        store.journal.append([ReportGroup(store.streams.record(stream_id), reports)], NOW)
+        store.journal.append([ReportGroup(store.streams.stream_record(stream_id), reports)], NOW)
 
 
 def copy_runs(store: Store, source: str, count: int) -> None:

@@ -142,7 +142,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         ),
         overviews=OverviewKeeper(store),
         guard=guard,
-        registry=StreamRegistry(store.streams.record),
+        registry=StreamRegistry(store.streams.stream_record),
         counters=counters,
         in_flight=InFlightBudget(settings.in_flight_bytes),
         decoding=asyncio.Semaphore(),

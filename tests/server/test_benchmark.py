@@ -53,9 +53,9 @@ def test_the_null_store_acknowledges_without_writing(tmp_path):
     store.open()
     store.runs.create("p", wire.RunCreate(run_id="r1"), 0.0)
     store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), 0.0)
-    store.streams.create("r1", declared(SMALL), 0.0)
+    store.streams.create_stream("r1", declared(SMALL), 0.0)
     [batch] = batches(SMALL, 0, 5, 5, seed=0)
-    [outcome] = store.journal.append([ReportGroup(store.streams.record("s0"), batch.reports)], 0.0)
+    [outcome] = store.journal.append([ReportGroup(store.streams.stream_record("s0"), batch.reports)], 0.0)
     assert outcome.accepted == 5
     assert len(model_points(store, "r1", None, Selection()).steps) == 0
     store.close()

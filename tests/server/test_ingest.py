@@ -284,7 +284,7 @@ def test_a_stream_extended_elsewhere_is_read_again(server):
     """Another process may have extended the stream: a report beyond the known size asks the store once more."""
     server.filled()
     more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")])
-    server.app.state.components.store.streams.create("r1", more, 0.0)
+    server.app.state.components.store.streams.create_stream("r1", more, 0.0)
     answer = server.reports([report(5, 60, values=block(60, layers=4))])
     assert (answer.accepted, answer.rejected) == (1, [])
 

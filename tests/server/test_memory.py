@@ -60,13 +60,13 @@ def store(tmp_path):
     store.open()
     store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
     store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), NOW)
-    store.streams.create("r1", stream_create(), NOW)
+    store.streams.create_stream("r1", stream_create(), NOW)
     yield store
     store.close()
 
 
 def test_a_journal_of_many_scalars_is_sealed_in_bounded_pieces(store):
-    store.journal.append([ReportGroup(store.streams.record("s0"), logged(2000))], NOW)
+    store.journal.append([ReportGroup(store.streams.stream_record("s0"), logged(2000))], NOW)
     with traced() as peak:
         while store.sealing.seal("r1", NOW, journal_full=True):
             pass
@@ -78,13 +78,13 @@ def test_a_journal_of_many_scalars_is_sealed_in_bounded_pieces(store):
 
 
 def test_the_journal_counts_what_reading_its_scalars_takes(store):
-    group = ReportGroup(store.streams.record("s0"), logged(500))
+    group = ReportGroup(store.streams.stream_record("s0"), logged(500))
     store.journal.append([group], NOW)
     with traced() as peak, store.points.snapshot() as snapshot:
         snapshot.scalars(["r1"], None, Selection())
     counted = store.journal.bytes_of("r1")
     assert peak[0] < 1.5 * counted
-    assert counted <= sum(group.sizes) < 1.5 * counted
+    assert counted <= sum(group.journal_bytes) < 1.5 * counted
 
 
 def test_of_a_long_journal_what_is_not_asked_for_stands_in_memory_once(store):
@@ -96,7 +96,7 @@ def test_of_a_long_journal_what_is_not_asked_for_stands_in_memory_once(store):
     count = 2**24 // len(held.statistics)
     positions = np.arange(layers)
     with traced() as peak:
-        table = decode_layers({"s0": store.streams.record("s0")}, [held] * count, STATISTICS[:1], positions)
+        table = decode_layers({"s0": store.streams.stream_record("s0")}, [held] * count, STATISTICS[:1], positions)
     assert table.array.shape == (1, count, layers)
     assert not table.array.any()
     assert peak[0] < count * len(held.statistics)

@@ -26,8 +26,8 @@ def store(tmp_path):
         made.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
         made.streams.create_attempt("r1", wire.AttemptCreate(launch_id="l", first_step=1), NOW)
         for rank in range(RANKS):
-            made.streams.create("r1", stream_create(f"s{rank}", "l", rank=rank, world_size=RANKS), NOW)
-            made.journal.append([ReportGroup(made.streams.record(f"s{rank}"), reports_of(rank))], NOW)
+            made.streams.create_stream("r1", stream_create(f"s{rank}", "l", rank=rank, world_size=RANKS), NOW)
+            made.journal.append([ReportGroup(made.streams.stream_record(f"s{rank}"), reports_of(rank))], NOW)
         return made
 
     yield make

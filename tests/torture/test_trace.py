@@ -107,7 +107,7 @@ def test_a_log_that_lost_what_was_never_synchronised_loses_nothing_acknowledged(
     (tmp_path / "collage.sqlite-shm").unlink()
     with closing(SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)) as store:
         store.open()
-        stream = store.streams.record("s0")
+        stream = store.streams.stream_record("s0")
         assert store.streams.of_run("r1")[0].reports == COUNT
         again = store.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(COUNT + 1)])], 1.7e9)[0]
         assert (again.accepted, again.duplicates) == (1, COUNT)

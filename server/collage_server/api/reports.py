@@ -28,7 +28,7 @@ __all__ = ["router"]
 
 
 class _Direct(APIRoute):
-    """Calls its endpoint with the stream of its path: FastAPI resolves it in a quarter of what a report takes."""
+    """Calls the endpoint directly: FastAPI's resolving of arguments would take a quarter of a report's CPU."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The endpoint, and where the stream's id is too long FastAPI's refusal."""
@@ -95,7 +95,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
 
 
 async def _commit(components: Components, group: ReportGroup) -> GroupOutcome:
-    run_id, admitted, stored = group.stream.run_id, sum(group.sizes), 0
+    run_id, admitted, stored = group.stream.run_id, sum(group.journal_bytes), 0
     components.bounds.admit(run_id, admitted)
     try:
         outcome = await components.writer.submit(group)

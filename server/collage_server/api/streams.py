@@ -50,7 +50,7 @@ async def create_stream(request: Request, run_id: Id) -> Response:
     """Register a stream; sent again with more layers or statistics it is extended."""
     components = components_of(request)
     create = await message(request, wire.StreamCreate)
-    stream = await run_in_threadpool(components.store.streams.create, run_id, create, components.clock())
+    stream = await run_in_threadpool(components.store.streams.create_stream, run_id, create, components.clock())
     components.registry.forget(create.stream_id)
     return answer(stream)
 

@@ -107,7 +107,7 @@ class Writer:
         entry = first
         while entry is not None:
             batch.append(entry)
-            size += entry.group.bytes
+            size += entry.group.body_bytes
             reports += len(entry.group.reports)
             if size >= self._commit_bytes or reports >= _REPORTS_A_COMMIT:
                 return batch, True
@@ -137,7 +137,7 @@ class Writer:
 
     def _append(self, batch: list[_PendingGroup]) -> list[GroupOutcome]:
         if self._admit is not None:
-            self._admit(sum(entry.group.bytes for entry in batch))
+            self._admit(sum(entry.group.body_bytes for entry in batch))
         return self._journal.append([entry.group for entry in batch], self._clock())
 
     def _append_alone(self, entry: _PendingGroup) -> GroupOutcome | BaseException:

@@ -74,10 +74,10 @@ class ReportGroup:
 
     stream: StreamRecord
     reports: Sequence[wire.Report]
-    bytes: int = 0
+    body_bytes: int = 0
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def journal_bytes(self) -> list[int]:
         """What each report takes of the journal's bounds."""
         return [report_bytes(report) for report in self.reports]
 
@@ -205,8 +205,8 @@ class RunRecord:
 class RunRevision:
     """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`.
 
-    `launched_at` is that without reports: a clock that lags behind the newest report's must not hide a launch.
-    `frozen_step` is how far retention has taken single points, `streams` how many there are.
+    `launched_at` is `updated_at` with reports left out: a clock that lags behind the newest report's must not hide
+    a launch. `frozen_step` is how far retention has taken single points, `streams` how many there are.
     """
 
     state: str

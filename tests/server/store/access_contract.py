@@ -25,7 +25,7 @@ def make(store, role="read", projects=None, now=NOW):
 def fill(store, project, run_id, tags=()):
     store.runs.create(project, wire.RunCreate(run_id=run_id, tags=list(tags)), NOW)
     store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="l", first_step=1), NOW)
-    store.streams.create(run_id, stream_create(f"{run_id}-s", "l"), NOW)
+    store.streams.create_stream(run_id, stream_create(f"{run_id}-s", "l"), NOW)
 
 
 def runs_of(store, project):
@@ -122,7 +122,7 @@ class AccessContract:
 
     def test_gaps_and_the_clock_of_a_stream(self, store):
         fill(store, "p", "r1")
-        record = store.streams.record("r1-s")
+        record = store.streams.stream_record("r1-s")
         store.journal.append(
             [ReportGroup(record, [report(0, 10, time=NOW + 2.0), report(4, 20, time=NOW - 9.0)])], NOW
         )

@@ -33,8 +33,8 @@ class StoreContract:
     def fill(store, run_id="r1", stream_id="s0", project="p"):
         store.runs.create(project, wire.RunCreate(run_id=run_id), NOW)
         store.streams.create_attempt(run_id, wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
-        store.streams.create(run_id, stream_create(stream_id), NOW)
-        return store.streams.record(stream_id)
+        store.streams.create_stream(run_id, stream_create(stream_id), NOW)
+        return store.streams.stream_record(stream_id)
 
     @staticmethod
     def append(store, stream, *reports, now=NOW):
@@ -122,14 +122,14 @@ class StoreContract:
             lambda: store.runs.get("zz"),
             lambda: store.streams.of_run("zz"),
             lambda: store.streams.layers("zz"),
-            lambda: store.streams.record("zz"),
+            lambda: store.streams.stream_record("zz"),
             lambda: model_points(store, "zz", None, ALL),
             lambda: scalar_points(store, "zz", None, ALL),
             lambda: latest_point(store, "zz"),
             lambda: store.runs.delete("zz", NOW),
             lambda: store.runs.update("zz", wire.RunUpdate(), NOW),
             lambda: store.streams.create_attempt("zz", wire.AttemptCreate(launch_id="l", first_step=0), NOW),
-            lambda: store.streams.create("zz", stream_create(), NOW),
+            lambda: store.streams.create_stream("zz", stream_create(), NOW),
             lambda: layer_points(store, "r1", ("lost",), ALL, ["zz"]),
             lambda: model_points(store, "r1", None, Selection(rank=7)),
         ):
@@ -171,7 +171,7 @@ class StoreContract:
             lambda: store.runs.get("r1"),
             lambda: latest_point(store, "r1"),
             lambda: model_points(store, "r1", None, ALL),
-            lambda: store.streams.record("s0"),
+            lambda: store.streams.stream_record("s0"),
             lambda: store.runs.delete("r1", NOW),
             lambda: store.runs.create("p", wire.RunCreate(run_id="r1"), NOW),
         ):
@@ -272,24 +272,29 @@ class StoreContract:
     def test_streams_grow_at_the_end_only(self, store):
         self.fill(store)
         more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")], statistics=[*STATISTICS, "stray"])
-        assert (store.streams.create("r1", more, NOW).layers, store.streams.record("s0").statistics[-1]) == (
+        assert (
+            store.streams.create_stream("r1", more, NOW).layers,
+            store.streams.stream_record("s0").statistics[-1],
+        ) == (
             4,
             "stray",
         )
-        assert store.streams.create("r1", stream_create(), NOW).layers == 4, "a late repetition changes nothing"
+        assert store.streams.create_stream("r1", stream_create(), NOW).layers == 4, (
+            "a late repetition changes nothing"
+        )
         with pytest.raises(Conflict):
-            store.streams.create("r1", stream_create(statistics=STATISTICS[::-1]), NOW)
+            store.streams.create_stream("r1", stream_create(statistics=STATISTICS[::-1]), NOW)
         with pytest.raises(Conflict):
-            store.streams.create("r1", stream_create(layers=[layer(LAYERS[1])]), NOW)
+            store.streams.create_stream("r1", stream_create(layers=[layer(LAYERS[1])]), NOW)
         with pytest.raises(Conflict):
-            store.streams.create("r1", stream_create(rank=1), NOW)
+            store.streams.create_stream("r1", stream_create(rank=1), NOW)
         assert [entry.name for entry in store.streams.layers("r1")] == [*LAYERS, "head.weight"]
 
     @pytest.mark.parametrize("more", [{"layers": [layer(LAYERS[0])]}, {"statistics": STATISTICS[:1]}])
     def test_a_shorter_stream_takes_no_newer_words_back(self, store, more):
         self.fill(store)
-        store.streams.create("r1", stream_create(watch=watch("kahan")), NOW)
-        late = store.streams.create("r1", stream_create(watch=watch("plain"), **more), NOW)
+        store.streams.create_stream("r1", stream_create(watch=watch("kahan")), NOW)
+        late = store.streams.create_stream("r1", stream_create(watch=watch("plain"), **more), NOW)
         run = store.runs.get("r1")
         assert (late.watch, run.watch) == (watch("kahan"), watch("kahan"))
         assert run.strategy == "kahan"
@@ -297,13 +302,13 @@ class StoreContract:
     def test_a_refused_stream_leaves_nothing_behind(self, store):
         self.fill(store)
         with pytest.raises(Conflict):
-            store.streams.create("r1", stream_create(layers=[layer("new.weight")]), NOW)
+            store.streams.create_stream("r1", stream_create(layers=[layer("new.weight")]), NOW)
         assert [entry.name for entry in store.streams.layers("r1")] == LAYERS
 
     def test_ranks_register_without_reading_each_other(self, store, monkeypatch):
         self.fill(store)
         for rank in range(1, 5):
-            store.streams.create("r1", stream_create(stream_id=f"s{rank}", rank=rank), NOW)
+            store.streams.create_stream("r1", stream_create(stream_id=f"s{rank}", rank=rank), NOW)
         read = []
         record = streams.stream_record
 
@@ -312,14 +317,14 @@ class StoreContract:
             return record(row)
 
         monkeypatch.setattr(streams, "stream_record", noted)
-        answered = store.streams.create("r1", stream_create(stream_id="s5", rank=5), NOW)
+        answered = store.streams.create_stream("r1", stream_create(stream_id="s5", rank=5), NOW)
         assert read == ["s5"]
         assert answered == next(stream for stream in store.streams.of_run("r1") if stream.stream_id == "s5")
 
     def test_streams_say_what_they_lack(self, store):
         store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
         with pytest.raises(NotFound, match="launch_id"):
-            store.streams.create("r1", stream_create(), NOW)
+            store.streams.create_stream("r1", stream_create(), NOW)
         store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=0), NOW)
         for wrong, field in (
             ({"statistics": ["lost", "lost"]}, "statistics"),
@@ -328,14 +333,14 @@ class StoreContract:
             ({"layers": [layer("a"), layer("a")]}, "layers"),
         ):
             with pytest.raises(Unprocessable) as caught:
-                store.streams.create("r1", stream_create(**wrong), NOW)
+                store.streams.create_stream("r1", stream_create(**wrong), NOW)
             assert caught.value.field == field
 
     def test_a_layer_added_during_the_run(self, store):
         stream = self.fill(store)
         self.append(store, stream, report(0, 10))
-        store.streams.create("r1", stream_create(layers=[*map(layer, LAYERS), layer("head.weight")]), NOW)
-        stream = store.streams.record("s0")
+        store.streams.create_stream("r1", stream_create(layers=[*map(layer, LAYERS), layer("head.weight")]), NOW)
+        stream = store.streams.stream_record("s0")
         self.append(store, stream, report(1, 20, values=block(20, layers=4)))
         points = layer_points(store, "r1", ("lost",), ALL)
         assert points.layers == [*LAYERS, "head.weight"]
@@ -365,7 +370,7 @@ class StoreContract:
         entry = dataclasses.replace(metrics.STATISTICS["stray"], name="brand_new_sum")
         monkeypatch.setitem(metrics.STATISTICS, "brand_new_sum", entry)
         self.fill(store)
-        store.streams.create("r1", stream_create(statistics=[*STATISTICS, "brand_new_sum"]), NOW)
+        store.streams.create_stream("r1", stream_create(statistics=[*STATISTICS, "brand_new_sum"]), NOW)
         values = np.vstack([block(1), np.full((1, 3), 7.0)])
         one = msgspec.structs.replace(
             report(0, 1),
@@ -374,7 +379,7 @@ class StoreContract:
             model=wire.array_to_bytes(values.sum(axis=1)),
         )
         reports = [msgspec.structs.replace(one, seq=i, step=i + 1) for i in range(40)]
-        self.append(store, store.streams.record("s0"), *reports)
+        self.append(store, store.streams.stream_record("s0"), *reports)
         assert store.sealing.seal("r1", NOW)
         again = reopen()
         assert model_points(again, "r1", ["brand_new_sum"], ALL).totals["brand_new_sum"].tolist() == [21.0] * 40

@@ -35,10 +35,10 @@ class EventsContract:
 
     def test_a_second_process_on_a_rank_is_told(self, store):
         StoreContract.fill(store)
-        store.streams.create("r1", stream_create("s0"), NOW)
-        store.streams.create("r1", stream_create("other", rank=1), NOW)
+        store.streams.create_stream("r1", stream_create("s0"), NOW)
+        store.streams.create_stream("r1", stream_create("other", rank=1), NOW)
         assert len(told(store)) == 1
-        store.streams.create("r1", stream_create("s9", process_id=77), NOW)
+        store.streams.create_stream("r1", stream_create("s9", process_id=77), NOW)
         assert told(store)[1:] == [(2, "rank_twice", None)]
         assert "process 77 " in store.events.read("r1", 1, 10)[0].text
 

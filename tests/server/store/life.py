@@ -144,20 +144,20 @@ class LifeContract:
     def test_a_stream_that_joins_later_knows_the_horizon(self, store):
         filled(store)
         store.retention.expire("r1", {1: NOW + 1e9})
-        store.streams.create("r1", stream_create("joined", rank=1), NOW)
-        stream = store.streams.record("joined")
+        store.streams.create_stream("r1", stream_create("joined", rank=1), NOW)
+        stream = store.streams.stream_record("joined")
         outcome = StoreContract.append(
             store, stream, report(0, 3 * CHUNK, rank=1), report(1, 3 * CHUNK + 1, rank=1)
         )
         assert (outcome.accepted, outcome.late) == (1, (0,))
         store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=1), NOW)
-        store.streams.create("r1", stream_create("s-2", "launch-2"), NOW)
-        assert StoreContract.append(store, store.streams.record("s-2"), report(0, 5)).accepted == 1
+        store.streams.create_stream("r1", stream_create("s-2", "launch-2"), NOW)
+        assert StoreContract.append(store, store.streams.stream_record("s-2"), report(0, 5)).accepted == 1
 
     def test_late_totals_acknowledged_before_the_freeze_are_sealed_first(self, store):
         filled(store)
-        store.streams.create("r1", stream_create("slow", rank=1), NOW)
-        stream = store.streams.record("slow")
+        store.streams.create_stream("r1", stream_create("slow", rank=1), NOW)
+        stream = store.streams.stream_record("slow")
         assert StoreContract.append(store, stream, report(0, 5, rank=1)).accepted == 1
         whole = model_points(store, "r1", ["lost"], ALL).totals["lost"]
         assert store.retention.expire("r1", {1: NOW + 1e9}) == 3
@@ -181,8 +181,8 @@ class LifeContract:
     def test_whatever_the_race_nothing_acknowledged_is_dropped(self, store):
         """One rank late while retention freezes chunk after chunk: what was acknowledged is in the sums."""
         filled(store)
-        store.streams.create("r1", stream_create("slow", rank=1, world_size=2), NOW)
-        stream = store.streams.record("slow")
+        store.streams.create_stream("r1", stream_create("slow", rank=1, world_size=2), NOW)
+        stream = store.streams.stream_record("slow")
         acknowledged, failures = set(), []
         started = threading.Event()
 

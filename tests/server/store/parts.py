@@ -78,8 +78,8 @@ class PartsContract(Senders):
         early, late = self.halves(range(1, 41))
         self.append(store, stream, *early)
         assert seal_all(store) == 1
-        store.streams.create("r1", stream_create("again", process_id=99), NOW)
-        other = store.streams.record("again")
+        store.streams.create_stream("r1", stream_create("again", process_id=99), NOW)
+        other = store.streams.stream_record("again")
         self.append(store, stream, *late)
         self.send(store, other, range(1, 41), 3)
         for _ in range(2):
@@ -97,7 +97,7 @@ class PartsContract(Senders):
         self.send(store, first, range(1, 41), 0)
         seal_all(store)
         again = stream_create("again", process_id=99, layers=[layer(name, 1) for name in LAYERS], world_size=2)
-        store.streams.create("r1", again, NOW)
+        store.streams.create_stream("r1", again, NOW)
         self.send(store, second, range(1, 41), 1)
         for _ in range(2):
             assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 40
@@ -114,8 +114,8 @@ class PartsContract(Senders):
             connection.execute(update(schema.point_chunk).values(contributor_streams=None, unfinished=None))
         self.append(store, stream, *late)
         assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 40
-        store.streams.create("r1", stream_create("again", process_id=99), NOW)
-        self.send(store, store.streams.record("again"), range(1, 41), 3)
+        store.streams.create_stream("r1", stream_create("again", process_id=99), NOW)
+        self.send(store, store.streams.stream_record("again"), range(1, 41), 3)
         assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist()[:32] == [50.0] * 32
 
     def halves(self, steps):

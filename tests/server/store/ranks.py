@@ -32,8 +32,8 @@ class Senders:
         streams = []
         for rank in range(count):
             create = stream_create(f"s{rank}", rank=rank, world_size=count, replica=replica(rank))
-            store.streams.create("r1", create, NOW)
-            streams.append(store.streams.record(f"s{rank}"))
+            store.streams.create_stream("r1", create, NOW)
+            streams.append(store.streams.stream_record(f"s{rank}"))
         return streams
 
     def send(self, store, stream, steps, rank=0, first_seq=0, **more):
@@ -207,8 +207,8 @@ class RanksContract(Senders):
         stream = self.fill(store)
         self.send(store, stream, range(1, 41))
         seal_all(store)
-        store.streams.create("r1", stream_create("again", process_id=99), NOW)
-        self.send(store, store.streams.record("again"), range(1, 41), 3)
+        store.streams.create_stream("r1", stream_create("again", process_id=99), NOW)
+        self.send(store, store.streams.stream_record("again"), range(1, 41), 3)
         for _ in range(2):
             assert model_points(store, "r1", ["lost"], ALL).totals["lost"].tolist() == [60.0] * 40
             store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)

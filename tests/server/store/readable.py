@@ -28,7 +28,7 @@ def rows(store, query):
 
 
 def send(store, stream_id, reports):
-    store.journal.append([ReportGroup(store.streams.record(stream_id), list(reports))], NOW)
+    store.journal.append([ReportGroup(store.streams.stream_record(stream_id), list(reports))], NOW)
 
 
 def filled(store, steps=range(1, 81)):
@@ -73,7 +73,7 @@ class ReadableContract:
             (name, first, first + 31, 32) for first in (1, 33) for name in LAYERS
         ]
         points = layer_points(
-            store, "r1", store.streams.record("s0").statistics, Selection(first_step=33, last_step=64)
+            store, "r1", store.streams.stream_record("s0").statistics, Selection(first_step=33, last_step=64)
         )
         merged = finish("edq_ratio", reduce_steps(points.totals, axis=0))
         single = finish("edq_ratio", points.totals)
@@ -87,7 +87,7 @@ class ReadableContract:
         send(store, "s0", (report(i, step) for i, step in enumerate(range(1, 41))))
         seal_all(store)
         before = rows(store, "SELECT * FROM run_point WHERE step = 5")[0]
-        store.streams.create("r1", stream_create("s1", rank=1, world_size=2), NOW)
+        store.streams.create_stream("r1", stream_create("s1", rank=1, world_size=2), NOW)
         send(store, "s1", (report(i, step, rank=1, scalars={"x": 1.0}) for i, step in enumerate(range(1, 41))))
         seal_all(store)
         after = rows(store, "SELECT * FROM run_point WHERE step = 5")[0]

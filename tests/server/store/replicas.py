@@ -27,7 +27,7 @@ def register(store, replicas, elements=None):
             layers=[layer(name, replica) for name in LAYERS],
             statistics=[*STATISTICS, *KEYS],
         )
-        store.streams.create("r1", create, NOW)
+        store.streams.create_stream("r1", create, NOW)
 
 
 def told(step, checksums, elements=64.0, seq=None):
@@ -45,7 +45,7 @@ def told(step, checksums, elements=64.0, seq=None):
 
 
 def send(store, rank, *reports):
-    store.journal.append([ReportGroup(store.streams.record(f"s{rank}"), list(reports))], NOW)
+    store.journal.append([ReportGroup(store.streams.stream_record(f"s{rank}"), list(reports))], NOW)
 
 
 def mismatches(store):

@@ -107,8 +107,8 @@ class SealingContract(Senders):
             upgraded.setitem(metrics.STATISTICS, "future_sum", metrics.STATISTICS["parameter_squared_sum"])
             is_known.cache_clear()
             self.fill(store)
-            store.streams.create("r1", stream_create(statistics=[*STATISTICS, "future_sum"]), NOW)
-            stream = store.streams.record("s0")
+            store.streams.create_stream("r1", stream_create(statistics=[*STATISTICS, "future_sum"]), NOW)
+            stream = store.streams.stream_record("s0")
             self.append(store, stream, *reports[:40])
             assert seal_all(store) == 1
             self.append(store, stream, *reports[40:])
@@ -186,7 +186,7 @@ class SealingContract(Senders):
             keys = [f"state_decrement_{kind}_sum/".ljust(length, "x") for kind in ("observed", "intended")]
             create = stream_create(f"s{length}", statistics=[*STATISTICS, *keys])
             with pytest.raises(Unprocessable, match="448") if refused else nullcontext():
-                store.streams.create("r1", create, NOW)
+                store.streams.create_stream("r1", create, NOW)
         values = np.vstack([block(1), -np.ones((2, 3))])
         sent = msgspec.structs.replace(
             report(0, 1),
@@ -195,7 +195,7 @@ class SealingContract(Senders):
             model=wire.array_to_bytes(values.sum(axis=1)),
         )
         reports = [msgspec.structs.replace(sent, seq=i, step=i + 1) for i in range(32)]
-        self.append(store, store.streams.record("s448"), *reports)
+        self.append(store, store.streams.stream_record("s448"), *reports)
         assert seal_all(store) == 1
 
     def test_coarse_levels_are_made_of_some_layers_at_a_time(self, store, monkeypatch):
@@ -213,10 +213,12 @@ class SealingContract(Senders):
             stream = self.fill(store, run_id, f"{run_id}-s")
             self.send(store, stream, range(1, 17))
             seal_all(store, run_id)
-            store.streams.create(run_id, stream_create(f"{run_id}-s", layers=[*map(layer, [*LAYERS, "head"])]), NOW)
+            store.streams.create_stream(
+                run_id, stream_create(f"{run_id}-s", layers=[*map(layer, [*LAYERS, "head"])]), NOW
+            )
             wide = [report(i, i + 1, values=block(i + 1, layers=4)) for i in range(16, 32)]
             held.clear()
-            self.append(store, store.streams.record(f"{run_id}-s"), *wide)
+            self.append(store, store.streams.stream_record(f"{run_id}-s"), *wide)
             seal_all(store, run_id)
             most.append(max(values.shape[2] for values in held))
             coarse = Selection(points=1, extremes_of=("edq_ratio",))
@@ -238,8 +240,8 @@ class SealingContract(Senders):
         self.send(store, self.fill(store), range(1, 65))
         seal_all(store)
         store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=41), NOW)
-        store.streams.create("r1", stream_create("s1", launch_id="launch-2"), NOW)
-        self.send(store, store.streams.record("s1"), range(41, 43), 3)
+        store.streams.create_stream("r1", stream_create("s1", launch_id="launch-2"), NOW)
+        self.send(store, store.streams.stream_record("s1"), range(41, 43), 3)
         for chosen in (ALL, Selection(points=2)):
             points = model_points(store, "r1", ["lost"], chosen)
             assert int(points.counts.sum()) == 42
@@ -249,8 +251,8 @@ class SealingContract(Senders):
     def test_an_older_attempt_is_sealed_to_its_end(self, store):
         self.send(store, self.fill(store), range(1, 6))
         store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=6), NOW)
-        store.streams.create("r1", stream_create("s1", launch_id="launch-2"), NOW)
-        self.send(store, store.streams.record("s1"), range(6, 10))
+        store.streams.create_stream("r1", stream_create("s1", launch_id="launch-2"), NOW)
+        self.send(store, store.streams.stream_record("s1"), range(6, 10))
         before = seen(store)
         assert seal_all(store) == 1
         assert rows(store, schema.report) == 4
@@ -261,8 +263,8 @@ class SealingContract(Senders):
         self.send(store, stream, range(1, 41))
         seal_all(store)
         more = stream_create(layers=[*map(layer, LAYERS), layer("head.weight")], statistics=[*STATISTICS, "stray"])
-        store.streams.create("r1", more, NOW)
-        stream = store.streams.record("s0")
+        store.streams.create_stream("r1", more, NOW)
+        stream = store.streams.stream_record("s0")
         wide = np.vstack([block(1, layers=4), np.full((1, 4), 7.0)])
         later = [
             msgspec.structs.replace(
@@ -315,7 +317,7 @@ class SealingContract(Senders):
         assert allowed > 5
         assert rows(store, schema.report) == 8
         unchanged(before, seen(store))
-        again = self.send(store, store.streams.record("s0"), range(1, 41))
+        again = self.send(store, store.streams.stream_record("s0"), range(1, 41))
         assert (again.accepted, again.duplicates) == (0, 40)
 
     def test_no_transaction_writes_more_blocks_than_a_slice_has(self, store):

@@ -36,7 +36,9 @@ def test_the_migrated_schema_is_that_of_the_code(store):
 def test_a_store_of_the_first_release_keeps_its_reports(store):
     """Filled by the code of today, then stripped to the first revision's columns: forward again, with the data."""
     StoreContract.fill(store)
-    store.journal.append([ReportGroup(store.streams.record("s0"), [report(i, i + 1) for i in range(5)])], NOW)
+    store.journal.append(
+        [ReportGroup(store.streams.stream_record("s0"), [report(i, i + 1) for i in range(5)])], NOW
+    )
     before = model_points(store, "r1", None, Selection()).totals["lost"].tolist()
     saved = {}
     with store.engine.begin() as connection:
@@ -54,7 +56,9 @@ def test_a_store_of_the_first_release_keeps_its_reports(store):
     first.open()
     try:
         assert model_points(first, "r1", None, Selection()).totals["lost"].tolist() == before
-        again = first.journal.append([ReportGroup(first.streams.record("s0"), [report(0, 1), report(5, 6)])], NOW)
+        again = first.journal.append(
+            [ReportGroup(first.streams.stream_record("s0"), [report(0, 1), report(5, 6)])], NOW
+        )
         assert [(outcome.accepted, outcome.duplicates) for outcome in again] == [(1, 1)]
     finally:
         first.close()

@@ -215,7 +215,7 @@ def _insert_reports(dialect: Dialect, count: int) -> Statement:
 class ReportJournal:
     """Reports as they come in, each one once, until they are sealed. `append`: from one thread at a time.
 
-    `last_bytes`: what the last commit took on its way here.
+    `last_bytes`: bytes of the request bodies in the newest commit, set as it begins.
     """
 
     def __init__(self, database: Database) -> None:
@@ -224,7 +224,7 @@ class ReportJournal:
 
     def append(self, groups: Sequence[ReportGroup], now: float) -> list[GroupOutcome]:
         """Store all groups in one transaction; durable when it returns."""
-        self.last_bytes = sum(group.bytes for group in groups)
+        self.last_bytes = sum(group.body_bytes for group in groups)
         with self._database.appending() as connection:
             return append(connection, groups, now)
 
@@ -353,7 +353,7 @@ def _outcome(
     if latest is None:
         return GroupOutcome(0, 0, gone=True)
     accepted = accepted_bytes = 0
-    for report, size, destination in zip(group.reports, group.sizes, destinations, strict=True):
+    for report, size, destination in zip(group.reports, group.journal_bytes, destinations, strict=True):
         if destination == "journal" and next(flags):
             accepted += 1
             accepted_bytes += size

@@ -73,7 +73,7 @@ class StreamStore:
                 created_at=created_at,
             )
 
-    def create(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
+    def create_stream(self, run_id: str, create: wire.StreamCreate, now: float) -> wire.Stream:
         """Register a stream, or extend it."""
         with self._database.writing() as connection:
             create_stream(connection, run_id, create, now)
@@ -84,7 +84,7 @@ class StreamStore:
         with self._database.reading() as connection:
             return read_streams(connection, run_id)
 
-    def record(self, stream_id: str) -> StreamRecord:
+    def stream_record(self, stream_id: str) -> StreamRecord:
         """What ingest has to know of a stream."""
         with self._database.reading() as connection:
             return read_stream_record(connection, stream_id)
