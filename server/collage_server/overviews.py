@@ -125,6 +125,6 @@ def evaluate(now: Snapshot, record: RunRecord) -> wire.Overview:
             layers=read(layers, replace(past, by_layer=True)),
             history=read((*edq, *states), history),
             layer_history=read(edq, replace(history, by_layer=True)),
-            losses=now.scalars([run_id], lost, Selection())[run_id] if lost else {},
+            logged_losses=now.scalars([run_id], lost, Selection())[run_id] if lost else {},
         ),
     )

@@ -39,7 +39,7 @@ from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
 from collage_server.queries.curves import (
     MEAN_OF_LAST,
-    Axis,
+    AxisName,
     compared_run,
     merged_metrics,
     metric_series,
@@ -62,7 +62,7 @@ class Question:
     metrics: tuple[str, ...]
     layers: LayerChoice
     selection: Selection
-    axis: Axis
+    axis: AxisName
 
     @property
     def measured(self) -> tuple[str, ...]:

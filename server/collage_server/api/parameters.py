@@ -17,6 +17,7 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import metric
 from collage_server.auth.bearer import principal_of
 from collage_server.errors import Unprocessable
+from collage_server.queries.curves import AxisName
 from collage_server.store import RunFilter, TableQuery
 
 __all__ = [
@@ -59,7 +60,6 @@ Rank = Annotated[int | None, Query(ge=0, le=2**31, description="One rank alone; 
 FirstStep = Annotated[int | None, Query(alias="from", ge=0, le=2**53)]
 LastStep = Annotated[int | None, Query(alias="to", ge=0, le=2**53)]
 PointCount = Annotated[int, Query(ge=1, le=_MOST_POINTS, description="At most so many points; 1 merges all.")]
-AxisName = Annotated[Literal["step", "tokens", "time"], Query()]
 MetricKeys = Annotated[
     list[Annotated[str, StringConstraints(max_length=512)]],
     Query(

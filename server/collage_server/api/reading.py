@@ -10,7 +10,7 @@ from collage_monitor import wire
 from collage_monitor.metrics import METRICS, SCALARS, split_key
 from collage_monitor.statistics import reduce_shards, statistics_for
 from collage_server.errors import NotFound, Unprocessable
-from collage_server.queries.curves import CLIP_RATIO, UNCLIPPED, Axis, Positions, clip_ratio, concatenated
+from collage_server.queries.curves import CLIP_RATIO, UNCLIPPED, AxisName, Positions, clip_ratio, concatenated
 from collage_server.queries.layers import worst_layers
 from collage_server.store import LatestPoint, Points, ScalarPoints, Selection, Snapshot
 
@@ -106,7 +106,7 @@ def scalars_of(
     return found
 
 
-def positions_of(snapshot: Snapshot, run_ids: Sequence[str], axis: Axis) -> dict[str, Positions]:
+def positions_of(snapshot: Snapshot, run_ids: Sequence[str], axis: AxisName) -> dict[str, Positions]:
     """Each run's positions of steps on an axis."""
     if axis == "tokens":
         tokens = snapshot.scalars(run_ids, ("tokens",), Selection())

@@ -11,7 +11,7 @@ import numpy as np
 
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_steps
-from collage_server.queries.finished import finished, number
+from collage_server.queries.finished import finished, json_number
 from collage_server.store.records import FloatArray, Points, RunRecord, ScalarPoints
 
 __all__ = ["RunValue", "correlation", "last_metric", "last_scalar"]
@@ -40,7 +40,7 @@ class RunValue:
         """The number for JSON."""
         if self.value is None:
             return None
-        return wire.to_number(self.value) if self.logged else number(self.value)
+        return wire.to_number(self.value) if self.logged else json_number(self.value)
 
 
 def last_metric(key: str, points: Points, window: float) -> RunValue:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all, reduce_steps
 from collage_monitor.wire import Number
-from collage_server.queries.finished import finished, finished_interval, number, values
+from collage_server.queries.finished import finished, finished_interval, json_list, json_number
 from collage_server.store.records import FloatArray, IntArray, Points, RunRecord, ScalarPoints
 
 __all__ = [
-    "Axis",
+    "AxisName",
     "CLIP_RATIO",
     "MEAN_OF_LAST",
     "Positions",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def merge_width(counts: NDArray[np.int64], points: int) -> int:
-    """How many measured steps one of at most `points` merged points holds, in `merge_starts`."""
+    """Measured steps in each merged point, so that there are at most `points`."""
     size = max(-(-int(counts.sum()) // points), 1)
     # Frozen points are far coarser than asked: each stays one point, and does not coarsen the others.
     coarsest = int(counts[counts <= 2 * size].max(initial=1))
@@ -104,7 +104,7 @@ def concatenated(members: Sequence[Points], metric: str | None = None) -> Points
     return replace(members[0], **joined, totals=totals, extremes=extremes)
 
 
-Axis = Literal["step", "tokens", "time"]
+AxisName = Literal["step", "tokens", "time"]
 _Number = TypeVar("_Number", np.float64, np.int64, np.bool_)
 
 
@@ -112,7 +112,7 @@ _Number = TypeVar("_Number", np.float64, np.int64, np.bool_)
 class Positions:
     """Positions of steps on the chosen axis: the step itself, seconds since `first_time`, or logged tokens."""
 
-    axis: Axis
+    axis: AxisName
     first_time: float = 0.0
     tokens: ScalarPoints | None = None
 
@@ -169,10 +169,11 @@ def _series_of(
     whole = {name for name, column in columns.items() if np.isfinite(column).all()}
     for run_id, world_size, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
         own: dict[str, Any] = {
-            name: column[a:b].tolist() if name in whole else values(column[a:b]) for name, column in columns.items()
+            name: column[a:b].tolist() if name in whole else json_list(column[a:b])
+            for name, column in columns.items()
         }
         axis = positions[run_id].axis
-        placed = own["steps"] if axis == "step" else values(positions[run_id].of(steps[a:b], times[a:b]))
+        placed = own["steps"] if axis == "step" else json_list(positions[run_id].of(steps[a:b], times[a:b]))
         known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": world_size}
         yield run_id, wire.Series(axis=axis, positions=placed, **known, **own)
 
@@ -191,7 +192,7 @@ def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, posi
         axis=positions.axis,
         first_steps=points.steps[starts].tolist(),
         steps=points.steps[ends].tolist(),
-        positions=values(positions.of(points.steps[ends], points.times[ends])),
+        positions=json_list(positions.of(points.steps[ends], points.times[ends])),
         values=_logged(means),
         minimum=_logged(_reduce(np.fmin, points.values, starts)),
         maximum=_logged(_reduce(np.fmax, points.values, starts)),
@@ -257,7 +258,7 @@ def merged_metrics(points: Mapping[str, Points]) -> dict[str, dict[str, Number |
             table = finish_all(reduce_steps(group.points.totals, axis=0, starts=starts))
         for key, array in table.items():
             for run_id, value in zip(group.run_ids, array.tolist(), strict=True):
-                found[run_id][key] = number(value)
+                found[run_id][key] = json_number(value)
     return found
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from collage_monitor.statistics import Totals, finish, has_interval, interval
 from collage_monitor.wire import Number, to_number, undefined_to_none
 
-__all__ = ["finished", "finished_interval", "number", "numbers", "values"]
+__all__ = ["finished", "finished_interval", "json_list", "json_number", "json_numbers"]
 
 FloatArray = NDArray[np.float64]
 
@@ -30,16 +30,16 @@ def finished_interval(key: str, totals: Totals) -> tuple[FloatArray, FloatArray]
         return interval(key, totals)
 
 
-def values(array: FloatArray | NDArray[np.int64]) -> list[Number | None]:
+def json_list(array: FloatArray | NDArray[np.int64]) -> list[Number | None]:
     """A one-dimensional array for JSON: undefined is null."""
     return undefined_to_none(array)
 
 
-def number(value: float) -> Number | None:
+def json_number(value: float) -> Number | None:
     """One finished value for JSON: undefined is null."""
     return None if math.isnan(value) else to_number(value)
 
 
-def numbers(table: Mapping[str, FloatArray]) -> dict[str, Number | None]:
+def json_numbers(table: Mapping[str, FloatArray]) -> dict[str, Number | None]:
     """Finished 0-dimensional values by key."""
-    return {key: number(float(value)) for key, value in table.items()}
+    return {key: json_number(float(value)) for key, value in table.items()}

@@ -11,7 +11,7 @@ from collage_monitor import wire
 from collage_monitor.metrics import HISTOGRAM_LABELS, metric, split_key
 from collage_monitor.statistics import histogram_counts, reduce_steps
 from collage_server.queries.curves import merge_starts
-from collage_server.queries.finished import finished, number, values
+from collage_server.queries.finished import finished, json_list, json_number
 from collage_server.store.records import Points
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 _LOWEST: Final = frozenset({"edq", "half_ulp_margin", "faithful"})
-"""Besides those with the ideal 1: the less, the more is lost, or the closer."""
+"""Metrics that are worst at their lowest, besides those whose ideal is 1."""
 _BY_DISTANCE: Final = frozenset({"edq_oracle_ratio", "oracle_step_norm_ratio", "oracle_displacement_ratio"})
 
 
@@ -47,28 +47,29 @@ def worst_layers(key: str, points: Points, k: int) -> list[wire.WorstLayer]:
     values = finished(key, {name: array[-1] for name, array in points.totals.items()}, (len(layers),))
     order = [index for index in worst_order(key, values) if not np.isnan(values[index])]
     return [
-        wire.WorstLayer(layer=layers[index], metric=key, value=number(float(values[index]))) for index in order[:k]
+        wire.WorstLayer(layer=layers[index], metric=key, value=json_number(float(values[index])))
+        for index in order[:k]
     ]
 
 
-def heatmap(run_id: str, metric: str, points: Points, count: int, order: Literal["depth", "worst"]) -> wire.Heatmap:
-    """values[layer][point] of points whose totals are [points, layers]; "worst" judges the whole run merged."""
+def heatmap(run_id: str, key: str, points: Points, count: int, order: Literal["depth", "worst"]) -> wire.Heatmap:
+    """values[layer][point] of points whose totals are [points, layers]; "worst" judges all points merged."""
     size, layers = len(points.steps), len(points.layers)
     starts = merge_starts(points.counts, count)
     ends = np.append(starts[1:], size)[: len(starts)] - 1
     merged = reduce_steps(points.totals, axis=0, starts=starts) if size else dict(points.totals)
-    table = finished(metric, merged, (len(starts), layers)).T
+    table = finished(key, merged, (len(starts), layers)).T
     rows = np.arange(layers)
     if order == "worst" and size:
-        whole = finished(metric, reduce_steps(points.totals, axis=0), (layers,))
-        rows = worst_order(metric, whole)
+        whole = finished(key, reduce_steps(points.totals, axis=0), (layers,))
+        rows = worst_order(key, whole)
     return wire.Heatmap(
         run_id=run_id,
-        metric=metric,
+        metric=key,
         layers=[points.layers[row] for row in rows],
         first_steps=points.first_steps[starts].tolist(),
         steps=points.steps[ends].tolist(),
-        values=[values(table[row]) for row in rows],
+        values=[json_list(table[row]) for row in rows],
     )
 
 
@@ -91,5 +92,5 @@ def histogram(run_id: str, name: str, points: Points, layer: str | None, *, merg
         first_step=int(points.first_steps[0 if merged else -1]) if size else None,
         step=int(points.steps[-1]) if size else None,
         labels=list(HISTOGRAM_LABELS),
-        counts=values(counts),
+        counts=json_list(counts),
     )

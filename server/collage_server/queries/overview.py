@@ -23,7 +23,7 @@ from collage_monitor.judgement import (
 from collage_monitor.metrics import split_key
 from collage_monitor.onset import Onset, find_onset, never_better
 from collage_monitor.statistics import reduce_steps
-from collage_server.queries.finished import finished, number
+from collage_server.queries.finished import finished, json_number
 from collage_server.store import Points, RunRecord, ScalarPoints
 
 __all__ = ["OverviewPoints", "begin_of_recent_past", "held_against", "overview"]
@@ -54,14 +54,14 @@ class OverviewPoints:
     """What an overview is made of.
 
     model, layers: the recent past, merged into one point. history: EDQ's totals and the states' over the whole run,
-    of the model; layer_history: EDQ's by layer, at the same steps. losses: logged values that are not finite now.
+    of the model; layer_history: EDQ's by layer, at the same steps. logged_losses: those not finite now.
     """
 
     model: Points
     layers: Points
     history: Points
     layer_history: Points
-    losses: Mapping[str, ScalarPoints] = field(default_factory=dict)
+    logged_losses: Mapping[str, ScalarPoints] = field(default_factory=dict)
 
 
 def begin_of_recent_past(points: Points) -> int | None:
@@ -73,13 +73,13 @@ def begin_of_recent_past(points: Points) -> int | None:
 
 def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
     """The evaluation of one run."""
-    not_finite = _not_finite(points.losses)
+    not_finite = _not_finite(points.logged_losses)
     if not len(points.model.steps):
         evidence = Evidence({}, watch=record.watch)
         found = judge(evidence)
         return wire.Overview(
             run_id=record.run_id,
-            health="not finite" if points.losses else found.health,
+            health="not finite" if points.logged_losses else found.health,
             headline=headline(found, evidence, not_finite=not_finite),
             verdict=found.text,
         )
@@ -100,7 +100,7 @@ def overview(record: RunRecord, points: OverviewPoints) -> wire.Overview:
         last_step=evidence.last_step,
         measured_steps=int(points.model.counts.sum()),
         numbers={key: value for key, value in evidence.model.items() if _is_shown(key)},
-        health="not finite" if points.losses else found.health,
+        health="not finite" if points.logged_losses else found.health,
         headline=sentence,
         verdict=found.text,
         findings=held_against(found),
@@ -210,8 +210,8 @@ def _worst(layers: Points) -> list[wire.LayerLoss]:
         wire.LayerLoss(
             layer=layers.layers[place],
             share=float(lost[place] / whole),
-            edq_ratio=number(float(edq[place])),
-            lost_update_ratio=number(float(share[place])),
+            edq_ratio=json_number(float(edq[place])),
+            lost_update_ratio=json_number(float(share[place])),
         )
         for place in np.argsort(-lost)[:WORST].tolist()
         if lost[place] > 0
@@ -223,4 +223,4 @@ def _trend(history: Points) -> list[wire.Number | None]:
     if not len(series):
         return []
     places = np.unique(np.linspace(0, len(series) - 1, _TREND_POINTS).astype(int))
-    return [number(float(f"{series[place]:.4g}")) for place in places]
+    return [json_number(float(f"{series[place]:.4g}")) for place in places]

@@ -12,7 +12,7 @@ import numpy as np
 from collage_monitor import wire
 from collage_monitor.statistics import finish_all
 from collage_monitor.wire import Number
-from collage_server.queries.finished import numbers
+from collage_server.queries.finished import json_numbers
 from collage_server.store.records import LatestPoint, NewEvent, NewIncident, RunRecord
 
 __all__ = [
@@ -52,7 +52,7 @@ def model_metrics(point: LatestPoint | None) -> dict[str, Number | None]:
     if point is None:
         return {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        return numbers(finish_all(point.model))
+        return json_numbers(finish_all(point.model))
 
 
 def latest_answer(record: RunRecord, point: LatestPoint | None, worst: list[wire.WorstLayer]) -> wire.Latest:
