@@ -5,10 +5,22 @@ from dataclasses import replace
 
 import pytest
 from collage_agent.transport import MemoryTransport
+from collage_agent.transport.counts import ReportCounts
+from collage_agent.transport.delivery import Delivery
+from collage_agent.transport.envelope import Envelope
 from collage_agent.transport.replay import Replay
+from collage_agent.transport.spool import SpoolFile
 
-from collage_monitor.errors import NotAuthorised, ServerRefusal, ServerUnreachable, Unavailable
-from collage_monitor.wire import AttemptCreate, ReportBatch, ReportGap, RunCreate, StreamCreate, decode_batch
+from collage_monitor.errors import NotAuthorised, NotFound, ServerRefusal, ServerUnreachable, Unavailable
+from collage_monitor.wire import (
+    AttemptCreate,
+    Report,
+    ReportBatch,
+    ReportGap,
+    RunCreate,
+    StreamCreate,
+    decode_batch,
+)
 from tests.agent_delivery.doubles import QUICK, make_run, measurement
 from tests.waiting import until
 
@@ -39,6 +51,24 @@ class Troubled(MemoryTransport):
         )
 
 
+class Forgetful(Troubled):
+    """Also refuses a long batch at random, or forgets the stream, until that is registered again."""
+
+    knows_stream = newly_told = True
+
+    def send(self, envelope, wait):
+        if envelope.kind == "reports" and self.random.random() < 0.3:
+            if len(envelope.body.reports) > 1:
+                raise ServerRefusal("too long", status=413)
+            self.knows_stream = self.newly_told
+        if envelope.kind == "reports" and not self.knows_stream:
+            raise NotFound("no such stream", status=404)
+        answer = super().send(envelope, wait)
+        self.newly_told = envelope.kind == "stream"
+        self.knows_stream |= self.newly_told
+        return answer
+
+
 def first_arrivals(transport):
     seen: dict[int, int] = {}
     for report in transport.reports:
@@ -48,8 +78,9 @@ def first_arrivals(transport):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_every_report_arrives_once_and_in_order(tmp_path, seed, share):
-    transport = Troubled(seed, share)
+@pytest.mark.parametrize("kind", [Troubled, Forgetful])
+def test_every_report_arrives_once_and_in_order(tmp_path, seed, share, kind):
+    transport = kind(seed, share)
     run = make_run(tmp_path, transport, limits=HASTY)
     run.started(1)
     for step in range(1, 101):
@@ -179,3 +210,112 @@ def test_reports_wait_for_an_older_server_to_be_upgraded(tmp_path, capsys):
     run.finish()
     assert [report.step for report in transport.reports] == list(range(1, 11))
     assert run.reports_dropped == {}
+
+
+class Scripted(MemoryTransport):
+    """Raises what its script says for the next messages, None where it takes one."""
+
+    def __init__(self, *script):
+        super().__init__()
+        self.script = list(script)
+
+    def send(self, envelope, wait):
+        error = self.script.pop(0) if self.script else None
+        if error is not None:
+            raise error
+        return super().send(envelope, wait)
+
+
+class Sender:
+    """A delivery of `reports` reports in batches of four, and its accounts."""
+
+    def __init__(self, folder, transport, reports, *, spooled):
+        self.transport = transport
+        self.counts = ReportCounts()
+        self.counts.add(reports)
+        self.delivery = Delivery(transport, SpoolFile(folder / "own.spool"), QUICK, self.counts, clock=lambda: 0.0)
+        self.delivery.older_spools_first = spooled
+        self.send(RunCreate(run_id="run"))
+        for first in range(0, reports, 4):
+            batch = [Report(seq=seq, step=seq, time=1.0, scalars={"loss": 1.0}) for seq in range(first, first + 4)]
+            self.send(ReportBatch(reports=batch))
+        self.delivery.older_spools_first = False
+
+    def send(self, body):
+        self.delivery.send(Envelope("project", "run", "stream", body))
+
+    @property
+    def places(self):
+        counts = self.counts
+        assert counts.made == counts.pending + counts.spooled + counts.sent + sum(counts.dropped.values())
+        return {"pending": counts.pending, "spooled": counts.spooled, "sent": counts.sent, **counts.dropped}
+
+    @property
+    def arrived(self):
+        return [report.seq for report in self.transport.reports]
+
+
+TOO_LONG = ServerRefusal("too long", status=413)
+LOST = NotFound("no such stream", status=404)
+LATER = [
+    ServerUnreachable("connection lost"),
+    Unavailable("busy", status=503),
+    Unavailable("too many requests", status=429),
+    NotAuthorised("not now", status=401),
+]
+
+
+@pytest.mark.parametrize("spooled", [False, True])
+@pytest.mark.parametrize(
+    ("script", "sent"),
+    [([], 0), ([None], 2), ([TOO_LONG, None], 1), ([None, TOO_LONG], 2), ([None, TOO_LONG, None], 3)],
+    ids=["first half", "second half", "first half's second", "second half's first", "second half's second"],
+)
+def test_a_half_that_must_be_sent_later_holds_up_what_follows(tmp_path, script, sent, spooled):
+    error = Unavailable("busy", status=503)
+    transport = Scripted(None, TOO_LONG, *script, error)
+    sender = Sender(tmp_path, transport, 8, spooled=spooled)
+    if spooled:
+        assert sender.delivery.drain(1)
+        assert not sender.delivery.drain(1)
+    assert (sender.delivery.last_error, sender.delivery.is_waiting) == (error, True)
+    assert sender.arrived == list(range(sent))
+    assert sender.places == {"pending": 0, "spooled": 8 - sent, "sent": sent}
+    assert sender.delivery.drain(10, now=True)
+    assert sender.arrived == list(range(8))
+    assert sender.places == {"pending": 0, "spooled": 0, "sent": 8}
+    assert (sender.delivery.last_error, sender.delivery.spool.is_empty) == (None, True)
+
+
+@pytest.mark.parametrize("error", LATER, ids=str)
+@pytest.mark.parametrize("registered", [False, True], ids=["while registering again", "at the repeat"])
+def test_a_server_that_lost_the_stream_and_is_busy_is_told_later(tmp_path, error, registered):
+    transport = Scripted(None, LOST, *[None] * registered, error)
+    sender = Sender(tmp_path, transport, 8, spooled=False)
+    assert (sender.delivery.last_error, sender.delivery.is_waiting) == (error, True)
+    assert sender.places == {"pending": 0, "spooled": 8, "sent": 0}
+    assert sender.delivery.drain(10, now=True)
+    assert sender.arrived == list(range(8))
+    assert sender.places == {"pending": 0, "spooled": 0, "sent": 8}
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"), [([LOST], "refused_404"), ([None, LOST], "refused_404")], ids=["run", "reports"]
+)
+def test_a_server_that_does_not_take_the_stream_again_refuses_its_reports(tmp_path, script, reason):
+    sender = Sender(tmp_path, Scripted(None, LOST, *script), 8, spooled=False)
+    assert sender.places == {"pending": 0, "spooled": 0, "sent": 4, reason: 4}
+    assert sender.arrived == [4, 5, 6, 7]
+    assert gaps_of(sender.transport) == [ReportGap(first_seq=0, last_seq=3, reason=reason)]
+
+
+def test_nothing_is_sent_once_half_a_batch_has_heard_that_the_run_was_deleted(tmp_path):
+    sender = Sender(tmp_path, Scripted(None, TOO_LONG, NotFound("deleted", status=410)), 8, spooled=False)
+    assert sender.arrived == []
+    assert sender.places == {"pending": 0, "spooled": 0, "sent": 0, "run_deleted": 8}
+
+
+def test_reports_found_too_long_after_the_stream_was_told_again_go_in_halves(tmp_path):
+    sender = Sender(tmp_path, Scripted(None, LOST, None, TOO_LONG), 8, spooled=False)
+    assert sender.arrived == list(range(8))
+    assert sender.places == {"pending": 0, "spooled": 0, "sent": 8}

@@ -147,6 +147,27 @@ def test_what_was_read_makes_room_before_anything_is_given_up(tmp_path):
     spool.close()
 
 
+def test_what_is_left_of_a_record_is_read_again_and_alone_gives_way(tmp_path):
+    spool = SpoolFile(spool_path(tmp_path, "run", "stream"), limit_bytes=4_000)
+    told = ReportGap(first_seq=0, last_seq=0, reason="rejected")
+    first = reports(1, 2, 3, 4)
+    spool.append(replace(first, body=ReportBatch(reports=first.body.reports, gaps=[told])))
+    assert spool.peek().body.gaps == [told]
+    spool.leave(spool.peek())
+    assert spool.peek().body.gaps == [told]
+    spool.leave(reports(3, 4))
+    assert spool.peek() == reports(3, 4)
+    seq = 5
+    while not (gaps := spool.append(reports(seq))):
+        seq += 1
+    lost = [number for gap in gaps for number in range(gap.first_seq, gap.last_seq + 1)]
+    assert lost == list(range(3, lost[-1] + 1))
+    left = read_all(spool)
+    assert left[0].body == ReportBatch(reports=[], gaps=gaps)
+    assert left[1:] == [reports(number) for number in range(lost[-1] + 1, seq + 1)]
+    spool.close()
+
+
 def test_a_shortened_spool_stays_locked_and_outlives_its_process(tmp_path):
     path = spool_path(tmp_path, "run", "stream")
     spool = SpoolFile(path, limit_bytes=2_000)

@@ -84,8 +84,9 @@ class Delivery:
             # The stream so far is an older attempt's.
             self._registrations.pop("stream", None)
         must_wait = self._transport is None or self.older_spools_first or not self.spool.is_empty or self.is_waiting
-        if must_wait or not self._deliver(envelope):
-            self._keep(envelope)
+        left = envelope if must_wait else self._deliver(envelope)
+        if left is not None:
+            self._keep(left)
 
     def drain(self, envelopes: int, *, now: bool = False) -> bool:
         """Send up to `envelopes` of the spool, unless a pause is on (`now` ends it); True if some went."""
@@ -96,7 +97,11 @@ class Delivery:
         for _ in range(envelopes):
             envelope = self.spool.peek()
             self._drop_damaged()
-            if envelope is None or not (self._discard(envelope) or self._deliver(envelope)):
+            if envelope is None:
+                break
+            left = self._deliver(envelope)
+            if left is not None:
+                self.spool.leave(left)
                 break
             self.spool.advance()
             some = True
@@ -117,75 +122,81 @@ class Delivery:
         """How long ago the server last did not take a message; infinite when it always did."""
         return self._clock() - self._failed_at
 
-    def _deliver(self, envelope: Envelope) -> bool:
-        """True when the envelope is done with: acknowledged, or refused for good and counted."""
+    def _deliver(self, envelope: Envelope) -> Envelope | None:
+        """What must be sent again later; None when all is done with: acknowledged, or refused and counted."""
+        if self._discard(envelope):
+            return None
+        answer = self._answer(self._with_gaps(envelope))
+        if isinstance(answer, ServerRefusal) and answer.status == 404 and envelope.kind == "reports":
+            answer = self._answer_once_registered(envelope, answer)
+        body = envelope.body
+        if answer is None:
+            return envelope
+        if isinstance(answer, BatchAnswer):
+            self._forget_gaps(envelope)
+            self._acknowledged(envelope, answer)
+        elif answer.status == 413 and isinstance(body, ReportBatch) and len(body.reports) > 1:
+            return self._deliver_halves(envelope, body)
+        else:
+            self._refused(envelope, answer)
+        if envelope.kind not in {"run", "attempt"}:
+            # A server may accept these two every time, and still refuse the stream that follows.
+            self._resume()
+        return None
+
+    def _answer(self, envelope: Envelope) -> BatchAnswer | ServerRefusal | None:
+        """The server's last word on a message; None, and sending pauses, when it must be sent again later."""
         assert self._transport is not None
         try:
-            answer = self._transport.send(self._with_gaps(envelope), self._wait)
+            return self._transport.send(envelope, self._wait)
         except _RETRY_LATER as error:
             self._pause(error)
-            return False
         except ServerRefusal as error:
-            if _lacks_a_statistic(envelope, error):
-                self._pause(error)
-                return False
-            self._refused(envelope, error)
+            if not _lacks_a_statistic(envelope, error):
+                return error
+            self._pause(error)
         except Exception as error:
             # An unexpected exception of a transport must not end the worker.
             if "transport" not in self._warned:
                 self._warned.add("transport")
                 _LOG.exception("the transport failed (said once)")
             self._pause(ServerUnreachable(f"{type(error).__name__}: {error}"))
-            return False
-        else:
-            self._forget_gaps(envelope)
-            self._acknowledged(envelope, answer)
-        if envelope.kind not in {"run", "attempt"}:
-            # A server may accept these two every time, and still refuse the stream that follows.
-            self._resume()
-        return True
+        return None
+
+    def _answer_once_registered(
+        self, envelope: Envelope, refusal: ServerRefusal
+    ) -> BatchAnswer | ServerRefusal | None:
+        """The answer after run, attempt and stream were registered again, with a server that has lost them.
+
+        It is the `refusal` of the reports where the server does not take a registration.
+        """
+        if not self._registrations:
+            return refusal
+        for known in self._registrations.values():
+            answer = self._answer(_allowing_resume(known))
+            if not isinstance(answer, BatchAnswer):
+                return None if answer is None else refusal
+        return self._answer(self._with_gaps(envelope))
+
+    def _deliver_halves(self, envelope: Envelope, body: ReportBatch) -> Envelope | None:
+        """As `_deliver`; what follows a half that must be sent later waits with it."""
+        middle = len(body.reports) // 2
+        first = msgspec.structs.replace(body, reports=body.reports[:middle])
+        second = msgspec.structs.replace(body, reports=body.reports[middle:], gaps=[])
+        left = self._deliver(replace(envelope, body=first))
+        if left is None:
+            return self._deliver(replace(envelope, body=second))
+        assert isinstance(left.body, ReportBatch)
+        both = msgspec.structs.replace(left.body, reports=[*left.body.reports, *second.reports])
+        return replace(envelope, body=both)
 
     def _refused(self, envelope: Envelope, error: ServerRefusal) -> None:
-        body = envelope.body
         if isinstance(error, NotFound) and error.status == 410:
             self._stop(envelope, "run_deleted", f"run {envelope.run_id} was deleted on the server: sending stops")
         elif envelope.kind == "run":
             self._stop(envelope, "run_refused", f"the server refuses run {envelope.run_id}: {_in_words(error)}")
-        elif error.status == 413 and isinstance(body, ReportBatch) and len(body.reports) > 1:
-            self._deliver_halves(envelope, body)
-        elif error.status == 404 and envelope.kind == "reports" and self._register_again():
-            self._deliver_once_more(envelope)
         else:
             self._drop(envelope, f"refused_{error.status}", f"the server refuses a message: {_in_words(error)}")
-
-    def _deliver_halves(self, envelope: Envelope, body: ReportBatch) -> None:
-        middle = len(body.reports) // 2
-        halves = (
-            msgspec.structs.replace(body, reports=body.reports[:middle]),
-            msgspec.structs.replace(body, reports=body.reports[middle:], gaps=[]),
-        )
-        for half in halves:
-            half_envelope = replace(envelope, body=half)
-            if not self._deliver(half_envelope):
-                self._keep(half_envelope)
-
-    def _register_again(self) -> bool:
-        """Introduce run, attempt and stream to a server that has lost them; False when it does not take them."""
-        if self._transport is None or not self._registrations:
-            return False
-        try:
-            for known in self._registrations.values():
-                self._transport.send(_allowing_resume(known), self._wait)
-        except CollageError:
-            return False
-        return True
-
-    def _deliver_once_more(self, envelope: Envelope) -> None:
-        assert self._transport is not None
-        try:
-            self._acknowledged(envelope, self._transport.send(envelope, self._wait))
-        except CollageError as error:
-            self._drop(envelope, "refused_404", f"the server refuses a message: {_in_words(error)}")
 
     def _acknowledged(self, envelope: Envelope, answer: BatchAnswer) -> None:
         if answer.rejected:
@@ -301,8 +312,8 @@ def _lacks_a_statistic(envelope: Envelope, error: ServerRefusal) -> bool:
     return envelope.kind == "stream" and error.status == 422 and error.field == "statistics"
 
 
-def _in_words(error: CollageError) -> str:
-    return f"{error.status} {error.code}, {error}" if isinstance(error, ServerRefusal) else str(error)
+def _in_words(error: ServerRefusal) -> str:
+    return f"{error.status} {error.code}, {error}"
 
 
 def _allowing_resume(envelope: Envelope) -> Envelope:

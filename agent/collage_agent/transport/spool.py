@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from collage_agent.transport.envelope import Envelope
 from collage_monitor.errors import WireError
 from collage_monitor.wire import ReportBatch, ReportGap
@@ -74,6 +76,8 @@ class SpoolFile:
         self._peeked_end: int | None = None
         self._expected: tuple[str, int] | None = None
         self._skipped = False
+        self._left: tuple[str, int] | None = None
+        """Stream and first report of what is left of the oldest record, when a part of it is dealt with."""
         self.taken_over = False
         """Whether another process wrote it."""
         self.damaged: list[tuple[str, ReportGap]] = []
@@ -148,7 +152,7 @@ class SpoolFile:
                 continue
             self._peeked_end = record.end
             self._notice_missing(envelope)
-            return envelope
+            return self._rest(envelope)
         return None
 
     def advance(self) -> None:
@@ -160,6 +164,11 @@ class SpoolFile:
         if self.is_empty and self._descriptor is not None:
             os.ftruncate(self._descriptor, len(_MAGIC))
             self._read_at = self._end = len(_MAGIC)
+
+    def leave(self, left: Envelope) -> None:
+        """Of the envelope from `peek`, only what is `left` is still to be dealt with: the last of its reports."""
+        if isinstance(left.body, ReportBatch) and left.body.reports:
+            self._left = left.stream_id, left.body.reports[0].seq
 
     def close(self) -> None:
         """Let go of the file; remove it, and its folder, when nothing is left to read."""
@@ -204,6 +213,16 @@ class SpoolFile:
                 self.damaged.append((envelope.stream_id, gap))
         self._skipped = False
 
+    def _rest(self, envelope: Envelope) -> Envelope:
+        """The envelope without reports that are dealt with, whose server then knows its gaps, too."""
+        body = envelope.body
+        if self._left is None or self._left[0] != envelope.stream_id or not isinstance(body, ReportBatch):
+            return envelope
+        reports = [report for report in body.reports if report.seq >= self._left[1]]
+        if len(reports) == len(body.reports):
+            return envelope
+        return replace(envelope, body=msgspec.structs.replace(body, reports=reports, gaps=[]))
+
     def _shorten(self) -> list[ReportGap]:
         """Rewrite the file without what was read and, where that is not enough, without the older half.
 
@@ -224,6 +243,8 @@ class SpoolFile:
             if not isinstance(envelope.body, ReportBatch):
                 begin[envelope.kind, envelope.stream_id] = envelope
             elif record.begin >= self._read_at:
+                envelope = self._rest(envelope)
+                assert isinstance(envelope.body, ReportBatch)
                 gone = [
                     ReportGap(first_seq=report.seq, last_seq=report.seq, reason="spool_full")
                     for report in envelope.body.reports
