@@ -28,9 +28,13 @@ def reraise_in_tests(error: Exception) -> None:
 
 
 class Guard:
-    """Swallows errors of one watch. After FAILURES_ALLOWED of them, or when memory ran out, `disabled` is True."""
+    """Swallows errors. That of a watch also `stops_measuring`, other guards stop nothing.
 
-    def __init__(self) -> None:
+    It does so after FAILURES_ALLOWED errors, or when memory ran out: then `disabled` is True.
+    """
+
+    def __init__(self, *, stops_measuring: bool = False) -> None:
+        self._stops_measuring = stops_measuring
         self.failures: Counter[str] = Counter()
         self.disabled = False
         self.reason = ""
@@ -43,10 +47,11 @@ class Guard:
         self.failures[kind] += 1
         if self.failures[kind] == 1:
             _LOGGER.warning("%s failed (%s); training is not affected", doing, error, exc_info=error)
-        if not self.disabled:
-            self.reason = f"measuring fails, last {kind}: {error}"
+        if self.disabled or not self._stops_measuring:
+            return
+        self.reason = f"measuring fails, last {kind}: {error}"
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if (out_of_memory or self.failures.total() >= FAILURES_ALLOWED) and not self.disabled:
+        if out_of_memory or self.failures.total() >= FAILURES_ALLOWED:
             self.disabled = True
             self.reason = f"switched off after {self.failures.total()} failures, last {kind}: {error}"
             _LOGGER.error("measuring is %s", self.reason)

@@ -88,7 +88,7 @@ class Watch:
         self.optimizers = optimizers
         self._last_step_shown = last_step_shown
         self._reporter = reporter
-        self._guard = Guard()
+        self._guard = Guard(stops_measuring=True)
         cycle = WindowSchedule(options.windows, options.every).cycle
         self._governor = Governor(options.every, options.sample, options.budget, worker_cpu_seconds, cycle=cycle)
         self._hooks: list[OptimizerHooks] = []

@@ -323,6 +323,20 @@ def test_refused_calls_of_log_do_not_claim_that_measuring_stopped(tmp_path, capl
     assert [report.scalars for report in transport.reports] == [{"loss": 1.0}]
 
 
+def test_reports_that_fail_do_not_claim_that_measuring_stopped(tmp_path, caplog):
+    raise_in_tests(False)
+    transport = MemoryTransport()
+    run = make_run(tmp_path, transport)
+    for step in range(1, 6):
+        run.measured(dataclasses.replace(measurement(step), totals=None))
+    run.measured(measurement(6))
+    run.finish()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("reporting a measured step failed (")
+    assert told.endswith("); training is not affected")
+    assert [report.step for report in transport.reports] == [6]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_every_counter_together_is_what_was_made_at_any_moment(tmp_path, seed):
     """Also while the server is slow, busy and refuses: no report is in two places, and none in none."""
