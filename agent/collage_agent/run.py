@@ -80,7 +80,7 @@ class _WatchSlot:
 class Run:
     """One run of this process; made by `collage_agent.init`. A Reporter for a single watch.
 
-    No call blocks, synchronises a device or raises, but for `finish`, which blocks until its deadline.
+    No call blocks, synchronises a device or raises, but for `finish` and `stop`, which block until their deadline.
     """
 
     def __init__(self, settings: Settings, identity: Identity, transport: Transport | None = None) -> None:

@@ -218,11 +218,12 @@ def init(
     """Begin a run; `with init(...) as run:` also ends it. An unfinished earlier run of this process is finished.
 
     Returns at once: the server is spoken to in the background, and while it is away reports are kept on disk.
-    Arguments left out come from the environment: COLLAGE_PROJECT, RUN_NAME, RUN_ID, RUN_GROUP, TAGS, SERVER_URL,
-    TOKEN, MODE, DIR. `resume` says what to do when the server knows `run_id`: "allow", "must" or "never"; it is
-    asked in the background, and its refusal ends the sending with one log line. `mode` is "online" by default;
-    "offline" keeps everything on disk for the next online run in the same folder; "disabled" reports nothing
-    (watches still measure).
+    Arguments left out come from the environment: COLLAGE_PROJECT, COLLAGE_RUN_NAME, COLLAGE_RUN_ID,
+    COLLAGE_RUN_GROUP, COLLAGE_TAGS, COLLAGE_SERVER_URL, COLLAGE_TOKEN, COLLAGE_MODE, COLLAGE_DIR.
+    `resume` says what to do when the server knows `run_id`: "allow", "must" or "never"; it is asked in the
+    background, and its refusal ends the sending with one log line. `mode` is "online" by default; "offline" keeps
+    everything on disk for the next online run in the same folder; "disabled" reports nothing (watches still
+    measure).
 
     Raises:
         ValueError: an argument that cannot be used; the message names it and says what to pass.

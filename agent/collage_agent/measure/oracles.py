@@ -29,8 +29,8 @@ ORACLE_SAMPLE: Final = 1024
 class Oracles:
     """Attaches oracles before the first step and steps them; attaches new ones when others wrote to the weights.
 
-    `running`: one for each kind of tensor, None before they attach. `restarts` counts how often new ones were
-    attached.
+    `running`: one for each kind of tensor, None before they attach. `restarts` counts how often new ones had to
+    attach because weights were written between two steps or a step raised; after a loaded state it does not count.
     """
 
     def __init__(self, planner: Planner) -> None:

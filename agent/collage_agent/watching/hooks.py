@@ -119,7 +119,7 @@ class OptimizerHooks:
         ]
 
     def before_by_hand(self) -> None:
-        """A step is about to be taken by what calls no hooks; does nothing where hooks say so."""
+        """A step is about to be taken; does nothing for torch optimizers, whose hooks see the step themselves."""
         if self.foreign is not None and not self.removed:
             self._before(self.optimizer, (), {})
 

@@ -102,8 +102,8 @@ def verdict(evidence: Evidence, summary: Mapping[str, Any], changed: str | None 
     notes = [f"  finding: {found}" for found in (info.fingerprint.findings if info.fingerprint else ())]
     notes += [f"  note: {info.intent_reason}"] if info.intent_reason else []
     if not evidence.model:
-        wait = f"nothing measured yet; the first measured step is the next one divisible by {info.every}"
-        return "\n".join([f"{head}: {wait}", *notes])
+        due = f"steps divisible by {info.every} (fewer where they cost too much), and the first one after a resume"
+        return "\n".join([f"{head}: nothing measured yet; to be measured: {due}", *notes])
     found = judge(evidence)
     lines = [f"{head}, step {evidence.last_step}: {found.health}", f"  {found.text}"]
     lines += [f"  since when: {changed}"] if changed else []
