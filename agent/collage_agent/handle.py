@@ -122,7 +122,7 @@ class Watch:
         self._last: Measurement | None = None
         self._history = History()
         self._last_occasional: dict[tuple[str, ...], Measurement] = {}
-        self._iterations = Iterations(len(self._hooks), self._begun, self._report)
+        self._iterations = Iterations(len(self._hooks), self._steps_before_watch, self._report)
         for hooks in self._hooks:
             hooks.begin(self._iterations)
         self._advice = "; ".join(own.advice for own in optimizers if isinstance(own, ForeignOptimizer))
@@ -202,8 +202,8 @@ class Watch:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
-    def _begun(self) -> int:
-        """The first optimizer is about to take its first step: the number of the last one before it."""
+    def _steps_before_watch(self) -> int:
+        """The first optimizer is about to take its first step: tell so, and return the steps taken before."""
         taken = 0
         try:
             if any(hooks.stepping.state for hooks in self._hooks):
@@ -247,7 +247,7 @@ class Watch:
             self._guard.caught("reporting a step", error)
         for hooks in self._hooks:
             hooks.totals = None
-        if self._governor.judge():
+        if self._governor.adjust():
             for hooks in self._hooks:
                 hooks.meter.shrink_sample(int(self._governor.sample))
 

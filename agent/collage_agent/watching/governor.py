@@ -23,8 +23,8 @@ class Governor:
     """Counts the CPU of the hooks and of the worker against the rest of the process.
 
     `interval` = every · 2^doublings: steps divisible by it are measured, and the first one after a resume is, too:
-    what the checkpoint lacked shows before that step alone. With budget None nothing is changed. `cycle`: the
-    period of the cost in steps, the least time to judge it by; doublings stretch it.
+    only at that step can one see what the checkpoint did not restore. With budget None nothing is changed. `cycle`:
+    the period of the cost in steps, the least time to judge it by; doublings stretch it.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Governor:
             self._hook_seconds += min(time.process_time() - process, of_this_thread * torch.get_num_threads())
             self.wall_seconds += time.perf_counter() - wall
 
-    def judge(self) -> bool:
-        """Look at the cost after a measured step; True if `sample` has just become smaller."""
+    def adjust(self) -> bool:
+        """Fit interval and sample to the cost, after a measured step; True if `sample` has just become smaller."""
         self._measured += 1
         count, agent_then, process_then = self._last_judged
         agent, process = self.agent_cpu_seconds, time.process_time()

@@ -11,21 +11,21 @@ class Iterations:
     """Counts iterations from the steps of `members` optimizers; with one of them each step is an iteration.
 
     An iteration is over when all have stepped, or when one of them steps again: then the others had no gradient.
-    `begun` returns the number of the last iteration before the first; `over` is called after each iteration in
-    which `measured` was set. Every call takes a constant time.
+    `steps_before_watch` is called before the first iteration: how many were taken before the watch began. `over` is
+    called after each iteration in which `measured` was set. Every call takes a constant time.
     """
 
-    def __init__(self, members: int, begun: Callable[[], int], over: Callable[[], None]) -> None:
+    def __init__(self, members: int, steps_before_watch: Callable[[], int], over: Callable[[], None]) -> None:
         self.step: int | None = None
         self.measured = False
         self._members = members
-        self._begun, self._over = begun, over
+        self._steps_before_watch, self._over = steps_before_watch, over
         self._stepped: set[int] = set()
 
     def begin_step(self, member: int) -> int:
         """Number of the iteration to which the step that `member` is about to take belongs."""
         if self.step is None:
-            self.step = self._begun()
+            self.step = self._steps_before_watch()
         if self._stepped:
             if member not in self._stepped:
                 return self.step

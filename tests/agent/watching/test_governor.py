@@ -37,7 +37,7 @@ def run(governor, clock, measured, agent, rest):
         clock.seconds += rest
         with governor.timing():
             clock.seconds += agent
-        shrunk.append(governor.judge())
+        shrunk.append(governor.adjust())
     return shrunk
 
 
