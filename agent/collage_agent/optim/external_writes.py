@@ -6,7 +6,8 @@ others now, they are the weight, and what was kept beside the old ones goes. Els
 its restore change nothing.
 
 A step remembers of each weight: its version, which a write in place raises, where its elements lie, and the bits
-of a few runs of them, which show a write through `.data`. Where one of these has changed, elements are compared:
+of a few stretches of them, which show a write through `.data`. Where one of these has changed, elements are
+compared:
 
 - A master weight must round to the weight: exact for each element.
 - The bits beside which a residual was left are not kept, they would cost two bytes a weight. If a sampled element
@@ -38,7 +39,7 @@ __all__ = ["ON_EXTERNAL_WRITE", "ExternalWrites"]
 ON_EXTERNAL_WRITE = ("adopt", "raise")
 
 _LOGGER = logging.getLogger(__name__)
-_RUNS, _RUN_ELEMENTS = 4, 64
+_STRETCHES, _STRETCH_ELEMENTS = 4, 64
 _SMALL_ELEMENTS = 1 << 14
 _WRITES_BEFORE_COPY = 2
 _NEVER_STEPPED = -1
@@ -55,7 +56,7 @@ class _TrackedWeight:
     """What is remembered of a weight that has a residual or a master weight.
 
     version, place, state_version: as the last step left them; a write in place raises a version.
-    runs: some of the elements at `place`; their bits are in the sample, from `offset` on.
+    stretches: some of the elements at `place`; their bits are in the sample, from `offset` on.
     copy: the bits of all elements.
     """
 
@@ -63,7 +64,7 @@ class _TrackedWeight:
     version: int = _NEVER_STEPPED
     place: _Place = _NOWHERE
     state_version: int = 0
-    runs: list[memoryview] | None = None
+    stretches: list[memoryview] | None = None
     sample: _Sample | None = None
     offset: int = 0
     writes: int = 0
@@ -92,10 +93,10 @@ _Places = tuple[list[int], list[int], list[tuple[int, ...]]]
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """Runs that are read together: those of weights of one dtype and device; on a device all of one length.
+    """Stretches that are read together: those of weights of one dtype and device; on a device all of one length.
 
-    places: of the weights among those that take the step. sizes: elements of each weight's runs. memory, on a host,
-    or views, on a device: the runs. left: their bits, as the last step left them.
+    places: of the weights among those that take the step. sizes: elements of each weight's stretches. memory, on
+    a host, or views, on a device: the stretches. left: their bits, as the last step left them.
     """
 
     on_host: bool
@@ -253,10 +254,10 @@ class ExternalWrites:
             moved.append(elsewhere or entry.version() != tracked.version)
             if elsewhere:
                 if place[1] != tracked.place[1]:
-                    # Runs are read in the order of the memory: what they held says nothing of these elements.
+                    # Stretches are read in the order of the memory: what they held says nothing of these elements.
                     tracked.sample = None
                     entry.reordered = tracked.place is not _NOWHERE
-                tracked.place, tracked.runs, relocated = place, None, True
+                tracked.place, tracked.stretches, relocated = place, None, True
         order = [entry.tracked for entry in self._entries]
         if relocated or order != self._order:
             self._order, self._samples = order, _samples_of(self._entries)
@@ -270,7 +271,7 @@ class ExternalWrites:
         for sample in self._samples:
             entries = [self._entries[place] for place in sample.places]
             if not sample.on_host:
-                sample.views = [_runs_within(entry.weight) for entry in entries]
+                sample.views = [_stretches_within(entry.weight) for entry in entries]
             suspects = [moved[place] for place in sample.places]
             now, left = sample.read(), sample.left
             if sample.on_host and now == left:
@@ -349,50 +350,50 @@ def reads_at_once(device: torch.device) -> bool:
 
 
 def _samples_of(entries: Sequence[_Entry]) -> list[_Sample]:
-    """The weights' runs, as they are read together. On a host they are kept until a weight's memory is another."""
+    """The weights' stretches, as they are read together. On a host they last until a weight's memory is another."""
     found: dict[tuple[torch.device, torch.dtype, int], _Sample] = {}
     for place, entry in enumerate(entries):
         tracked, weight = entry.tracked, entry.weight
         on_host = reads_at_once(weight.device)
-        (runs, elements), _, _ = _run_layout(weight)
+        (stretches, elements), _, _ = _stretch_layout(weight)
         sample = found.setdefault((weight.device, weight.dtype, 0 if on_host else elements), _Sample(on_host))
         sample.places.append(place)
-        sample.sizes.append(runs * elements)
+        sample.sizes.append(stretches * elements)
         if on_host:
-            tracked.runs = _runs_at(weight) if tracked.runs is None else tracked.runs
-            sample.memory += tracked.runs
+            tracked.stretches = _stretches_at(weight) if tracked.stretches is None else tracked.stretches
+            sample.memory += tracked.stretches
         else:
-            sample.views.append(_runs_within(weight))
+            sample.views.append(_stretches_within(weight))
     return list(found.values())
 
 
-def _run_layout(weight: Tensor) -> tuple[tuple[int, int], tuple[int, int], int]:
-    """Of the runs in a weight's memory: their shape and strides, and the element that they begin with."""
+def _stretch_layout(weight: Tensor) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Of the stretches in a weight's memory: their shape and strides, and the element that they begin with."""
     elements = weight.numel()
     if not elements or not _is_dense(weight):
         return (0, 1), (1, 1), 0
     if elements < _SMALL_ELEMENTS:
-        length = min(elements, _RUN_ELEMENTS)
+        length = min(elements, _STRETCH_ELEMENTS)
         return (1, length), (length, 1), (elements - length) // 2
-    apart = elements // _RUNS
-    return (_RUNS, _RUN_ELEMENTS), (apart, 1), (apart - _RUN_ELEMENTS) // 2
+    apart = elements // _STRETCHES
+    return (_STRETCHES, _STRETCH_ELEMENTS), (apart, 1), (apart - _STRETCH_ELEMENTS) // 2
 
 
-def _runs_within(weight: Tensor) -> Tensor:
-    """A view of the weight's runs [runs, elements a run]."""
-    shape, strides, first = _run_layout(weight)
+def _stretches_within(weight: Tensor) -> Tensor:
+    """A view of the weight's stretches [stretches, elements a stretch]."""
+    shape, strides, first = _stretch_layout(weight)
     return weight.as_strided(shape, strides, weight.storage_offset() + first)
 
 
-def _runs_at(weight: Tensor) -> list[memoryview]:
+def _stretches_at(weight: Tensor) -> list[memoryview]:
     """The same by address: they keep no memory alive, and are to be read only while the weight is there.
 
     So they last from step to step; views would have to be made for each.
     """
-    (runs, elements), (apart, _), first = _run_layout(weight)
+    (stretches, elements), (apart, _), first = _stretch_layout(weight)
     memory, width = ctypes.c_char * (elements * weight.element_size()), weight.element_size()
     address = weight.data_ptr() + first * width
-    return [memoryview(memory.from_address(address + run * apart * width)) for run in range(runs)]
+    return [memoryview(memory.from_address(address + stretch * apart * width)) for stretch in range(stretches)]
 
 
 def _is_dense(weight: Tensor) -> bool:
@@ -404,7 +405,7 @@ def _is_dense(weight: Tensor) -> bool:
 
 
 def _differs(entry: _Entry, now: Tensor) -> bool | Tensor:
-    """Whether a weight's runs, flat int16, have other bits than the last step left; on a device a tensor."""
+    """Whether a weight's stretches, flat int16, have other bits than the last step left; on a device a tensor."""
     tracked = entry.tracked
     # A state that was written to as well is a checkpoint, loaded in place: weight and state agree.
     if tracked.state_version != entry.state._version:
