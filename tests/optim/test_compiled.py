@@ -4,7 +4,15 @@ import warnings
 
 import pytest
 import torch
-from collage_agent.optim import STRATEGIES, CollageAdam, CollageAdamW, CollageLion, CollageSGD, compiled, words
+from collage_agent.optim import (
+    STRATEGIES,
+    CollageAdam,
+    CollageAdamW,
+    CollageLion,
+    CollageSGD,
+    compiled,
+    packed_words,
+)
 from collage_agent.optim.advance import advance_in_wide
 from collage_agent.optim.arithmetic import WideArithmetic
 from collage_agent.optim.codes import stored_value
@@ -91,11 +99,13 @@ def test_same_bits_between_words():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_gradient_of_another_format_is_not_read_as_words(dtype):
     gradient, weight = torch.randn(40).to(dtype), torch.randn(40).to(torch.bfloat16)
-    found = words.words({"parameter": weight, "gradient": gradient})
-    for place in range(words.ELEMENTS):
-        assert torch.equal(words.unpacked(found["parameter"], place, weight.dtype), weight[place :: words.ELEMENTS])
+    found = packed_words.words({"parameter": weight, "gradient": gradient})
+    for place in range(packed_words.ELEMENTS):
         assert torch.equal(
-            words.unpacked(found["gradient"], place, weight.dtype), gradient[place :: words.ELEMENTS]
+            packed_words.unpacked(found["parameter"], place, weight.dtype), weight[place :: packed_words.ELEMENTS]
+        )
+        assert torch.equal(
+            packed_words.unpacked(found["gradient"], place, weight.dtype), gradient[place :: packed_words.ELEMENTS]
         )
 
 

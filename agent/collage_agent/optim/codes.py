@@ -264,7 +264,7 @@ def _padded(flat: Tensor) -> Tensor:
 def round_at_random(arithmetic: WideArithmetic, value: Tensor, out: Tensor, draws: Draws) -> None:
     """Round fp32 `value`, used up, to out's format, up or down at random, so that the mean is right.
 
-    Where out is fp32, to bfloat16 (`collage_agent.optim.words`).
+    Where out is fp32, to bfloat16 (`collage_agent.optim.packed_words`).
     """
     if out.dtype == torch.float16:
         out.copy_(round_at(value, out.dtype, draws.uniform()))

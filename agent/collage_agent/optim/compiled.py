@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from collage_agent.optim import codes, words
+from collage_agent.optim import codes, packed_words
 from collage_agent.optim.advance import Step, advance_in_wide
 from collage_agent.optim.arithmetic import Scalar, State, WideArithmetic, Workspace
 from collage_agent.optim.random_numbers import Noise, Seeding
@@ -130,15 +130,15 @@ def _uncompiled(structure: Structure, root: torch.dtype) -> FunctionType:
             advance_in_wide(step, WideArithmetic(None, wide, root), components, scalars, noise)
             return
         parts = []
-        for place in range(words.ELEMENTS):
-            part = {name: words.unpacked(word, place, dtypes[name]) for name, word in components.items()}
+        for place in range(packed_words.ELEMENTS):
+            part = {name: packed_words.unpacked(word, place, dtypes[name]) for name, word in components.items()}
             part.update({name: part[name].to(torch.bfloat16) for name in rounded})
             own = None if noise is None else noise.from_element(place)
-            advance_in_wide(step, WideArithmetic(None, wide, root, words.ELEMENTS), part, scalars, own)
+            advance_in_wide(step, WideArithmetic(None, wide, root, packed_words.ELEMENTS), part, scalars, own)
             parts.append(part)
         for name, word in components.items():
             if name != "gradient":
-                word.copy_(words.packed([part[name] for part in parts], dtypes[name]))
+                word.copy_(packed_words.packed([part[name] for part in parts], dtypes[name]))
 
     return cast(FunctionType, advance)
 
@@ -194,12 +194,12 @@ def _advance_in_words(
     """Step whole words compiled, and the few elements behind them eagerly."""
     elements = components["parameter"].numel()
     # A single word the compiler takes for a constant size, and would compile once more.
-    within = elements - elements % words.ELEMENTS if elements >= 2 * words.ELEMENTS else 0
+    within = elements - elements % packed_words.ELEMENTS if elements >= 2 * packed_words.ELEMENTS else 0
     if within:
         whole = components
         if within < elements:
             whole = {name: tensor[:within] for name, tensor in components.items()}
-        own = words.words(whole)
+        own = packed_words.words(whole)
         stepped(own, scalars, noise)
         for name, tensor in whole.items():
             if own[name].data_ptr() != tensor.data_ptr() and name != "gradient":
