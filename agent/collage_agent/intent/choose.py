@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.blockwise import Blockwise, is_blockwise, unlike_its_rule
-from collage_agent.intent.clone import isolated, silenced
+from collage_agent.intent.clone import isolated, without_output_or_warnings
 from collage_agent.intent.foreign import ForeignOptimizer, with_inner
 from collage_agent.intent.observe import observe_storage
 from collage_agent.intent.probing import HOST
@@ -55,7 +55,7 @@ class Intent(Protocol):
         """Write u [n] fp64 to `out` and advance `state` in place; False where there is no u."""
 
 
-class Rule:
+class OwnRuleIntent:
     """u from `exact_displacement` of a CollageOptimizer; same calls as `Shadow`, no clone and no self-test."""
 
     kind: Final = "rule"
@@ -118,7 +118,7 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
     Runs the self-test, 5 to 35 ms a kind of group, on the host: synchronises no device. What the clones print,
     warn of or log reaches nobody; those that print or log are muted at measured steps too.
     """
-    with silenced() as heard:
+    with without_output_or_warnings() as heard:
         chosen = _choose(optimizer)
     for intent in chosen:
         shadow = intent.shadow if isinstance(intent, WholeTensor) else intent
@@ -129,7 +129,7 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
 
 def _choose(optimizer: Optimizer) -> list[Intent]:
     if isinstance(optimizer, CollageOptimizer):
-        return [Rule(optimizer)] * len(optimizer.param_groups)
+        return [OwnRuleIntent(optimizer)] * len(optimizer.param_groups)
     leads_to_weights = with_inner(optimizer)
     if leads_to_weights is not None:
         return [BeforeAfter(leads_to_weights)] * len(optimizer.param_groups)

@@ -23,9 +23,9 @@ __all__ = [
     "clone_value",
     "holds_values",
     "isolated",
-    "muted",
-    "silenced",
     "undecorated_step",
+    "without_output",
+    "without_output_or_warnings",
 ]
 
 _OF_OTHERS: Final = frozenset(("torch", *sys.stdlib_module_names))
@@ -140,7 +140,7 @@ def isolated(device: torch.device) -> Iterator[None]:
             torch.cuda.set_rng_state(device_state, device)
 
 
-class _Muted:
+class _OtherThreadsStream:
     """A stream that keeps one thread's words in `heard` and passes on what others write."""
 
     def __init__(self, stream: Any, thread: int, heard: list[str]) -> None:
@@ -159,15 +159,15 @@ class _Muted:
 
 
 @contextmanager
-def silenced() -> Iterator[list[str]]:
-    """As `muted`, and warnings, which Python does not tell apart by thread, are ignored."""
-    with warnings.catch_warnings(), muted() as heard:
+def without_output_or_warnings() -> Iterator[list[str]]:
+    """As `without_output`, and warnings, which Python does not tell apart by thread, are ignored."""
+    with warnings.catch_warnings(), without_output() as heard:
         warnings.simplefilter("ignore")
         yield heard
 
 
 @contextmanager
-def muted() -> Iterator[list[str]]:
+def without_output() -> Iterator[list[str]]:
     """Nothing that this thread prints or logs inside reaches anybody: a clone is no training. Yields what it was.
 
     Other threads print and log as before. Warnings are left alone: to catch them makes Python forget which it has
@@ -183,7 +183,7 @@ def muted() -> Iterator[list[str]]:
         else:
             heard.append(record.getMessage())
 
-    sys.stdout, sys.stderr = (stream and _Muted(stream, thread, heard) for stream in streams)
+    sys.stdout, sys.stderr = (stream and _OtherThreadsStream(stream, thread, heard) for stream in streams)
     logging.Logger.handle = handle_of_others  # type: ignore[method-assign, assignment]
     try:
         yield heard

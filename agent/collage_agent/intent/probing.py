@@ -16,7 +16,7 @@ from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value
 from collage_agent.intent.widen import Widening, uncompiled
 from collage_agent.sample.stored import PLAIN, Composition
 
-__all__ = ["HOST", "STEPS", "TOLERANCE", "ProbeRun", "agree", "gradients_of", "same_scalars"]
+__all__ = ["HOST", "STEPS", "TOLERANCE", "ProbeRun", "gradients_of", "same_displacements", "same_scalars"]
 
 HOST: Final = torch.device("cpu")
 STEPS: Final = 16
@@ -122,7 +122,7 @@ def gradients_of(shapes: Sequence[tuple[int, ...]], generator: torch.Generator) 
         ]
 
 
-def agree(values: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def same_displacements(values: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether displacements equal the expected ones, relative to the largest of their tensor."""
     for value, wanted in zip(values, expected, strict=True):
         if not bool((value - wanted).abs().max() <= TOLERANCE * wanted.abs().max()):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.clone import clone_value, isolated
-from collage_agent.intent.probing import HOST, STEPS, ProbeRun, agree, gradients_of, same_scalars
+from collage_agent.intent.probing import HOST, STEPS, ProbeRun, gradients_of, same_displacements, same_scalars
 from collage_agent.intent.widen import Widening
 from collage_agent.sample.stored import PLAIN, Composition
 
@@ -129,11 +129,13 @@ def _elementwise_failure(
         still &= all(not bool(u.any()) for u in moved)
         coarse &= all(torch.equal(parameter, parameter.float().double()) for parameter in whole.parameters)
         samples, expected = _sampled(gradient, chosen), _sampled(moved, chosen)
-        if not agree(repeated, moved):
+        if not same_displacements(repeated, moved):
             return "does not repeat its own steps (random, or its state is shared)"
         try:
-            apart = agree(synced.step(samples), expected) and agree(free.step(samples), expected)
-            together = agree(pooled.step([torch.cat(samples)]), [torch.cat(expected)])
+            apart = same_displacements(synced.step(samples), expected) and same_displacements(
+                free.step(samples), expected
+            )
+            together = same_displacements(pooled.step([torch.cat(samples)]), [torch.cat(expected)])
         except Exception as error:
             return f"is not elementwise: it cannot step a sample ({type(error).__name__}: {error})"
         if not apart:
@@ -172,11 +174,14 @@ def _separable_failure(
         moved, repeated = together.step(gradient), again.step(gradient)
         still &= all(not bool(u.any()) for u in moved)
         coarse &= all(torch.equal(parameter, parameter.float().double()) for parameter in together.parameters)
-        if not agree(repeated, moved):
+        if not same_displacements(repeated, moved):
             return "does not repeat its own steps (random, or its state is shared)"
         for index, expected in enumerate(moved):
             own = [gradient[index]]
-            if not (agree(synced[index].step(own), [expected]) and agree(free[index].step(own), [expected])):
+            if not (
+                same_displacements(synced[index].step(own), [expected])
+                and same_displacements(free[index].step(own), [expected])
+            ):
                 return "is not separable: a tensor does not move alone as it does among others"
             if not same_scalars(together, free[index], index):
                 return "is not separable: it keeps a number that depends on all tensors"

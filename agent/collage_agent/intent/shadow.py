@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, muted, undecorated_step
+from collage_agent.intent.clone import clone_group, clone_optimizer, clone_value, undecorated_step, without_output
 from collage_agent.intent.widen import Widening, uncompiled, widened
 from collage_agent.sample.stored import PLAIN, Composition
 
@@ -90,7 +90,7 @@ class Shadow:
         if self._running:
             vars(self._clone).update(clone_value(self._running, objects=False))
         try:
-            quiet = muted() if self.talks else nullcontext()
+            quiet = without_output() if self.talks else nullcontext()
             with (
                 quiet,
                 uncompiled(type(self._clone)),
