@@ -25,7 +25,7 @@ from collage_agent.training.scaling import most_skipped
 from collage_agent.training.subgroups import SubGroup, showing_only, sub_groups
 from collage_agent.watching.description import bytes_per_parameter, external_writes, joined
 from collage_agent.watching.governor import Governor
-from collage_agent.watching.history import History
+from collage_agent.watching.history import StepHistory
 from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
 from collage_agent.watching.iterations import Iterations
 from collage_agent.watching.verdict import edq_change, evidence_of, summarise, verdict
@@ -120,7 +120,7 @@ class Watch:
         self._layout: Layout | None = None
         self._failures: list[str] = []
         self._last: Measurement | None = None
-        self._history = History()
+        self._history = StepHistory()
         self._last_occasional: dict[tuple[str, ...], Measurement] = {}
         self._iterations = Iterations(len(self._hooks), self._steps_before_watch, self._report)
         for hooks in self._hooks:

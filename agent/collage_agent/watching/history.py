@@ -16,7 +16,7 @@ from collage_monitor.judgement import recent_points
 from collage_monitor.metrics import split_key, statistic
 from collage_monitor.statistics import reduce_steps
 
-__all__ = ["History", "Past"]
+__all__ = ["PastTotals", "StepHistory"]
 
 Array = NDArray[np.float64]
 Rules = Mapping[str, Tensor]
@@ -43,7 +43,7 @@ class _Point:
 
 
 @dataclass(frozen=True)
-class Past:
+class PastTotals:
     """Totals on the host, [points][1 + layers] by statistic: the model first. Point i merges the measured steps
     first_steps[i] to last_steps[i]."""
 
@@ -51,7 +51,7 @@ class Past:
     last_steps: tuple[int, ...]
     totals: Mapping[str, Array]
 
-    def recent(self) -> Past:
+    def recent(self) -> PastTotals:
         """The recent past as one point."""
         measured, squares = (
             np.nan_to_num(self.totals[key][:, MODEL]).tolist() for key in ("measured_steps", "intended_squared_sum")
@@ -59,10 +59,10 @@ class Past:
         taken = recent_points(measured, squares)
         merged = reduce_steps({key: values[-taken:] for key, values in self.totals.items()}, axis=0)
         points = {key: values[np.newaxis] for key, values in merged.items()}
-        return Past(self.first_steps[-taken:][:1], self.last_steps[-1:], points)
+        return PastTotals(self.first_steps[-taken:][:1], self.last_steps[-1:], points)
 
 
-class History:
+class StepHistory:
     """Measured steps, each a point at first; where room runs out, neighbours are merged, all alike.
 
     Adding waits for nothing, and costs a few operations on the tables' device for _TOGETHER measured steps, or so
@@ -124,7 +124,7 @@ class History:
             self._points = [self._merged(self._points[i : i + 2]) for i in range(0, most, 2)]
             self._steps_per_point *= 2
 
-    def past(self) -> Past | None:
+    def past(self) -> PastTotals | None:
         """Everything kept, oldest first; None before the first measured step. Synchronises the device."""
         self._take_in()
         # The steps that no point holds yet are one point of their own.
@@ -135,7 +135,9 @@ class History:
         roots = torch.stack([self._widened(point).roots for point in points], 1).cpu().numpy()
         names = [f"variance_product_root/{metric}" for _, _, metric in self._pairs]
         totals = dict(zip(self._keys, array, strict=True)) | dict(zip(names, roots, strict=True))
-        return Past(tuple(point.first_step for point in points), tuple(point.last_step for point in points), totals)
+        return PastTotals(
+            tuple(point.first_step for point in points), tuple(point.last_step for point in points), totals
+        )
 
     def _read_layout(self, layout: Layout, device: torch.device) -> None:
         """Which rows are kept, and how they merge; a later layout only appends to them."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_agent.measurement import Layout, Measurement
-from collage_agent.watching.history import MODEL, Past
+from collage_agent.watching.history import MODEL, PastTotals
 from collage_monitor import judgement, wire
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
@@ -65,7 +65,7 @@ def summarise(
     }
 
 
-def evidence_of(past: Past | None, layout: Layout | None, info: wire.WatchInfo) -> Evidence:
+def evidence_of(past: PastTotals | None, layout: Layout | None, info: wire.WatchInfo) -> Evidence:
     """The recent past as a judgement takes it."""
     if past is None or layout is None:
         return Evidence({}, watch=info)
@@ -80,7 +80,7 @@ def evidence_of(past: Past | None, layout: Layout | None, info: wire.WatchInfo) 
     )
 
 
-def edq_change(past: Past | None, layout: Layout | None) -> str | None:
+def edq_change(past: PastTotals | None, layout: Layout | None) -> str | None:
     """A sentence that says since when EDQ is what it is, and in which layers; None of a change by and by."""
     if past is None or layout is None:
         return None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from collage_agent.measurement import Layout, Measurement
-from collage_agent.watching.history import MODEL, History
+from collage_agent.watching.history import MODEL, StepHistory
 
 from collage_monitor import wire
 from collage_monitor.statistics import reduce_shards, reduce_steps
@@ -62,7 +62,7 @@ def merged(measurements):
 @pytest.mark.parametrize("room", [1, 4_000, 10**6], ids=["hardly any room", "little room", "room for all"])
 @pytest.mark.parametrize("count", [1, 7, 50])
 def test_merged_steps_are_those_of_the_contract(room, count):
-    history, measurements = History(room), list(steps(count))
+    history, measurements = StepHistory(room), list(steps(count))
     for measurement in measurements:
         history.add(measurement)
     past = history.past()
@@ -77,7 +77,7 @@ def test_merged_steps_are_those_of_the_contract(room, count):
 
 def test_statistics_and_layers_may_come_later():
     early, late = list(steps(20, KEYS[:6], 2)), list(steps(20, KEYS, LAYERS, first=21, seed=1))
-    history = History(1)
+    history = StepHistory(1)
     for measurement in (*early, *late):
         history.add(measurement)
     past = history.past()
@@ -88,7 +88,7 @@ def test_statistics_and_layers_may_come_later():
 
 
 def test_memory_is_bounded():
-    history, sizes = History(30_000), []
+    history, sizes = StepHistory(30_000), []
     for measurement in steps(1000):
         history.add(measurement)
         sizes.append(history.bytes)
@@ -103,7 +103,7 @@ def test_the_recent_past_has_enough_steps_and_enough_of_the_descent():
     """At the end of a schedule to 0 the last steps are next to nothing, and do not speak for the run."""
 
     def recent(squares):
-        history = History()
+        history = StepHistory()
         for step, square in enumerate(squares, start=1):
             totals = torch.tensor([[1.0], [square]], dtype=torch.float64)
             told = layout(("measured_steps", "intended_squared_sum"), 1)
