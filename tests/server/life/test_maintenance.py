@@ -199,7 +199,7 @@ class Worn(Disk):
         super().__init__()
         self.retention = Life()
         self.events = NoEvents()
-        self.history = self.retention
+        self.old_rows = self.retention
 
     def release_space(self):
         return False

@@ -20,9 +20,9 @@ __all__ = [
     "pack_contributors",
     "rank_contributed",
     "read_contributors",
+    "stand_in_stream",
     "streams_of_last_point",
     "unfinished_steps",
-    "unknown_stream",
 ]
 
 
@@ -47,7 +47,7 @@ Contributors = Mapping[int, Mapping[int, StepReports]]
 """Step → stream → how many of its reports are sealed."""
 
 
-def unknown_stream(rank: int) -> int:
+def stand_in_stream(rank: int) -> int:
     """A stand-in for the stream where an older server stored only a rank, and two processes had that rank."""
     return -1 - rank
 
@@ -137,7 +137,7 @@ def _numbers(row: Row[Any], ranks: IntArray, by_rank: Mapping[int, Sequence[int]
     if row.contributor_streams is not None:
         return int_array(row.contributor_streams)
     alone = {rank: held[0] for rank, held in by_rank.items() if len(held) == 1}
-    return np.array([alone.get(rank, unknown_stream(rank)) for rank in ranks.tolist()], dtype=np.int64)
+    return np.array([alone.get(rank, stand_in_stream(rank)) for rank in ranks.tolist()], dtype=np.int64)
 
 
 def _rows(connection: Connection, run_id: str, attempt: int, chunks: Collection[int]) -> Sequence[Row[Any]]:

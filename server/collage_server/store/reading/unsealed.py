@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Row
 
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
-from collage_server.store.chunks.contributors import Contributors, StepReports, unknown_stream
+from collage_server.store.chunks.contributors import Contributors, StepReports, stand_in_stream
 from collage_server.store.chunks.join import AttemptPoints
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal.reports import read_reports
@@ -191,7 +191,7 @@ def _another_is_sealed(view: RunView, row: Row[Any], contributors: Contributors)
     own = view.streams[row.stream_id]
     others = (number for number in contributors.get(row.step, ()) if number != own.number)
     return any(
-        number == unknown_stream(own.rank) or view.ranks_by_stream.get(number) == own.rank for number in others
+        number == stand_in_stream(own.rank) or view.ranks_by_stream.get(number) == own.rank for number in others
     )
 
 
@@ -258,7 +258,7 @@ def _exclude_replicas(
 ) -> None:
     """Set to NaN, in late rows, what another replica has already contributed to a sealed part."""
     names = {stream.number: stream.stream_id for stream in view.streams.values()}
-    names |= {unknown_stream(s.rank): s.stream_id for s in view.streams.values() if s.attempt == attempt}
+    names |= {stand_in_stream(s.rank): s.stream_id for s in view.streams.values() if s.attempt == attempt}
     for index, row in enumerate(rows):
         sealed = [names[number] for number in contributors.get(row.step, ())]
         if not sealed:

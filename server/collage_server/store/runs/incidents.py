@@ -18,7 +18,7 @@ from collage_server.store.records import IncidentQuery, NewEvent, NewIncident
 from collage_server.store.rows import from_json, to_json
 from collage_server.store.runs.events import add_events
 
-__all__ = ["IncidentStore", "incident_id_of", "open_key"]
+__all__ = ["IncidentStore", "alert_key", "incident_id_of"]
 
 _INCIDENT: Final = schema.incident
 _INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
@@ -26,7 +26,7 @@ _TELLING: Final = frozenset({"run_id", "key", "state", "worst", "window", "outco
 _MOST_UNSETTLED: Final = 1000
 
 
-def open_key(alert: str, labels: Mapping[str, str]) -> str:
+def alert_key(alert: str, labels: Mapping[str, str]) -> str:
     """What tells an alert on one series from every other: not names that may change, nor what a scraper adds."""
     text = repr((alert, sorted((name, value) for name, value in labels.items() if name in _TELLING))).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
@@ -34,7 +34,7 @@ def open_key(alert: str, labels: Mapping[str, str]) -> str:
 
 def incident_id_of(new: NewIncident) -> str:
     """The id that an incident gets; ids sort by time."""
-    return f"{int(1000 * new.started_at):013d}-{open_key(new.alert, new.labels)[:16]}"
+    return f"{int(1000 * new.started_at):013d}-{alert_key(new.alert, new.labels)[:16]}"
 
 
 class IncidentStore:
@@ -45,14 +45,14 @@ class IncidentStore:
 
     def is_open(self, alert: str, labels: Mapping[str, str], source: wire.IncidentSource) -> bool:
         """Whether an incident that this source opened is open for these labels."""
-        mine = and_(_INCIDENT.c.open_key == open_key(alert, labels), _INCIDENT.c.source == source)
+        mine = and_(_INCIDENT.c.open_key == alert_key(alert, labels), _INCIDENT.c.source == source)
         with self._database.reading() as connection:
             return connection.execute(select(_INCIDENT.c.incident_id).where(mine)).first() is not None
 
     def fire(self, new: NewIncident, now: float, *, told: bool = False) -> bool:
         """Open an incident, with an event in its run's timeline if it was not `told` there; False where the same
         fires already, or the run is not there any more."""
-        key, incident_id = open_key(new.alert, new.labels), incident_id_of(new)
+        key, incident_id = alert_key(new.alert, new.labels), incident_id_of(new)
         row = {
             "incident_id": incident_id,
             "open_key": key,
@@ -83,7 +83,7 @@ class IncidentStore:
     def resolve(self, alert: str, labels: Mapping[str, str], source: wire.IncidentSource, now: float) -> bool:
         """End the incident that this source opened for these labels; False where there is none."""
         with self._database.writing() as connection:
-            mine = and_(_INCIDENT.c.open_key == open_key(alert, labels), _INCIDENT.c.source == source)
+            mine = and_(_INCIDENT.c.open_key == alert_key(alert, labels), _INCIDENT.c.source == source)
             row = connection.execute(select(_INCIDENT).where(mine).with_for_update()).first()
             if row is None:
                 return False

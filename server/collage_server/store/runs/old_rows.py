@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Table, delete, exists, func, select, tuple
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 
-__all__ = ["History"]
+__all__ = ["OldRowRemover"]
 
 _INCIDENT: Final = schema.incident
 _EVENT: Final = schema.event
@@ -17,7 +17,7 @@ _SILENCE: Final = schema.silence
 _SLICE_ROWS: Final = 500
 
 
-class History:
+class OldRowRemover:
     """Removes old incidents and events, in short transactions that may be cut off anywhere without harm."""
 
     def __init__(self, database: Database) -> None:
