@@ -24,11 +24,11 @@ from collage_dashboard.pages.comparison_content import COLUMNS, with_recent
 from collage_dashboard.pages.comparison_curves import (
     DEFAULT_METRIC,
     LOSS,
-    charted,
-    completed,
+    charted_metrics,
     draw_curves,
     lines_of,
     read_curves,
+    runs_with_throughput,
 )
 from collage_dashboard.pages.run_content import draw, facts_of
 from collage_dashboard.pages.strategies_content import (
@@ -200,9 +200,9 @@ def _about_strategies(reader: Reader, run_ids: Sequence[str]) -> str:
     by_id = {row.run_id: row for row in found}
     rows = [by_id[run_id] for run_id in run_ids]
     view = View(page="compare", runs=tuple(run_ids))
-    metrics = (*charted(rows), DEFAULT_METRIC)
+    metrics = (*charted_metrics(rows), DEFAULT_METRIC)
     answers = read_curves(reader, view, rows, metrics)
-    runs = completed(reader, answers[metrics[LOSS]]) or ()
+    runs = runs_with_throughput(reader, answers[metrics[LOSS]]) or ()
     results = results_of(run_results(rows, runs))
     by_run = lines_of(view, rows) == "run"
     styles = styles_of(runs) if by_run else strategy_styles(results)

@@ -38,12 +38,12 @@ from collage_dashboard.pages.comparison_curves import (
     CHARTS,
     DEFAULT_METRIC,
     LOSS,
-    charted,
-    completed,
+    charted_metrics,
     draw_curves,
     figure,
     lines_of,
     read_curves,
+    runs_with_throughput,
 )
 from collage_dashboard.pages.strategies_content import (
     COSTS,
@@ -181,7 +181,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         if revision["failed"]:
             raise dash.exceptions.PreventUpdate
         rows = _rows_from_json(kept)
-        metrics = (*charted(rows), view.metric or DEFAULT_METRIC)
+        metrics = (*charted_metrics(rows), view.metric or DEFAULT_METRIC)
         whole = replace(view, zoom=None)
         # Over tokens or time each run has its own steps between two places: there a zoom moves what was read.
         read = view if view.axis == "step" else whole
@@ -196,7 +196,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
             runs = None
             if before[-1][0] != wanted[-1]:
                 of_all = found if read.zoom is None else read_curves(reader, whole, rows, [metrics[LOSS]])
-                runs = completed(reader, of_all[metrics[LOSS]])
+                runs = runs_with_throughput(reader, of_all[metrics[LOSS]])
         except CollageError:
             raise dash.exceptions.PreventUpdate from None  # The next look says what is wrong.
         results = results_of(run_results(rows, runs or ()))
@@ -430,7 +430,7 @@ def _charts(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
             note=chart_note(key, strategies),
             title="Loss" if place == LOSS and key != CHARTS[LOSS] else "",
         )
-        for place, key in enumerate(charted(rows))
+        for place, key in enumerate(charted_metrics(rows))
     ]
     measured = {key for row in rows if row.overview for key in row.overview.numbers}
     metrics = measured | {name for name, entry in METRICS.items() if not entry.label} | {DEFAULT_METRIC}

@@ -24,12 +24,12 @@ __all__ = [
     "CHARTS",
     "DEFAULT_METRIC",
     "LOSS",
-    "charted",
-    "completed",
+    "charted_metrics",
     "draw_curves",
     "figure",
     "lines_of",
     "read_curves",
+    "runs_with_throughput",
 ]
 
 CHARTS: Final = ("edq_ratio", "lost_update_ratio", "validation_loss")
@@ -78,7 +78,7 @@ def lines_of(view: View, rows: Sequence[wire.RunRow]) -> Lines:
     return "strategy" if several else "run"
 
 
-def charted(rows: Sequence[wire.RunRow]) -> tuple[str, ...]:
+def charted_metrics(rows: Sequence[wire.RunRow]) -> tuple[str, ...]:
     """`CHARTS`, with the loss that these runs are compared by."""
     return (*CHARTS[:LOSS], loss_name(rows)) if rows else CHARTS
 
@@ -125,7 +125,7 @@ def _mean_curve(result: StrategyResult, runs: Mapping[str, wire.ComparedRun], me
     return own[0] if len(own) == 1 else curve_over_seeds(own)
 
 
-def completed(reader: Reader, found: wire.Comparison | str) -> Sequence[wire.ComparedRun] | None:
+def runs_with_throughput(reader: Reader, found: wire.Comparison | str) -> Sequence[wire.ComparedRun] | None:
     """The compared runs, with a throughput for those that log only their tokens; None where they were refused."""
     if isinstance(found, str):
         return None

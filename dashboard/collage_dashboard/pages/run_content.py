@@ -28,7 +28,7 @@ from collage_dashboard.figures.histogram import PREDICTS
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.style import ACCENT, empty_figure, with_subtitle
 from collage_dashboard.pages.run_curves import draw_stack, series_between
-from collage_dashboard.pages.run_marks import Marks, placed
+from collage_dashboard.pages.run_marks import Marks, place_marks
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import Tab, View, write_address
@@ -373,7 +373,7 @@ def _series(metric: str, view: View, reader: Reader, steps: Steps, colour: str, 
     name = "whole model" if describe(metric).scalar or not view.layer else view.layer
     drawn = curves(metric, [NamedCurve(name, colour, answer)], smoothing=view.smoothing, scale=view.scale)
     if drawn.data:
-        drawn = mark_events(drawn, placed(marks, answer))
+        drawn = mark_events(drawn, place_marks(marks, answer))
     return drawn if describe(metric).scalar else with_subtitle(drawn, name)
 
 

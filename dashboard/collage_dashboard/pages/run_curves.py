@@ -15,7 +15,7 @@ from collage_dashboard.figures import NamedCurve, curves, stack
 from collage_dashboard.figures.series import mark_events
 from collage_dashboard.figures.stack import stack_height
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
-from collage_dashboard.pages.run_marks import Marks, marks_in_words, placed
+from collage_dashboard.pages.run_marks import Marks, marks_in_words, place_marks
 from collage_dashboard.reader import Reader
 from collage_dashboard.view import View
 from collage_dashboard.zoom import POINTS, Steps
@@ -72,7 +72,7 @@ def draw_stack(view: View, reader: Reader, steps: Steps, colour: str, marks: Mar
         {key: _curve(key, found[key], view, colour) for key in STACKED}, view.axis, subtitle=view.layer or ""
     )
     whole = next((answer for answer in found.values() if isinstance(answer, wire.Series) and answer.steps), None)
-    return mark_events(figure, placed(marks, whole), over="paper") if whole else figure
+    return mark_events(figure, place_marks(marks, whole), over="paper") if whole else figure
 
 
 def _curve(metric: str, answer: wire.Series | str, view: View, colour: str) -> go.Figure:

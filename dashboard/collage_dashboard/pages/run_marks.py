@@ -10,7 +10,7 @@ from dash import html
 from collage_dashboard.descriptions import finite
 from collage_monitor import wire
 
-__all__ = ["Marks", "marks_in_words", "marks_of", "placed"]
+__all__ = ["Marks", "marks_in_words", "marks_of", "place_marks"]
 
 Marks = Sequence[tuple[int, str]]
 """Steps of a run, and what happened there."""
@@ -47,7 +47,7 @@ def marks_in_words(marks: Marks) -> Any:
     return html.P(f"Marked in the curves: {told}", className="crumbs")
 
 
-def placed(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
+def place_marks(marks: Marks, answer: wire.Series) -> list[tuple[float, str]]:
     """The marks on the axis of a curve: each at its first point from there on; what is outside is left out."""
     points = [(step, finite(at)) for step, at in zip(answer.steps, answer.positions, strict=True)]
     found = []
