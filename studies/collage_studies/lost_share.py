@@ -28,7 +28,7 @@ from collage_studies.study import Record, Table, Trial
 from collage_studies.summary import records_of
 from collage_studies.words import estimate, listed
 
-__all__ = ["END", "START", "evidence", "with_marked"]
+__all__ = ["END", "START", "evidence", "replace_between_markers"]
 
 START, END = "<!-- lost share -->", "<!-- end of lost share -->"
 _LOST_BOUND, _EDQ_BOUND = (alert(name).conditions[0].threshold for name in ("CollageUpdatesLost", "CollageEdqLow"))
@@ -56,7 +56,7 @@ def evidence(found: Mapping[str, Sequence[Record]]) -> str:
     return "\n\n".join([text, table_text(Table(head, rows)), "\n".join(f"- {told}" for told in sentences)])
 
 
-def with_marked(page: str, text: str) -> str:
+def replace_between_markers(page: str, text: str) -> str:
     """The page with the text between its two markers.
 
     Raises:
@@ -166,7 +166,7 @@ def main(studies: Path, page: Path | None) -> None:
     text = evidence({name: records_of(name, studies) for name in STUDY_NAMES})
     click.echo(text)
     if page is not None:
-        page.write_text(with_marked(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+        page.write_text(replace_between_markers(page.read_text(encoding="utf-8"), text), encoding="utf-8")
 
 
 if __name__ == "__main__":

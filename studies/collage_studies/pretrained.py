@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from collage_studies.adapters import adapt
 from collage_studies.corpus import Corpus, batch
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.training import Build, loss_of, new_model, new_optimizer, usual
+from collage_studies.training import Build, loss_of, new_model, new_model_and_optimizer, new_optimizer
 
-__all__ = ["checkpoint", "going_on"]
+__all__ = ["build_from_weights", "checkpoint"]
 
 
 def checkpoint(recipe: Recipe, corpus: Corpus, folder: Path) -> Mapping[str, Tensor]:
@@ -29,7 +29,7 @@ def checkpoint(recipe: Recipe, corpus: Corpus, folder: Path) -> Mapping[str, Ten
     said = json.dumps([asdict(recipe), corpus.training.numel(), torch.__version__], sort_keys=True)
     kept = folder / f"{hashlib.sha256(said.encode()).hexdigest()[:16]}.pt"
     if not kept.exists():
-        model, (optimizer,) = usual(Plan("plain", "float32"), recipe)
+        model, (optimizer,) = new_model_and_optimizer(Plan("plain", "float32"), recipe)
         for step in range(1, recipe.steps + 1):
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * recipe.rate_factor(step - 1)
@@ -46,7 +46,9 @@ def checkpoint(recipe: Recipe, corpus: Corpus, folder: Path) -> Mapping[str, Ten
     return weights
 
 
-def going_on(weights: Mapping[str, Tensor], *, exact: bool = False, rank: int = 0, scale: float = 1.0) -> Build:
+def build_from_weights(
+    weights: Mapping[str, Tensor], *, exact: bool = False, rank: int = 0, scale: float = 1.0
+) -> Build:
     """Begin with the weights rounded to bfloat16, or, if exact, with all of their bits that a strategy can hold.
 
     rank: above 0, the model is frozen, and adapters of that rank and scale are trained.

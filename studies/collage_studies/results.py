@@ -19,12 +19,12 @@ __all__ = [
     "by_plan",
     "correlation",
     "gaps",
+    "gaps_in_words",
     "mean",
     "mean_curve",
     "mean_of",
     "onset",
     "recipe_of",
-    "told_apart",
 ]
 
 _RESAMPLES: Final = 2000
@@ -96,7 +96,7 @@ def onset(steps: Sequence[float], values: Sequence[float | None], bound: float) 
     return found
 
 
-def told_apart(found: Mapping[str, Estimate | None], form: str = "+.4f") -> str:
+def gaps_in_words(found: Mapping[str, Estimate | None], form: str = "+.4f") -> str:
     """What gaps to a reference show: who is worse beyond chance, who is better, and of whom neither is shown."""
     known = sorted(((name, gap) for name, gap in found.items() if gap), key=lambda entry: -entry[1].value)
     worse = [entry for entry in known if entry[1].low is not None and entry[1].low > 0]

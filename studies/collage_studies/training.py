@@ -33,8 +33,8 @@ __all__ = [
     "TrainingLoop",
     "loss_of",
     "new_model",
+    "new_model_and_optimizer",
     "train",
-    "usual",
     "validate",
     "without_residuals",
 ]
@@ -156,8 +156,8 @@ def train(
 ) -> Outcome:
     """Train the recipe under `plan` and watch it; reports go to `server_url`, or to `transport`.
 
-    build: makes model and optimizers in place of `usual`; settings: what else the run's configuration says of it;
-    options: further ones of `watch`.
+    build: makes model and optimizers in place of `new_model_and_optimizer`; settings: what else the run's
+    configuration says of it; options: further ones of `watch`.
     loses_residuals: in the middle it resumes from a checkpoint that kept only the states that torch's AdamW has. It
     ends some steps after the alert about it.
     """
@@ -197,7 +197,7 @@ class TrainingLoop:
     ) -> None:
         self.plan, self.recipe, self.corpus, self.progress = plan, recipe, corpus, progress
         self.options = options or {}
-        self.model, self.optimizers = (build or usual)(plan, recipe)
+        self.model, self.optimizers = (build or new_model_and_optimizer)(plan, recipe)
         self.rates = [group["lr"] for group in self._groups()]
         self.clock = _Clock()
         self.taken = 0
@@ -277,7 +277,7 @@ def without_residuals(states: dict[str, Any]) -> dict[str, Any]:
     return {**states, "state": kept}
 
 
-def usual(plan: Plan, recipe: Recipe) -> tuple[ByteGPT, list[CollageAdamW]]:
+def new_model_and_optimizer(plan: Plan, recipe: Recipe) -> tuple[ByteGPT, list[CollageAdamW]]:
     """The model and AdamW under the plan's strategy."""
     model = new_model(plan, recipe)
     return model, [new_optimizer(model, plan, recipe)]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from collage_studies.catalogue import STUDY_NAMES
-from collage_studies.lost_share import END, START, evidence, main, with_marked
+from collage_studies.lost_share import END, START, evidence, main, replace_between_markers
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.study import Record, Trial
 from collage_studies.summary import records_of
@@ -27,7 +27,7 @@ def test_the_page_is_what_the_records_say(text):
     told = "python -m collage_studies.lost_share --write docs/false-alarms.md"
     page = PAGE.read_text()
     assert told in page
-    assert page == with_marked(page, text), told
+    assert page == replace_between_markers(page, text), told
 
 
 def test_the_alert_quotes_what_the_page_says(text):
@@ -48,7 +48,7 @@ def test_the_command_writes_between_the_markers(tmp_path, text):
 
 def test_a_page_without_markers_is_left_alone():
     with pytest.raises(ValueError, match="unpack"):
-        with_marked("before\nafter\n", "text")
+        replace_between_markers("before\nafter\n", "text")
 
 
 def trainings(plan, lost, extra, *, rate, edq=1.0):

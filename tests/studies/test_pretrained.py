@@ -4,7 +4,7 @@ import pytest
 import torch
 from collage_agent.optim import CollageAdamW
 from collage_studies.corpus import Corpus
-from collage_studies.pretrained import checkpoint, going_on
+from collage_studies.pretrained import build_from_weights, checkpoint
 from collage_studies.recipe import Plan, Recipe
 
 RECIPE = Recipe(steps=4, batch_size=4, length=32, layers=1, width=32, warm_up_steps=2, learning_rate=1e-2)
@@ -41,7 +41,7 @@ def stored(optimizer, weight):
 
 @pytest.mark.parametrize("plan", [PLAIN, Plan("plain", "bfloat16"), Plan("plus", "bfloat16")])
 def test_all_begin_with_the_weights_rounded_to_bfloat16(weights, plan):
-    model, (optimizer,) = going_on(weights)(plan, RECIPE)
+    model, (optimizer,) = build_from_weights(weights)(plan, RECIPE)
     for name, weight in model.named_parameters():
         assert torch.equal(weight.float(), weights[name].to(torch.bfloat16).float())
         assert torch.equal(stored(optimizer, weight), weight.detach().double())
@@ -57,7 +57,7 @@ def test_all_begin_with_the_weights_rounded_to_bfloat16(weights, plan):
     ],
 )
 def test_from_the_exact_checkpoint_each_keeps_the_bits_it_can(weights, plan, bits):
-    model, (optimizer,) = going_on(weights, exact=True)(plan, RECIPE)
+    model, (optimizer,) = build_from_weights(weights, exact=True)(plan, RECIPE)
     for name, weight in model.named_parameters():
         exact = weights[name].double()
         if plan.dtype == "bfloat16":
@@ -67,7 +67,7 @@ def test_from_the_exact_checkpoint_each_keeps_the_bits_it_can(weights, plan, bit
 
 
 def test_adapters_go_on_from_the_frozen_checkpoint(weights):
-    model, (optimizer,) = going_on(weights, rank=2)(Plan("plus", "bfloat16"), RECIPE)
+    model, (optimizer,) = build_from_weights(weights, rank=2)(Plan("plus", "bfloat16"), RECIPE)
     learning = [weight for weight in model.parameters() if weight.requires_grad]
     assert [id(weight) for group in optimizer.param_groups for weight in group["params"]] == list(map(id, learning))
     assert torch.equal(model.get_parameter("tokens.weight"), weights["tokens.weight"].to(torch.bfloat16))

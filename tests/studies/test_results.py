@@ -1,7 +1,7 @@
 """What gaps show, in words: only an interval without 0 makes a strategy worse or better."""
 
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import mean_curve, told_apart
+from collage_studies.results import gaps_in_words, mean_curve
 from collage_studies.study import Curve, Record, Trial
 
 from collage_monitor.seeds import Estimate
@@ -22,7 +22,7 @@ def test_words_follow_the_intervals():
         "e": Estimate(0.5, 1),
         "f": None,
     }
-    assert told_apart(found, "+.3f") == (
+    assert gaps_in_words(found, "+.3f") == (
         "worse beyond chance: b (+0.300 [+0.200, +0.400]) and a (+0.100 [+0.050, +0.150]); "
         "better beyond chance: d (-0.200 [-0.300, -0.100]); "
         "neither is shown of c (intervals that include 0, all within ±0.500); without an interval: e"
@@ -30,8 +30,8 @@ def test_words_follow_the_intervals():
 
 
 def test_an_interval_that_ends_at_0_shows_nothing():
-    assert told_apart({"a": Estimate(0.1, 3, 0.0, 0.2)}).startswith("neither is shown")
-    assert told_apart({}) == "nothing was compared"
+    assert gaps_in_words({"a": Estimate(0.1, 3, 0.0, 0.2)}).startswith("neither is shown")
+    assert gaps_in_words({}) == "nothing was compared"
 
 
 def test_a_mean_curve_leaves_undefined_points_out():

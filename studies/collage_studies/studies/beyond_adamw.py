@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from collage_studies.held_weights import ReadInBfloat16, expansion, hold_weights
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan, gaps, mean, mean_curve, mean_of, recipe_of, told_apart
+from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import Page, Plot, Record, Reporting, Study, Table, Trial
 from collage_studies.training import Build, new_model
 from collage_studies.training_trial import run_training
@@ -29,7 +29,7 @@ PARTS: Final = {"one bf16 number, fp32 momentum": 1, "bf16 pair, fp32 momentum":
 
 
 @dataclass(frozen=True)
-class Rule:
+class StudiedRule:
     """An update rule of the study: its rate and decay, and the ways that its weights are kept.
 
     `rates`: the one of the tables, then the best one where it is another.
@@ -42,9 +42,9 @@ class Rule:
 
 
 RULES: Final = {
-    "sgd": Rule("SGD, momentum 0.9", (0.1,), 0.0, _OF_OURS),
-    "lion": Rule("Lion", (3e-4, 1e-3), 0.1, _OF_OURS),
-    "muon": Rule("Muon", (1e-2,), 0.1, (_OF_OURS[0], *(Plan(name, "bfloat16") for name in PARTS))),
+    "sgd": StudiedRule("SGD, momentum 0.9", (0.1,), 0.0, _OF_OURS),
+    "lion": StudiedRule("Lion", (3e-4, 1e-3), 0.1, _OF_OURS),
+    "muon": StudiedRule("Muon", (1e-2,), 0.1, (_OF_OURS[0], *(Plan(name, "bfloat16") for name in PARTS))),
 }
 SEEDS: Final = (1, 2, 3)
 SHAPE: Final = {"steps": 250, "batch_size": 8, "length": 64, "layers": 2, "width": 64, "warm_up_steps": 30}
@@ -134,7 +134,7 @@ def page(records: Sequence[Record]) -> Page:
         evidence += [f"### {rule.title}, learning rate {rule.rates[0]:g}", _table(own), _plot(name, rule, own)]
         evidence += [_at_the_best_rate(best)] if best else []
         found = {plan.strategy: gap for plan, gap in gaps(own, REFERENCE).items()}
-        verdicts.append(f"**{rule.title}**, against fp32 of the same rule: {told_apart(found)}.")
+        verdicts.append(f"**{rule.title}**, against fp32 of the same rule: {gaps_in_words(found)}.")
         verdicts.append(_kept(own))
     return Page(
         " ".join(verdicts),
@@ -186,8 +186,8 @@ def _at_the_best_rate(records: Sequence[Record]) -> str:
     ]
     return (
         f"At {recipe_of(records[0]).learning_rate:g}, the best rate in fp32 with seed 1, the seeds of fp32 alone "
-        f"end {max(losses) - min(losses):.2f} nats apart. There, against fp32: {told_apart(found)}. Updates lost: "
-        f"{listed(lost)}."
+        f"end {max(losses) - min(losses):.2f} nats apart. There, against fp32: {gaps_in_words(found)}. "
+        f"Updates lost: {listed(lost)}."
     )
 
 
@@ -212,7 +212,7 @@ def _late(records: Sequence[Record]) -> float | None:
     return sum(late) / len(late) if late else None
 
 
-def _plot(name: str, rule: Rule, records: Sequence[Record]) -> Plot:
+def _plot(name: str, rule: StudiedRule, records: Sequence[Record]) -> Plot:
     return Plot(
         file=f"beyond-adamw-{name}.png",
         title=f"{rule.title}: EDQ along the cosine, mean over seeds",

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from collage_studies.held_weights import ReadInBfloat16, expansion, hold_weights
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan, gaps, mean, mean_curve, mean_of, recipe_of, told_apart
+from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import Page, Plot, Record, Reporting, Study, Table, Trial
-from collage_studies.training import new_model, usual
+from collage_studies.training import new_model, new_model_and_optimizer
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 
@@ -73,7 +73,7 @@ def run(trial: Trial, reporting: Reporting) -> Record:
 def _build(plan: Plan, recipe: Recipe) -> tuple[nn.Module, Sequence[Optimizer]]:
     """The strategy's own optimizer, or torch's AdamW on fp32 weights that are held to an expansion."""
     if plan.strategy not in HELD:
-        return usual(plan, recipe)
+        return new_model_and_optimizer(plan, recipe)
     dtype, parts, at_random = HELD[plan.strategy]
     model = ReadInBfloat16(new_model(REFERENCE, recipe))
     optimizer = torch.optim.AdamW(
@@ -93,7 +93,7 @@ def page(records: Sequence[Record]) -> Page:
     rate, own = next(iter(by_rate.items()))
     copies = [(found, by_plan(runs)[REFERENCE]) for found, runs in by_rate.items()]
     gap = {plan.strategy: gap for plan, gap in gaps(own, REFERENCE).items()}
-    verdicts = [f"At a learning rate of {rate:g}, against fp32: {told_apart(gap)}.", _kept(own)]
+    verdicts = [f"At a learning rate of {rate:g}, against fp32: {gaps_in_words(gap)}.", _kept(own)]
     verdicts += [_mxfp8(found, runs) for found, runs in copies]
     evidence: list[str | Table | Plot] = [f"### Weights and states, learning rate {rate:g}", _table(own)]
     evidence += ["### Copies of the fp32 runs", _copies(copies), *(_plot(found, runs) for found, runs in copies)]

@@ -10,9 +10,9 @@ import msgspec
 
 from collage_monitor.seeds import Estimate
 from collage_studies.corpus import DOCUMENTATION, documentation, standard_library
-from collage_studies.pretrained import checkpoint, going_on
+from collage_studies.pretrained import build_from_weights, checkpoint
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan, gaps, mean, mean_curve, mean_of, recipe_of, told_apart
+from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
 from collage_studies.study import Page, Plot, Points, Record, Reporting, Study, Table, Trial
 from collage_studies.training import validate
 from collage_studies.training_trial import run_training
@@ -111,7 +111,7 @@ def run(trial: Trial, reporting: Reporting) -> Record:
     before = replace(trial.recipe, steps=settings["checkpoint_steps"], **PRETRAINING)
     code = standard_library(without=(DOCUMENTATION,))
     weights = checkpoint(before, code, reporting.folder / "checkpoints")
-    build = going_on(weights, exact=settings.get("exact", False), rank=settings["rank"], scale=SCALE)
+    build = build_from_weights(weights, exact=settings.get("exact", False), rank=settings["rank"], scale=SCALE)
     start = validate(build(trial.plan, trial.recipe)[0], trial.recipe, corpus)
     record = run_training(trial, reporting, corpus=corpus, build=build)
     return msgspec.structs.replace(record, values={**record.values, "start_loss": start})
@@ -248,7 +248,7 @@ def _losses(by_rate: Mapping[float, Sequence[Record]], way: Way) -> str:
     said = []
     for rate, records in by_rate.items():
         found = {plan.strategy: gap for plan, gap in gaps(records, REFERENCE).items()}
-        said.append(f"At {rate:g}, {told_apart(found)}.")
+        said.append(f"At {rate:g}, {gaps_in_words(found)}.")
     return f"**{way.title}**, last loss against fp32. {' '.join(said)}"
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from collage_monitor.seeds import Estimate
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan, gaps, mean, mean_of, recipe_of, told_apart
+from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_of, recipe_of
 from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
 from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
@@ -69,7 +69,7 @@ def page(records: Sequence[Record]) -> Page:
     found = {
         where: {plan.strategy: gap for plan, gap in gaps(own, REFERENCE).items()} for where, own in settings.items()
     }
-    verdicts = [f"{where}, against fp32: {told_apart(gap)}." for where, gap in found.items()]
+    verdicts = [f"{where}, against fp32: {gaps_in_words(gap)}." for where, gap in found.items()]
     count = sum(len(gap) for gap in found.values())
     return Page(
         " ".join([_throughout(found), *verdicts]),
