@@ -120,8 +120,9 @@ class StepHistory:
             self._unmerged = []
         size = point.array.nbytes + point.roots.nbytes
         most = 2 * max(_FEWEST_POINTS, min(_MOST_POINTS, self._limit_bytes // max(size, 1)))
-        if len(self._points) >= most:
-            self._points = [self._merged(self._points[i : i + 2]) for i in range(0, most, 2)]
+        # Tables that grew leave room for far fewer points than there are.
+        while len(self._points) >= most:
+            self._points = [self._merged(self._points[i : i + 2]) for i in range(0, len(self._points), 2)]
             self._steps_per_point *= 2
 
     def past(self) -> PastTotals | None:

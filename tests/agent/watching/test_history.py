@@ -75,6 +75,20 @@ def test_merged_steps_are_those_of_the_contract(room, count):
         np.testing.assert_allclose(values, expected[key], rtol=1e-12, err_msg=key)
 
 
+@pytest.mark.parametrize("room", [1, 40_000, 200_000])
+def test_no_measured_step_is_lost_when_tables_grow_and_room_for_points_shrinks(room):
+    history, told = StepHistory(room), []
+    for measurement in (*steps(300, KEYS[:6], 2), *steps(40, KEYS, 300, first=301, seed=1)):
+        history.add(measurement)
+        told.append(measurement.step)
+        if measurement.step % 20 == 0:
+            past = history.past()
+            assert past is not None
+            assert past.totals["measured_steps"][:, MODEL].sum() == len(told)
+            assert past.last_steps[-1] == measurement.step
+            assert all(a < b for a, b in zip(past.last_steps, past.first_steps[1:], strict=False))
+
+
 def test_statistics_and_layers_may_come_later():
     early, late = list(steps(20, KEYS[:6], 2)), list(steps(20, KEYS, LAYERS, first=21, seed=1))
     history = StepHistory(1)
