@@ -14,13 +14,21 @@ from collage_monitor.judgement.words import Finding, percent
 __all__ = ["doubts", "nothing_intended", "witnesses"]
 
 MEASURED_TOLERANCE: Final = 0.1
+_WIDE: Final = re.compile("float(32|64)")
 _NAMED_BY_GROUP: Final = re.compile(r"(optimizer\d+\.)?group\d+\.\d+")
 """Names of tensors that the model does not know."""
 
 
 def doubts(case: Case) -> Iterator[Finding]:
     """Every reason not to call a run healthy, each a function."""
-    for doubt in (_little_measured, _wide_interval, _no_interval, _unknown_rounding, _no_second_witness):
+    for doubt in (
+        _little_measured,
+        _wide_interval,
+        _no_interval,
+        _unknown_rounding,
+        _factored_states,
+        _no_second_witness,
+    ):
         yield from doubt(case)
 
 
@@ -78,6 +86,19 @@ def _unknown_rounding(case: Case) -> Iterator[Finding]:
         yield Finding("unknown", text, "lost_update_ratio", lost, LOST_TOLERANCE)
 
 
+def _factored_states(case: Case) -> Iterator[Finding]:
+    """A second moment kept by row and column can stand still like any other, and no number follows it."""
+    kept = {} if case.fingerprint is None else case.fingerprint.factored
+    narrow = [key for key, dtype in kept.items() if not _WIDE.fullmatch(dtype)]
+    if narrow and case.number("edq_oracle_ratio") is None:
+        dtypes = " and ".join(dict.fromkeys(kept[key] for key in narrow))
+        text = (
+            f"of states kept by row or column in {dtypes} ({', '.join(narrow)}) no number says whether they decay "
+            "as they should: not known"
+        )
+        yield Finding("unknown", text, "states", None)
+
+
 def _no_second_witness(case: Case) -> Iterator[Finding]:
     """EDQ cannot see an error that already sits in the optimizer's state."""
     edq = case.number("edq_ratio")
@@ -101,4 +122,5 @@ def witnesses(case: Case) -> Iterator[Finding]:
         yield Finding("healthy", text, "edq_oracle_ratio", oracle, ORACLE_TOLERANCE)
     seen = case.fingerprint
     if seen is not None and seen.parameters and not seen.states:
-        yield Finding("healthy", "the optimizer keeps no state that could go wrong", "states", None)
+        kept = "its states by row and column, in 32 bits" if seen.factored else "no state that could go wrong"
+        yield Finding("healthy", f"the optimizer keeps {kept}", "states", None)

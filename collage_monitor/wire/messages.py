@@ -107,16 +107,18 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
     """How weights, gradients and states are really kept, as the agent sees it.
 
     `parameters` and `gradients` map dtype to number of elements; `states` maps key to dtype, or to how it is
-    quantised. `master` is the state that holds the stored weight; `residual` the state that completes the weight,
-    added with `residual_sign`. `stochastic_rounding` is that of weights, seen at attach; None if unknown.
-    `implementation` is "fused", "foreach", "for-loop" or "unknown". `findings` says, a sentence each, what
-    disagrees with what was declared. `unexplained` names a state that keeps something of the weights in a way that
-    is not understood, and what it did: where it is set, no number can make a run healthy or sick.
+    quantised; `factored` those kept by row or column, whose decay no number follows. `master` is the state that
+    holds the stored weight; `residual` the state that completes the weight, added with `residual_sign`.
+    `stochastic_rounding` is that of weights, seen at attach; None if unknown. `implementation` is "fused",
+    "foreach", "for-loop" or "unknown". `findings` says, a sentence each, what disagrees with what was declared.
+    `unexplained` names a state that keeps something of the weights in a way that is not understood, and what it
+    did: where it is set, no number can make a run healthy or sick.
     """
 
     parameters: dict[Name, Index] = field(default_factory=dict)
     gradients: dict[Name, Index] = field(default_factory=dict)
     states: dict[Name, Name] = field(default_factory=dict)
+    factored: dict[Name, Name] = field(default_factory=dict)
     master: Name | None = None
     residual: Name | None = None
     residual_sign: Literal[1, -1] = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import pytorch_optimizer
 import torch
 from collage_agent.handle import watch
 from torch import nn
@@ -114,6 +115,27 @@ def test_shares_count_only_what_has_an_intended_update():
     assert found.measured == pytest.approx(1120 / (1120 + 40_000 * 32))
     assert "0.1 % of the elements" in found.text
     assert "0.1 % of the elements" in str(handle)
+
+
+@pytest.mark.parametrize(("dtype", "word"), [(torch.bfloat16, "unknown"), (torch.float32, "healthy")])
+def test_second_moments_kept_by_row_and_column_that_stand_still_are_not_healthy(dtype, word):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False).to(dtype)
+    weight = model.weight
+    optimizer = pytorch_optimizer.CAME(model.parameters(), lr=1e-2, betas=(0.9, 0.999, 0.9999))
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = optimizer.state[weight]["exp_avg_sq_row"].fill_(1.0)
+    handle = watch(model, optimizer, every=1, budget=None)
+    for _ in range(100):
+        weight.grad = (0.1 * torch.randn(64, 64)).to(dtype)
+        with torch.no_grad():
+            weight.copy_((1 + 0.9 * torch.rand(64, 64)) * torch.randn(64, 64).sign() * 2.0**-4)
+        optimizer.step()
+    assert (kept == 1.0).all() == (dtype == torch.bfloat16)
+    judged = handle.judgement()
+    assert judged.health == word
+    assert ("exp_avg_sq_row" in judged.text) == (word == "unknown")
 
 
 def test_a_compensation_that_is_dropped_after_each_step_is_no_good_keeping():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
 from collage_agent.sample.gather import local
-from collage_agent.sample.quantised import completes_another, reading_dtype
+from collage_agent.sample.quantised import completes_another, is_quantised, reading_dtype
 from collage_agent.sample.remainders import SIGNED_BITS, SIGNED_BYTE, RemainderCode
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "decaying",
     "elementwise_dtypes",
     "elementwise_state",
+    "factored_state",
     "form_of",
     "scalar_state",
     "stored_parameter",
@@ -107,6 +108,27 @@ def elementwise_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, 
         and value.shape == parameter.shape
         and key not in _SCALARS_OF_TORCH
         and not completes_another(state, key)
+    }
+
+
+def factored_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The entries that hold one value for each row or column: the parameter's shape but for one dimension.
+
+    Scales of quantised states may have that shape, and are left out with all else of such a state.
+    """
+    shape = tuple(parameter.shape)
+    quantised = (
+        is_quantised(local(value)) or reading_dtype(state, key) != value.dtype
+        for key, value in elementwise_state(parameter, state).items()
+    )
+    if len(shape) < 2 or any(quantised):
+        return {}
+    dropped = {shape[:axis] + shape[axis + 1 :] for axis in range(len(shape))}
+    kept = {(*shape[:axis], 1, *shape[axis + 1 :]) for axis in range(len(shape)) if shape[axis] != 1}
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) in dropped | kept
     }
 
 

@@ -23,7 +23,7 @@ from collage_agent.options import WatchOptions
 from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import is_quantised, reading_dtype, stored_tensors
 from collage_agent.sample.remainders import codes_of
-from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, form_of
+from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, factored_state, form_of
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor import wire
 from collage_monitor.strategies import STRATEGIES
@@ -216,6 +216,7 @@ def _fingerprint(
     parameters: Counter[str] = Counter()
     gradients: Counter[str] = Counter()
     states: dict[str, set[str]] = {}
+    factored: dict[str, set[str]] = {}
     watched = [entry for entry, _ in kinds]
     for entry, elements in kinds:
         parameter = entry.parameter
@@ -226,6 +227,8 @@ def _fingerprint(
         state = optimizer.state.get(parameter, {})
         for key in elementwise_state(parameter, state):
             states.setdefault(key, set()).add(_kept_as(state, key, composition))
+        for key, value in factored_state(parameter, state).items():
+            factored.setdefault(key, set()).add(_name(value.dtype))
     # Before the first step there are no states: what was seen at attach is what will be there.
     seen = {intents[entry.group].composition: None for entry in watched}
     made = [one for one in seen if states or one is not OURS]
@@ -237,6 +240,7 @@ def _fingerprint(
         parameters=dict(parameters),
         gradients=dict(gradients),
         states={key: " and ".join(sorted(kinds)) for key, kinds in states.items()},
+        factored={key: " and ".join(sorted(kinds)) for key, kinds in factored.items()},
         master=masters[0] if masters else None,
         residual=residuals[0].residual if residuals else None,
         residual_sign=-1 if residuals and residuals[0].sign < 0 else 1,

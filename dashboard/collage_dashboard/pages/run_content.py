@@ -206,8 +206,8 @@ def _watch_facts(watch: wire.WatchInfo) -> list[tuple[str, str]]:
 def _fingerprint_facts(seen: wire.Fingerprint) -> list[tuple[str, str]]:
     """What the agent saw of how weights and states are kept; findings first."""
     facts = [("Finding", found) for found in seen.findings]
-    if seen.states:
-        facts.append(("States", ", ".join(f"{key} {kept}" for key, kept in seen.states.items())))
+    if states := seen.states | seen.factored:
+        facts.append(("States", ", ".join(f"{key} {kept}" for key, kept in states.items())))
     if seen.master:
         facts.append(("Stored weight", seen.master))
     if seen.residual:
