@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import httpx
+import msgspec
 import pytest
 from collage_server.alerts import Messenger, targets_of
 from collage_server.alerts.targets import EmailTarget, SlackTarget, UnsafeAddress, WebhookTarget
@@ -68,6 +69,12 @@ def test_a_webhook_gets_the_incident_and_what_to_do():
     assert body["incident"]["alert"] == "CollageEdqLow"
     assert body["runbook"] == "docs/alerts.md#collageedqlow"
     assert body["first_step"].startswith("Look at")
+
+
+def test_a_message_names_no_step_where_none_is_known():
+    unknown = msgspec.structs.replace(INCIDENT, step=None)
+    assert "project p, run r1, step 70" in SlackTarget("").body(INCIDENT)["text"]
+    assert "project p, run r1\n" in SlackTarget("").body(unknown)["text"]
 
 
 def test_each_message_leads_to_the_incidents_page(tmp_path):

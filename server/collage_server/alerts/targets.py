@@ -142,7 +142,8 @@ def _as_text(incident: wire.Incident, dashboard_url: str | None = None) -> str:
     if page := page_of(incident, dashboard_url):
         lines.append(page)
     if incident.project:
-        lines.append(f"project {incident.project}, run {incident.run_id}, step {incident.step}")
+        about = {"project": incident.project, "run": incident.run_id, "step": incident.step}
+        lines.append(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
     if entry and incident.state == "firing":
         lines += [entry.meaning, f"First: {entry.first_step}"]
     return "\n\n".join(lines)
