@@ -14,11 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from collage_monitor.alerts.definition import RECORDED, Alert, Condition
 
-__all__ = ["Change", "Evaluation", "Labels", "Sample"]
+__all__ = ["Change", "Evaluation", "Labels", "Sample", "quantile"]
 
 Labels = tuple[tuple[str, str], ...]
 """A series' labels, sorted by name."""
@@ -188,10 +186,10 @@ class Evaluation:
             return _compared(condition, value - (before or 0.0))
         past = history.within(name, labels, window)
         if condition.measure == "deviations":
-            low, middle, high = (_quantile(past, share) for share in (0.25, 0.5, 0.75))
+            low, middle, high = (quantile(past, share) for share in (0.25, 0.5, 0.75))
             spread = (high - low) / _TO_DEVIATION + 0.01 * abs(middle)
             return _compared(condition, _divided(value - middle, spread))
-        usual = _quantile(past, condition.quantile)
+        usual = quantile(past, condition.quantile)
         if condition.quantile_from is not None and not usual >= condition.quantile_from:
             return None
         return value if _holds(condition, value, condition.threshold * usual) else None
@@ -221,6 +219,18 @@ class Evaluation:
         if active.kept_since is None:
             active.kept_since = now
         return now - active.kept_since >= alert.keep_firing_seconds * self._scale
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Prometheus's: NaN is less than any number; NaN of no values."""
+    if not values:
+        return math.nan
+    ordered = [value for value in values if math.isnan(value)]
+    ordered += sorted(value for value in values if not math.isnan(value))
+    rank = share * (len(ordered) - 1)
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] * (1 - (rank - low)) + ordered[high] * (rank - low)
 
 
 def _recorded(samples: Iterable[Sample]) -> list[Sample]:
@@ -253,10 +263,6 @@ def _holds(condition: Condition, value: float, threshold: float) -> bool:
 
 def _compared(condition: Condition, value: float) -> float | None:
     return value if _holds(condition, value, condition.threshold) else None
-
-
-def _quantile(values: list[float], share: float) -> float:
-    return float(np.quantile(values, share)) if values else math.nan
 
 
 def _divided(over: float, under: float) -> float:

@@ -1,11 +1,13 @@
 """promtool accepts the rules and their unit tests pass: fires, does not fire, warm-up, stochastic left out."""
 
+import math
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from collage_monitor.alerts import ALERTS
+from collage_monitor.alerts.evaluation import quantile
 from tests.alerts.traces import unit_tests
 from tests.server.samples import report
 from tests.system import require
@@ -45,6 +47,43 @@ def test_every_alert_has_its_cases():
 
 def test_the_committed_cases_are_those_of_the_traces():
     assert (FOLDER / "collage.rules.test.yml").read_text().endswith(unit_tests())
+
+
+QUANTILES = """
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series: [{{ series: s, values: "{values}" }}]
+    promql_expr_test:
+"""
+QUANTILE = """
+      - expr: quantile_over_time({share}, s[1h]) == quantile_over_time({share}, s[1h])
+        eval_time: 5m
+        exp_samples: {expected}
+"""
+
+
+@pytest.mark.prometheus
+@pytest.mark.parametrize(
+    "values", ["5 NaN 1 2 4 0.1", "NaN NaN 3 1 2 NaN", "Inf NaN 1 -Inf 2 3", "NaN NaN NaN NaN NaN NaN"]
+)
+def test_quantiles_are_those_of_prometheus(tmp_path, values):
+    """NaN is the least; what equals itself is shown alone, so that a NaN is an empty answer."""
+    cases = QUANTILES.format(values=values)
+    for share in (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0):
+        value = quantile([float(entry) for entry in values.split()], share)
+        expected = [] if math.isnan(value) else f"[{{ labels: '{{}}', value: {value!r} }}]"
+        cases += QUANTILE.format(share=share, expected=str(expected).replace("inf", ".inf"))
+    path = tmp_path / "quantiles.test.yml"
+    path.write_text(cases)
+    done = subprocess.run(
+        [require("promtool"), "test", "rules", path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.prometheus

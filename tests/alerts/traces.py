@@ -20,7 +20,7 @@ class Case:
     holds_minutes: for how long the condition holds once it does, if not until what is wrong ends. delay_minutes:
     how long after the onset it begins to hold. clock: the value is the time, until the onset. poor: values before
     and after the onset, of a run that falls as far and was not well before. beside: labels of another series that
-    goes wrong with it, of which nothing more must fire.
+    goes wrong with it, of which nothing more must fire. undefined: two values of the sick run's window are NaN.
     """
 
     series: str
@@ -32,6 +32,7 @@ class Case:
     clock: bool = False
     poor: tuple[float, float] | None = None
     beside: dict[str, str] = field(default_factory=dict)
+    undefined: bool = False
 
 
 CASES = {
@@ -53,9 +54,9 @@ CASES = {
     ),
     "CollageReplicaMismatch": Case("collage_replica_mismatches", None, 1.0),
     "CollageExternalWrites": Case("collage_external_writes", None, 1.0, holds_minutes=30),
-    "CollageGradientExploding": Case("collage_grad_norm", 1.0, 30.0),
-    "CollageGradientVanishing": Case("collage_grad_norm", 1.0, 0.001),
-    "CollageLossUnstable": Case("collage_loss", 3.0, 9.0),
+    "CollageGradientExploding": Case("collage_grad_norm", 1.0, 30.0, undefined=True),
+    "CollageGradientVanishing": Case("collage_grad_norm", 1.0, 0.001, undefined=True),
+    "CollageLossUnstable": Case("collage_loss", 3.0, 9.0, undefined=True),
     "CollageLossNotFinite": Case("collage_loss", 3.0, float("nan")),
     "CollageStepsSkipped": Case("collage_skipped_steps", 2.0, 30.0, holds_minutes=30),
     "CollageRunStalled": Case("collage_last_report_timestamp_seconds", 0.0, 0.0, delay_minutes=5, clock=True),
@@ -108,6 +109,8 @@ def traces(name):
         return [Trace(case.series, case.labels, _values(name, sick=True))]
     runs = {"sick": _values(name, sick=True), "well": _values(name, sick=False)}
     onset, length = onset_of(name), length_of(name)
+    if case.undefined:
+        runs["sick"][onset - 20], runs["sick"][onset - 10] = float("nan"), float("nan")
     gone = onset + case.delay_minutes + round(entry.for_seconds / 60) - 1
     runs["finished"] = [*_values(name, sick=True)[: gone + 1], *[None] * (length - gone - 1)]
     if entry.for_seconds:
