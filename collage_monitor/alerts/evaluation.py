@@ -3,6 +3,9 @@
 It follows what Prometheus does with a rule: a condition that holds is pending until it has held for `for_seconds`
 without a break, then fires, and goes on for `keep_firing_seconds` after it last held. A sample that is missing ends
 its series. Ranges include both ends; a quantile lies linearly between its neighbours.
+
+Two differences: a run's series go on when it is renamed or resumes under another strategy, and what grew before the
+first moment that was observed is no growth.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from collage_monitor.alerts.definition import RECORDED, Alert, Condition
 
-__all__ = ["Change", "Evaluation", "Labels", "Sample", "quantile"]
+__all__ = ["Change", "Evaluation", "Labels", "Sample", "quantile", "told_apart"]
 
 Labels = tuple[tuple[str, str], ...]
 """A series' labels, sorted by name."""
@@ -25,6 +28,8 @@ _LOOK_BACK_SECONDS: Final = 300.0
 _TO_DEVIATION: Final = 1.349
 _ON: Final = "run_id"
 _STEPS: Final = ("collage_step", "collage_steps_since_resume")
+_NAMES: Final = frozenset({"project", "run", "strategy"})
+"""Labels that may change while it is the same run."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Change:
 
 @dataclass
 class _Active:
+    labels: Labels
+    """The newest ones."""
     since: float
     value: float
     firing: bool = False
@@ -59,11 +66,34 @@ class _Active:
     """When the condition stopped holding, while the alert is kept firing."""
 
 
+@dataclass
+class _Series:
+    """Samples of the last hours, oldest first, as (time, value, True); (time, NaN, False) where it had ended."""
+
+    labels: Labels
+    """The newest ones."""
+    known: float
+    """What it was at the first moment of all; 0 if it began later."""
+    held: deque[tuple[float, float, bool]] = field(default_factory=deque)
+
+    def newest(self, at: float) -> float | None:
+        """The newest value at a moment; None where the series had ended or not begun."""
+        for time, value, there in reversed(self.held):
+            if time <= at:
+                return value if there and time > at - _LOOK_BACK_SECONDS else None
+        return None
+
+    def since(self, begin: float) -> list[float]:
+        """The values from then on, oldest first."""
+        return [value for time, value, there in self.held if there and time >= begin]
+
+
 class _History:
-    """Samples of the last hours by series; NaN marks that the series had ended."""
+    """The series that anybody asks for, by name and by what tells them apart."""
 
     def __init__(self) -> None:
-        self._held: dict[str, dict[Labels, deque[tuple[float, float, bool]]]] = defaultdict(dict)
+        self._series: dict[str, dict[Labels, _Series]] = defaultdict(dict)
+        self._begun = False
         self.now = 0.0
 
     def add(self, now: float, samples: Iterable[Sample], longest_seconds: Mapping[str, float]) -> None:
@@ -71,34 +101,26 @@ class _History:
         self.now = now
         for sample in samples:
             if sample.name in longest_seconds:
-                held = self._held[sample.name].setdefault(sample.labels, deque())
-                held.append((now, sample.value, True))
-        for name, series in self._held.items():
+                known = 0.0 if self._begun else sample.value
+                new = _Series(sample.labels, known)
+                series = self._series[sample.name].setdefault(told_apart(sample.labels), new)
+                series.labels = sample.labels
+                series.held.append((now, sample.value, True))
+        self._begun = True
+        for name, by_key in self._series.items():
             kept_from = now - longest_seconds[name] - _LOOK_BACK_SECONDS
-            for labels in list(series):
-                held = series[labels]
+            for key in list(by_key):
+                held = by_key[key].held
                 if held[-1][0] < now and held[-1][2]:
                     held.append((now, math.nan, False))
                 while held and held[0][0] < kept_from:
                     held.popleft()
                 if not held:
-                    del series[labels]
+                    del by_key[key]
 
-    def series(self, name: str) -> list[Labels]:
-        """Labels of the series with a sample in the look-back, ended or not."""
-        return list(self._held.get(name, ()))
-
-    def newest(self, name: str, labels: Labels, at: float) -> float | None:
-        """The newest value at a moment; None where the series had ended or not begun."""
-        for time, value, there in reversed(self._held.get(name, {}).get(labels, ())):
-            if time <= at:
-                return value if there and time > at - _LOOK_BACK_SECONDS else None
-        return None
-
-    def within(self, name: str, labels: Labels, seconds: float) -> list[float]:
-        """The values of the last `seconds`, oldest first."""
-        held = self._held.get(name, {}).get(labels, ())
-        return [value for time, value, there in held if there and time >= self.now - seconds]
+    def series(self, name: str) -> Mapping[Labels, _Series]:
+        """The series of that name with a sample in the look-back, ended or not."""
+        return self._series.get(name, {})
 
 
 class Evaluation:
@@ -113,7 +135,6 @@ class Evaluation:
         self._active: dict[tuple[str, Labels], _Active] = {}
         self._history = _History()
         self._longest: dict[str, float] = dict.fromkeys(_STEPS, 0.0)
-        self._steps_of: dict[str, dict[str | None, Labels]] = {}
         for entry in self._alerts:
             for condition in entry.conditions:
                 for name in (condition.series, *RECORDED.get(condition.series, ())):
@@ -123,11 +144,6 @@ class Evaluation:
         """Take in the samples of the moment `now` (Unix seconds); what began to fire, and what ended."""
         given = list(samples)
         self._history.add(now, [*given, *_recorded(given)], self._longest)
-        # By run: looked for among all runs, for each of its series, they would take the square of their number.
-        self._steps_of = {
-            name: {dict(labels).get(_ON): labels for labels in reversed(self._history.series(name))}
-            for name in _STEPS
-        }
         changes: list[Change] = []
         for entry in self._alerts:
             changes += self._judge(entry, self._holding(entry))
@@ -135,41 +151,41 @@ class Evaluation:
 
     def resume(self, alert: Alert, labels: Labels, since: float, value: float) -> None:
         """Take over an alert that fires already, from whoever evaluated before."""
-        self._active[alert.name, labels] = _Active(since, value, firing=True)
+        self._active[alert.name, told_apart(labels)] = _Active(labels, since, value, firing=True)
 
-    def _holding(self, alert: Alert) -> dict[Labels, float]:
-        """The series in which one of the alert's conditions holds now, and their values: the first one of a run."""
+    def _holding(self, alert: Alert) -> dict[Labels, tuple[Labels, float]]:
+        """The series in which one of the alert's conditions holds now, by what tells them apart: labels and value.
+        Of a run those of the first condition."""
         window = alert.window_seconds * self._scale
-        held: dict[Labels, float] = {}
+        held: dict[Labels, tuple[Labels, float]] = {}
         for condition in alert.conditions:
-            known = {dict(labels).get(_ON) for labels in held}
-            for labels in self._history.series(condition.series):
-                if not _matches(condition, labels) or dict(labels).get(_ON) in known:
+            known = {dict(key).get(_ON) for key in held}
+            for key, series in self._history.series(condition.series).items():
+                if not _matches(condition, series.labels) or dict(key).get(_ON) in known:
                     continue
-                if not self._is_judged(alert, labels):
+                if not self._is_judged(alert, key):
                     continue
-                value = self._measure(condition, labels, window)
+                value = self._measure(condition, series, window)
                 if value is not None:
-                    held[labels] = value
+                    held[key] = series.labels, value
         return held
 
-    def _is_judged(self, alert: Alert, labels: Labels) -> bool:
-        mine = dict(labels).get(_ON)
-        steps = [self._value_of_run(name, mine) for name in _STEPS]
+    def _is_judged(self, alert: Alert, key: Labels) -> bool:
+        steps = [self._value_of_run(name, dict(key).get(_ON, "")) for name in _STEPS]
         if alert.warm_up_steps and (steps[0] is None or not steps[0] > alert.warm_up_steps):
             return False
         return not (alert.settle_steps and steps[1] is not None and steps[1] < alert.settle_steps)
 
-    def _value_of_run(self, name: str, run_id: str | None) -> float | None:
-        labels = self._steps_of[name].get(run_id)
-        return None if labels is None else self._history.newest(name, labels, self._history.now)
+    def _value_of_run(self, name: str, run_id: str) -> float | None:
+        series = self._history.series(name).get(((_ON, run_id),))
+        return None if series is None else series.newest(self._history.now)
 
-    def _measure(self, condition: Condition, labels: Labels, window: float) -> float | None:
+    def _measure(self, condition: Condition, series: _Series, window: float) -> float | None:
         """The value that the rule would show if the condition holds; None if it does not."""
-        history, name = self._history, condition.series
-        value = history.newest(name, labels, history.now)
+        now = self._history.now
+        value = series.newest(now)
         if condition.measure == "recent":
-            past = history.within(name, labels, window)
+            past = series.since(now - window)
             return _compared(condition, past[-1]) if past else None
         if value is None:
             return None
@@ -178,13 +194,13 @@ class Evaluation:
         if condition.measure == "distance":
             return _compared(condition, abs(value - 1))
         if condition.measure == "age":
-            return _compared(condition, history.now - value)
+            return _compared(condition, now - value)
         if condition.measure == "not finite":
             return None if math.isfinite(value) else math.nan
         if condition.measure == "growth":
-            before = history.newest(name, labels, history.now - window)
-            return _compared(condition, value - (before or 0.0))
-        past = history.within(name, labels, window)
+            before = series.newest(now - window)
+            return _compared(condition, value - (series.known if before is None else before))
+        past = series.since(now - window)
         if condition.measure == "deviations":
             low, middle, high = (quantile(past, share) for share in (0.25, 0.5, 0.75))
             spread = (high - low) / _TO_DEVIATION + 0.01 * abs(middle)
@@ -194,23 +210,23 @@ class Evaluation:
             return None
         return value if _holds(condition, value, condition.threshold * usual) else None
 
-    def _judge(self, alert: Alert, holding: Mapping[Labels, float]) -> list[Change]:
+    def _judge(self, alert: Alert, holding: Mapping[Labels, tuple[Labels, float]]) -> list[Change]:
         now = self._history.now
         changes = []
-        for labels, value in holding.items():
-            active = self._active.setdefault((alert.name, labels), _Active(now, value))
-            active.value, active.kept_since = value, None
+        for key, (labels, value) in holding.items():
+            active = self._active.setdefault((alert.name, key), _Active(labels, now, value))
+            active.labels, active.value, active.kept_since = labels, value, None
             if not active.firing and now - active.since >= alert.for_seconds * self._scale:
                 active.firing = True
                 changes.append(Change(alert, labels, True, value, active.since))
-        for (name, labels), active in list(self._active.items()):
-            if name != alert.name or labels in holding:
+        for (name, key), active in list(self._active.items()):
+            if name != alert.name or key in holding:
                 continue
             if not active.firing:
-                del self._active[name, labels]
+                del self._active[name, key]
             elif self._has_ended(alert, active):
-                del self._active[name, labels]
-                changes.append(Change(alert, labels, False, active.value, active.since))
+                del self._active[name, key]
+                changes.append(Change(alert, active.labels, False, active.value, active.since))
         return changes
 
     def _has_ended(self, alert: Alert, active: _Active) -> bool:
@@ -219,6 +235,11 @@ class Evaluation:
         if active.kept_since is None:
             active.kept_since = now
         return now - active.kept_since >= alert.keep_firing_seconds * self._scale
+
+
+def told_apart(labels: Labels) -> Labels:
+    """What tells a series from every other: all but names that may change."""
+    return tuple((name, value) for name, value in labels if name not in _NAMES)
 
 
 def quantile(values: list[float], share: float) -> float:

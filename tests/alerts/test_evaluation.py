@@ -1,6 +1,7 @@
 """The server's evaluation of the catalogue: fires and ends when reckoned, as promtool confirms of the same runs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,13 @@ def test_growth_counts_from_nothing_and_forgets_what_is_old():
     assert evaluated(growth, [5.0] * 12 + [1.0]) is None
 
 
+def test_growth_before_the_first_round_is_none_of_it():
+    growth = Condition("s", ">", 0.0, "growth")
+    assert evaluated(growth, [3.0]) is None
+    assert evaluated(growth, [3.0] * 5) is None
+    assert evaluated(growth, [3.0, 3.0, 5.0]) == 2.0
+
+
 def test_the_newest_within_the_window_counts_however_old():
     recent = Condition("s", ">", 0.5, "recent")
     entry = Alert("A", "", 600.0, 300.0, 0, "info", "", "", (), "", conditions=(recent,), keep_firing_seconds=0.0)
@@ -93,3 +101,54 @@ def test_an_alert_that_fired_before_a_restart_is_taken_over():
     assert evaluation.observe(20.0, []) == []
     (ended,) = evaluation.observe(20.0 + entry.keep_firing_seconds, [])
     assert (ended.firing, ended.since, ended.value) == (False, 0.0, 2.0)
+
+
+NAMED = {"project": "p", "run": "a", "run_id": "r", "strategy": "plain"}
+
+
+def sampled(series, value, **names):
+    """A sample beyond any warm-up, of a run under these names."""
+    labels = tuple(sorted((NAMED | names).items()))
+    return [Sample(series, labels, value), Sample("collage_step", labels, 5000.0)]
+
+
+def test_a_run_under_another_name_or_strategy_goes_on_firing():
+    """The old names' series end in that round; their end is none of the alert, nor does it fire twice."""
+    evaluation, changes = Evaluation([ALERTS["CollageEdqDrop"]]), []
+    names = {}
+    for minute in range(90):
+        if minute == 70:
+            names = {"run": "a better name", "strategy": "light"}
+        changes += evaluation.observe(
+            60.0 * minute, sampled("collage_edq_ratio", 1.0 - 0.2 * (minute > 60), **names)
+        )
+    assert [change.firing for change in changes] == [True]
+    (ended,) = [change for minute in (90, 100) for change in evaluation.observe(60.0 * minute, [])]
+    assert (ended.firing, dict(ended.labels)["run"]) == (False, "a better name")
+
+
+def test_a_rename_is_no_growth():
+    evaluation = Evaluation([ALERTS["CollageExternalWrites"]])
+    assert evaluation.observe(0.0, sampled("collage_external_writes", 3.0)) == []
+    assert evaluation.observe(15.0, sampled("collage_external_writes", 3.0, run="b")) == []
+
+
+def test_what_fired_before_a_restart_goes_on_under_another_name():
+    entry = ALERTS["CollageEdqLow"]
+    evaluation = Evaluation([entry])
+    evaluation.resume(entry, tuple(sorted(NAMED.items())), since=0.0, value=0.8)
+    found = [
+        change
+        for minute in range(30)
+        for change in evaluation.observe(60.0 * minute, sampled("collage_edq_ratio", 0.8, run="b"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["project", "run", "strategy"])
+def test_a_renamed_run_is_beyond_its_warm_up_at_once(name):
+    entry = replace(ALERTS["CollageEdqLow"], for_seconds=0.0)
+    evaluation = Evaluation([entry])
+    evaluation.observe(0.0, sampled("collage_edq_ratio", 1.0))
+    (fired,) = evaluation.observe(15.0, sampled("collage_edq_ratio", 0.8, **{name: "other"}))
+    assert fired.firing

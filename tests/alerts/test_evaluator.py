@@ -9,10 +9,12 @@ from collage_server.alerts import AlertEvaluator
 from collage_server.health import samples
 from collage_server.overviews import keep_overview
 from collage_server.queries.overview import held_against
+from collage_server.store.runs.incidents import alert_key
 from sqlalchemy import text
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
+from collage_monitor.alerts.evaluation import told_apart
 from collage_monitor.judgement import Finding, Judgement
 from tests.server.guarded import guarded_server
 from tests.server.samples import report
@@ -241,3 +243,39 @@ def test_what_the_database_refuses_is_kept_as_soon_as_it_does_not(low):
     change("DROP TRIGGER refusing")
     rounds(low, work, SECONDS, alive=False)
     assert [entry.state for entry in incidents(low)] == ["resolved"]
+
+
+def test_a_renamed_run_keeps_its_incident(low):
+    """Its series begin anew under the new name; the store knows one incident of both."""
+    work = evaluator(low, "CollageEdqLow")
+    rounds(low, work, 11 * 60)
+    low.send("PATCH", "/runs/r1", wire.RunUpdate(name="a better name"), wire.Run)
+    rounds(low, work, 15 * 60)
+    assert [entry.state for entry in incidents(low)] == ["firing"]
+    low.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    rounds(low, work, 11 * 60, alive=False)
+    assert [entry.state for entry in incidents(low)] == ["resolved"]
+
+
+def test_the_evaluation_tells_series_apart_as_the_store_does(low):
+    """Were it otherwise, one series' end would resolve what another one fires."""
+    rounds(low, evaluator(low), SECONDS)
+    asked = {condition.series for entry in ALERTS.values() for condition in entry.conditions}
+    labels = [sample.labels for sample in samples(low.app.state.components) if sample.name in asked]
+    by_store = {alert_key("", dict(own)) for own in labels}
+    assert len(by_store) == len({told_apart(own) for own in labels}) > 1
+
+
+def test_growth_of_long_ago_fires_no_second_time_after_a_restart(low):
+    low.reports([report(900, 2000, measured=False, scalars={"external_writes": 1.0})])
+    work = evaluator(low, "CollageExternalWrites")
+    rounds(low, work, 60)
+    assert incidents(low) == []
+    low.reports([report(901, 2000, measured=False, scalars={"external_writes": 2.0})])
+    rounds(low, work, 60)
+    assert len(incidents(low, state="firing")) == 1
+    rounds(low, work, 45 * 60)
+    assert incidents(low, state="firing") == []
+    work.stop(1.0)
+    rounds(low, evaluator(low, "CollageExternalWrites"), 60)
+    assert len(incidents(low)) == 1
