@@ -238,8 +238,9 @@ class Evaluation:
 
 
 def told_apart(labels: Labels) -> Labels:
-    """What tells a series from every other: all but names that may change."""
-    return tuple((name, value) for name, value in labels if name not in _NAMES)
+    """What tells a series from every other: of a run's all labels but those that may change."""
+    of_run = any(name == _ON for name, _ in labels)
+    return tuple((name, value) for name, value in labels if not (of_run and name in _NAMES))
 
 
 def quantile(values: list[float], share: float) -> float:
