@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import HTTPConnection
 
@@ -45,6 +45,8 @@ class Components:
     quotas: Quotas
     answers: AnswerCache
     clock: Callable[[], float]
+    unreadable_runs: set[str] = field(default_factory=set)
+    """Runs that /metrics leaves out because reading them failed: the log has said so."""
 
 
 def components_of(connection: HTTPConnection) -> Components:

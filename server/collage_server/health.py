@@ -7,8 +7,9 @@ process answers the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from fastapi import APIRouter
@@ -41,6 +42,7 @@ from collage_server.store import RunQuery, RunRecord
 __all__ = ["MODEL_GAUGES", "RUN_GAUGES", "SCALAR_GAUGES", "exposition", "router", "samples"]
 
 router = APIRouter(tags=["operation"])
+_LOG: Final = logging.getLogger(__name__)
 _PAGE: Final = 500
 
 
@@ -101,14 +103,39 @@ class _RunCollector(Collector):
         for records in self._running():
             run_ids = [record.run_id for record in records]
             findings = self._components.store.overviews.findings(run_ids)
-            with self._components.store.points.snapshot() as now:
-                known = values_of_reports(now.newest_reports(run_ids, LAYER_STATISTICS))
+            known = self._read_together(run_ids)
             for record in records:
                 run_id = record.run_id
-                with suppress(Gone, NotFound):  # It was deleted since; nothing of it is shown.
+                with self._left_out_alone(run_id):
                     values = known.get(run_id) or self._put_together(record)
                     families.add(record, values, clock(), mismatches.get(run_id, 0), findings.get(run_id, {}))
         return families.all()
+
+    def _read_together(self, run_ids: Sequence[str]) -> Mapping[str, RunValues]:
+        """Values of those runs that are read together; of none where one of them cannot be read."""
+        try:
+            with self._components.store.points.snapshot() as now:
+                return values_of_reports(now.newest_reports(run_ids, LAYER_STATISTICS))
+        except Busy:  # The database, not a run: the whole page fails.
+            raise
+        except Exception:  # Which run it is shows when each is read alone.
+            return {}
+
+    @contextmanager
+    def _left_out_alone(self, run_id: str) -> Iterator[None]:
+        """A run that was deleted, or cannot be read, is not shown; the log says the latter once."""
+        unreadable = self._components.unreadable_runs
+        try:
+            yield
+            unreadable.discard(run_id)
+        except (Gone, NotFound):
+            unreadable.discard(run_id)
+        except Busy:  # The database, not a run: the whole page fails.
+            raise
+        except Exception:
+            if run_id not in unreadable:
+                _LOG.exception("run %s cannot be read: /metrics and alerts go on without it", run_id)
+            unreadable.add(run_id)
 
     def _put_together(self, record: RunRecord) -> RunValues:
         with self._components.store.points.snapshot() as now:

@@ -6,12 +6,16 @@ import contextlib
 import threading
 from pathlib import Path
 
+import pytest
 from collage_server.disk import DiskGuard
-from collage_server.errors import Gone
-from collage_server.health import MODEL_GAUGES
+from collage_server.errors import Busy, Gone
+from collage_server.health import MODEL_GAUGES, exposition
+from collage_server.store.reading import snapshot
+from collage_server.store.reading.points import read_latest
 from collage_server.store.reading.snapshot import Snapshot
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS
@@ -109,6 +113,42 @@ def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, m
     assert all(run.latest["edq_ratio"] is not None for run in of_one_moment)
     monkeypatch.undo()
     assert [run.run_id for run in server.get("/runs", wire.RunPage).runs] == ["r2"]
+
+
+def test_a_run_that_cannot_be_read_takes_no_other_with_it(server, monkeypatch, caplog):
+    for run_id in ("r1", "r2"):
+        server.filled(run_id, f"{run_id}-s")
+
+    def together(*_):
+        raise ValueError("r1")
+
+    def alone(connection, views, *more):
+        if "r1" in views:
+            raise ValueError("r1")
+        return read(connection, views, *more)
+
+    read = read_latest
+    monkeypatch.setattr(snapshot, "read_newest_reports", together)
+    monkeypatch.setattr(snapshot, "read_latest", alone)
+    for _ in range(2):
+        page = server.get("/metrics")
+        assert ('run_id="r1"' in page, 'run_id="r2"' in page) == (False, True)
+        assert [record.getMessage() for record in caplog.records if "r1" in record.getMessage()] == [
+            "run r1 cannot be read: /metrics and alerts go on without it"
+        ]
+    monkeypatch.undo()
+    assert 'run_id="r1"' in server.get("/metrics")
+
+
+def test_a_database_that_does_not_answer_is_no_run_s_failure(server, monkeypatch):
+    server.filled()
+
+    def lost(*_):
+        raise OperationalError(None, None, Exception("gone"))
+
+    monkeypatch.setattr(snapshot, "read_newest_reports", lost)
+    with pytest.raises(Busy):
+        exposition(server.app.state.components)
 
 
 def delete_after(store, page, clock):

@@ -290,6 +290,20 @@ class StoreContract:
             store.streams.create_stream("r1", stream_create(rank=1), NOW)
         assert [entry.name for entry in store.streams.layers("r1")] == [*LAYERS, "head.weight"]
 
+    @pytest.mark.parametrize("control", ["\n", "\x00", "\x7f", "\x85"])
+    def test_names_have_no_control_characters(self, store, control):
+        self.fill(store)
+        name = f"a{control}b"
+        for field, more in (
+            ("statistics", {"statistics": [*STATISTICS, f"state_zero/{name}"]}),
+            ("layers", {"layers": [layer(name)]}),
+        ):
+            with pytest.raises(Unprocessable, match="control character") as caught:
+                store.streams.create_stream("r1", stream_create(**more), NOW)
+            assert caught.value.field == field
+            assert repr(name)[1:-1] in caught.value.message
+        assert [entry.name for entry in store.streams.layers("r1")] == LAYERS
+
     @pytest.mark.parametrize("more", [{"layers": [layer(LAYERS[0])]}, {"statistics": STATISTICS[:1]}])
     def test_a_shorter_stream_takes_no_newer_words_back(self, store, more):
         self.fill(store)

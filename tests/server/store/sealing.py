@@ -13,7 +13,8 @@ from collage_server.store import ReportGroup, Selection, schema
 from collage_server.store.chunks.blobs import read_layer_data
 from collage_server.store.reading import points as reading
 from collage_server.store.reading.run_view import is_known
-from sqlalchemy import func, select
+from collage_server.store.rows import to_json
+from sqlalchemy import func, select, update
 
 from collage_monitor import metrics, wire
 from collage_monitor.statistics import finish, reduce_steps
@@ -123,6 +124,24 @@ class SealingContract(Senders):
         assert "future_sum" not in latest_point(store, "r1").model
         assert seal_all(store) == 0
         assert rows(store, schema.report) == 48
+
+    def test_a_label_with_a_line_break_that_an_older_server_took_is_read(self, store):
+        """A label may hold any separator, so none stands between what is read of the dictionary."""
+        self.fill(store)
+        keys = [*STATISTICS, "state_zero/exp\n7 avg"]
+        with store.engine.begin() as connection:
+            connection.execute(update(schema.stream).values(statistics=to_json(keys)))
+        stream = store.streams.stream_record("s0")
+        reports = [with_one_more(report(i, i + 1)) for i in range(64)]
+        self.append(store, stream, *reports[:32])
+        before = plain(model_points(store, "r1", None, ALL))
+        assert seal_all(store) == 1
+        assert plain(model_points(store, "r1", None, ALL)) == before
+        self.append(store, stream, *reports[32:])
+        assert seal_all(store) == 1
+        assert model_points(store, "r1", [keys[-1]], ALL).totals[keys[-1]].tolist() == [21.0] * 64
+        with store.points.snapshot() as now:
+            assert keys[-1] in now.newest_reports(["r1"], ())["r1"].statistics
 
     def test_scalars_between_measured_steps_and_beyond(self, store):
         stream = self.fill(store)

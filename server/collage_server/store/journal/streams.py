@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ _STREAM: Final = schema.stream
 _LAYER: Final = schema.layer
 _IDENTITY: Final = ("run_id", "stream_id", "attempt", "rank", "world_size", "process_id")
 _MOST_ELEMENTS: Final = 2**53
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LONGEST_STATISTIC: Final = 448
 """So that "minimum METRIC", with the same label, is no longer than a name: else its run could not be sealed."""
 
@@ -128,6 +130,8 @@ def _check_names(create: wire.StreamCreate) -> None:
         if len(set(names)) != len(names):
             twice = Counter(names).most_common(1)[0][0]
             raise Unprocessable(f"{field}: {twice!r} stands twice; name each once", field=field)
+        if (odd := next(filter(_CONTROL.search, names), None)) is not None:
+            raise Unprocessable(f"{field}: {odd[:80]!r} has a control character; leave it out", field=field)
     for layer in create.layers:
         if math.prod(layer.shape) > _MOST_ELEMENTS:
             raise Unprocessable(

@@ -9,7 +9,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
-from sqlalchemy import Connection, Select, Text, cast, func, select
+from sqlalchemy import Connection, Select, select
 
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
@@ -216,15 +216,14 @@ def _streams_and_attempts() -> tuple[Select[Any], Select[Any]]:
 
 def read_entries(
     connection: Connection, run_ids: Sequence[str], keys: Collection[str] | None = None
-) -> dict[str, Mapping[str, int]]:
-    """What chunks hold of each run: key → entry; fetched as one text a run."""
-    found: dict[str, Mapping[str, int]] = {run_id: {} for run_id in run_ids}
+) -> dict[str, dict[str, int]]:
+    """What chunks hold of each run: key → entry, in the order of entries."""
+    found: dict[str, dict[str, int]] = {run_id: {} for run_id in run_ids}
     if keys is not None and not keys:
         return found
     given = {"run_ids": list(run_ids)} | ({} if keys is None else {"keys": list(keys)})
-    for run_id, lines in connection.execute(_entries_of(some=keys is not None), given).all():
-        pairs = [line.split(" ", 1) for line in lines.split("\n")]
-        found[run_id] = {key: int(number) for number, key in sorted(pairs, key=lambda pair: int(pair[0]))}
+    for run_id, key, entry in connection.execute(_entries_of(some=keys is not None), given):
+        found[run_id][key] = entry
     return found
 
 
@@ -232,6 +231,5 @@ def read_entries(
 def _entries_of(*, some: bool) -> Select[Any]:
     """Of all keys, or of those that are given."""
     table = schema.entry
-    line = cast(table.c.entry, Text).concat(" ").concat(table.c.key)
     chosen = (among(table.c.run_id), among(table.c.key, "keys")) if some else (among(table.c.run_id),)
-    return select(table.c.run_id, func.aggregate_strings(line, "\n")).where(*chosen).group_by(table.c.run_id)
+    return select(table.c.run_id, table.c.key, table.c.entry).where(*chosen).order_by(table.c.entry)
