@@ -125,6 +125,21 @@ class SealingContract(Senders):
         assert seal_all(store) == 0
         assert rows(store, schema.report) == 48
 
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_a_newest_step_leaves_out_what_a_newer_server_has_taken(self, store, count):
+        streams = self.ranks(store, count)
+        with store.engine.begin() as connection:
+            connection.execute(update(schema.stream).values(statistics=to_json([*STATISTICS, "future_sum"])))
+        for rank, stream in enumerate(streams):
+            declared = store.streams.stream_record(stream.stream_id)
+            self.append(store, declared, with_one_more(report(0, 10, rank=rank)))
+        with store.points.snapshot() as now:
+            found = now.newest_reports(["r1"], ())["r1"]
+        model = dict(zip(found.statistics, found.model.tolist(), strict=True))
+        expected = latest_point(store, "r1").model
+        assert model == {key: float(value) for key, value in expected.items() if key in model}
+        assert {*STATISTICS} <= model.keys()
+
     def test_a_label_with_a_line_break_that_an_older_server_took_is_read(self, store):
         """A label may hold any separator, so none stands between what is read of the dictionary."""
         self.fill(store)

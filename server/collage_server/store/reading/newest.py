@@ -123,15 +123,23 @@ def _shards(
 
 
 def _merged(groups: dict[tuple[tuple[str, ...], int], dict[str, list[_Shard]]]) -> dict[str, NewestReport]:
-    """Shards of each run merged as its points are."""
+    """Shards of each run merged as its points are, without what only a newer server knows."""
     merged: dict[str, NewestReport] = {}
     for (names, _), runs in groups.items():
+        known = [i for i, name in enumerate(names) if is_known(name)]
+        if len(known) < len(names):
+            names = tuple(names[i] for i in known)
+            runs = {run_id: [_part(shard, known) for shard in shards] for run_id, shards in runs.items()}
         alone = {run_id: shards[0] for run_id, shards in runs.items() if len(shards) == 1}
         merged |= {run_id: NewestReport(names, shard.model, shard.layers) for run_id, shard in alone.items()}
         several = {run_id: shards for run_id, shards in runs.items() if len(shards) > 1}
         if several:
             merged |= _merged_ranks(names, several)
     return merged
+
+
+def _part(shard: _Shard, rows: list[int]) -> _Shard:
+    return _Shard(shard.replica, shard.model[rows], shard.layers[rows])
 
 
 def _merged_ranks(names: tuple[str, ...], runs: dict[str, list[_Shard]]) -> dict[str, NewestReport]:
