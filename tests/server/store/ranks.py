@@ -130,6 +130,31 @@ class RanksContract(Senders):
         assert latest_point(store, "r1").step == 109
         assert model_points(store, "r1", ["lost"], ALL).ranks.tolist() == [2] * 10 + [1] * 89 + [2] * 10 + [1] * 10
 
+    @pytest.mark.parametrize("sealed", [False, True])
+    def test_a_newest_scalar_that_a_newer_attempt_hides_leaves_the_one_before_it(self, store, sealed):
+        """Highest step first, then the lowest rank; what only an older attempt has logged is looked for there."""
+        for rank, stream in enumerate(self.ranks(store, 2)):
+            nan = float("nan") if rank == 0 else 9.0
+            logged = {
+                850: {"validation": 2.5 + rank, "note": nan},
+                1000: {"validation": 2.4, "loss": 2.3, "note": 1.0},
+                840: {"validation": 7.0, "loss": 4.0},
+                870 + rank: {"odd": float(rank)},
+                900: {"odd": 5.0},
+            }
+            reports = [
+                report(i, step, measured=False, scalars=held) for i, (step, held) in enumerate(logged.items())
+            ]
+            self.append(store, stream, *reports)
+        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-2", first_step=900), NOW)
+        store.streams.create_stream("r1", stream_create("later", launch_id="launch-2"), NOW)
+        found = {"validation": (850, 2.5), "note": (850, "NaN"), "odd": (871, 1.0), "loss": (840, 4.0)}
+        assert newest_of(store) == found
+        self.append(store, store.streams.stream_record("later"), report(0, 900, scalars={"loss": 1.0}))
+        if sealed:
+            assert seal_all(store) > 0
+        assert newest_of(store) == found | {"loss": (900, 1.0)}
+
     def late_rank(self, store, replica=lambda rank: 0):
         first, second = self.ranks(store, 2, replica)
         self.send(store, first, range(1, 41), 0)
@@ -262,3 +287,7 @@ class RanksContract(Senders):
         points = model_points(store, "r1", ["lost"], Selection(points=1))
         assert points.totals["lost"].tolist() == [16 * 180.0] * 4
         assert points.counts.tolist() == [16] * 4
+
+
+def newest_of(store):
+    return {name: (held.step, held.value) for name, held in store.runs.get("r1").scalars.items()}

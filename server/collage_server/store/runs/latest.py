@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from sqlalchemy import Connection, Row, Select, func, select
 
 from collage_monitor import wire
 from collage_monitor.wire import LoggedScalar
 from collage_server.store import schema
-from collage_server.store.rows import among
+from collage_server.store.rows import among, scalars_from_json
 
 __all__ = [
     "first_hidden_steps",
@@ -41,17 +42,59 @@ def first_hidden_steps(attempts: Iterable[tuple[int, int]]) -> dict[int, int]:
     return first_hidden
 
 
-def newest_scalars(latest: Sequence[Row[Any]], first_hidden: Mapping[int, int]) -> dict[str, LoggedScalar]:
-    """The newest visible value of each logged name: highest step, then newest attempt, then lowest rank."""
+def newest_scalars(
+    connection: Connection, latest: Sequence[Row[Any]], first_hidden: Mapping[int, int]
+) -> dict[str, LoggedScalar]:
+    """The newest visible value of each logged name: highest step, then newest attempt, then lowest rank.
+
+    Of each stream `latest` has the last value alone. Where that is hidden, the one before is read, unless another
+    stream has a newer one.
+    """
     found: dict[str, tuple[tuple[int, int, int], LoggedScalar]] = {}
+    hidden: list[tuple[Row[Any], int, list[str]]] = []
+
+    def offer(row: Row[Any], name: str, step: int, value: wire.Number) -> None:
+        place = (step, row.attempt, -row.rank)
+        if name not in found or place > found[name][0]:
+            found[name] = (place, LoggedScalar(step=step, value=value))
+
     for row in latest:
-        for name, (step, value) in _DECODE(row.scalars).items():
-            if step >= first_hidden.get(row.attempt, _UNBOUNDED):
-                continue
-            place = (step, row.attempt, -row.rank)
-            if name not in found or place > found[name][0]:
-                found[name] = (place, LoggedScalar(step=step, value=value))
+        bound, held = first_hidden.get(row.attempt, _UNBOUNDED), _DECODE(row.scalars)
+        for name, (step, value) in held.items():
+            if step < bound:
+                offer(row, name, step, value)
+        hidden.append((row, bound, [name for name, (step, _) in held.items() if step >= bound]))
+    for row, bound, names in hidden:
+        best = (bound - 1, row.attempt, -row.rank)
+        wanted = [name for name in names if name not in found or found[name][0] < best]
+        for name, (step, number) in _last_values(connection, row, wanted, bound).items():
+            offer(row, name, step, wire.to_number(number))
     return {name: entry for name, (_, entry) in sorted(found.items())}
+
+
+def _last_values(
+    connection: Connection, row: Row[Any], names: Collection[str], before: int
+) -> dict[str, tuple[int, float]]:
+    """Step and value of what the row's stream logged last before a step, by name: in chunks and in the journal."""
+    found: dict[str, tuple[int, float]] = {}
+    if not names:
+        return found
+    chunk, report = schema.scalar_chunk, schema.report
+    of_chunks = (chunk.c.run_id == row.run_id, chunk.c.stream_id == row.stream_id, chunk.c.name.in_(names))
+    statement = select(chunk.c.name, chunk.c.point_count, chunk.c.data).where(*of_chunks).order_by(chunk.c.part)
+    for name, count, data in connection.execute(statement.execution_options(blobs=True)):
+        steps = np.frombuffer(data, dtype="<i8", count=count)
+        place = int(np.argmax(np.where(steps < before, steps, -1)))
+        step = int(steps[place])
+        if step < before and step >= found.get(name, (-1,))[0]:
+            found[name] = (step, float(np.frombuffer(data, dtype="<f8")[2 * count + place]))
+    of_journal = (report.c.run_id == row.run_id, report.c.stream_id == row.stream_id, report.c.step < before)
+    statement = select(report.c.step, report.c.scalars).where(*of_journal, report.c.scalars.is_not(None))
+    for step, scalars in connection.execute(statement.order_by(report.c.step, report.c.seq)):
+        for name, value in scalars_from_json(scalars).items():
+            if name in names and step >= found.get(name, (-1,))[0]:
+                found[name] = (step, value)
+    return found
 
 
 def logged_names(scalars: str) -> Iterable[str]:

@@ -369,7 +369,7 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord
     ids = [row.run_id for row in rows]
     tags, attempts, latest, watches = (_by_run(connection, statement, ids) for statement in _beside_runs())
     return [
-        _record(row, tags[row.run_id], attempts[row.run_id], latest[row.run_id], watches[row.run_id])
+        _record(connection, row, tags[row.run_id], attempts[row.run_id], latest[row.run_id], watches[row.run_id])
         for row in rows
     ]
 
@@ -395,7 +395,12 @@ def _by_run(connection: Connection, statement: Select[Any], ids: Sequence[str]) 
 
 
 def _record(
-    row: Row[Any], tags: list[Row[Any]], attempts: list[Row[Any]], latest: list[Row[Any]], watches: list[Row[Any]]
+    connection: Connection,
+    row: Row[Any],
+    tags: list[Row[Any]],
+    attempts: list[Row[Any]],
+    latest: list[Row[Any]],
+    watches: list[Row[Any]],
 ) -> RunRecord:
     first_hidden = first_hidden_steps([(entry.attempt, entry.first_step) for entry in attempts])
     watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
@@ -416,5 +421,5 @@ def _record(
         reports_dropped=sum_of_newest("reports_dropped", latest, newest),
         attempts=[msgspec.convert(entry, wire.Attempt, from_attributes=True) for entry in attempts],
         watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
-        scalars=newest_scalars(latest, first_hidden),
+        scalars=newest_scalars(connection, latest, first_hidden),
     )
