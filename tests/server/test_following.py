@@ -109,6 +109,25 @@ def test_a_report_that_comes_late_makes_it_begin_again(two):
     assert (reader.steps, reader.values) == (whole.steps, whole.values)
 
 
+@pytest.mark.parametrize("looks", [(False, True), (True, False), (True, True)])
+def test_a_run_that_is_over_waits_for_no_rank(two, looks):
+    """Whether it is read before it is over, before it is sealed, or afterwards."""
+    reader = Follower(two, QUESTIONS[0])
+    send(two, range(1, 16), 0)
+    send(two, range(1, 11), 1)
+    if looks[0]:
+        assert (reader.look(), two.get("/runs/r1/latest", wire.Latest).step) == (10, 10)
+    two.send("PATCH", "/runs/r1", wire.RunUpdate(state="finished"), wire.Run)
+    if looks[1]:
+        reader.look()
+        assert two.get("/runs/r1/latest", wire.Latest).step == 15
+    seal(two)
+    reader.look()
+    whole = two.series("edq_ratio", points=10_000)
+    assert (reader.steps, reader.values, reader.begun) == (whole.steps, whole.values, 1)
+    assert two.get("/runs/r1/latest", wire.Latest).step == whole.steps[-1] == 15
+
+
 @pytest.mark.parametrize("question", [QUESTIONS[0], QUESTIONS[4]])
 def test_so_does_a_newer_attempt(two, question):
     reader = Follower(two, question)

@@ -130,6 +130,16 @@ class RanksContract(Senders):
         assert latest_point(store, "r1").step == 109
         assert model_points(store, "r1", ["lost"], ALL).ranks.tolist() == [2] * 10 + [1] * 89 + [2] * 10 + [1] * 10
 
+    def test_a_run_that_is_over_waits_for_no_rank(self, store, reopen):
+        first, second = self.ranks(store, 2)
+        self.send(store, first, range(1, 16), 0)
+        self.send(store, second, range(1, 11), 1)
+        assert latest_point(store, "r1").step == 10
+        store.runs.update("r1", wire.RunUpdate(state="failed"), NOW)
+        assert latest_point(store, "r1").step == 15
+        assert seal_all(store) == 1
+        assert latest_point(store, "r1").step == latest_point(reopen(), "r1").step == 15
+
     @pytest.mark.parametrize("sealed", [False, True])
     def test_a_newest_scalar_that_a_newer_attempt_hides_leaves_the_one_before_it(self, store, sealed):
         """Highest step first, then the lowest rank; what only an older attempt has logged is looked for there."""

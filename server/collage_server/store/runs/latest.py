@@ -89,8 +89,8 @@ def _last_values(
         if step < before and step >= found.get(name, (-1,))[0]:
             found[name] = (step, float(np.frombuffer(data, dtype="<f8")[2 * count + place]))
     of_journal = (report.c.run_id == row.run_id, report.c.stream_id == row.stream_id, report.c.step < before)
-    statement = select(report.c.step, report.c.scalars).where(*of_journal, report.c.scalars.is_not(None))
-    for step, scalars in connection.execute(statement.order_by(report.c.step, report.c.seq)):
+    logged = select(report.c.step, report.c.scalars).where(*of_journal, report.c.scalars.is_not(None))
+    for step, scalars in connection.execute(logged.order_by(report.c.step, report.c.seq)):
         for name, value in scalars_from_json(scalars).items():
             if name in names and step >= found.get(name, (-1,))[0]:
                 found[name] = (step, value)
@@ -114,18 +114,22 @@ def newest_measured_step(
 ) -> int | None:
     """The newest measured step that every one of the `awaited_streams` of the newest measured attempt has reached.
 
+    Of a run that is over the newest that any rank has reached, whatever is sealed by then: none is waited for.
+
     None when nothing was measured, or a newer attempt hides that step: the caller must then read the points.
     """
-    table = schema.run_latest
-    rows = connection.execute(
-        select(table).where(table.c.run_id == run_id, table.c.measured_step.is_not(None))
-    ).all()
+    table, run = schema.run_latest, schema.run
+    statement = select(table, run.c.state).join(run, run.c.run_id == table.c.run_id)
+    rows = connection.execute(statement.where(table.c.run_id == run_id, table.c.measured_step.is_not(None))).all()
     attempt = max((row.attempt for row in rows), default=0)
     rows = [row for row in rows if row.attempt == attempt]
     if not rows:
         return None
-    waited = awaited_streams(connection, run_id, attempt, rows, stale_after_seconds)
-    step: int = min(row.measured_step for row in waited)
+    if rows[0].state == "running":
+        rows = awaited_streams(connection, run_id, attempt, rows, stale_after_seconds)
+        step: int = min(row.measured_step for row in rows)
+    else:
+        step = max(row.measured_step for row in rows)
     return step if step < first_hidden.get(attempt, _UNBOUNDED) else None
 
 
@@ -188,11 +192,10 @@ def measured_states(
 
 @cache
 def _measured_and_begun() -> tuple[Select[Any], Select[Any]]:
-    table, attempt = schema.run_latest, schema.attempt
+    table, attempt, run = schema.run_latest, schema.attempt, schema.run
     names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at", "run_id")
-    measured = select(*(table.c[name] for name in names)).where(
-        among(table.c.run_id), table.c.measured_step.is_not(None)
-    )
+    there = select(*(table.c[name] for name in names), run.c.state).join(run, run.c.run_id == table.c.run_id)
+    measured = there.where(among(table.c.run_id), table.c.measured_step.is_not(None))
     begun = select(attempt.c.attempt, attempt.c.first_step, attempt.c.run_id).where(among(attempt.c.run_id))
     return measured, begun
 
@@ -204,8 +207,8 @@ def _state(places: Sequence[Row[Any]], launches: Sequence[Row[Any]], stale_after
         freshest[row.attempt] = max(row.last_report_at, freshest.get(row.attempt, 0.0))
 
     def lagging(row: Row[Any]) -> object:
-        """A rank's last step, and whether it is silent: they matter only where it lags (`awaited_streams`)."""
-        return row.last_step, row.last_report_at >= freshest[row.attempt] - stale_after_seconds
+        """A rank's last step, whether it is silent, the run's state: they matter only where the rank lags."""
+        return row.last_step, row.state, row.last_report_at >= freshest[row.attempt] - stale_after_seconds
 
     seen = [(*row[:4], lagging(row) if row.measured_step < newest else None) for row in places]
     return sorted(seen), sorted(tuple(row)[:2] for row in launches)
