@@ -12,6 +12,7 @@ from collage_server.errors import Gone, Unprocessable
 from collage_server.store import ReportGroup, Selection, schema
 from collage_server.store.chunks.blobs import read_layer_data
 from collage_server.store.reading import points as reading
+from collage_server.store.reading import scalars
 from collage_server.store.reading.run_view import is_known
 from collage_server.store.rows import to_json
 from sqlalchemy import func, select, update
@@ -171,6 +172,43 @@ class SealingContract(Senders):
             newest = snapshot.newest_scalars(["r1"], 20)["r1"]
         assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
         assert newest["note"].tolist() == [1.0]
+
+    @pytest.mark.parametrize("late", [0, 20, 40])
+    def test_the_newest_scalars_are_those_of_the_newest_steps(self, store, late):
+        """Late reports become parts behind newer ones; what waits in the journal hides that no less."""
+        stream = self.fill(store)
+        self.send(store, stream, range(101, 101 + 96), first_seq=100)
+        seal_all(store)
+        for start in range(0, late, 20):
+            self.send(store, stream, range(start + 1, start + 21), first_seq=start)
+            seal_all(store)
+        for more in range(2):
+            if more:
+                self.send(store, stream, [197], first_seq=196)
+            logged = scalar_points(store, "r1", ["loss"], ALL)["loss"].values
+            with store.points.snapshot() as snapshot:
+                newest = snapshot.newest_scalars(["r1"], 10)["r1"]["loss"]
+            assert newest[-10:].tolist() == logged[-10:].tolist()
+
+    def test_the_newest_scalars_are_read_from_the_last_parts(self, store, monkeypatch):
+        """Of a live run, too, whose newest value is not sealed yet."""
+        stream = self.fill(store)
+        self.send(store, stream, range(1, 101))
+        assert seal_all(store) == 3
+        known = []
+        read = scalars._read
+
+        def counted(connection, views, names, selection, rows):
+            known.append({run_id: len(held) for run_id, held in rows.items()})
+            return read(connection, views, names, selection, rows)
+
+        monkeypatch.setattr(scalars, "_read", counted)
+        for _ in range(2):
+            with store.points.snapshot() as snapshot:
+                assert len(snapshot.newest_scalars(["r1"], 10)["r1"]["loss"]) == 10
+            store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+            seal_all(store)
+        assert known == [{"r1": 4}] * 2
 
     def test_a_step_reported_twice_across_the_seam(self, store):
         """Scalars and statistics of one step may come apart, before and after sealing."""

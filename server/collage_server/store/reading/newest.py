@@ -27,7 +27,7 @@ from collage_server.store.records import FloatArray, NewestReport
 from collage_server.store.rows import from_json, int_array
 from collage_server.store.runs.latest import first_hidden_steps
 
-__all__ = ["read_newest_reports"]
+__all__ = ["read_newest_reports", "sealed_steps"]
 
 _FLOAT: Final = np.dtype("<f8")
 _LEVEL: Final = LEVELS[0]
@@ -57,7 +57,7 @@ def read_newest_reports(
     measured: dict[str, list[Any]] = defaultdict(list)
     for row in _measured_streams(connection, run_ids):
         measured[row.run_id].append(row)
-    hidden, sealed = _bounds(connection, run_ids), _sealed_steps(connection, run_ids)
+    hidden, sealed = _bounds(connection, run_ids), sealed_steps(connection, run_ids)
     told: dict[str, dict[str, Any]] = {}
     ended: dict[tuple[str, int], tuple[int, list[int]]] = {}
     for run_id, rows in measured.items():
@@ -185,7 +185,7 @@ def _bounds(connection: Connection, run_ids: Sequence[str]) -> dict[tuple[str, i
     }
 
 
-def _sealed_steps(connection: Connection, run_ids: Sequence[str]) -> dict[tuple[str, int], int]:
+def sealed_steps(connection: Connection, run_ids: Collection[str]) -> dict[tuple[str, int], int]:
     """(run, attempt) → the last step that is sealed."""
     table = schema.point_chunk
     statement = select(table.c.run_id, table.c.attempt, func.max(table.c.last_step))

@@ -19,7 +19,7 @@ from collage_server.store.journal.streams import stream_record
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.records import StreamRecord
 from collage_server.store.rows import among, require_runs
-from collage_server.store.runs.latest import first_hidden_steps, logged_names
+from collage_server.store.runs.latest import first_hidden_steps, newest_logged_steps
 
 __all__ = ["UNBOUNDED", "RunView", "chosen_layers", "is_known", "read_entries", "read_views"]
 
@@ -65,9 +65,13 @@ class RunView:
         """Whether this report stands in chunks; its journal row, if still there, is about to go."""
         return contains(self.sealed_ranges.get(stream_id, ()), seq)
 
-    def logged_by_stream(self) -> list[tuple[str, str]]:
-        """(stream_id, name) of everything that was logged."""
-        return [(stream_id, name) for stream_id, text in self._scalars.items() for name in logged_names(text)]
+    def newest_logged_steps(self) -> dict[tuple[str, str], int]:
+        """(stream_id, name) → the newest step, of everything that was logged."""
+        return {
+            (stream_id, name): step
+            for stream_id, text in self._scalars.items()
+            for name, step in newest_logged_steps(text).items()
+        }
 
     def streams_of(self, attempt: int) -> list[StreamRecord]:
         """The attempt's streams, oldest first."""

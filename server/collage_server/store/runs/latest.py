@@ -18,8 +18,8 @@ from collage_server.store.rows import among, scalars_from_json
 
 __all__ = [
     "first_hidden_steps",
-    "logged_names",
     "measured_states",
+    "newest_logged_steps",
     "newest_measured_step",
     "newest_scalars",
     "sum_of_newest",
@@ -97,9 +97,9 @@ def _last_values(
     return found
 
 
-def logged_names(scalars: str) -> Iterable[str]:
-    """Names that a stream has logged, from its `scalars`."""
-    return _DECODE(scalars)
+def newest_logged_steps(scalars: str) -> dict[str, int]:
+    """The newest step of each name that a stream has logged, from its `scalars`."""
+    return {name: step for name, (step, _) in _DECODE(scalars).items()}
 
 
 def sum_of_newest(name: str, latest: Sequence[Row[Any]], attempt: int) -> float | None:
