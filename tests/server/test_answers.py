@@ -124,6 +124,23 @@ def test_an_answer_holds_the_runs_in_the_order_asked_for(server):
             assert [run["run_id"] for run in fetch(server, path).json()["runs"]] == order
 
 
+def test_an_answer_holds_the_metrics_in_the_order_asked_for(server):
+    server.filled("r1", "s1")
+    one, other = (
+        f"/runs/r1/series?metric={a}&metric={b}" for a, b in (("edq_ratio", "loss"), ("loss", "edq_ratio"))
+    )
+    first, second = server.get(one, wire.Series), server.get(other, wire.Series)
+    assert (first.metric, list(first.more)) == ("edq_ratio", ["loss"])
+    assert (second.metric, list(second.more)) == ("loss", ["edq_ratio"])
+    assert fetch(server, other, fetch(server, one).headers["etag"]).status_code == 200
+    swapped = fetch(
+        server,
+        "/runs/r1/series?points=9&metric=loss",
+        fetch(server, "/runs/r1/series?metric=loss&points=9").headers["etag"],
+    )
+    assert swapped.status_code == 304, "the order of other parameters does not matter"
+
+
 def test_so_do_layers_a_strategy_and_retention(server, clock):
     server.app.state.components.store.sealing.limits = LIMITS
     server.filled("r1", "s1", steps=range(1, 81))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from starlette.requests import Request
@@ -46,7 +47,8 @@ def respond(
     `runs` are ids, or the revisions of these runs where they are known already.
     """
     revisions = runs if isinstance(runs, Mapping) else revisions_of(request, runs)
-    key = (request.url.path, tuple(sorted(request.query_params.multi_items())), tuple(revisions.items()))
+    parameters = sorted(request.query_params.multi_items(), key=itemgetter(0))  # Repeated ones keep their order.
+    key = (request.url.path, tuple(parameters), tuple(revisions.items()))
     etag = f'"{hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()}"'
     headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
     if etag in request.headers.get("if-none-match", ""):
