@@ -277,9 +277,21 @@ class Client:
         query = {"x": x, "y": y, "run": list(run_ids), "window": window, **chosen}
         return self._get("/correlation", wire.Correlation, query)
 
-    def events(self, run_id: str, *, cursor: int = 0, limit: int = 1000) -> wire.EventPage:
-        """What happened to a run, oldest first; the answer's cursor asks for what came later."""
-        return self._get(f"/runs/{quoted(run_id)}/events", wire.EventPage, {"cursor": cursor, "limit": limit})
+    def events(
+        self,
+        run_id: str,
+        *,
+        cursor: int = 0,
+        limit: int = 1000,
+        newest: bool = False,
+        until: float | None = None,
+    ) -> wire.EventPage:
+        """What happened to a run (until a time), oldest first; the answer's cursor asks for what came later.
+
+        Of more than `limit` events these are the oldest, or the newest.
+        """
+        query = {"cursor": cursor, "limit": limit, "newest": newest or None, "until": until}
+        return self._get(f"/runs/{quoted(run_id)}/events", wire.EventPage, query)
 
     def incidents(
         self,

@@ -8,6 +8,7 @@ with Client(server_url, token) as client:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from collage_monitor import wire
@@ -60,6 +61,7 @@ _FEWEST_POINTS: Final = 48
 SETTLED_STEPS: Final = 32
 """Measured steps after the alert that are looked at, too: they place the change."""
 _METRICS_A_QUESTION: Final = 20
+_EVENTS_SINCE: Final = 100
 
 
 def read_incident(client: Client, incident: wire.Incident) -> IncidentEvidence:
@@ -72,10 +74,12 @@ def read_incident(client: Client, incident: wire.Incident) -> IncidentEvidence:
         return IncidentEvidence(incident)
     try:
         run = client.run(incident.run_id)
-        events = client.events(incident.run_id).events
+        until = client.events(incident.run_id, newest=True, until=incident.started_at)
+        since = client.events(incident.run_id, cursor=until.cursor, limit=_EVENTS_SINCE)
     except NotFound:
         return IncidentEvidence(incident)
-    return _Reader(client, incident, run).read(events)
+    evidence = _Reader(client, incident, run).read([*until.events, *since.events])
+    return replace(evidence, older_events=until.left_out, later_events=since.left_out)
 
 
 class _Reader:

@@ -89,7 +89,8 @@ class IncidentEvidence:
     since when that is different; held_since: the step from which the condition held without a break. before, after:
     the steps beside the change, or beside the moment at which the condition began to hold. highest: largest logged
     values since the run began; rising: whether they still grow at `step`. layers: metrics by layer after the
-    change; types: their module types. events: the run's, oldest first.
+    change; types: their module types. events: the run's around the alert, oldest first; so many older and later
+    ones are left out.
     """
 
     incident: wire.Incident
@@ -106,6 +107,8 @@ class IncidentEvidence:
     layers: Mapping[str, Mapping[str, Number | None]] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     events: Sequence[wire.Event] = ()
+    older_events: int = 0
+    later_events: int = 0
 
     @property
     def watch(self) -> wire.WatchInfo | None:

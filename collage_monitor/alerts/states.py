@@ -53,7 +53,12 @@ def _drawn_apart(evidence: IncidentEvidence) -> CauseVerdict:
         return left_open("at which step ranks first differed was not reported")
     every = evidence.watch.every if evidence.watch else 1
     clause = f"ranks first differ at step {min(steps):,}, the run began at {first:,}"
-    return supported(clause) if min(steps) <= first + every else ruled_out(clause)
+    if min(steps) <= first + every:
+        return supported(clause)
+    # What is left out may be an earlier one.
+    return (
+        left_open("at which step ranks first differed is not known") if evidence.older_events else ruled_out(clause)
+    )
 
 
 def _order_of_additions(_evidence: IncidentEvidence) -> CauseVerdict:

@@ -345,11 +345,15 @@ class Event(Struct, kw_only=True, frozen=True):
 
 
 class EventPage(Struct, kw_only=True, frozen=True):
-    """A run's events, oldest first. `cursor` gets what comes after them, even if there are none yet."""
+    """A run's events, oldest first. `cursor` gets what comes after them, even if there are none yet.
+
+    `left_out` counts those that were asked for beyond the limit: newer ones, or older ones of the `newest`.
+    """
 
     run_id: str
     events: list[Event]
     cursor: int
+    left_out: int = 0
 
 
 class AlertmanagerAlert(Struct, frozen=True, rename="camel"):

@@ -95,8 +95,8 @@ def scaled(then, newest):
     )
 
 
-def mismatch(step):
-    return evidence(events=[wire.Event(event=1, time=0.0, kind="replica_mismatch", text="", step=step)])
+def mismatch(step, **more):
+    return evidence(events=[wire.Event(event=1, time=0.0, kind="replica_mismatch", text="", step=step)], **more)
 
 
 LAYERS = {f"blocks.{place}.mlp.weight": {"edq_ratio": 1.0, "update_to_weight_ratio": 1e-3} for place in range(4)}
@@ -238,6 +238,11 @@ def test_a_cause_is_supported_ruled_out_or_left_open(name, place):
 def test_nothing_reported_decides_no_cause(name):
     found = ALERTS[name].weighed(IncidentEvidence(evidence().incident))
     assert [verdict.holds for _, verdict in found] == [None] * len(found)
+
+
+def test_what_older_events_would_tell_is_left_open_where_they_are_left_out():
+    entry = ALERTS["CollageReplicaMismatch"]
+    assert [entry.weighed(mismatch(step, older_events=7))[0][1].holds for step in (10, 500)] == [True, None]
 
 
 def test_an_alert_of_another_package_needs_no_checks():

@@ -21,7 +21,7 @@ class FakeServer:
         self.runs = {run.run_id: run for run in runs}
         self.refuse_with = None
         self.down = False
-        self.events = ()
+        self.events: list[wire.Event] = []
         self.asked = []
         self._points = {}
 
@@ -77,8 +77,15 @@ class FakeServer:
         if route == "histogram":
             return _json(self._histogram(run, query.get("layer"), query.get("step")))
         if route == "events":
-            return _json(wire.EventPage(run_id=run.run_id, events=list(self.events), cursor=0))
+            return _json(self._event_page(run, query))
         return _error(404, "no_such_route")
+
+    def _event_page(self, run, query):
+        after, until, limit = int(query["cursor"]), float(query.get("until", "inf")), int(query["limit"])
+        asked = [event for event in self.events if event.event > after and event.time <= until]
+        found = asked[-limit:] if "newest" in query else asked[:limit]
+        cursor = found[-1].event if found else after
+        return wire.EventPage(run_id=run.run_id, events=found, cursor=cursor, left_out=len(asked) - len(found))
 
     def _table(self, query):
         chosen = query.get_list("run_id") or list(self.runs)

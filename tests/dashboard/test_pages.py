@@ -8,10 +8,13 @@ from collage_dashboard.app import render
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, pace
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, numbers, table, verdicts
+from collage_dashboard.pages.incident_content import body
 from collage_dashboard.pages.run_content import TABS, about, draw, head, panel, summary
 from collage_dashboard.pages.runs_content import compare_link, rows
 from collage_dashboard.view import View, read_address
 
+from collage_monitor import wire
+from collage_monitor.incidents import read_incident
 from collage_monitor.judgement import percent
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.walk import by_id, components, text
@@ -198,6 +201,57 @@ def test_stacked_curves_share_an_axis_and_say_why_one_is_missing(server, reader)
     drawn = draw("stack", "stack", View(page="run", runs=("run-silent",)), reader)
     assert any("nothing logged yet" in note.text for note in drawn.layout.annotations)
     assert [trace.name for trace in drawn.data if trace.fill != "toself"] == names[1:]
+
+
+def notes(count):
+    """What happened to a run: a note a second."""
+    return [
+        wire.Event(event=i, time=float(i), kind="note", text=f"u: note {i}", step=i) for i in range(1, count + 1)
+    ]
+
+
+def test_of_many_events_the_newest_are_marked(server, reader):
+    server.events = notes(1500)
+    content = text(render(View(page="run", runs=("run-plain",)), reader))
+    assert "note by u: note 1500 at step 1,500" in content
+    assert "note by u: note 1000 " not in content
+    asked = [url for url in server.asked if "/events?" in url]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("alert_at", "shown", "left_out"),
+    [
+        (1800, (1701, 1900), ["1700 older events are left out", "100 later events are left out"]),
+        (2000, (1801, 2000), ["1800 older events are left out"]),
+        (20, (1, 120), ["1880 later events are left out"]),
+    ],
+)
+def test_an_incident_shows_what_happened_around_its_alert(server, alert_at, shown, left_out):
+    server.events = notes(2000)
+    incident = wire.Incident(
+        incident_id="1",
+        alert="CollageEdqLow",
+        severity="warning",
+        source="server",
+        state="firing",
+        text="",
+        started_at=float(alert_at),
+        run_id="run-plain",
+        labels={},
+        step=100,
+    )
+    content = text(body(read_incident(server.client(), incident)))
+    first, last = shown
+    for number in (first, last):
+        assert f"u: note {number} " in content + " "
+    for number in (first - 1, last + 1):
+        assert f"u: note {number} " not in content + " "
+    for words in ("older", "later"):
+        told = [line for line in left_out if words in line]
+        assert (f"{words} events are left out" in content) == bool(told)
+        assert all(line in content for line in told)
+    assert len([url for url in server.asked if "/events?" in url]) == 2
 
 
 def test_a_layer_and_a_step_narrow_curves_and_histogram(server, reader):

@@ -77,6 +77,26 @@ def test_the_cursor_asks_for_what_came_later(server):
     assert server.get("/runs/zz/events", status=404).field == "run_id"
 
 
+def test_the_newest_and_those_up_to_a_time_come_without_all_that_is_older(server):
+    server.filled()
+    for minute in range(1, 6):
+        server.clock.now = NOW + 60 * minute
+        server.attempt(launch_id=f"launch-{minute + 1}", first_step=10 * minute)
+    asked = {
+        "limit=2": ([1, 2], 4, 2),
+        "newest=true&limit=2": ([5, 6], 4, 6),
+        "newest=true&cursor=3&limit=2": ([5, 6], 1, 6),
+        "newest=true": ([1, 2, 3, 4, 5, 6], 0, 6),
+        f"newest=true&until={NOW + 130}&limit=2": ([2, 3], 1, 3),
+        f"until={NOW + 130}": ([1, 2, 3], 0, 3),
+        f"newest=true&until={NOW - 1}": ([], 0, 0),
+    }
+    for query, (events, left_out, cursor) in asked.items():
+        found = server.get(f"/runs/r1/events?{query}", wire.EventPage)
+        assert ([event.event for event in found.events], found.left_out, found.cursor) == (events, left_out, cursor)
+    assert server.get("/runs/r1/events?until=nan", status=422).field == "until"
+
+
 def test_an_alert_is_kept_once_a_state(server):
     server.filled()
     answers = [notify(server), notify(server), notify(server, "resolved"), notify(server, run_id="unknown")]

@@ -182,7 +182,7 @@ def _revision(client: Client, incident_id: str) -> dict[str, Any]:
     if incident.run_id is not None:
         try:
             run = client.run(incident.run_id)
-            found["events"] = client.events(run.run_id).cursor
+            found["events"] = client.events(run.run_id, newest=True, limit=1).cursor
         except NotFound:
             return {**found, "gone": True}
         # What comes long after the alert changes nothing of what stands here.

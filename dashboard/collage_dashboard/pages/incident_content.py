@@ -327,10 +327,12 @@ def _timeline(evidence: IncidentEvidence) -> Any:
         )
         rows.insert(0, dmc.TableTr([dmc.TableTd("", className="text"), dmc.TableTd("", className="text"), notes]))
     head = dmc.TableThead(dmc.TableTr([dmc.TableTh(text, className="text") for text in ("When", "Step", "What")]))
-    left_out = len(evidence.events) - len(events)
-    note = (
-        [dmc.Text(f"{left_out} older events are left out", size="xs", className="quiet", px=10)] if left_out else []
-    )
+    older = evidence.older_events + len(evidence.events) - len(events)
+    note = [
+        dmc.Text(f"{left_out} {which} events are left out", size="xs", className="quiet", px=10)
+        for left_out, which in ((older, "older"), (evidence.later_events, "later"))
+        if left_out
+    ]
     return _card(
         "Timeline",
         [scrollable([dmc.Table([head, dmc.TableTbody(rows)], verticalSpacing=4)], "Timeline"), *note],

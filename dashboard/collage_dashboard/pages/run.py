@@ -279,7 +279,7 @@ def _row(client: Client, run_id: str) -> wire.RunRow | None:
 
 
 def _marks(client: Client, run_id: str) -> list[tuple[int, str]]:
-    return marks_of(client.events(run_id).events)
+    return marks_of(client.events(run_id, newest=True).events)
 
 
 def _revision(row: wire.RunRow | None) -> dict[str, Any]:

@@ -74,11 +74,13 @@ def list_events(
     run_id: Id,
     cursor: Annotated[int, Query(ge=0, le=2**31 - 1, description="What the last answer said; 0: all.")] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    newest: Annotated[bool, Query(description="The newest `limit` of them in place of the oldest.")] = False,
+    until: Annotated[
+        float | None, Query(ge=0, allow_inf_nan=False, description="Only those up to this time (Unix seconds).")
+    ] = None,
 ) -> Response:
     """Launches, gaps, dropped reports, skipped steps, replicas that differ, retention, alerts and notes, by age."""
-    found = components_of(request).store.events.read(run_id, cursor, limit)
-    newest = found[-1].event if found else cursor
-    return answer(wire.EventPage(run_id=run_id, events=found, cursor=newest))
+    return answer(components_of(request).store.events.read(run_id, cursor, limit, newest=newest, until=until))
 
 
 @router.post("/runs/{run_id}/notes", **describes(wire.Event, wire.NoteCreate, status=201))

@@ -14,7 +14,7 @@ from tests.server.store.contract import NOW, StoreContract
 
 
 def told(store, run_id="r1", after=0):
-    return [(event.event, event.kind, event.step) for event in store.events.read(run_id, after, 1000)]
+    return [(event.event, event.kind, event.step) for event in store.events.read(run_id, after, 1000).events]
 
 
 def counts(seq, step, **scalars):
@@ -29,7 +29,7 @@ class EventsContract:
         for launch, step in (("launch-2", 60), ("launch-1", 1), ("launch-2", 50), ("launch-2", 70)):
             store.streams.create_attempt("r1", wire.AttemptCreate(launch_id=launch, first_step=step), NOW + 5)
         assert told(store) == [(1, "attempt", 1), (2, "attempt", 50)]
-        first, second = store.events.read("r1", 0, 10)
+        first, second = store.events.read("r1", 0, 10).events
         assert (first.time, second.time, second.attempt) == (NOW, NOW + 5, 2)
         assert second.text == "attempt 2 began at step 50: older attempts' points from there on are hidden"
 
@@ -40,7 +40,7 @@ class EventsContract:
         assert len(told(store)) == 1
         store.streams.create_stream("r1", stream_create("s9", process_id=77), NOW)
         assert told(store)[1:] == [(2, "rank_twice", None)]
-        assert "process 77 " in store.events.read("r1", 1, 10)[0].text
+        assert "process 77 " in store.events.read("r1", 1, 10).events[0].text
 
     def test_gaps_are_told_when_they_are_new(self, store):
         stream = StoreContract.fill(store)
@@ -48,7 +48,7 @@ class EventsContract:
         store.journal.record_gaps(stream, full, NOW)
         store.journal.record_gaps(stream, full, NOW)
         store.journal.record_gaps(stream, [wire.ReportGap(first_seq=2, last_seq=5, reason="spool full")], NOW + 1)
-        texts = [event.text for event in store.events.read("r1", 1, 10)]
+        texts = [event.text for event in store.events.read("r1", 1, 10).events]
         assert texts == [
             "2 reports of rank 0 will never come (spool full)",
             "3 reports of rank 0 will never come (spool full)",
@@ -60,7 +60,7 @@ class EventsContract:
         for i, value in enumerate(values):
             store.journal.append([ReportGroup(stream, [counts(i, 10 * i, skipped_steps=value, loss=3.0)])], NOW)
         store.journal.append([ReportGroup(stream, [counts(99, 5, skipped_steps=1e6)])], NOW)
-        found = [(event.step, event.text.split(" has ")[1]) for event in store.events.read("r1", 1, 10)]
+        found = [(event.step, event.text.split(" has ")[1]) for event in store.events.read("r1", 1, 10).events]
         assert found == [
             (10, "skipped 1 step since attach"),
             (30, "skipped 2 steps since attach"),
@@ -75,9 +75,9 @@ class EventsContract:
         events = [NewEvent(origin=f"alert/{i}", kind="alert", text="t", layers=["a"] * 20) for i in (1, 2, 1)]
         assert store.events.add("r1", events, NOW) == 2
         assert store.events.add("r1", events, NOW) == 0
-        assert [event.event for event in store.events.read("r1", 1, 1)] == [2]
-        assert [event.event for event in store.events.read("r1", 2, 10)] == [3]
-        assert len(store.events.read("r1", 2, 10)[0].layers) == 8
+        assert [event.event for event in store.events.read("r1", 1, 1).events] == [2]
+        assert [event.event for event in store.events.read("r1", 2, 10).events] == [3]
+        assert len(store.events.read("r1", 2, 10).events[0].layers) == 8
 
     def test_events_go_with_their_run(self, store):
         StoreContract.fill(store)

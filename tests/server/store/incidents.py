@@ -51,7 +51,9 @@ class IncidentsContract:
         assert store.incidents.fire(dataclasses.replace(LOW, started_at=NOW + 9), NOW + 9)
         states = [entry.state for entry in store.incidents.read(IncidentQuery(), NOW)]
         assert sorted(states) == ["firing", "firing", "resolved"]
-        told = [(event.kind, event.step) for event in store.events.read("r1", 0, 100) if "alert" in event.kind]
+        told = [
+            (event.kind, event.step) for event in store.events.read("r1", 0, 100).events if "alert" in event.kind
+        ]
         assert told == [("alert", 70), ("alert", 70), ("alert_resolved", None), ("alert", 70)]
 
     def test_many_who_notice_at_once_store_it_once(self, store):
@@ -180,11 +182,11 @@ class IncidentsContract:
             (NOW + 2, "firing"),
             (NOW + 1, "resolved"),
         ]
-        told = [(event.kind, event.time) for event in store.events.read("r1", 0, 100)]
+        told = [(event.kind, event.time) for event in store.events.read("r1", 0, 100).events]
         assert told == [("alert_resolved", NOW + 5), ("alert_resolved", NOW + 50), ("alert", NOW + 2)]
         assert expire(store, NOW + 1000, owed_before=NOW + 60) == 1
         assert listed(store) == [("CollageEdqLow", "firing")]
-        assert len(store.events.read("r1", 0, 100)) == 3, "all since the open one began"
+        assert len(store.events.read("r1", 0, 100).events) == 3, "all since the open one began"
 
     def test_notes_and_the_newest_event_stay_so_that_cursors_skip_nothing(self, store):
         for run_id, stream_id in (("r1", "s1"), ("r2", "s2")):
@@ -192,13 +194,13 @@ class IncidentsContract:
         made = [NewEvent(origin=f"o{place}", kind="gap", text="a gap") for place in range(3)]
         store.events.add("r1", [*made, NewEvent(origin="n", kind="note", text="ada: kept")], NOW + 1)
         store.events.add("r1", [NewEvent(origin="last", kind="gap", text="a gap")], NOW + 2)
-        (cursor,) = (event.event for event in store.events.read("r1", 0, 100) if event.time == NOW + 2)
+        (cursor,) = (event.event for event in store.events.read("r1", 0, 100).events if event.time == NOW + 2)
         expire(store, NOW + 1000)
-        left = store.events.read("r1", 0, 100)
+        left = store.events.read("r1", 0, 100).events
         assert [event.text for event in left] == ["ada: kept", "a gap"]
-        assert len(store.events.read("r2", 0, 100)) == 1
+        assert len(store.events.read("r2", 0, 100).events) == 1
         store.events.add("r1", [NewEvent(origin="new", kind="gap", text="another")], NOW + 1001)
-        assert [event.text for event in store.events.read("r1", cursor, 100)] == ["another"]
+        assert [event.text for event in store.events.read("r1", cursor, 100).events] == ["another"]
         assert [expire(store, NOW + 1000) for _ in range(2)] == [1, 0], "the cursor's event is not the newest now"
 
     def test_silences_go_when_they_are_over_or_with_their_run(self, store):

@@ -57,7 +57,7 @@ def mismatches(store):
 
 
 def events(store):
-    return [event for event in store.events.read("r1", 0, 1000) if event.kind == "replica_mismatch"]
+    return [event for event in store.events.read("r1", 0, 1000).events if event.kind == "replica_mismatch"]
 
 
 GOOD = [5.0, 6.0, 7.0]

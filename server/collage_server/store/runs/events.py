@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import ColumnElement, Connection, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from collage_monitor import wire
@@ -68,10 +68,19 @@ class EventStore:
             number = connection.execute(select(_EVENT.c.event).where(*mine)).scalar_one()
             return read_events(connection, run_id, number - 1, 1)[0]
 
-    def read(self, run_id: str, after: int, limit: int) -> list[wire.Event]:
-        """What happened to a run, oldest first: events numbered above `after`."""
+    def read(
+        self, run_id: str, after: int, limit: int, *, newest: bool = False, until: float | None = None
+    ) -> wire.EventPage:
+        """What happened to a run, oldest first: of the events numbered above `after` the oldest, or the newest.
+
+        `until`: only those up to the last one that is not later than this time.
+        """
         with self._database.reading() as connection:
-            return read_events(connection, run_id, after, limit)
+            last = None if until is None else _last_until(connection, run_id, until)
+            found = read_events(connection, run_id, after, limit, newest=newest, last=last)
+            count = _count(connection, run_id, after, last) if len(found) == limit else len(found)
+        cursor = found[-1].event if found else after
+        return wire.EventPage(run_id=run_id, events=found, cursor=cursor, left_out=count - len(found))
 
 
 def add_events(connection: Connection, run_id: str, events: Sequence[NewEvent], now: float) -> int:
@@ -112,19 +121,35 @@ def correct_event(connection: Connection, run_id: str, event: NewEvent) -> None:
     connection.execute(update(_EVENT).where(*mine).values(step=event.step, text=event.text))
 
 
-def read_events(connection: Connection, run_id: str, after: int, limit: int) -> list[wire.Event]:
-    """Events numbered above `after`, oldest first."""
+def read_events(
+    connection: Connection, run_id: str, after: int, limit: int, *, newest: bool = False, last: int | None = None
+) -> list[wire.Event]:
+    """Events numbered above `after`, up to `last`, oldest first: the oldest of them, or the newest."""
     require_run(connection, run_id)
+    order = _EVENT.c.event.desc() if newest else _EVENT.c.event
     rows = connection.execute(
-        select(_EVENT)
-        .where(_EVENT.c.run_id == run_id, _EVENT.c.event > after)
-        .order_by(_EVENT.c.event)
-        .limit(limit)
-    )
+        select(_EVENT).where(*_between(run_id, after, last)).order_by(order).limit(limit)
+    ).all()
     names = [name for name in wire.Event.__struct_fields__ if name != "layers"]
     return [
-        wire.Event(layers=from_json(row.layers), **{name: getattr(row, name) for name in names}) for row in rows
+        wire.Event(layers=from_json(row.layers), **{name: getattr(row, name) for name in names})
+        for row in (reversed(rows) if newest else rows)
     ]
+
+
+def _between(run_id: str, after: int, last: int | None) -> list[ColumnElement[bool]]:
+    found = [_EVENT.c.run_id == run_id, _EVENT.c.event > after]
+    return found if last is None else [*found, _EVENT.c.event <= last]
+
+
+def _count(connection: Connection, run_id: str, after: int, last: int | None) -> int:
+    statement = select(func.count()).select_from(_EVENT).where(*_between(run_id, after, last))
+    return connection.execute(statement).scalar_one()
+
+
+def _last_until(connection: Connection, run_id: str, until: float) -> int:
+    mine = (_EVENT.c.run_id == run_id, _EVENT.c.time <= until)
+    return connection.execute(select(func.max(_EVENT.c.event)).where(*mine)).scalar() or 0
 
 
 def attempt_event(attempt: int, first_step: int) -> NewEvent:
