@@ -7,7 +7,7 @@ with Client(server_url, token) as client:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -103,8 +103,7 @@ class _Reader:
         onset = self._onset(metric, series, last) if metric else None
         split, held_since = self._split(series, metric)
         ranges = _ranges(series, onset, split, self._place(series, 0.0))
-        worlds = {stream.attempt: stream.world_size for stream in self._client.streams(run.run_id).streams}
-        before, after = (None if found is None else self._span(found, worlds) for found in ranges)
+        before, after = (None if found is None else self._span(found) for found in ranges)
         highest, rising = self._so_far("learning_rate")
         return IncidentEvidence(
             incident,
@@ -185,13 +184,14 @@ class _Reader:
             (place for place, time in enumerate(times[: fired + 1]) if time <= times[fired] - seconds), default=0
         )
 
-    def _span(self, steps: tuple[int, int], worlds: Mapping[int, int]) -> Span:
+    def _span(self, steps: tuple[int, int]) -> Span:
         """What was reported over some steps, as one point."""
         first, last = steps
         values: dict[str, Number | None] = {}
         lowest: dict[str, Number | None] = {}
         highest: dict[str, Number | None] = {}
         ranks: int | None = None
+        world: int | None = None
         for own in self._merged(first, last):
             if own.values:
                 values[own.metric] = own.maximum[0] if own.metric in _COUNTS else own.values[0]
@@ -200,8 +200,8 @@ class _Reader:
                 if found:
                     values[f"{own.metric}_{bound}"] = found[0]
             ranks = own.ranks[0] if own.ranks else ranks
+            world = own.expected_ranks[0] if own.expected_ranks else world
         attempt = max((entry.attempt for entry in self._run.attempts if entry.first_step <= last), default=None)
-        world = worlds.get(attempt) if attempt is not None else None
         return Span(first, last, values, lowest, highest, attempt, ranks, world)
 
     def _merged(self, first: int, last: int) -> list[wire.Series]:

@@ -140,6 +140,7 @@ def curve_over_seeds(curves: Sequence[wire.Series]) -> wire.Series:
         high=[None if mean is None else mean.high for mean in means],
         ranks=None,
         world_size=None,
+        expected_ranks=None,
         cursor=None,
         more=msgspec.UNSET,
     )

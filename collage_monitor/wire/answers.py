@@ -159,7 +159,8 @@ class Series(Struct, kw_only=True, frozen=True):
     Point i merges the measured steps first_steps[i] … steps[i]. `positions` is its place on the requested axis
     (step, tokens, or seconds since the run's first report). `minimum` and `maximum` are those of the single steps
     inside the point; `low` and `high` the 95 % interval of the merged value, if the metric has one.
-    `ranks` counts the ranks that reported the point; fewer than `world_size` is a partial point.
+    `ranks` counts the ranks that reported the point; fewer than `expected_ranks`, those of its attempt, is a partial
+    point. `world_size` counts the ranks of the newest attempt.
     `cursor`, if requested, gets what comes later. If the next answer `continues`, append its points to those of
     this one; otherwise its points replace them. `more` holds the series of further metrics, if several were asked.
     """
@@ -178,6 +179,7 @@ class Series(Struct, kw_only=True, frozen=True):
     high: Values | None = None
     ranks: list[int] | None = None
     world_size: int | None = None
+    expected_ranks: list[int] | None = None
     cursor: str | None = None
     continues: bool = False
     more: dict[str, Series] | UnsetType = UNSET

@@ -164,6 +164,7 @@ class FakeServer:
             maximum=values,
             ranks=[1] * len(steps),
             world_size=1,
+            expected_ranks=[1] * len(steps),
             low=bounds.get("low"),
             high=bounds.get("high"),
         )

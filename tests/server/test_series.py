@@ -288,6 +288,32 @@ def test_a_partial_step_says_so_and_is_not_the_latest(server):
     assert server.get("/runs/r1/latest", wire.Latest).step == 20
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_point_lacks_ranks_of_its_own_attempt_only(server, before, after):
+    server.run()
+    for launch, (ranks, first_step) in enumerate([(before, 1), (after, 45)], start=1):
+        server.attempt(launch_id=f"launch-{launch}", first_step=first_step)
+        for rank in range(ranks):
+            stream_id = f"s{launch}-{rank}"
+            server.stream(stream_id=stream_id, launch_id=f"launch-{launch}", rank=rank, world_size=ranks)
+            steps = [step for step in range(10, 90, 10) if (step < 60) == (launch == 1)]
+            steps = steps[:-1] if rank == 1 else steps
+            server.reports([report(i, step, rank=rank) for i, step in enumerate(steps)], stream_id)
+    series = server.series("edq_ratio")
+    assert series.steps == [10, 20, 30, 40, 60, 70, 80]
+    assert series.expected_ranks == [before] * 4 + [after] * 3
+    assert series.world_size == after
+    assert series.ranks == [before] * 4 + [after] * 2 + [1]
+    [run] = server.get("/compare?run=r1&metric=edq_ratio&to=70", wire.Comparison).runs
+    assert run.series.expected_ranks == [before] * 4 + [after] * 2
+    merged = server.series("edq_ratio", points=1, to=70)
+    assert (merged.ranks, merged.expected_ranks) == ([1], [1]), "no step of it lacks a rank"
+    merged = server.series("edq_ratio", points=1)
+    assert (merged.ranks, merged.expected_ranks) == ([1], [after])
+    beside = server.series("edq_ratio", layer=LAYERS[0])
+    assert beside.expected_ranks == series.expected_ranks
+
+
 def test_replicas_are_taken_once(server):
     server.run()
     server.attempt()

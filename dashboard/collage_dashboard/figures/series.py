@@ -273,9 +273,9 @@ def _hover(series: wire.Series, description: Description) -> list[str]:
 
 
 def _partial(series: wire.Series) -> list[bool]:
-    if series.ranks is None or series.world_size is None:
+    if series.ranks is None or series.expected_ranks is None:
         return [False] * len(series.values)
-    return [ranks < series.world_size for ranks in series.ranks]
+    return [ranks < expected for ranks, expected in zip(series.ranks, series.expected_ranks, strict=True)]
 
 
 def _not_finite(series: wire.Series) -> list[int]:

@@ -96,8 +96,8 @@ def _facts(layer: wire.Layer, layers: Sequence[wire.Layer], series: Sequence[wir
     facts += [f"{number(100 * own / whole, 3)} % of the model"] if whole else []
     facts += [layer.dtype, *([layer.module_type] if layer.module_type else [])]
     point = next((one for one in series if one.steps), None)
-    if point is not None and point.ranks and point.world_size:
-        facts.append(f"reported by {point.ranks[-1]} of {point.world_size} ranks")
+    if point is not None and point.ranks and point.expected_ranks:
+        facts.append(f"reported by {point.ranks[-1]} of {point.expected_ranks[-1]} ranks")
     if point is not None:
         facts.append(f"over steps {count(point.first_steps[0])} to {count(point.steps[-1])}")
     return " · ".join(facts)

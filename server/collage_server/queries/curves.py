@@ -66,7 +66,7 @@ class StackedPoints:
     """
 
     run_ids: list[str]
-    world_sizes: list[int]
+    world_sizes: list[tuple[tuple[int, int], ...]]
     places: list[slice]
     points: Points
 
@@ -82,7 +82,7 @@ def stack_by_statistics(points: Mapping[str, Points], metric: str | None = None)
 def _joined(run_ids: list[str], members: Sequence[Points], metric: str | None) -> StackedPoints:
     ends = np.cumsum([len(held.steps) for held in members]).tolist()
     places = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-    sizes = [held.world_size for held in members]
+    sizes = [held.world_sizes for held in members]
     return StackedPoints(run_ids, sizes, places, concatenated(members, metric))
 
 
@@ -163,19 +163,32 @@ def _series_of(
         "minimum": low,
         "maximum": high,
         "ranks": _reduce(np.minimum, points.ranks, starts),  # with a partial step inside, a merged point is partial
+        "expected_ranks": _expected(group, starts),
     }
     if bounds is not None:
         columns |= {"low": bounds[0], "high": bounds[1]}
     whole = {name for name, column in columns.items() if np.isfinite(column).all()}
-    for run_id, world_size, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
+    for run_id, sizes, a, b in zip(group.run_ids, group.world_sizes, [0, *last], last, strict=False):
         own: dict[str, Any] = {
             name: column[a:b].tolist() if name in whole else json_list(column[a:b])
             for name, column in columns.items()
         }
         axis = positions[run_id].axis
         placed = own["steps"] if axis == "step" else json_list(positions[run_id].of(steps[a:b], times[a:b]))
-        known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": world_size}
+        known: dict[str, Any] = {"run_id": run_id, "metric": metric, "layer": layer, "world_size": sizes[-1][1]}
         yield run_id, wire.Series(axis=axis, positions=placed, **known, **own)
+
+
+def _expected(group: StackedPoints, starts: NDArray[np.intp]) -> IntArray:
+    """How many ranks each merged point waits for: the most at one of its partial steps, else the fewest."""
+    wanted = []
+    for place, sizes in zip(group.places, group.world_sizes, strict=True):
+        first_steps, ranks = np.array(sizes, dtype=np.int64).T
+        attempt = np.searchsorted(first_steps, group.points.steps[place], side="right") - 1
+        wanted.append(ranks[np.maximum(attempt, 0)])
+    expected = np.concatenate(wanted)
+    lacking = _reduce(np.maximum, np.where(group.points.ranks < expected, expected, 0), starts)
+    return np.where(lacking > 0, lacking, _reduce(np.minimum, expected, starts))
 
 
 def scalar_series(run_id: str, name: str, points: ScalarPoints, count: int, positions: Positions) -> wire.Series:

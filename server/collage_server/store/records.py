@@ -255,6 +255,7 @@ class Points:
     `times` (Unix seconds), `ranks` (the fewest that reported one of its steps) and all others have shape [points];
     each total has [points] for the model, [points, layers] where `layers` names them. NaN is "not reported".
     `extremes`: metric → (minimum, maximum) of it over the single steps of each point, where points merge several.
+    `world_sizes`: (first step, ranks) of each attempt that newer ones have not hidden, in order.
     """
 
     first_steps: IntArray
@@ -263,7 +264,7 @@ class Points:
     ranks: IntArray
     counts: IntArray
     totals: dict[str, FloatArray]
-    world_size: int = 1
+    world_sizes: tuple[tuple[int, int], ...] = ((0, 1),)
     extremes: dict[str, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
 

@@ -22,6 +22,7 @@ def series(values, metric="edq_ratio", *, low=None, high=None, ranks=None, world
         high=high,
         ranks=ranks,
         world_size=world_size,
+        expected_ranks=None if ranks is None else [world_size] * len(ranks),
     )
 
 

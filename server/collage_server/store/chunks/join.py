@@ -44,7 +44,7 @@ def join(
     tables: Sequence[AttemptPoints],
     bound: Callable[[int], int],
     selection: Selection,
-    world_size: int = 1,
+    world_sizes: tuple[tuple[int, int], ...] = ((0, 1),),
     layers: Sequence[str] | None = None,
 ) -> Points:
     """All visible points of a run's tables in order of their steps; parts of one step are merged as shards.
@@ -52,7 +52,7 @@ def join(
     A point is visible before `bound(attempt)`; of attempts that share a step only the newest counts.
     """
     ordered = sorted((table for table in tables if len(table.steps)), key=lambda table: int(table.steps[0]))
-    points = replace(_concatenated(ordered, layers), world_size=world_size)
+    points = replace(_concatenated(ordered, layers), world_sizes=world_sizes)
     if not ordered:
         return points
     order = _visible_order(ordered, points.steps, bound, selection)

@@ -159,7 +159,7 @@ def _joined(
     views: Views, tables: Tables, selection: Selection, layers: Sequence[str] | None = None
 ) -> dict[str, Points]:
     return {
-        run_id: join(tables[run_id], view.first_hidden_step, selection, view.world_size, layers)
+        run_id: join(tables[run_id], view.first_hidden_step, selection, view.world_sizes, layers)
         for run_id, view in views.items()
     }
 

@@ -47,11 +47,22 @@ class RunView:
         self.streams = {record.stream_id: record for record in rows.streams}
         self.attempts = rows.attempts
         self.first_hidden_steps = first_hidden_steps(self.attempts)
-        newest = max((record.attempt for record in rows.streams), default=0)
-        sizes = (record.world_size for record in rows.streams if record.attempt == newest)
-        self.world_size = max(sizes, default=1)
         self.sealed_ranges = {stream_id: ranges_from_json(text) for stream_id, text in rows.sealed.items()}
         self._scalars = rows.scalars
+
+    @cached_property
+    def world_sizes(self) -> tuple[tuple[int, int], ...]:
+        """As in `Points`."""
+        sizes: dict[int, int] = {}
+        for record in self.streams.values():
+            sizes[record.attempt] = max(record.world_size, sizes.get(record.attempt, 1))
+        found: list[tuple[int, int]] = []
+        for attempt, first_step in sorted(self.attempts):
+            if attempt in sizes:
+                while found and found[-1][0] >= first_step:
+                    found.pop()
+                found.append((first_step, sizes[attempt]))
+        return tuple(found) or ((0, 1),)
 
     def check_rank(self, rank: int | None) -> None:
         """Raise NotFound unless some stream has this rank; a run without streams has every rank."""
