@@ -14,7 +14,7 @@ from typing import Final
 
 from collage_monitor.client import Client
 from collage_monitor.judgement import EDQ_TOLERANCE, Evidence, finite, recent_points
-from collage_monitor.metrics import METRICS, split_key
+from collage_monitor.metrics import METRICS, is_metric, split_key
 from collage_monitor.onset import Onset, find_onset, since_in_words
 from collage_monitor.statistics import metric_keys
 from collage_monitor.wire import Number, Series, WatchInfo
@@ -107,7 +107,7 @@ def read_onset(
         CollageError: the server does not answer, or refuses.
     """
     model = client.series(run_id, metric, points=_HEATMAP_POINTS, first_step=first_step, last_step=last_step)
-    entry = METRICS.get(split_key(metric)[0])
+    entry = METRICS[split_key(metric)[0]] if is_metric(metric) else None
     least = EDQ_TOLERANCE if entry is not None and entry.ideal is not None else 0.0
     if entry is None:
         return find_onset(model.first_steps, _numbers(model.values), least=least)

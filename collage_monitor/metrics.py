@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from collage_monitor.definitions import HISTOGRAM_LABELS, HISTOGRAM_OCTAVES, Metric, Statistic
-from collage_monitor.statistics.catalogue import METRICS, STATISTICS, metric, split_key, statistic
+from collage_monitor.statistics.catalogue import METRICS, STATISTICS, is_metric, metric, split_key, statistic
 
 __all__ = [
     "HISTOGRAM_LABELS",
@@ -23,6 +23,7 @@ __all__ = [
     "STATISTICS",
     "Scalar",
     "Statistic",
+    "is_metric",
     "metric",
     "split_key",
     "statistic",

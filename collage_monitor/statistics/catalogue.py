@@ -26,6 +26,7 @@ __all__ = [
     "METRICS",
     "STATISTICS",
     "catalogue_of",
+    "is_metric",
     "metric",
     "split_key",
     "statistic",
@@ -113,6 +114,15 @@ def metric(key: str) -> Metric:
         CatalogueError: unknown name, or a label that is missing or not wanted.
     """
     return _look_up(key, METRICS, "metric")
+
+
+def is_metric(key: str) -> bool:
+    """Whether the key is a metric's; else it can only be a logged scalar's."""
+    try:
+        metric(key)
+    except CatalogueError:
+        return False
+    return True
 
 
 def _look_up(key: str, table: dict[str, _Entry], kind: str) -> _Entry:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from collage_monitor.metrics import METRICS, SCALARS, split_key
+from collage_monitor.metrics import METRICS, SCALARS, is_metric, split_key
 from collage_monitor.wire import Number, from_number
 
 __all__ = [
@@ -62,7 +62,7 @@ class Description:
 def describe(key: str) -> Description:
     """The description of a metric's or scalar's key; a name that no catalogue has is a scalar of the user's own."""
     name, label = split_key(key)
-    if name in METRICS:
+    if name in METRICS and (label is None or is_metric(key)):
         entry = METRICS[name]
         title = f"{entry.title}, {label}" if label else entry.title
         return Description(key, title, entry.unit, entry.help, entry.formula, entry.ideal)
@@ -75,7 +75,7 @@ def describe(key: str) -> Description:
 def metric_choices(metrics: Iterable[str], scalars: Iterable[str] = ()) -> list[dict[str, object]]:
     """Choices for a select: measured metrics in the order of the catalogue, then logged scalars, in two groups."""
     order = {name: place for place, name in enumerate(METRICS)}
-    keys = {key for key in metrics if split_key(key)[0] in order}
+    keys = {key for key in metrics if not describe(key).scalar}
     measured = sorted(keys, key=lambda key: (order[split_key(key)[0]], key))
     groups = (("Measured", measured), ("Logged", sorted(set(scalars))))
     return [

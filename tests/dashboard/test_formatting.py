@@ -4,7 +4,16 @@ import math
 
 import pytest
 from collage_dashboard.components import tags_of, text_of_tags
-from collage_dashboard.descriptions import byte_count, count, describe, finite, interval, number, when
+from collage_dashboard.descriptions import (
+    byte_count,
+    count,
+    describe,
+    finite,
+    interval,
+    metric_choices,
+    number,
+    when,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +88,14 @@ def test_tags_written_as_text_are_read_as_the_same_tags(tags):
 def test_tags_without_commas_are_written_as_they_are():
     assert text_of_tags(["a b", "<c>"]) == "a b, <c>"
     assert tags_of("a,, b , a") == ["a", "b"]
+
+
+def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar():
+    assert describe("grad_norm/encoder").scalar
+    assert not describe("state_decrement_ratio/exp_avg_sq").scalar
+    assert not describe("grad_norm").scalar
+    groups = metric_choices({"edq_ratio", "grad_norm/encoder"}, {"grad_norm/encoder"})
+    assert [[item["value"] for item in group["items"]] for group in groups] == [
+        ["edq_ratio"],
+        ["grad_norm/encoder"],
+    ]

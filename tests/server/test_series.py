@@ -139,6 +139,25 @@ def test_logged_scalars_keep_non_finite_values(server):
     assert server.get("/runs/r1", wire.Run).scalars["loss"].value == "-Infinity"
 
 
+def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar(server):
+    server.filled()
+    scalars = {"grad_norm/encoder": 7.0, "lost_window_ratio": 2.0, "grad_norm": 3.0}
+    server.reports([report(9, 60, scalars=scalars)])
+    for name in ("grad_norm/encoder", "lost_window_ratio"):
+        assert server.series(name).values == [scalars[name]]
+        assert server.series(name, cursor="").steps == [60]
+        [run] = server.get(f"/compare?run=r1&metric={name}", wire.Comparison).runs
+        assert run.series.values == [scalars[name]]
+        [place] = server.get(f"/correlation?run=r1&x={name}&y=edq_ratio", wire.Correlation).runs
+        assert place.x == scalars[name]
+        assert server.get(f"/runs/r1/series?metric={name}&layer={LAYERS[0]}", status=422).field == "layer"
+        assert server.get(f"/runs/r1/heatmap?metric={name}", status=422).field == "metric"
+    assert server.series("grad_norm").steps == [10, 20, 30, 40, 50, 60], "the metric, not what was logged"
+    for unknown in ("grad_norm/decoder", "state_decrement_ratio"):
+        refused = server.get(f"/runs/r1/series?metric={unknown}", status=422)
+        assert (refused.field, unknown.partition("/")[0] in refused.message) == ("metric", True)
+
+
 def test_scalar_buckets_are_means_with_extremes(server):
     server.filled()
     series = server.series("loss", points=2)

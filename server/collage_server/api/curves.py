@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
+from collage_monitor.metrics import is_metric
 from collage_monitor.statistics import statistics_for
 from collage_server.api import parameters
 from collage_server.api.answers import describes
@@ -29,7 +30,6 @@ from collage_server.api.cache import Revisions, respond, revisions_of
 from collage_server.api.reading import (
     LayerChoice,
     check_scalar_exists,
-    is_metric,
     points_of,
     positions_of,
     scalars_of,
@@ -72,9 +72,7 @@ class Question:
     def __post_init__(self) -> None:
         """Refuse what no run could answer."""
         for metric in self.metrics:
-            if is_metric(metric):
-                parameters.checked_metric(metric)
-            elif self.layers != LayerChoice():
+            if self.layers != LayerChoice() and not is_metric(metric):
                 raise Unprocessable(f"{metric!r} is a logged scalar: it has no layers", field="layer")
 
 

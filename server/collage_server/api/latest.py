@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import wire
+from collage_monitor.metrics import is_metric
 from collage_monitor.statistics import statistics_for
 from collage_server.api import parameters
 from collage_server.api.answers import describes
@@ -16,7 +17,6 @@ from collage_server.api.cache import respond
 from collage_server.api.reading import (
     LayerChoice,
     check_scalar_exists,
-    is_metric,
     points_of,
     scalars_of,
     worst_of,
@@ -72,9 +72,7 @@ def get_correlation(
         with store.points.snapshot() as snapshot:
             records = snapshot.records(run_ids)
             for key in (x, y):
-                if is_metric(key):
-                    parameters.checked_metric(key)
-                else:
+                if not is_metric(key):
                     check_scalar_exists(snapshot, key, run_ids)
             found = [_values(snapshot, run_ids, key, window, layers) for key in (x, y)]
         places = [(records[run_id], found[0][run_id], found[1][run_id]) for run_id in run_ids]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from collage_monitor import wire
 from collage_monitor.metrics import METRICS, SCALARS, split_key
 from collage_monitor.statistics import reduce_shards, statistics_for
+from collage_server.api.parameters import checked_metric
 from collage_server.errors import NotFound, Unprocessable
 from collage_server.queries.curves import CLIP_RATIO, UNCLIPPED, AxisName, Positions, clip_ratio, concatenated
 from collage_server.queries.layers import worst_layers
@@ -16,7 +17,6 @@ from collage_server.store import LatestPoint, Points, ScalarPoints, Selection, S
 
 __all__ = [
     "LayerChoice",
-    "is_metric",
     "check_scalar_exists",
     "measured_at",
     "points_of",
@@ -77,14 +77,11 @@ def _of_type(run_id: str, entries: Sequence[wire.Layer], module_type: str) -> li
     return found
 
 
-def is_metric(key: str) -> bool:
-    """Whether the key names a metric of the catalogue; else it can only be a logged scalar."""
-    return split_key(key)[0] in METRICS
-
-
 def check_scalar_exists(snapshot: Snapshot, key: str, run_ids: Sequence[str]) -> None:
     """Refuse a name that is no metric, no reserved scalar, and was logged by none of the runs."""
     if key not in SCALARS and not any(key in record.scalars for record in snapshot.records(run_ids).values()):
+        if split_key(key)[0] in METRICS:
+            checked_metric(key)  # Says which label it takes.
         raise Unprocessable(
             f"no metric is called {key!r} and no run here logged a scalar of that name; "
             "GET /api/v1/metrics-catalogue lists the metrics",
