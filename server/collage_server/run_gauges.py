@@ -186,14 +186,16 @@ class RunGauges:
 def _of_run(record: RunRecord, now: float, *, measured: bool) -> dict[str, float | None]:
     """RUN_GAUGES as far as the run's record tells them."""
     resumed = record.attempts[-1] if len(record.attempts) > 1 else None
-    last_step = record.last_step
+    last_step, since_resume = record.last_step, None
+    if resumed is not None and last_step is not None:
+        # Before its first report `last_step` is an older attempt's; 0 keeps alerts quiet that let a resume settle.
+        reported = record.last_attempt == resumed.attempt
+        since_resume = float(last_step - resumed.first_step + 1) if reported else 0.0
     return {
         "step": last_step,
         "last_report_timestamp_seconds": record.last_report_at,
         "reports_dropped": record.reports_dropped,
-        "steps_since_resume": (
-            None if resumed is None or last_step is None else float(last_step - resumed.first_step + 1)
-        ),
+        "steps_since_resume": since_resume,
         "unmeasured_seconds": None if measured else now - record.created_at,
     }
 

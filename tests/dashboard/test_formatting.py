@@ -1,6 +1,7 @@
 """Numbers as people read them."""
 
 import math
+from typing import Any
 
 import pytest
 from collage_dashboard.components import tags_of, text_of_tags
@@ -94,7 +95,7 @@ def test_a_logged_name_that_begins_as_a_metric_does_is_a_scalar():
     assert describe("grad_norm/encoder").scalar
     assert not describe("state_decrement_ratio/exp_avg_sq").scalar
     assert not describe("grad_norm").scalar
-    groups = metric_choices({"edq_ratio", "grad_norm/encoder"}, {"grad_norm/encoder"})
+    groups: Any = metric_choices({"edq_ratio", "grad_norm/encoder"}, {"grad_norm/encoder"})
     assert [[item["value"] for item in group["items"]] for group in groups] == [
         ["edq_ratio"],
         ["grad_norm/encoder"],

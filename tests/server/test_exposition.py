@@ -90,6 +90,23 @@ def test_only_running_and_fresh_runs_are_shown(server, clock):
     assert 'run_id="r2"' in server.get("/metrics")
 
 
+def test_a_resume_counts_its_steps_from_none_until_it_reports(server):
+    def gauge(name):
+        line = next((line for line in server.get("/metrics").splitlines() if line.startswith(f"{name}{{")), None)
+        return line and float(line.rpartition(" ")[2])
+
+    server.filled(steps=range(10, 1010, 10))
+    assert gauge("collage_steps_since_resume") is None
+    server.attempt(launch_id="launch-2", first_step=900)
+    assert (gauge("collage_step"), gauge("collage_steps_since_resume")) == (1000, 0)
+    server.stream(stream_id="s1", launch_id="launch-2")
+    assert gauge("collage_steps_since_resume") == 0
+    server.reports([report(0, 904)], "s1")
+    assert (gauge("collage_step"), gauge("collage_steps_since_resume")) == (904, 5)
+    server.attempt(launch_id="launch-3", first_step=905)
+    assert gauge("collage_steps_since_resume") == 0
+
+
 def test_a_run_that_is_deleted_meanwhile_takes_no_other_with_it(server, clock, monkeypatch):
     for run_id in ("r1", "r2"):
         server.filled(run_id, f"{run_id}-s")

@@ -173,7 +173,8 @@ class RunRecord:
     """A run as it is stored, its times by the server's clock.
 
     `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
-    is the last change of fields by a request, None if there was none.
+    is the last change of fields by a request, None if there was none. `last_step` is that of `last_attempt`, the
+    newest that has reported; None if none has.
     """
 
     run_id: str
@@ -192,6 +193,7 @@ class RunRecord:
     changed_at: float | None
     first_step: int | None
     last_step: int | None
+    last_attempt: int | None
     first_time: float | None
     last_report_at: float | None
     reports: int

@@ -415,6 +415,7 @@ def _record(
         changed_at=row.changed_at,
         first_step=min((entry.first_step for entry in reported), default=None),
         last_step=max((entry.last_step for entry in reported if entry.attempt == newest), default=None),
+        last_attempt=newest or None,
         first_time=min((entry.first_time for entry in reported), default=None),
         last_report_at=last_report_at,
         reports=sum(entry.reports for entry in latest),
