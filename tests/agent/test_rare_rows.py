@@ -107,6 +107,24 @@ def test_every_touched_row_gives_as_many_blocks(uses, count):
         torch.testing.assert_close(chosen.gradient, dense)
 
 
+@pytest.mark.parametrize("sparse_from", [0, 3])
+def test_a_layer_with_a_sparse_gradient_has_no_oracle_and_the_others_keep_theirs(sparse_from):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = watch(model, optimizer, every=2, sample="all", oracle=True)
+    for step in range(8):
+        model[0].sparse = step >= sparse_from
+        optimizer.zero_grad()
+        model(torch.randint(0, 100, (8,))).square().mean().backward()
+        optimizer.step()
+    layers, totals = handle.summary()["layers"], totals_of(handle)
+    assert layers["0.weight"]["edq_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert layers["0.weight"]["edq_oracle_ratio"] is None
+    assert layers["1.weight"]["edq_oracle_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert totals["1.weight"]["oracle_steps"] == totals["1.bias"]["oracle_steps"] == 8
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_touches_no_row_is_measured_as_idle(name):
     model = embedding()

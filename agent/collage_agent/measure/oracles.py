@@ -178,16 +178,17 @@ class Oracles:
         return state
 
     def _put_in_lock_step(self, oracles: Sequence[Oracle]) -> None:
-        """Split oracles of which some tensors have a gradient now, and some have none."""
+        """Split oracles of which some tensors have a gradient now, and some have none; let sparse ones go."""
         everyone: list[Oracle] = []
         for oracle in oracles:
             composition, watched = self._composition(oracle.members[0]), self._planner.watched
-            present = [m for m in oracle.members if composition.gradient_of(watched[m].parameter) is not None]
-            if 0 < len(present) < len(oracle.members):
-                absent = [member for member in oracle.members if member not in present]
-                parts = [oracle.split(own, self._parameters()) for own in (present, absent)]
-            else:
-                parts = [oracle]
+            kinds: dict[bool, list[int]] = {}
+            for member in oracle.members:
+                gradient = composition.gradient_of(watched[member].parameter)
+                if gradient is None or not gradient.is_sparse:
+                    kinds.setdefault(gradient is None, []).append(member)
+            unchanged = len(kinds) == 1 and sum(map(len, kinds.values())) == len(oracle.members)
+            parts = [oracle.split(own, self._parameters()) for own in kinds.values()] if not unchanged else [oracle]
             everyone += parts
         self.running = everyone
 
@@ -200,4 +201,5 @@ class Oracles:
 
 def _can_have_oracle(watched: WatchedParameter, composition: stored.Composition) -> bool:
     gradient = composition.gradient_of(watched.parameter)
-    return gradient is not None and watched.shard.elements > 0 and placed_alike(watched.parameter, gradient)
+    dense = gradient is not None and not gradient.is_sparse
+    return dense and watched.shard.elements > 0 and placed_alike(watched.parameter, gradient)
