@@ -175,10 +175,10 @@ def _copy_is_known(watched: WatchedParameter, kind: CopyFormat) -> bool:
     whole = shard.elements == math.prod(shard.shape)
     if kind.block == 1:
         return True
-    if kind.of_tensor and not whole:
+    if not shard.shape or (kind.of_tensor and not whole):
         return False
     rows = whole if shard.start is not None or part.dim() != len(shard.shape) else part.shape[-1] == shard.shape[-1]
-    return rows and bool(shard.shape) and part.is_contiguous() and shard.shape[-1] % kind.block == 0
+    return rows and part.is_contiguous() and shard.shape[-1] % kind.block == 0
 
 
 def step_counter_of(state: dict[str, Any]) -> float:

@@ -160,6 +160,20 @@ def test_weights_as_narrow_as_the_copy_have_none():
     assert 0 < values["cast_changed_ratio/fp8_e4m3"] < 1
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_a_number_beside_the_layers_has_no_copy_in_blocks(name):
+    model = nn.Linear(64, 32)
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = watch(model, optimizer, every=1, sample="all", casts=(name,))
+    gradients(model, 0)
+    optimizer.step()
+    layers = handle.summary()["layers"]
+    assert layers["weight"][f"cast_changed_ratio/{name}"] > 0
+    assert layers["scale"][f"cast_changed_ratio/{name}"] is None
+    assert layers["scale"]["edq_ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
 def test_an_element_whose_copy_overflows_is_left_out():
     model = nn.Linear(32, 2, bias=False)
     with torch.no_grad():
