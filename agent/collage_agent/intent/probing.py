@@ -45,7 +45,8 @@ class ProbeRun:
         self._step = undecorated_step(optimizer)
         own = clone_group(_on_host(group), type(optimizer), HOST)
         rate = own.get("lr", 1.0)
-        if float(rate) < _SMALLEST_RATE:
+        # None: the optimizer works its rate out itself.
+        if rate is not None and float(rate) < _SMALLEST_RATE:
             # Some refuse a rate that is a number where theirs was a tensor.
             own["lr"] = torch.full_like(rate, _PROBE_RATE) if isinstance(rate, Tensor) else _PROBE_RATE
         own["params"] = self.parameters

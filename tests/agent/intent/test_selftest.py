@@ -8,6 +8,7 @@ import bitsandbytes
 import pytest
 import torch
 import torchao.optim
+import transformers
 from collage_agent.intent.choose import choose_intent
 from collage_agent.intent.selftest import run_selftest
 from torch import nn
@@ -90,6 +91,7 @@ class Noisy(Normalised):
 
 NOT_ELEMENTWISE = {
     "Adafactor": (lambda p: torch.optim.Adafactor(p), "not elementwise"),
+    "Adafactor without a rate": (lambda p: transformers.Adafactor(p), "not elementwise"),
     "normalised": (Normalised, "not elementwise"),
     "global scale": (GlobalScale, "not elementwise"),
     "adapting": (Adapting, "depends on all elements"),
