@@ -8,8 +8,10 @@ import math
 import sys
 import warnings
 
+import optimi
 import pytest
 import pytorch_optimizer
+import schedulefree
 import torch
 from accelerate import Accelerator
 from collage_agent.handle import watch
@@ -184,6 +186,27 @@ def test_counts_that_are_kept_in_groups_are_read():
     watch(model, optimizer, budget=None, reporter=recorder)
     train(model, optimizer, 1)
     assert recorder.first_steps == [6]
+
+
+@pytest.mark.parametrize(
+    ("make", "first_step"),
+    [
+        (lambda p: pytorch_optimizer.Ranger(p, lr=1e-3), 1),
+        (lambda p: optimi.Ranger(p, lr=1e-3), 1),
+        (lambda p: schedulefree.SGDScheduleFree(p, lr=1e-3), 6),
+        (lambda p: pytorch_optimizer.DAdaptSGD(p), 6),
+    ],
+)
+def test_k_is_believed_where_it_counts_steps_and_not_where_it_is_a_period(make, first_step):
+    """A fresh Ranger's look-ahead period is 6; the others count their steps in a group's k."""
+    model, recorder = mlp(dtype=torch.float32), Recorder()
+    optimizer = make(model.parameters())
+    getattr(optimizer, "train", bool)()
+    if first_step > 1:
+        train(model, optimizer, first_step - 1)
+    watch(model, optimizer, budget=None, reporter=recorder)
+    train(model, optimizer, 1)
+    assert recorder.first_steps == [first_step]
 
 
 class FunctionalAdamW:

@@ -358,8 +358,10 @@ def largest_step_count(optimizer: Optimizer) -> int | None:
     """
     states = [state for state in optimizer.state.values() if isinstance(state, Mapping) and state]
     counts = [state["step"] for state in states if "step" in state]
-    # schedule-free optimizers count in `k` of a group, others in its `step`.
-    counts += [group[key] for group in optimizer.param_groups for key in ("step", "k") if key in group]
+    counts += [group["step"] for group in optimizer.param_groups if "step" in group]
+    if not counts and getattr(optimizer, "defaults", {}).get("k", 0) == 0:
+        # Schedule-free optimizers and D-Adaptation count in a group's `k`, from 0; Ranger's `k` is a period.
+        counts = [group["k"] for group in optimizer.param_groups if "k" in group]
     tensors = [count.max() for count in counts if isinstance(count, Tensor)]
     known = [int(count) for count in counts if not isinstance(count, Tensor)]
     if tensors:
