@@ -118,6 +118,7 @@ class Watch:
         self._union = TableUnion()
         self._bytes_per_parameter: float | None = None
         self._layout: Layout | None = None
+        self._laid_out: list[Sequence[WatchedParameter]] = []
         self._failures: list[str] = []
         self._last: Measurement | None = None
         self._history = StepHistory()
@@ -292,15 +293,16 @@ class Watch:
         return {entry.name: entry for hooks in self._hooks for entry in hooks.meter.watched}
 
     def _current_layout(self) -> Layout:
-        layout = self._layout
+        layout, lists = self._layout, [hooks.meter.watched for hooks in self._hooks]
         if (
             layout is None
+            or any(then is not now for then, now in zip(self._laid_out, lists, strict=True))
             or len(layout.statistics) != len(self._union.statistics)
             or len(layout.layers) != len(self._union.layers)
             or self._failures != failures()
             or (layout.watch.intent != "before-after" and any(hooks.closure_seen for hooks in self._hooks))
         ):
-            self._failures = failures()
+            self._failures, self._laid_out = failures(), lists
             watched = self._watched()
             layers = tuple(watched[name].layer() for name in self._union.layers)
             layout = self._layout = Layout(layers, tuple(self._union.statistics), self.info)

@@ -61,7 +61,7 @@ class Meter:
 
     @property
     def watched(self) -> Sequence[WatchedParameter]:
-        """The parameters that are watched: only ever appended to."""
+        """The parameters that are watched, in places that stay theirs; a new list when groups have changed."""
         return self._planner.watched
 
     @property
@@ -83,11 +83,19 @@ class Meter:
         """From the next measured step on, use a smaller sample: a prefix of the present one."""
         self.sample, self._signature = sample, None
 
-    def extend(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
-        """Watch further parameters too; `intents` is the whole list, one a parameter group."""
-        self._planner.watched += watched
-        self._planner.intents = list(intents)
+    def regroup(self, watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> None:
+        """The parameter groups changed: all parameters, those so far in their places, and one intent a group.
+
+        Oracles go on with what is still stepped, unless parameters stand in the place of others.
+        """
+        replaced = any(new.parameter is not old.parameter for new, old in zip(watched, self.watched, strict=False))
+        self._planner.watched, self._planner.intents = list(watched), list(intents)
         self._signature = None
+        if self.windows is not None:
+            self.windows.plan_anew()
+        if replaced:
+            self._versions = []
+            self.state_was_loaded()
 
     def state_was_loaded(self) -> None:
         """The live weights and states were replaced: oracles and windows start again."""

@@ -127,6 +127,8 @@ class Oracles:
         oracles = []
         kinds: dict[object, list[int]] = {}
         for index, watched in enumerate(self._planner.watched):
+            if not watched.stepped:
+                continue
             intent = self._planner.intents[watched.group]
             if intent.kind == "before-after" or not _can_have_oracle(watched, intent.composition):
                 continue
@@ -178,18 +180,23 @@ class Oracles:
         return state
 
     def _put_in_lock_step(self, oracles: Sequence[Oracle]) -> None:
-        """Split oracles of which some tensors have a gradient now, and some have none; let sparse ones go."""
+        """Split oracles whose tensors are in different groups now, or of which only some have a gradient.
+
+        Tensors whose gradient is sparse, and those that are no longer stepped, or by a group without u, leave.
+        """
         everyone: list[Oracle] = []
         for oracle in oracles:
-            composition, watched = self._composition(oracle.members[0]), self._planner.watched
-            kinds: dict[bool, list[int]] = {}
+            kinds: dict[object, list[int]] = {}
             for member in oracle.members:
-                gradient = composition.gradient_of(watched[member].parameter)
-                if gradient is None or not gradient.is_sparse:
-                    kinds.setdefault(gradient is None, []).append(member)
-            unchanged = len(kinds) == 1 and sum(map(len, kinds.values())) == len(oracle.members)
-            parts = [oracle.split(own, self._parameters()) for own in kinds.values()] if not unchanged else [oracle]
-            everyone += parts
+                watched = self._planner.watched[member]
+                if not watched.stepped:
+                    continue
+                intent = self._planner.intents[watched.group]
+                gradient = intent.composition.gradient_of(watched.parameter)
+                if intent.kind != "before-after" and (gradient is None or not gradient.is_sparse):
+                    kinds.setdefault((watched.group, gradient is None), []).append(member)
+            unchanged = [tuple(members) for members in kinds.values()] == [oracle.members]
+            everyone += [oracle] if unchanged else [oracle.split(own, self._parameters()) for own in kinds.values()]
         self.running = everyone
 
     def _composition(self, member: int) -> stored.Composition:

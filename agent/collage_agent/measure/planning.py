@@ -48,7 +48,7 @@ class Signature(NamedTuple):
 class Planner:
     """Gathers watched tensors that are stepped alike into buckets, and draws their samples.
 
-    `watched` and `intents`, one for each parameter group, are appended to as parameters come.
+    `watched` and `intents`, one for each parameter group, are replaced when groups change; places stay.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class Planner:
         first: float | None = None
         state_of = optimizer.state.get
         for index, watched in enumerate(self.watched):
+            if not watched.stepped:
+                continue
             parameter = watched.parameter
             gradient = self.intents[watched.group].composition.gradient_of(parameter)
             if (gradient is None and not closure) or not watched.shard.elements:

@@ -51,7 +51,8 @@ class Rotation:
         eligible = {
             index: intent
             for index, entry in enumerate(planner.watched)
-            if isinstance(intent := planner.intents[entry.group], WholeTensor)
+            if entry.stepped
+            and isinstance(intent := planner.intents[entry.group], WholeTensor)
             and is_whole(entry)
             and _is_dense(intent.composition.gradient_of(entry.parameter))
             and not too_large(entry, self._bound)

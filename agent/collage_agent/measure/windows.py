@@ -96,6 +96,11 @@ class Windows:
         """Discard the open windows."""
         self._open = {}
 
+    def plan_anew(self) -> None:
+        """Discard the open windows, and gather what is stepped into buckets anew before the next one."""
+        self.discard()
+        self._signature = None
+
     def before(
         self,
         optimizer: Optimizer,

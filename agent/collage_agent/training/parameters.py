@@ -1,9 +1,9 @@
-"""Which parameters are watched, and what they are called."""
+"""Which parameters are watched, what they are called, and what becomes of them when parameter groups change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -14,7 +14,7 @@ from collage_agent.options import WatchOptions
 from collage_agent.training.shards import Shard, Sharding
 from collage_monitor import wire
 
-__all__ = ["WatchedParameter", "watched_parameters"]
+__all__ = ["WatchedParameter", "regrouped", "watched_parameters"]
 
 _WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _LONGEST_NAME: Final = 512
@@ -22,13 +22,17 @@ _LONGEST_NAME: Final = 512
 
 @dataclass(frozen=True)
 class WatchedParameter:
-    """One parameter tensor (this rank's shard of it) under its fully qualified name."""
+    """One parameter tensor (this rank's shard of it) under its fully qualified name.
+
+    stepped: whether the optimizer still has it; where not, `group` is the group that it was in.
+    """
 
     name: str
     parameter: Tensor
     group: int
     module_type: str
     shard: Shard
+    stepped: bool = True
 
     def layer(self) -> wire.Layer:
         """How the layer is announced: the whole tensor's shape, the shard's elements."""
@@ -69,6 +73,33 @@ def watched_parameters(
         taken.add(own_name)
         watched.append(WatchedParameter(own_name, parameter, groups[id(parameter)], module_type, shard))
     return watched, left_out
+
+
+def regrouped(
+    watched: Sequence[WatchedParameter], found: Sequence[WatchedParameter], members: Sequence[Sequence[int]]
+) -> tuple[list[WatchedParameter], list[WatchedParameter]]:
+    """The watched parameters in their places after groups have changed, and those found that are new.
+
+    members: the identities of each group's parameters. What the optimizer no longer has is not stepped; where its
+    name is that of a new parameter, it makes way for that one.
+    """
+    groups = {identity: index for index, group in enumerate(members) for identity in group}
+    kept = [
+        replace(entry, group=groups.get(id(entry.parameter), entry.group), stepped=id(entry.parameter) in groups)
+        for entry in watched
+    ]
+    known = {id(entry.parameter) for entry in watched}
+    vacant = {entry.name: place for place, entry in enumerate(kept) if not entry.stepped}
+    new = []
+    for entry in found:
+        if id(entry.parameter) in known:
+            continue
+        place = vacant.pop(entry.name, None)
+        if place is None:
+            new.append(entry)
+        else:
+            kept[place] = entry
+    return kept, new
 
 
 def _named(model: nn.Module, optimizer: Optimizer, sharding: Sharding) -> Iterator[tuple[str, Tensor, str, Shard]]:

@@ -344,7 +344,7 @@ def _kept_as(state: Mapping[str, Any], key: str, composition: Composition = PLAI
 
 def _implementation(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> str:
     """The path that a step takes by the group's switches: "fused", "foreach" or "for-loop"; "unknown" elsewhere."""
-    group = optimizer.param_groups[0]
+    group: dict[str, Any] = next(iter(optimizer.param_groups), {})
     if group.get("fused"):
         return "fused"
     if "foreach" not in group:

@@ -24,7 +24,7 @@ from collage_agent.measure.meter import Meter
 from collage_agent.measure.rotation import is_whole
 from collage_agent.measure.windows import Windows
 from collage_agent.options import WatchOptions
-from collage_agent.training.parameters import WatchedParameter, watched_parameters
+from collage_agent.training.parameters import WatchedParameter, regrouped, watched_parameters
 from collage_agent.training.scaling import SkippedSteps
 from collage_agent.training.shards import Sharding, stepping_optimizer
 from collage_agent.training.subgroups import SubGroup
@@ -83,7 +83,7 @@ class OptimizerHooks:
         watched, self.left_out = watched_parameters(model, self.stepping, options, sharding)
         with governor.timing():
             self._intents = _intents_on_this_rank(intents.of(self.foreign or self.stepping), watched)
-        self._sizes = _group_sizes(self.stepping)
+        self._members = _members_of(self.stepping)
         self._windows = Windows(options.windows, options.every) if options.windows else None
         self._step = 0
         self.meter = Meter(
@@ -141,7 +141,7 @@ class OptimizerHooks:
         described = describe(
             self.stepping,
             self.options,
-            self.meter.watched,
+            self._stepped(),
             self._intents,
             notes=[*self._notes(), *notes],
             closure=self.closure_seen,
@@ -240,8 +240,7 @@ class OptimizerHooks:
     def _gather_before(self, optimizer: Optimizer, measured: bool, closure: bool) -> None:
         try:
             with self._governor.timing(), isolated(_device_of(self.meter)):
-                if measured:
-                    self._notice_new_groups(optimizer)
+                self._notice_changed_groups(optimizer)
                 if closure:
                     self.closure_seen = True
                 else:
@@ -267,27 +266,29 @@ class OptimizerHooks:
         except Exception as error:
             self._guard.caught("measuring a step", error)
 
-    def _notice_new_groups(self, optimizer: Optimizer) -> None:
-        sizes = _group_sizes(optimizer)
-        if sizes == self._sizes:
+    def _notice_changed_groups(self, optimizer: Optimizer) -> None:
+        members = _members_of(optimizer)
+        if members == self._members:
             return
-        self._sizes = sizes
-        known = {id(watched.parameter) for watched in self.meter.watched}
-        found, self.left_out = watched_parameters(
+        found, left_out = watched_parameters(
             self._model, optimizer, self.options, Sharding(self._model, self.optimizer, self._sub_group)
         )
-        self._intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
-        new = [watched for watched in found if id(watched.parameter) not in known]
-        self.meter.extend(_with_unique_names(new, self._number, self._names_used), self._intents)
+        intents = _intents_on_this_rank(IntentCache().of(self.foreign or optimizer), found)
+        kept, new = regrouped(self.meter.watched, found, members)
+        self.meter.regroup([*kept, *_with_unique_names(new, self._number, self._names_used)], intents)
+        self._members, self._intents, self.left_out = members, intents, left_out
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         if optimizer.state:
             self._governor.resumed()
         self.meter.state_was_loaded()
 
+    def _stepped(self) -> list[WatchedParameter]:
+        return [entry for entry in self.meter.watched if entry.stepped]
+
     def _notes(self) -> list[str]:
         notes = [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
-        whole = [entry for entry in self.meter.watched if isinstance(self._intents[entry.group], WholeTensor)]
+        whole = [entry for entry in self._stepped() if isinstance(self._intents[entry.group], WholeTensor)]
         if parts := sum(not is_whole(entry) for entry in whole):
             notes.append(f"{parts} tensors are {_IN_PARTS}")
         if self.stepping is not self.optimizer:
@@ -370,8 +371,9 @@ def largest_step_count(optimizer: Optimizer) -> int | None:
     return max(known) if known else None if states else 0
 
 
-def _group_sizes(optimizer: Optimizer) -> tuple[int, ...]:
-    return tuple(len(group["params"]) for group in optimizer.param_groups)
+def _members_of(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
+    """The identities of each group's parameters: all that decides, step by step, which group steps which tensor."""
+    return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
 
 
 def _device_of(meter: Meter) -> torch.device:

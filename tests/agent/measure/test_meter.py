@@ -37,7 +37,8 @@ def step_with_reference(model, optimizer, step):
     """One training step; θ, g, u, e of every tensor as flat fp64 tensors, by name."""
     optimizer.zero_grad()
     mlp_loss(model, step).backward()
-    named = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = {name: p for name, p in model.named_parameters() if p.grad is not None and id(p) in stepped}
     before = {name: p.detach().double().flatten().clone() for name, p in named.items()}
     gradients = {name: p.grad.detach().double().flatten().clone() for name, p in named.items()}
     updates = full_precision_update(optimizer)

@@ -1,0 +1,160 @@
+"""Parameter groups that change while they are watched: frozen, replaced, moved to another place, taken out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collage_agent.handle import watch
+from torch import nn
+
+from tests.agent.measure.test_meter import step_with_reference, totals_of
+from tests.agent.test_watch import Recorder
+from tests.agent.training import mlp, train
+
+
+def watched(model, optimizer, every=1, reporter=None):
+    """All that is kept from step to step is on."""
+    return watch(model, optimizer, every=every, sample="all", oracle=True, windows=(2,), reporter=reporter)
+
+
+def in_groups(model):
+    """Three groups with rates of their own; momentum, so that states matter."""
+    groups = [{"params": list(model[i].parameters()), "lr": 10.0**-i} for i in (0, 2, 4)]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def assert_as_in_fp64(handle, expected, names):
+    """u and e of these layers are those of whole tensors, and no other layer is reported."""
+    totals = totals_of(handle)
+    for layer in names:
+        _, _, u, e = expected[layer]
+        assert totals[layer]["intended_squared_sum"] == pytest.approx(float(u @ u), rel=1e-9)
+        assert totals[layer]["intended_effective_sum"] == pytest.approx(float(u @ e), rel=1e-9)
+    others = totals.keys() - set(names)
+    assert all(handle.summary()["layers"][layer]["edq_ratio"] is None for layer in others)
+
+
+def pop(optimizer):
+    optimizer.param_groups.pop(1)
+
+
+def pop_the_last(optimizer):
+    optimizer.param_groups.pop()
+
+
+def take_tensors_out(optimizer):
+    optimizer.param_groups[1]["params"] = []
+
+
+def take_a_tensor_out(optimizer):
+    del optimizer.param_groups[1]["params"][1]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("freeze", [pop, pop_the_last, take_tensors_out, take_a_tensor_out])
+def test_what_is_taken_out_of_the_optimizer_is_no_longer_reported(freeze, every):
+    """backward still fills the gradients of what is frozen."""
+    model, recorder = mlp(dtype=torch.float32), Recorder()
+    optimizer = in_groups(model)
+    handle = watched(model, optimizer, every, recorder)
+    train(model, optimizer, 5)
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    freeze(optimizer)
+    assert str(handle)
+    for step in range(5, 12):
+        expected = step_with_reference(model, optimizer, step)
+        assert str(handle)
+    stepped = [named[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    assert_as_in_fp64(handle, expected, stepped)
+    assert list(handle.summary()["layers"]) == list(named.values())
+    assert handle.info.parameters == sum(model.get_parameter(name).numel() for name in stepped)
+    assert handle.judgement().health == "healthy"
+    layers, totals = handle.summary()["layers"], totals_of(handle)
+    assert {name for name in layers if layers[name]["edq_oracle_ratio"] is not None} == set(stepped)
+    assert all(totals[name]["oracle_steps"] == 12 for name in stepped)
+    assert "oracle_restarts" not in recorder.measurements[-1].scalars
+
+
+def test_what_comes_back_is_reported_again():
+    model = mlp(dtype=torch.float32)
+    optimizer = in_groups(model)
+    handle = watched(model, optimizer)
+    train(model, optimizer, 3)
+    frozen = optimizer.param_groups.pop(1)
+    train(model, optimizer, 3, start=3)
+    optimizer.param_groups.append(frozen)
+    for step in range(6, 9):
+        expected = step_with_reference(model, optimizer, step)
+    assert_as_in_fp64(handle, expected, expected)
+    assert len(handle.summary()["layers"]) == 6
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_groups_that_change_places_keep_their_own_rates(every):
+    model, recorder = mlp(dtype=torch.float32), Recorder()
+    optimizer = in_groups(model)
+    handle = watched(model, optimizer, every, recorder)
+    train(model, optimizer, 5)
+    optimizer.param_groups.append(optimizer.param_groups.pop(0))
+    for step in range(5, 12):
+        expected = step_with_reference(model, optimizer, step)
+    assert_as_in_fp64(handle, expected, expected)
+    for values in handle.summary()["layers"].values():
+        assert values["edq_oracle_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert "oracle_restarts" not in recorder.measurements[-1].scalars
+
+
+def test_a_tensor_that_moves_to_another_group_has_that_group_s_rate():
+    model = mlp(dtype=torch.float32)
+    optimizer = in_groups(model)
+    handle = watched(model, optimizer)
+    train(model, optimizer, 5)
+    optimizer.param_groups[2]["params"].append(optimizer.param_groups[0]["params"].pop())
+    for step in range(5, 9):
+        expected = step_with_reference(model, optimizer, step)
+    assert_as_in_fp64(handle, expected, expected)
+    for values in handle.summary()["layers"].values():
+        assert values["edq_oracle_ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+def replace_parameters(model, optimizer, rows):
+    """The last layer's parameters make way for new ones, as in pruning or with a new head; states go along."""
+    for place, (name, old) in enumerate(list(model[4].named_parameters())):
+        new = nn.Parameter(old.detach()[:rows].clone())
+        state = optimizer.state.pop(old, {})
+        optimizer.state[new] = {key: value[:rows].clone() for key, value in state.items()}
+        setattr(model[4], name, new)
+        optimizer.param_groups[2]["params"][place] = new
+
+
+@pytest.mark.parametrize("rows", [5, 3])
+def test_parameters_that_replace_others_are_watched_in_their_places(rows):
+    """The old ones keep the gradient that they had."""
+    model, recorder = mlp(dtype=torch.float32), Recorder()
+    optimizer = in_groups(model)
+    handle = watched(model, optimizer, reporter=recorder)
+    train(model, optimizer, 5)
+    replace_parameters(model, optimizer, rows)
+    for step in range(5, 12):
+        expected = step_with_reference(model, optimizer, step)
+    assert_as_in_fp64(handle, expected, expected)
+    assert list(handle.summary()["layers"]) == [name for name, _ in model.named_parameters()]
+    assert handle.judgement().health == "healthy"
+    layers = {layer.name: layer.shape for layer in recorder.measurements[-1].layout.layers}
+    assert layers["4.weight"] == [rows, 70]
+    assert "oracle_restarts" not in recorder.measurements[-1].scalars
+
+
+def test_an_optimizer_that_has_lost_all_groups_raises_nothing():
+    model = mlp(dtype=torch.float32)
+    optimizer = in_groups(model)
+    handle = watched(model, optimizer)
+    train(model, optimizer, 3)
+    optimizer.param_groups.clear()
+    assert str(handle)
+    train(model, optimizer, 3, start=3)
+    assert str(handle)
+    assert repr(handle)
+    assert handle.judgement().health
+    assert handle.info.parameters == 0
+    assert handle.step == 6
