@@ -19,7 +19,7 @@ __all__ = ["Layout", "Measurement", "Reporter"]
 class Layout:
     """What rows (statistic keys) and columns (layers) of a measurement mean, and how it is measured.
 
-    A later layout of the same watch only appends rows and columns.
+    A later layout of the same watch only appends rows and columns; a tensor that replaces another keeps its column.
     """
 
     layers: tuple[wire.Layer, ...]
