@@ -3,10 +3,11 @@
 import pytest
 import torch
 from collage_agent.audit import audit_checkpoint
-from collage_agent.optim import CollageAdamW
+from collage_agent.optim import STRATEGIES, CollageAdamW
 from safetensors.torch import save_file
 from torch import nn
 
+from collage_monitor.strategies import STRATEGIES as CATALOGUE
 from tests.audit.checkpoints import saved, trained
 from tests.keepers import replicas
 
@@ -15,17 +16,7 @@ REPLICAS = {
     "mantissa": (replicas.AppendedUnsigned, torch.bfloat16),
     "error_bits": (replicas.Fraction, torch.float16),
 }
-STRATEGIES = (
-    "plain",
-    "stochastic",
-    "kahan",
-    "light",
-    "light-stochastic",
-    "plus",
-    "full",
-    "fp32-states",
-    "master-weights",
-)
+SPLIT = [name for name, strategy in STRATEGIES.items() if strategy.parameter.is_split]
 
 
 def collage(strategy, betas=(0.9, 0.95), **options):
@@ -66,13 +57,55 @@ def test_each_of_our_strategies_is_recognised_and_nothing_is_called_dropped(tmp_
         "nonfinite",
     }
     assert not codes(audit) & broken
+    assert codes(audit, "problem") == set()
     assert ("single-weight" in codes(audit)) is (strategy in ("plain", "fp32-states"))
 
 
-def test_bytes_are_those_of_weights_and_states(tmp_path):
-    expected = {"plain": 6, "light": 8, "plus": 10, "full": 12, "fp32-states": 10, "master-weights": 14}
-    for strategy, size in expected.items():
-        assert audited(tmp_path, *trained(collage(strategy))).kept[0].bytes_per_parameter == size
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_are_those_of_weights_and_states(tmp_path, strategy):
+    model, optimizer = trained(collage(strategy))
+    (kept,) = audited(tmp_path, model, optimizer).kept
+    tensors = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *tensors])
+    assert kept.bytes_per_parameter == held / 2064
+    # The catalogue's bytes count the gradient, too, and no scales.
+    stated = CATALOGUE[strategy].bytes_per_parameter
+    assert stated is not None
+    assert kept.bytes_per_parameter == pytest.approx(stated - 2, rel=0.05)
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_dropped_bits_below_the_weight_are_found(tmp_path, strategy):
+    def drop(weights, states):
+        for state in states.values():
+            del state["parameter_low"]
+
+    audit = audited(tmp_path, *trained(collage(strategy)), change=drop)
+    (finding,) = [finding for finding in audit.findings if finding.severity == "problem"]
+    assert finding.code == "component-missing"
+    assert finding.text.startswith(f"parameter_low (strategy {strategy!r}) is missing for 6 parameters")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key"), [("split-master", "exp_avg_sq_low"), ("split-master-8bit", "exp_avg_scale")]
+)
+def test_a_dropped_part_of_an_average_is_found(tmp_path, strategy, key):
+    def drop(weights, states):
+        del states[0][key]
+
+    audit = audited(tmp_path, *trained(collage(strategy)), change=drop)
+    (finding,) = [finding for finding in audit.findings if finding.severity == "problem"]
+    assert finding.code == "component-missing"
+    assert finding.layers == ["0.weight"]
+
+
+def test_bits_below_the_weight_that_torch_cast_are_found(tmp_path):
+    def cast_to_floats(weights, states):
+        for state in states.values():
+            state["parameter_low"] = state["parameter_low"].bfloat16()
+
+    audit = audited(tmp_path, *trained(collage("split-master")), change=cast_to_floats)
+    assert codes(audit, "problem") == {"remainder-cast"}
 
 
 @pytest.mark.parametrize("key", ["parameter_low", "exp_avg_sq_low"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, dtype_name, is_narrow
 from collage_agent.numerics.formats import format_of, ulp
-from collage_agent.optim import MASTER_PARAMETER, PARAMETER_LOW, StateStorage
+from collage_agent.optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW
 
 __all__ = ["AuditFinding", "Severity", "findings_of"]
 
@@ -77,20 +77,11 @@ def _missing_components(parameters: Sequence[CheckpointParameter]) -> Iterator[A
     """A strategy that the optimizer declares needs components that are not there."""
     missing: dict[str, list[str]] = {}
     for entry in parameters:
-        strategy = entry.declared
-        if strategy is None or not entry.has_state or entry.weight is None or not is_narrow(entry.weight.dtype):
-            continue
-        needed = strategy.parameter_state
-        if (needed == PARAMETER_LOW and entry.low is None) or (needed == MASTER_PARAMETER and entry.master is None):
-            missing.setdefault(f"{needed} (strategy {strategy.name!r})", []).append(entry.name)
-        for name in entry.averages:
-            if (
-                strategy.moment_storage(name in SECOND_MOMENTS) is StateStorage.PAIR
-                and name not in entry.average_lows
-            ):
-                missing.setdefault(f"the low component of {name} (strategy {strategy.name!r})", []).append(
-                    entry.name
-                )
+        for key in entry.missing:
+            what = key
+            if key.endswith(LOW_COMPONENT_SUFFIX) and key != PARAMETER_LOW:
+                what = f"the low component of {key.removesuffix(LOW_COMPONENT_SUFFIX)}"
+            missing.setdefault(f"{what} (strategy {entry.group['strategy']!r})", []).append(entry.name)
     for what, layers in missing.items():
         yield AuditFinding(
             "problem",
@@ -261,7 +252,7 @@ def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator
 def _zero_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     zeroed = []
     for entry in parameters:
-        first, second = entry.averages.get("exp_avg"), entry.averages.get("exp_avg_sq")
+        first, second = entry.numbers("exp_avg"), entry.numbers("exp_avg_sq")
         if first is not None and second is not None:
             share = _share(_zero_where_moving, second, first)
             if share > _SHARE_THAT_MATTERS:

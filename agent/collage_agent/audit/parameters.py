@@ -14,10 +14,14 @@ from collage_agent.optim import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
     PARAMETER_LOW,
+    Moment,
     StateStorage,
     StorageStrategy,
     known_strategy,
 )
+from collage_agent.optim.checkpoints import OF_WRAPPERS
+from collage_agent.optim.stepping import component_names
+from collage_agent.sample.quantised import reading
 
 __all__ = ["SECOND_MOMENTS", "CheckpointParameter", "dtype_name", "is_narrow", "checkpoint_parameters"]
 
@@ -40,7 +44,8 @@ SECOND_MOMENTS: Final = frozenset({"exp_avg_sq", "exp_avg_var", "square_avg", "m
 
 @dataclass(eq=False)
 class CheckpointParameter:
-    """One parameter: every tensor has its shape. `averages` are the states without low parts and weights.
+    """One parameter: every named tensor has its shape. `averages` are the states without low parts and weights, as
+    they are stored; `state` has every tensor of the state but the counter, also those of other shapes.
 
     paired: the weight is the one that the states belong to; else it is another of the same shape, which counts
     the same among all of them, but no element of it may be compared with one of a state.
@@ -57,6 +62,7 @@ class CheckpointParameter:
     master: Tensor | None = None
     averages: dict[str, Tensor] = field(default_factory=dict)
     average_lows: dict[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
     paired: bool = True
 
     @property
@@ -73,9 +79,17 @@ class CheckpointParameter:
             "integer remainder": self.remainder,
             "master weight": self.master,
         }
-        yield from ((label, tensor) for label, tensor in named.items() if tensor is not None)
-        yield from self.averages.items()
-        yield from ((f"low component of {name}", tensor) for name, tensor in self.average_lows.items())
+        lows = {f"low component of {name}": tensor for name, tensor in self.average_lows.items()}
+        found = {
+            label: tensor for label, tensor in {**named, **self.averages, **lows}.items() if tensor is not None
+        }
+        told = {id(tensor) for tensor in found.values()}
+        yield from found.items()
+        yield from ((key, tensor) for key, tensor in self.state.items() if id(tensor) not in told)
+
+    def numbers(self, average: str) -> Tensor | None:
+        """An average as the numbers that are stored of it; floats beside it stay apart."""
+        return reading(self.state, average) if average in self.state else self.averages.get(average)
 
     @property
     def remainder_words(self) -> str:
@@ -91,6 +105,20 @@ class CheckpointParameter:
     def declared(self) -> StorageStrategy | None:
         """The strategy that the optimizer's group names, if it is one of ours or of an installed package."""
         return known_strategy(str(self.group.get("strategy")))
+
+    @property
+    def missing(self) -> list[str]:
+        """State keys that the declared strategy needs for the averages that are there, and that are not."""
+        strategy = self.declared
+        if strategy is None or not self.has_state or self.weight is None or not is_narrow(self.weight.dtype):
+            return []
+        averages = tuple(Moment(name, name in SECOND_MOMENTS) for name in self.averages if name not in OF_WRAPPERS)
+        there = {
+            *self.state,
+            *([] if self.low is None and self.remainder is None else [PARAMETER_LOW]),
+            *([] if self.master is None else [MASTER_PARAMETER]),
+        }
+        return [key for key in component_names(strategy, averages) if key not in there]
 
     @property
     def strategy(self) -> str:
@@ -109,11 +137,13 @@ class CheckpointParameter:
         first_low = any(name not in SECOND_MOMENTS for name in self.average_lows)
         if self.low is not None:
             return "full" if first_low else "plus" if second_low else "light or kahan"
-        wide = [not is_narrow(average.dtype) for average in self.averages.values()]
+        wide = [average.dtype.itemsize >= 4 for average in self.averages.values()]
         return "fp32-states" if wide and all(wide) else "plain"
 
     def _is_kept_as(self, strategy: StorageStrategy) -> bool:
         """Whether the components are those of the strategy."""
+        if strategy.is_coded:
+            return not self.missing and (self.remainder is None or not self.remainder.is_floating_point())
         component = MASTER_PARAMETER if self.master is not None else None if self.low is None else PARAMETER_LOW
         if component != strategy.parameter_state:
             return False
@@ -254,23 +284,27 @@ def _parameter(
     name: str, weight: Tensor | None, group: Mapping[str, Any], state: Mapping[str, Any], *, paired: bool
 ) -> CheckpointParameter:
     shape = weight.shape if weight is not None else _shape_of(state)
-    entry = CheckpointParameter(name, weight, group, bool(state), _step(state.get("step")), paired=paired)
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or key == "step" or value.shape != shape:
+    tensors = {str(key): value for key, value in state.items() if isinstance(value, Tensor) and key != "step"}
+    entry = CheckpointParameter(
+        name, weight, group, bool(state), _step(state.get("step")), state=tensors, paired=paired
+    )
+    # Integers of ours are what the strategy says, not remainders by their looks.
+    coded = entry.declared if entry.declared is not None and entry.declared.is_coded else None
+    for key, value in tensors.items():
+        if value.shape != shape:
             continue
-        if _is_remainder(str(key), value):
-            entry.remainder, entry.remainder_key = value, str(key)
+        if _is_remainder(key, value) if coded is None else key == PARAMETER_LOW and coded.parameter.is_split:
+            entry.remainder, entry.remainder_key = value, key
+        elif coded is None and not value.is_floating_point():
             continue
-        if not value.is_floating_point():
-            continue
-        if key in _WEIGHT_LOWS:
+        elif key in _WEIGHT_LOWS:
             entry.low = value
         elif key in _MASTERS:
             entry.master = value
         elif (whole := _whole(key, state)) is not None:
             entry.average_lows[whole] = value
         else:
-            entry.averages[str(key)] = value
+            entry.averages[key] = value
     return entry
 
 
@@ -288,8 +322,8 @@ def _is_remainder(key: str, value: Tensor) -> bool:
 def _whole(key: str, state: Mapping[str, Any]) -> str | None:
     """The state of which `key` is the low part."""
     for suffix in _LOW_SUFFIXES:
-        if str(key).endswith(suffix) and str(key).removesuffix(suffix) in state:
-            return str(key).removesuffix(suffix)
+        if key.endswith(suffix) and key.removesuffix(suffix) in state:
+            return key.removesuffix(suffix)
     return None
 
 

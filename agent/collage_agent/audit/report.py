@@ -109,10 +109,12 @@ def _parts(
     parameter: CheckpointParameter, weight: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:
     """Weight, low component, first and second moment, flat and in chunks that bound the memory."""
-    second = parameter.averages.get("exp_avg_sq") if parameter.paired else None
-    first = parameter.averages.get("exp_avg") if second is not None else None
+    second = parameter.numbers("exp_avg_sq") if parameter.paired else None
+    first = parameter.numbers("exp_avg") if second is not None else None
     low = parameter.low if parameter.master is None else None
     second_low = parameter.average_lows.get("exp_avg_sq")
+    if second_low is not None and not second_low.is_floating_point():
+        second_low = None  # In the numbers.
     flat = [None if tensor is None else tensor.reshape(-1) for tensor in (weight, low, first, second, second_low)]
     for start in range(0, weight.numel(), _CHUNK):
         w, r, m, v, v_low = (None if tensor is None else tensor[start : start + _CHUNK] for tensor in flat)
@@ -312,7 +314,7 @@ def _summaries(parameters: Sequence[CheckpointParameter]) -> list[KeptSummary]:
             dict(tensors),
             len(entries),
             sum(entry.elements for entry in entries),
-            float(sum(_itemsizes(entries[0]))),
+            _bytes_per_weight(entries),
         )
         for (strategy, tensors), entries in sorted(groups.items(), key=lambda item: -len(item[1]))
     ]
@@ -322,8 +324,9 @@ def _dtypes(entry: CheckpointParameter) -> dict[str, str]:
     return {label: dtype_name(tensor.dtype) for label, tensor in entry.tensors()}
 
 
-def _itemsizes(entry: CheckpointParameter) -> Iterator[int]:
-    return (tensor.dtype.itemsize for _, tensor in entry.tensors())
+def _bytes_per_weight(entries: Sequence[CheckpointParameter]) -> float:
+    held = sum(tensor.numel() * tensor.dtype.itemsize for entry in entries for _, tensor in entry.tensors())
+    return held / (sum(entry.elements for entry in entries) or 1)
 
 
 def _parameter_loss(name: str, loss: RateLoss) -> ParameterLoss:
@@ -347,7 +350,7 @@ def _conclusion(findings: Sequence[AuditFinding]) -> str:
 def _kept_lines(entry: KeptSummary) -> Iterator[str]:
     yield (
         f"{entry.strategy}: {entry.parameters} parameters, {entry.elements:,} weights, "
-        f"{entry.bytes_per_parameter:g} bytes a weight without gradients"
+        f"{entry.bytes_per_parameter:.4g} bytes a weight without gradients"
     )
     yield "    " + ", ".join(f"{label} {dtype}" for label, dtype in entry.tensors.items())
 
