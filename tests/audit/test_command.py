@@ -64,3 +64,13 @@ def test_a_wrong_rate_is_a_usage_error(plain):
     answer = CliRunner().invoke(audit, [str(plain), "--learning-rate", "-1"])
     assert answer.exit_code == 2
     assert "pass a number above 0" in answer.output
+
+
+def test_an_error_in_reading_is_not_blamed_on_the_rate(plain, monkeypatch):
+    def broken(parameters):
+        raise ValueError("of another kind")
+
+    monkeypatch.setattr("collage_agent.audit.report.findings_of", broken)
+    answer = CliRunner().invoke(audit, [str(plain)])
+    assert "--learning-rate" not in answer.output
+    assert isinstance(answer.exception, ValueError)

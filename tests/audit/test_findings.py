@@ -1,6 +1,7 @@
 """What an audit finds in checkpoints of real optimizers, and in the same checkpoints damaged."""
 
 import pytest
+import pytorch_optimizer
 import torch
 from collage_agent.audit import audit_checkpoint
 from collage_agent.optim import STRATEGIES, CollageAdamW
@@ -374,3 +375,40 @@ def test_weights_and_states_that_are_not_paired_are_not_compared(tmp_path):
     assert audit.total is not None
     assert whole.total is not None
     assert audit.elements == whole.elements
+
+
+@pytest.mark.parametrize("kind", [pytorch_optimizer.Adan, pytorch_optimizer.CAME])
+def test_three_betas_give_no_estimate_and_are_no_error(tmp_path, kind):
+    audit = audited(tmp_path, *trained(lambda model: kind(model.parameters(), lr=1e-3)))
+    assert audit.total is not None
+    assert audit.total.lost_ratio is not None
+    assert audit.total.estimated_lost_ratio is None
+
+
+@pytest.mark.parametrize("rate", [None, torch.tensor([1e-3, 1e-4]), "relative"])
+def test_a_learning_rate_that_is_no_number_is_none(tmp_path, rate):
+    model, optimizer = trained(adamw)
+    optimizer.param_groups[0]["lr"] = rate
+    audit = audited(tmp_path, model, optimizer)
+    assert audit.learning_rate is None
+    assert any("no learning rate" in note for note in audit.notes)
+
+
+def test_a_learning_rate_in_a_tensor_is_read(tmp_path):
+    model, optimizer = trained(adamw)
+    optimizer.param_groups[0]["lr"] = torch.tensor(2.0**-10)
+    assert audited(tmp_path, model, optimizer).learning_rate == 2.0**-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_one_byte_are_read(tmp_path, dtype):
+    weight = torch.randn(64, 64).to(dtype)
+    torch.save({"sound": weight, "scale": torch.ones(64)}, tmp_path / "sound.pt")
+    assert codes(audit_checkpoint(tmp_path / "sound.pt", 1e-4), "problem") == {"learning-rate-lost"}
+    broken = weight.float()
+    broken[3, 4] = float("nan")
+    torch.save({"broken": broken.to(dtype), "scale": torch.ones(64)}, tmp_path / "broken.pt")
+    (finding,) = [
+        finding for finding in audit_checkpoint(tmp_path / "broken.pt").findings if finding.severity == "problem"
+    ]
+    assert finding.layers == ["broken (weight)"]

@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, dtype_name, is_narrow
+from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, dtype_name, is_narrow, number_of
 from collage_agent.numerics.formats import format_of, ulp
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW
 
@@ -61,7 +61,7 @@ def _nonfinite(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFindi
         f"{entry.name} ({label})"
         for entry in parameters
         for label, tensor in entry.tensors()
-        if not bool(torch.isfinite(tensor).all())
+        if not _is_finite(tensor)
     ]
     if broken:
         yield AuditFinding(
@@ -339,8 +339,17 @@ def _no_states(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFindi
 
 def _second_decay(entry: CheckpointParameter) -> float | None:
     if "betas" in entry.group:
-        return 1 - float(entry.group["betas"][1])
-    return 1 - float(entry.group["alpha"]) if "alpha" in entry.group else None
+        return None if entry.betas is None else 1 - entry.betas[1]
+    alpha = number_of(entry.group.get("alpha"))
+    return None if alpha is None else 1 - alpha
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # torch.isfinite does not know every format of one byte.
+    return all(
+        bool(torch.isfinite(part.float() if part.dtype.itemsize == 1 else part).all())
+        for part in torch.split(tensor.reshape(-1), _CHUNK)
+    )
 
 
 def _share(condition: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: Tensor) -> float:

@@ -23,7 +23,7 @@ from collage_agent.optim.checkpoints import OF_WRAPPERS
 from collage_agent.optim.stepping import component_names
 from collage_agent.sample.quantised import reading
 
-__all__ = ["SECOND_MOMENTS", "CheckpointParameter", "dtype_name", "is_narrow", "checkpoint_parameters"]
+__all__ = ["SECOND_MOMENTS", "CheckpointParameter", "checkpoint_parameters", "dtype_name", "is_narrow", "number_of"]
 
 _WEIGHT_LOWS: Final = (PARAMETER_LOW, "kahan_comp", "compensation", "shift", "weight_accounted")
 """Ours, optimi, torchdistx, pytorch_optimizer, and the first public implementation of Collage."""
@@ -107,6 +107,15 @@ class CheckpointParameter:
         return known_strategy(str(self.group.get("strategy")))
 
     @property
+    def betas(self) -> tuple[float, float] | None:
+        """The decays of the first and the second moment; None where the group has none, or more than two."""
+        given = self.group.get("betas")
+        decays = [number_of(beta) for beta in given] if isinstance(given, list | tuple) else []
+        if len(decays) != 2 or decays[0] is None or decays[1] is None:
+            return None
+        return decays[0], decays[1]
+
+    @property
     def missing(self) -> list[str]:
         """State keys that the declared strategy needs for the averages that are there, and that are not."""
         strategy = self.declared
@@ -159,6 +168,13 @@ class CheckpointParameter:
 def is_narrow(dtype: torch.dtype) -> bool:
     """Whether a floating-point dtype has fewer bits than float32."""
     return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def number_of(option: Any) -> float | None:
+    """A group's option as a number; None where it is none."""
+    if isinstance(option, int | float) or (isinstance(option, Tensor) and option.numel() == 1):
+        return float(option)
+    return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.findings import AuditFinding, findings_of
-from collage_agent.audit.parameters import CheckpointParameter, checkpoint_parameters, dtype_name
+from collage_agent.audit.parameters import CheckpointParameter, checkpoint_parameters, dtype_name, number_of
 from collage_agent.audit.reading import read_checkpoint
 from collage_agent.numerics.formats import format_of, gap_towards
 
@@ -27,6 +27,7 @@ __all__ = [
     "SAFE_LOST_RATIO",
     "add_losses",
     "audit_checkpoint",
+    "check_learning_rate",
     "rate_loss",
     "render",
 ]
@@ -109,7 +110,8 @@ def _parts(
     parameter: CheckpointParameter, weight: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]:
     """Weight, low component, first and second moment, flat and in chunks that bound the memory."""
-    second = parameter.numbers("exp_avg_sq") if parameter.paired else None
+    adam = parameter.paired and ("betas" not in parameter.group or parameter.betas is not None)
+    second = parameter.numbers("exp_avg_sq") if adam else None
     first = parameter.numbers("exp_avg") if second is not None else None
     low = parameter.low if parameter.master is None else None
     second_low = parameter.average_lows.get("exp_avg_sq")
@@ -155,10 +157,10 @@ def _loss_of(
 
 def _unit_steps(first: Tensor, second: Tensor, parameter: CheckpointParameter) -> Tensor:
     """|u| / learning rate of Adam's next step, if the averages stayed as they are, fp64."""
-    beta1, beta2 = (float(beta) for beta in parameter.group.get("betas", (0.9, 0.999)))
-    step = parameter.step or 10**6
+    beta1, beta2 = parameter.betas or (0.9, 0.999)
+    step, eps = parameter.step or 10**6, number_of(parameter.group.get("eps"))
     first, second = first / (1 - beta1**step), second / (1 - beta2**step)
-    return first.abs() / (second.clamp(min=0).sqrt() + float(parameter.group.get("eps", 1e-8)))
+    return first.abs() / (second.clamp(min=0).sqrt() + (1e-8 if eps is None else eps))
 
 
 def _is_known(tensor: Tensor) -> bool:
@@ -205,6 +207,12 @@ class Audit(Struct, frozen=True):
     conclusion: str
 
 
+def check_learning_rate(learning_rate: float | None) -> None:
+    """Raise ValueError for a learning rate that is none."""
+    if learning_rate is not None and not 0 < learning_rate < float("inf"):
+        raise ValueError(f"learning_rate={learning_rate}: pass a number above 0")
+
+
 def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
     """Audit a file or folder. `learning_rate` None: the one in the checkpoint, if there is one.
 
@@ -212,8 +220,7 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
         CheckpointError: nothing that can be read safely.
         ValueError: a learning rate that is none.
     """
-    if learning_rate is not None and not 0 < learning_rate < float("inf"):
-        raise ValueError(f"learning_rate={learning_rate}: pass a number above 0")
+    check_learning_rate(learning_rate)
     checkpoint = read_checkpoint(path)
     parameters, notes = checkpoint_parameters(checkpoint)
     origin = "given"
@@ -259,8 +266,9 @@ def _learning_rate_of(parameters: Sequence[CheckpointParameter]) -> tuple[float 
     rates: Counter[tuple[float, str]] = Counter()
     for entry in parameters:
         for key in ("lr", "initial_lr"):
-            if float(entry.group.get(key, 0.0)) > 0:
-                rates[float(entry.group[key]), f"{key} of the checkpoint"] += entry.elements
+            rate = number_of(entry.group.get(key))
+            if rate is not None and rate > 0:
+                rates[rate, f"{key} of the checkpoint"] += entry.elements
                 break
     return rates.most_common(1)[0][0] if rates else (None, "")
 

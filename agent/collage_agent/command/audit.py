@@ -25,11 +25,13 @@ def audit(
     executed.
     """
     from collage_agent.audit import audit_checkpoint, render
+    from collage_agent.audit.report import check_learning_rate
 
     try:
-        result = audit_checkpoint(checkpoint, learning_rate)
+        check_learning_rate(learning_rate)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--learning-rate") from error
+    result = audit_checkpoint(checkpoint, learning_rate)
     click.echo(msgspec.json.encode(result).decode() if as_json else render(result))
     if strict and any(finding.severity == "problem" for finding in result.findings):
         context.exit(1)
