@@ -3,6 +3,7 @@
 import copy
 import json
 
+import bitsandbytes
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -261,3 +262,18 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="nothing says which weight its states belong to"):
         convert_checkpoint(nameless, "plus")
     assert read_checkpoint(path).weights
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-3),
+        lambda model: torch.optim.Adafactor(model.named_parameters(), lr=1e-3),
+        lambda model: bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-3, min_8bit_size=16),
+    ],
+)
+def test_states_of_another_shape_or_code_are_refused(make, tmp_path):
+    path = saved(tmp_path / "run.pt", *trained(make))
+    with pytest.raises(CheckpointError, match="whose form is not converted"):
+        convert_checkpoint(path, "split-master")

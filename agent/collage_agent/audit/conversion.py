@@ -14,7 +14,13 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, checkpoint_parameters, is_narrow
+from collage_agent.audit.parameters import (
+    SECOND_MOMENTS,
+    CheckpointParameter,
+    checkpoint_parameters,
+    is_narrow,
+    place_of,
+)
 from collage_agent.audit.reading import Checkpoint, CheckpointError, _StandIn, read_checkpoint
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW, Moment, StorageStrategy
 from collage_agent.optim.checkpoints import convert
@@ -197,7 +203,7 @@ def _converted(
     if wide and visible is not weight:
         own[MASTER_PARAMETER] = weight.to(torch.float32)
         if entry.weight is not None:
-            weights[_place(entry.weight)] = visible
+            weights[place_of(entry.weight)] = visible
     moments = {name: name in SECOND_MOMENTS for name in _averages(own)}
     parameter = torch.nn.Parameter(visible, requires_grad=False)
     new = convert({"step": torch.zeros(()), **own}, moments, parameter, target)
@@ -213,6 +219,15 @@ def _in_our_words(entry: CheckpointParameter, tensors: Mapping[str, Tensor]) -> 
     if entry.master is not None:
         own[MASTER_PARAMETER] = entry.master
     foreign = [key for key, value in own.items() if value is entry.low and key != PARAMETER_LOW]
+    foreign += [key for key in entry.state if key not in tensors]
+    foreign += [
+        key
+        for key, value in tensors.items()
+        if entry.weight is not None
+        and key != "step"
+        and value.shape != entry.weight.shape
+        and not key.endswith(SCALE_SUFFIX)
+    ]
     foreign += [entry.remainder_key] if entry.remainder_key not in ("", PARAMETER_LOW) else []
     if foreign:
         raise CheckpointError(
@@ -339,7 +354,7 @@ def _rebuilt(value: Any, weights: Mapping[_Place, Tensor], optimizers: _Optimize
         if value is old:
             return new
     if isinstance(value, Tensor):
-        return weights.get(_place(value), value)
+        return weights.get(place_of(value), value)
     if isinstance(value, Mapping):
         rebuilt = {key: _rebuilt(entry, weights, optimizers) for key, entry in value.items()}
         if any(str(key).startswith("param_groups.") for key in value):
@@ -371,8 +386,3 @@ def _flattened(value: Mapping[str, Any], rebuilt: dict[str, Any], optimizers: _O
             }
             return {**kept, **states, **strategies}
     return rebuilt
-
-
-def _place(tensor: Tensor) -> _Place:
-    """Where a tensor lies: tied weights are one."""
-    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape

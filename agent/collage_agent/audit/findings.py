@@ -225,7 +225,7 @@ def _stale_masters(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditF
 
 def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
     """A decay below half a gap of every number of the format: rounding to nearest gives the old value back."""
-    stuck: dict[tuple[str, float], list[str]] = {}
+    stuck: dict[tuple[str, float], dict[str, None]] = {}
     for entry in parameters:
         decay = _second_decay(entry)
         for name, average in entry.averages.items():
@@ -237,8 +237,9 @@ def _stuck_second_moments(parameters: Sequence[CheckpointParameter]) -> Iterator
                 and not stochastic
                 and decay < 2.0 ** -(format_of(average.dtype).mantissa_bits + 2)
             ):
-                stuck.setdefault((dtype_name(average.dtype), 1 - decay), []).append(entry.name)
-    for (dtype, beta2), layers in stuck.items():
+                stuck.setdefault((dtype_name(average.dtype), 1 - decay), {})[entry.name] = None
+    for (dtype, beta2), names in stuck.items():
+        layers = list(names)
         yield AuditFinding(
             "problem",
             "second-moment-stuck",
@@ -319,7 +320,8 @@ def _cast_weights(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFi
 
 
 def _no_states(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFinding]:
-    if parameters and not any(entry.has_state for entry in parameters):
+    stepped = [entry for entry in parameters if entry.stepped]
+    if parameters and not stepped:
         yield AuditFinding(
             "note",
             "weights-only",
@@ -327,14 +329,19 @@ def _no_states(parameters: Sequence[CheckpointParameter]) -> Iterator[AuditFindi
             [],
             "pass the folder or file that also holds the optimizer's state_dict",
         )
-    missing = [entry.name for entry in parameters if not entry.has_state]
-    if missing and len(missing) < len(parameters):
+    missing = [entry.name for entry in stepped if not entry.has_state and not _keeps_no_state(entry)]
+    if missing:
         yield AuditFinding(
             "note",
             "no-state",
             f"{len(missing)} parameters have no optimizer state: {_some(missing)}; frozen, never used, or dropped",
             missing,
         )
+
+
+def _keeps_no_state(entry: CheckpointParameter) -> bool:
+    """Whether the group is SGD's without momentum; RMSprop has an `alpha`, too."""
+    return number_of(entry.group.get("momentum")) == 0 and "alpha" not in entry.group
 
 
 def _second_decay(entry: CheckpointParameter) -> float | None:

@@ -21,9 +21,17 @@ from collage_agent.optim import (
 )
 from collage_agent.optim.checkpoints import OF_WRAPPERS
 from collage_agent.optim.stepping import component_names
-from collage_agent.sample.quantised import reading
+from collage_agent.sample.quantised import reading, reading_dtype
 
-__all__ = ["SECOND_MOMENTS", "CheckpointParameter", "checkpoint_parameters", "dtype_name", "is_narrow", "number_of"]
+__all__ = [
+    "SECOND_MOMENTS",
+    "CheckpointParameter",
+    "checkpoint_parameters",
+    "dtype_name",
+    "is_narrow",
+    "number_of",
+    "place_of",
+]
 
 _WEIGHT_LOWS: Final = (PARAMETER_LOW, "kahan_comp", "compensation", "shift", "weight_accounted")
 """Ours, optimi, torchdistx, pytorch_optimizer, and the first public implementation of Collage."""
@@ -35,6 +43,11 @@ _REMAINDERS: Final = {
 }
 """TransformerEngine and Megatron, modded-nanogpt, FlashOptim: what their integers are."""
 _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+_FACTORS: Final = ("_row", "_col", "row_var", "col_var")
+"""How states of rows and columns end, in transformers, pytorch_optimizer and torch."""
+_TABLES: Final = ("qmap", "absmax")
+_NESTED: Final = "__bnb_optimizer_quant_state__"
+"""bitsandbytes: what its bytes are read with, and where its state dict keeps both."""
 _MATCHES: Final = 0.99
 _LOOKED_AT: Final = 2**16
 _BUFFERS: Final = ("running_mean", "running_var")
@@ -64,6 +77,11 @@ class CheckpointParameter:
     average_lows: dict[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
     paired: bool = True
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer of the checkpoint has it."""
+        return self.has_state or bool(self.group)
 
     @property
     def elements(self) -> int:
@@ -183,7 +201,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def checkpoint_parameters(checkpoint: Checkpoint) -> tuple[list[CheckpointParameter], list[str]]:
-    """Every parameter with its states, and notes on what could not be put together."""
+    """Every parameter with its states, and notes on what could not be put together.
+
+    After those of the optimizers come the weights that belong to none of them for sure: frozen ones, buffers, and
+    those whose states were not found.
+    """
     parameters: list[CheckpointParameter] = []
     notes: list[str] = []
     for number, optimizer in enumerate(checkpoint.optimizers):
@@ -200,11 +222,12 @@ def checkpoint_parameters(checkpoint: Checkpoint) -> tuple[list[CheckpointParame
         for (name, paired), (label, group, state) in zip(names, members, strict=True):
             weight = None if name is None else checkpoint.weights[name]
             parameters.append(_parameter(name if name and paired else label, weight, group, state, paired=paired))
-    if not any(entry.weight is not None for entry in parameters):
-        # With states at hand, tensors that no optimizer steps are buffers and frozen weights.
-        parameters += [
-            CheckpointParameter(name, weight) for name, weight in _parameters_of(checkpoint.weights).items()
-        ]
+    found = {place_of(entry.weight) for entry in parameters if entry.weight is not None}
+    parameters += [
+        CheckpointParameter(name, weight)
+        for name, weight in _parameters_of(checkpoint.weights).items()
+        if place_of(weight) not in found
+    ]
     return parameters, notes
 
 
@@ -213,11 +236,15 @@ def _parameters_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     seen: set[tuple[int, int, torch.Size]] = set()
     for name, tensor in weights.items():
-        key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape)
-        if tensor.is_floating_point() and key not in seen and not name.endswith(_BUFFERS):
-            seen.add(key)
+        if tensor.is_floating_point() and place_of(tensor) not in seen and not name.endswith(_BUFFERS):
+            seen.add(place_of(tensor))
             found[name] = tensor
     return found
+
+
+def place_of(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    """Where a tensor lies: tied weights are one."""
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape
 
 
 def _members(optimizer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
@@ -229,7 +256,9 @@ def _members(optimizer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
             label = str(given[position]) if given else key if isinstance(key, str) else f"group{index}.{position}"
             # A distributed checkpoint makes numbers in paths into text.
             state = optimizer["state"].get(key, optimizer["state"].get(str(key), {}))
-            yield label, options, state if isinstance(state, Mapping) else {}
+            state = state if isinstance(state, Mapping) else {}
+            nested = state.get(_NESTED, {})
+            yield label, options, {**{name: value for name, value in state.items() if name != _NESTED}, **nested}
 
 
 def _names(
@@ -241,8 +270,9 @@ def _names(
 
     It is sure by order if the weights are in the model's (`ordered`), as optimizers keep it within a group, all
     parameters of the shape are in one group, and are as many as the model's tensors of that shape. Elsewhere it is
-    sure if there is one of the shape (left), or if a master weight rounds to one of them and to no other. False:
-    not sure.
+    sure if there is one of the shape (left), or if a master weight rounds to one of them and to no other. Members
+    whose states do not tell a shape are the weights that are left, by order, where that holds for all of these.
+    False: not sure.
     """
     if all(label in weights for label, _, _ in members):
         return [(label, True) for label, _, _ in members]
@@ -273,6 +303,12 @@ def _names(
             elif len(candidates) == len(found):
                 # Where one of each is left over, they belong together.
                 names[place] = others.pop(0), sure.count(None) == 1
+    rest = [place for place, (_, _, state) in enumerate(members) if _shape_of(state) is None]
+    taken = {name for name, _ in names}
+    left = [name for name in _parameters_of(weights) if name not in taken]
+    if ordered and len(left) == len(rest) and len({id(members[place][1]) for place in rest}) == 1:
+        for place, name in zip(rest, left, strict=True):
+            names[place] = name, True
     return names
 
 
@@ -292,8 +328,14 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def _shape_of(state: Mapping[str, Any]) -> torch.Size | None:
-    shapes = [value.shape for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
-    return max(shapes, key=lambda shape: shape.numel(), default=None)
+    """The weight's shape, which is the largest of its states; None where those keep only rows and columns of it."""
+    shapes = {
+        str(key): value.shape
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key != "step" and not str(key).startswith(_TABLES)
+    }
+    largest = max(shapes, key=lambda key: shapes[key].numel(), default=None)
+    return None if largest is None or largest.endswith(_FACTORS) else shapes[largest]
 
 
 def _parameter(
@@ -311,7 +353,7 @@ def _parameter(
             continue
         if _is_remainder(key, value) if coded is None else key == PARAMETER_LOW and coded.parameter.is_split:
             entry.remainder, entry.remainder_key = value, key
-        elif coded is None and not value.is_floating_point():
+        elif coded is None and not reading_dtype(tensors, key).is_floating_point:
             continue
         elif key in _WEIGHT_LOWS:
             entry.low = value

@@ -232,7 +232,7 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
     return Audit(
         path=str(path),
         files=checkpoint.files,
-        elements=sum(entry.elements for entry in parameters),
+        elements=sum(entry.elements for entry in parameters if entry.weight is not None or not checkpoint.weights),
         kept=_summaries(parameters),
         findings=findings,
         learning_rate=learning_rate,
@@ -278,19 +278,27 @@ def _losses(
 ) -> tuple[dict[str, RateLoss], list[str]]:
     if learning_rate is None:
         return {}, ["no learning rate: pass --learning-rate to see what it would lose"]
-    with_states = [entry for entry in parameters if entry.has_state]
-    if with_states and not any("exp_avg" in entry.averages for entry in with_states):
+    stepped = [entry for entry in parameters if entry.stepped]
+    judged = [entry for entry in stepped or parameters if not stepped or _is_like_adam(entry)]
+    if stepped and not judged:
         return {}, ["the updates of this optimizer are not of the learning rate's size: what it loses is left out"]
-    at_random = [
-        entry for entry in parameters if entry.declared is not None and entry.declared.stochastic_parameter
-    ]
-    notes = [f"{len(at_random)} parameters are rounded stochastically: no update is lost in the mean"]
+    notes = []
+    if left_out := len(stepped or judged) - len(judged):
+        notes.append(f"the updates of {left_out} parameters are not of the learning rate's size: they are left out")
+    at_random = [entry for entry in judged if entry.declared is not None and entry.declared.stochastic_parameter]
+    if at_random:
+        notes.append(f"{len(at_random)} parameters are rounded stochastically: no update is lost in the mean")
     losses = {
         entry.name: loss
-        for entry in parameters
+        for entry in judged
         if entry not in at_random and (loss := rate_loss(entry, learning_rate)) is not None
     }
-    return losses, notes if at_random else []
+    return losses, notes
+
+
+def _is_like_adam(entry: CheckpointParameter) -> bool:
+    """Whether updates are about as large as the learning rate, by the options of the group or by Adam's state."""
+    return "betas" in entry.group or "exp_avg" in entry.averages
 
 
 def _of_rate(losses: dict[str, RateLoss], learning_rate: float | None) -> Iterator[AuditFinding]:
