@@ -89,7 +89,10 @@ def _interval_is_wide(evidence: IncidentEvidence) -> CauseVerdict:
 
 
 def _rounds_at_random(evidence: IncidentEvidence) -> CauseVerdict:
-    seen = evidence.watch.fingerprint.stochastic_rounding if evidence.watch and evidence.watch.fingerprint else None
+    fingerprint = evidence.watch.fingerprint if evidence.watch else None
+    seen = fingerprint.stochastic_rounding if fingerprint else None
+    if seen is None and fingerprint and any(fingerprint.layer_rounds_at_random.values()):
+        return left_open("some layers round at random, others to nearest")
     if seen is None:
         return left_open("the agent could not see how weights are rounded")
     return supported("stochastic rounding was seen") if seen else ruled_out("rounding to nearest was seen")

@@ -7,16 +7,19 @@ from typing import Final
 from collage_monitor.judgement.evidence import Evidence, finite
 from collage_monitor.strategies import STRATEGIES
 
-__all__ = ["Case", "EDQ_TOLERANCE"]
+__all__ = ["Case", "EDQ_TOLERANCE", "LAYER_TOLERANCE"]
 
 EDQ_TOLERANCE: Final = 0.05
+LAYER_TOLERANCE: Final = 1e-5
+"""Layers with no larger share of Σ u² were not to move."""
 
 
 class Case:
     """Evidence, and what follows from it about how the weights are kept and how well EDQ is known.
 
-    active: whether any update was intended. stochastic: whether weights are rounded at random; rounding_known:
-    whether that is known. keeps_more: whether more is kept than the visible weight.
+    active: whether any update was intended. stochastic: whether weights are rounded at random, if only in some
+    layers. differing: whether layers are rounded differently. keeps_more: whether more is kept than the visible
+    weight.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -28,13 +31,44 @@ class Case:
         self.active = self.active or self.number("edq_ratio") is not None
         names = {self.watch.strategy, self.watch.observed_strategy} if self.watch else set()
         seen = self.fingerprint.stochastic_rounding if self.fingerprint else None
-        self.stochastic = bool(seen) or any(name in STRATEGIES and STRATEGIES[name].stochastic for name in names)
-        self.rounding_known = self.watch is None or seen is not None or names != {None, "unknown"}
+        stochastic = bool(seen) or any(name in STRATEGIES and STRATEGIES[name].stochastic for name in names)
+        known = self.watch is None or seen is not None or names != {None, "unknown"}
+        self._of_layers = self.fingerprint.layer_rounds_at_random if self.fingerprint else {}
+        self._otherwise = stochastic if stochastic or known else None
+        self.stochastic = stochastic or any(self._of_layers.values())
+        self.differing = bool(self._of_layers)
         self.keeps_more = bool(self.fingerprint and (self.fingerprint.master or self.fingerprint.residual))
 
     def number(self, key: str, layer: str | None = None) -> float | None:
         """The metric of the model or a layer; None where it is undefined."""
         return finite((self.model if layer is None else self.evidence.layers[layer]).get(key))
+
+    def rounds_at_random(self, layer: str) -> bool | None:
+        """Whether the layer's weights are rounded at random; None: not known."""
+        return self._of_layers.get(layer, self._otherwise)
+
+    def lost_where(self, at_random: bool | None) -> tuple[float | None, float | None]:
+        """Share of the updates lost, and their error, where weights are rounded so: the model's, or where layers
+        differ, those layers' by their elements and Σ u². Layers that were not looked at are not known; None too
+        where next to nothing was intended."""
+        layers = self.evidence.layers if self.differing else {}
+        if not layers:
+            alike = None if self.differing else self._otherwise
+            of_model = self.number("lost_update_ratio"), self.number("update_error_ratio")
+            return of_model if alike is at_random else (None, None)
+        everything = elements = lost = squares = error = 0.0
+        for name in layers:
+            share, square = self.number("lost_update_ratio", name), (self.number("intended_norm", name) or 0.0) ** 2
+            everything += square
+            if share is None or self.rounds_at_random(name) is not at_random:
+                continue
+            size = self.number("elements", name) or 0.0
+            elements, lost = elements + size, lost + size * share
+            squares += square
+            error += square * (self.number("update_error_ratio", name) or 0.0) ** 2
+        if not elements or squares <= LAYER_TOLERANCE * everything:
+            return None, None
+        return lost / elements, (error / squares) ** 0.5
 
     @property
     def one_step(self) -> bool:

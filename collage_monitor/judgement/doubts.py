@@ -8,7 +8,13 @@ from typing import Final
 
 from collage_monitor.judgement.case import EDQ_TOLERANCE, Case
 from collage_monitor.judgement.evidence import state_decrements
-from collage_monitor.judgement.rules import LOST_TOLERANCE, ORACLE_TOLERANCE, STATE_TOLERANCE
+from collage_monitor.judgement.rules import (
+    DECAY_TOLERANCE,
+    LOST_TOLERANCE,
+    ORACLE_TOLERANCE,
+    OWN_DECAY,
+    STATE_TOLERANCE,
+)
 from collage_monitor.judgement.words import Finding, percent
 
 __all__ = ["doubts", "nothing_intended", "witnesses"]
@@ -27,6 +33,7 @@ def doubts(case: Case) -> Iterator[Finding]:
         _no_interval,
         _unknown_rounding,
         _factored_states,
+        _decay_of_several,
         _no_second_witness,
     ):
         yield from doubt(case)
@@ -77,12 +84,15 @@ def _no_interval(case: Case) -> Iterator[Finding]:
 
 def _unknown_rounding(case: Case) -> Iterator[Finding]:
     """What stochastic rounding loses in a step, others bring; what rounding to nearest loses, none does."""
-    lost = case.number("lost_update_ratio")
-    if not case.rounding_known and lost is not None and lost > LOST_TOLERANCE:
-        text = (
-            f"{percent(lost)} of the updates are rounded away in a step, and whether by stochastic rounding, whose "
-            "updates arrive in the mean, is not known: declare strategy="
-        )
+    lost, _ = case.lost_where(at_random=None)
+    if lost is not None and lost > LOST_TOLERANCE:
+        text = f"{percent(lost)} of the updates are rounded away in a step, and "
+        if case.differing and not case.evidence.layers:
+            text += "some layers round at random, others to nearest: which of them lose updates is not known"
+        else:
+            text += (
+                "whether by stochastic rounding, whose updates arrive in the mean, is not known: declare strategy="
+            )
         yield Finding("unknown", text, "lost_update_ratio", lost, LOST_TOLERANCE)
 
 
@@ -97,6 +107,18 @@ def _factored_states(case: Case) -> Iterator[Finding]:
             "as they should: not known"
         )
         yield Finding("unknown", text, "states", None)
+
+
+def _decay_of_several(case: Case) -> Iterator[Finding]:
+    """Several optimizers, not all of which decay weights by an operation of its own."""
+    kept = case.number("decay_ratio")
+    ways = set(case.fingerprint.implementation.split(" and ")) if case.fingerprint else set()
+    if kept is not None and kept < DECAY_TOLERANCE and ways & OWN_DECAY and ways - OWN_DECAY:
+        text = (
+            f"weight decay by itself moves next to nothing ({percent(kept)} of it is kept), and only some of the "
+            "optimizers decay so"
+        )
+        yield Finding("unknown", text, "decay_ratio", kept, DECAY_TOLERANCE)
 
 
 def _no_second_witness(case: Case) -> Iterator[Finding]:

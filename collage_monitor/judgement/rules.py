@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from collage_monitor.judgement.case import EDQ_TOLERANCE, Case
+from collage_monitor.judgement.case import EDQ_TOLERANCE, LAYER_TOLERANCE, Case
 from collage_monitor.judgement.evidence import Values, finite, longest_window, state_decrements
 from collage_monitor.judgement.words import Finding, percent
 
-__all__ = ["LOST_TOLERANCE", "ORACLE_TOLERANCE", "STATE_TOLERANCE", "findings_against", "loses_most"]
+__all__ = [
+    "DECAY_TOLERANCE",
+    "LOST_TOLERANCE",
+    "ORACLE_TOLERANCE",
+    "OWN_DECAY",
+    "STATE_TOLERANCE",
+    "findings_against",
+    "loses_most",
+]
 
 LOST_TOLERANCE: Final = 0.05
 ERROR_TOLERANCE: Final = 0.05
 LAYER_LOST: Final = 0.5
-LAYER_TOLERANCE: Final = 1e-5
 STATE_TOLERANCE: Final = 0.1
 DECAY_TOLERANCE: Final = 0.5
+OWN_DECAY: Final = frozenset({"foreach", "for-loop"})
+"""Implementations of a step that decay weights by an operation of its own."""
 ORACLE_TOLERANCE: Final = 0.05
 FILL_TOLERANCE: Final = 2.0
 DROPPED_TOLERANCE: Final = 0.5
@@ -70,21 +79,19 @@ def _descent(case: Case) -> Iterator[Finding]:
 
 def _loss(case: Case) -> Iterator[Finding]:
     """The share lost, where rounding is to nearest: what one step loses then no other brings back."""
-    lost, error = case.number("lost_update_ratio"), case.number("update_error_ratio")
-    if case.stochastic or not case.rounding_known or lost is None or lost <= LOST_TOLERANCE:
-        return
-    if error is None or error > ERROR_TOLERANCE:
-        text = f"{percent(lost)} of the updates are rounded away"
+    lost, error = case.lost_where(at_random=False)
+    if lost is not None and lost > LOST_TOLERANCE and (error is None or error > ERROR_TOLERANCE):
+        where = " of the layers that round to nearest" if case.differing else ""
+        text = f"{percent(lost)} of the updates{where} are rounded away"
         yield Finding("losing updates", text, "lost_update_ratio", lost, LOST_TOLERANCE)
 
 
 def _layers(case: Case) -> Iterator[Finding]:
-    """Layers that lose most of their updates, if their share of Σ u² is not next to nothing."""
-    if case.stochastic or not case.rounding_known:
-        return
+    """Layers that round to nearest and lose most of their updates, if their share of Σ u² is not next to 0."""
     squares = {name: (case.number("intended_norm", name) or 0.0) ** 2 for name in case.evidence.layers}
     sizes = {name: case.number("elements", name) or 0.0 for name, square in squares.items() if square}
-    losing = [name for name in sizes if loses_most(case.evidence.layers[name])]
+    to_nearest = [name for name in sizes if case.rounds_at_random(name) is False]
+    losing = [name for name in to_nearest if loses_most(case.evidence.layers[name])]
     if not losing:
         return
     share = sum(squares[name] for name in losing) / sum(squares.values())
@@ -131,7 +138,7 @@ def _decay(case: Case) -> Iterator[Finding]:
     kept, seen = case.number("decay_ratio"), case.fingerprint
     if kept is None or kept >= DECAY_TOLERANCE or seen is None or case.watch is None:
         return
-    apart = seen.implementation in ("foreach", "for-loop") and case.watch.intent != "rule"
+    apart = set(seen.implementation.split(" and ")) <= OWN_DECAY and case.watch.intent != "rule"
     if apart and not case.keeps_more and not case.stochastic:
         text = f"weight decay moves next to nothing ({percent(kept)} of it is kept)"
         yield Finding("decay is lost", text, "decay_ratio", kept, DECAY_TOLERANCE)

@@ -109,10 +109,11 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
     `parameters` and `gradients` map dtype to number of elements; `states` maps key to dtype, or to how it is
     quantised; `factored` those kept by row or column, whose decay no number follows. `master` is the state that
     holds the stored weight; `residual` the state that completes the weight, added with `residual_sign`.
-    `stochastic_rounding` is that of weights, seen at attach; None if unknown. `implementation` is "fused",
-    "foreach", "for-loop" or "unknown". `findings` says, a sentence each, what disagrees with what was declared.
-    `unexplained` names a state that keeps something of the weights in a way that is not understood, and what it
-    did: where it is set, no number can make a run healthy or sick.
+    `stochastic_rounding` is that of weights, seen at attach; None if unknown, or if layers differ: then
+    `layer_rounds_at_random` says it of each layer of which it is known. `implementation` is "fused", "foreach",
+    "for-loop" or "unknown", several optimizers' with " and " between. `findings` says, a sentence each, what
+    disagrees with what was declared. `unexplained` names a state that keeps something of the weights in a way that
+    is not understood, and what it did: where it is set, no number can make a run healthy or sick.
     """
 
     parameters: dict[Name, Index] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
     residual: Name | None = None
     residual_sign: Literal[1, -1] = 1
     stochastic_rounding: bool | None = None
+    layer_rounds_at_random: dict[Name, bool] = field(default_factory=dict)
     implementation: Name = "unknown"
     findings: list[Text] = field(default_factory=list)
     unexplained: Text | None = None

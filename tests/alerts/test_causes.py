@@ -245,6 +245,12 @@ def test_what_older_events_would_tell_is_left_open_where_they_are_left_out():
     assert [entry.weighed(mismatch(step, older_events=7))[0][1].holds for step in (10, 500)] == [True, None]
 
 
+def test_layers_that_are_rounded_differently_leave_open_whether_rounding_is_random():
+    seen = fingerprint(layer_rounds_at_random={"0.weight": True, "2.weight": False})
+    verdict = ALERTS["CollageUpdatesLost"].weighed(evidence(run=seen))[0][1]
+    assert (verdict.holds, verdict.because) == (None, "some layers round at random, others to nearest")
+
+
 def test_an_alert_of_another_package_needs_no_checks():
     entry = ALERTS["CollageEdqDrop"]
     bare = Alert(**{**{name: getattr(entry, name) for name in entry.__dataclass_fields__}, "checks": ()})

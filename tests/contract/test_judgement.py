@@ -109,6 +109,39 @@ def test_stochastic_rounding_is_not_judged_by_what_one_step_loses():
     assert "declare strategy=" in unknown.text
 
 
+def test_layers_that_round_otherwise_than_others_are_judged_by_their_own_loss():
+    """CollageAdamW, half of it "split-master" at lr 1e-3, half "plain" at 1e-5: healthy, with 98.8 % lost there."""
+    seen = wire.Fingerprint(layer_rounds_at_random={"random": True, "nearest": False})
+
+    def said(at_random, to_nearest, **model):
+        layers = {"random": layer(**at_random), "nearest": layer(norm=0.1, **to_nearest)}
+        return judged({**GOOD, **model}, layers, observed_strategy="unknown", fingerprint=seen)
+
+    noisy = {"lost_update_ratio": 0.96, "update_error_ratio": 5.0}
+    assert said(noisy, {}, lost_update_ratio=0.48, update_error_ratio=4.0).health == "healthy"
+    still = said({}, {"lost_update_ratio": 0.988, "update_error_ratio": 0.98}, lost_update_ratio=0.49)
+    assert still.health == "losing updates"
+    assert "98.8 % of the updates of the layers that round to nearest are rounded away; 1 layer loses" in still.text
+    some = said(noisy, {"lost_update_ratio": 0.2, "update_error_ratio": 0.3}, lost_update_ratio=0.58)
+    assert (some.health, some.deciding and some.deciding.value) == ("losing updates", 0.2)
+    assert said(noisy, {**noisy, "intended_norm": 1e-6}).health == "healthy"
+    # Without its layers the model's number is one of both.
+    merged = judged({**GOOD, "lost_update_ratio": 0.49}, observed_strategy="unknown", fingerprint=seen)
+    assert merged.health == "unknown"
+    assert "some layers round at random" in merged.text
+    # Of a layer that nothing was seen of, as on another rank.
+    other = {"random": layer(), "other": layer(**noisy)}
+    assert judged(GOOD, other, observed_strategy="unknown", fingerprint=seen).health == "unknown"
+
+
+def test_decay_that_only_one_of_several_optimizers_makes_by_itself_is_not_known():
+    seen = wire.Fingerprint(implementation="foreach and fused", stochastic_rounding=False)
+    found = judged({**GOOD, "decay_ratio": 0.1}, fingerprint=seen)
+    assert found.health == "unknown"
+    assert "decay" in found.text
+    assert judged({**GOOD, "decay_ratio": 0.9}, fingerprint=seen).health == "healthy"
+
+
 def test_chance_is_no_loss_where_rounding_is_stochastic():
     model = {**GOOD, "edq_ratio": 0.9, "update_error_ratio": 6.0, "elements": 1e4, "sampled": 1e4, "idle": 0.0}
     assert judged({**model, "edq_noise_ratio": 0.06}, strategy="stochastic").health == "unknown"

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
 import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, pace
@@ -284,6 +285,13 @@ def test_about_tells_declared_from_observed_and_names_the_source_of_u(server):
     assert "Strategy observed Plain" in whole
     assert "the optimizer's own rule in fp64" in whole
     assert "config: learning_rate 0.0002" in whole
+
+
+def test_about_counts_the_layers_that_round_at_random_where_layers_differ(server):
+    run = server.client().run("run-plain")
+    seen = wire.Fingerprint(layer_rounds_at_random={"0.weight": True, "2.weight": False, "2.bias": False})
+    mixed = msgspec.structs.replace(run, watch=msgspec.structs.replace(run.watch, fingerprint=seen))
+    assert "Stochastic rounding seen in 1 of 3 layers" in text(about(mixed))
 
 
 def test_a_slow_server_is_asked_less_often():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from collage_agent import init
+from collage_agent.optim import CollageAdamW
 from collage_agent.session import _SESSION
 from collage_server.app import create_app
 from collage_server.settings import Settings
@@ -39,14 +40,27 @@ def served(tmp_path):
     _SESSION.waiting.clear()
 
 
-def test_terminal_notebook_and_server_say_the_same(served, monkeypatch):
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def two_ways(model):
+    """Half of the layers round at random, the others to nearest."""
+    at_random = {"params": model[0].parameters(), "strategy": "split-master", "lr": 1e-3}
+    to_nearest = {"params": model[2].parameters(), "strategy": "plain", "lr": 1e-5}
+    return CollageAdamW([at_random, to_nearest], betas=(0.9, 0.95))
+
+
+@pytest.mark.parametrize("make", [adamw, two_ways])
+def test_terminal_notebook_and_server_say_the_same(served, monkeypatch, make):
     application, client = served
     run = init("p", "same words", transport=application)
     model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = make(model)
     handle = collage.watch(model, optimizer, every=1, sample=512, oracle=True, budget=None)
     train(model, optimizer, 50)
     here, evidence = handle.judgement(), handle.evidence()
+    assert here.health == "losing updates", here.text
     run.finish(seconds=PATIENCE_SECONDS)
 
     read = read_evidence(client, run.run_id)

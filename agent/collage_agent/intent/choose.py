@@ -62,8 +62,8 @@ class OwnRuleIntent:
     composition: Final = OURS
     unexplained: Final[str | None] = None
 
-    def __init__(self, optimizer: CollageOptimizer) -> None:
-        self.stochastic: bool | None = any(_stochastic(group) for group in optimizer.param_groups)
+    def __init__(self, optimizer: CollageOptimizer, group: dict[str, Any]) -> None:
+        self.stochastic: bool | None = _stochastic(group)
         self._displacement = optimizer.exact_rule()
 
     def refresh(self, optimizer: Optimizer) -> None:
@@ -129,7 +129,7 @@ def choose_intent(optimizer: Optimizer) -> list[Intent]:
 
 def _choose(optimizer: Optimizer) -> list[Intent]:
     if isinstance(optimizer, CollageOptimizer):
-        return [OwnRuleIntent(optimizer)] * len(optimizer.param_groups)
+        return [OwnRuleIntent(optimizer, group) for group in optimizer.param_groups]
     leads_to_weights = with_inner(optimizer)
     if leads_to_weights is not None:
         return [BeforeAfter(leads_to_weights)] * len(optimizer.param_groups)

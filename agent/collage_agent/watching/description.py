@@ -45,7 +45,7 @@ def describe(
     notes: Sequence[str],
     closure: bool,
 ) -> wire.WatchInfo:
-    """The watch as it travels; where groups differ, the larger part speaks and the reason names the rest."""
+    """One optimizer, for `joined`; where groups differ, the larger part speaks and the reason names the rest."""
     dtypes: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     reasons: dict[str, None] = {}
@@ -79,7 +79,10 @@ def describe(
         oracle=options.oracle,
         agent_version=collage_monitor.__version__,
         host=socket.gethostname(),
-        fingerprint=_fingerprint(optimizer, kinds, intents, options.strategy),
+        fingerprint=msgspec.structs.replace(
+            _fingerprint(optimizer, kinds, intents, options.strategy),
+            layer_rounds_at_random=_layer_rounds_at_random(watched, intents),
+        ),
     )
 
 
@@ -100,30 +103,27 @@ def _kinds_of(
 
 
 def joined(infos: Sequence[wire.WatchInfo]) -> wire.WatchInfo:
-    """Several optimizers under one watch: names side by side, the larger part speaks where they differ."""
-    if len(infos) == 1:
-        return infos[0]
-    largest = max(infos, key=lambda info: info.parameters)
+    """The watch as it travels, of one optimizer or several: names side by side, the larger part speaks where they
+    differ."""
+    by_size = sorted(infos, key=lambda info: -info.parameters)
     names = dict.fromkeys(info.optimizer for info in infos)
     observed = {info.observed_strategy for info in infos}
     reasons = dict.fromkeys(info.intent_reason for info in infos if info.intent_reason)
     return msgspec.structs.replace(
-        largest,
+        by_size[0],
         optimizer=" + ".join(names)[: wire.LIMITS["name_characters"]],
         observed_strategy=observed.pop() if len(observed) == 1 else "unknown",
         intent_reason="; ".join(reasons),
         parameters=sum(info.parameters for info in infos),
-        fingerprint=_together(largest.fingerprint, [info.fingerprint for info in infos]),
+        fingerprint=_together([info.fingerprint for info in by_size if info.fingerprint is not None]),
     )
 
 
-def _together(
-    largest: wire.Fingerprint | None, fingerprints: Sequence[wire.Fingerprint | None]
-) -> wire.Fingerprint | None:
-    """The largest optimizer's fingerprint, with elements, states and findings of all."""
-    known = [entry for entry in fingerprints if entry is not None]
-    if largest is None or not known:
-        return largest
+def _together(known: Sequence[wire.Fingerprint]) -> wire.Fingerprint | None:
+    """One fingerprint of several, the largest optimizer's first: of master weights and residuals the first that
+    there are, elements, states and findings of all. Layers are named only where they are rounded differently."""
+    if not known:
+        return None
     parameters: Counter[str] = Counter()
     gradients: Counter[str] = Counter()
     states: dict[str, str] = {}
@@ -133,11 +133,22 @@ def _together(
         states = {**entry.states, **states}
     findings = list(dict.fromkeys(finding for entry in known for finding in entry.findings))
     unexplained = dict.fromkeys(entry.unexplained for entry in known if entry.unexplained is not None)
-    return msgspec.structs.replace(
-        largest,
+    masters = [entry.master for entry in known if entry.master]
+    with_residual = [entry for entry in known if entry.residual] or known
+    stepping = [entry for entry in known if entry.parameters] or known
+    stochastic = {entry.stochastic_rounding for entry in stepping}
+    alike = len(stochastic) == 1 and None not in stochastic
+    rounding = {name: random for entry in known for name, random in entry.layer_rounds_at_random.items()}
+    return wire.Fingerprint(
         parameters=dict(parameters),
         gradients=dict(gradients),
         states=states,
+        master=masters[0] if masters else None,
+        residual=with_residual[0].residual,
+        residual_sign=with_residual[0].residual_sign,
+        stochastic_rounding=stochastic.pop() if alike else None,
+        layer_rounds_at_random={} if alike else rounding,
+        implementation=" and ".join(dict.fromkeys(entry.implementation for entry in stepping)),
         findings=findings,
         unexplained="; ".join(unexplained) or None,
     )
@@ -253,6 +264,11 @@ def _fingerprint(
         ],
         unexplained="; ".join(told for told in unexplained if told is not None) or None,
     )
+
+
+def _layer_rounds_at_random(watched: Sequence[WatchedParameter], intents: Sequence[Intent]) -> dict[str, bool]:
+    seen = {entry.name: intents[entry.group].stochastic for entry in watched}
+    return {name: stochastic for name, stochastic in seen.items() if stochastic is not None}
 
 
 def _observed_strategy(

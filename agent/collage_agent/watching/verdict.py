@@ -140,8 +140,9 @@ def _lost(model: Values, info: wire.WatchInfo) -> Iterator[str]:
     if lost is None:
         return
     strategy = STRATEGIES.get(info.strategy or info.observed_strategy)
+    of_layers = info.fingerprint.layer_rounds_at_random if info.fingerprint else {}
     caution = ""
-    if strategy is not None and strategy.stochastic:
+    if (strategy is not None and strategy.stochastic) or any(of_layers.values()):
         advice = "the window above judges it" if window is not None else "watch with windows=(64,) to judge it"
         caution = f"; one step misjudges stochastic rounding, {advice}"
     yield f"updates rounded away in a step: {percent(lost)}{_interval(model, 'lost_update_ratio', '.1%')}{caution}"

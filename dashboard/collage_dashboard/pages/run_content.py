@@ -215,6 +215,8 @@ def _fingerprint_facts(seen: wire.Fingerprint) -> list[tuple[str, str]]:
         facts.append(("Stored weight", f"parameter {sign} {seen.residual}"))
     if seen.stochastic_rounding is not None:
         facts.append(("Stochastic rounding", "seen" if seen.stochastic_rounding else "not seen"))
+    elif at_random := sum(seen.layer_rounds_at_random.values()):
+        facts.append(("Stochastic rounding", f"seen in {at_random} of {len(seen.layer_rounds_at_random)} layers"))
     return [*facts, ("Implementation", seen.implementation)]
 
 

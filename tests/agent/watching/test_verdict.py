@@ -7,6 +7,7 @@ import torch
 from collage_agent import guard
 from collage_agent.handle import watch
 from collage_agent.measure.meter import Meter
+from collage_agent.optim import CollageAdamW
 from collage_agent.watching.verdict import verdict
 
 from collage_monitor import wire
@@ -169,3 +170,70 @@ def test_a_learning_rate_of_0_is_told_from_a_loss():
     handle = watch(model, optimizer, every=1)
     train(model, optimizer, 2)
     assert handle.judgement().text.startswith("Every intended update was 0")
+
+
+NEAREST, AT_RANDOM = {"strategy": "plain", "lr": 1e-5}, {"strategy": "split-master", "lr": 1e-3}
+
+
+@pytest.mark.parametrize("of_one", [True, False], ids=["groups", "optimizers"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_groups_and_optimizers_that_round_otherwise_are_told_apart(of_one, turned):
+    """Rounding at random in one made the other healthy, while it lost 98.8 % of its updates."""
+    model = mlp(width=90)
+    ways = (AT_RANDOM, NEAREST) if turned else (NEAREST, AT_RANDOM)
+    groups = [{"params": list(model[place].parameters()), **way} for place, way in zip((0, 2), ways, strict=True)]
+    optimizers = [CollageAdamW(groups)] if of_one else [CollageAdamW([group]) for group in groups]
+    handle = watch(model, optimizers, every=1, sample="all", budget=None)
+    for step in range(40):
+        for optimizer in optimizers:
+            train(model, optimizer, 1, start=step)
+    seen = handle.info.fingerprint
+    assert seen is not None
+    nearest = "2" if turned else "0"
+    assert seen.stochastic_rounding is None
+    assert seen.layer_rounds_at_random == {
+        f"{place}.{name}": place != nearest for place in "02" for name in ("weight", "bias")
+    }
+    found = handle.judgement()
+    assert found.health == "losing updates", found.text
+    assert found.deciding is not None
+    assert found.deciding.value is not None
+    assert found.deciding.value > 0.9
+    assert "one step misjudges stochastic rounding" in str(handle)
+
+
+def test_layers_that_round_at_random_beside_a_larger_optimizer_are_no_false_alarm():
+    """fp32 AdamW, the larger, and a stochastic one: "41 % of the updates are rounded away"."""
+    model = mlp(width=90)
+    model[2].float()
+    optimizers = [
+        torch.optim.AdamW(model[2].parameters(), lr=1e-3),
+        CollageAdamW([*model[0].parameters(), *model[4].parameters()], lr=1e-5, strategy="stochastic"),
+    ]
+    handle = watch(model, optimizers, every=1, sample="all", budget=None)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    summary, found = handle.summary(), handle.judgement()
+    assert summary["layers"]["4.weight"]["lost_update_ratio"] > 0.5
+    assert found.health == "healthy", found.text
+
+
+def test_optimizers_under_one_watch_are_described_together():
+    """What keeps the weights was the largest optimizer's, whatever the others keep."""
+    model = mlp()
+    optimizers = [
+        torch.optim.AdamW(model[2].parameters(), fused=True),
+        CollageAdamW([*model[0].parameters(), *model[4].parameters()], strategy="light"),
+    ]
+    handle = watch(model, optimizers, every=1)
+    for optimizer in optimizers:
+        train(model, optimizer, 1)
+    seen = handle.info.fingerprint
+    assert seen is not None
+    assert (seen.stochastic_rounding, seen.layer_rounds_at_random) == (False, {})
+    assert (seen.residual, seen.master) == ("parameter_low", None)
+    assert seen.implementation == "fused and unknown"
