@@ -160,6 +160,8 @@ def test_states_rounded_at_random_are_judged_by_their_own_noise():
         )
 
     assert state(0.8, 0.1).health == "healthy"
+    assert "exp_avg_sq is off by what chance may do (0.800)" in state(0.8, 0.1).text
+    assert "exp_avg_sq decays as it should (0.950)" in state(0.95, 0.1).text
     assert state(0.8, 0.001).health == "states are stuck"
     assert state(1.2, 0.001).health == "steps are off"
     # A witness that chance could have brought here from 0 is none.

@@ -17,11 +17,13 @@ from collage_agent.watching.history import MODEL, PastTotals
 from collage_monitor import judgement, wire
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
+    STATE_TOLERANCE,
     Evidence,
     Judgement,
     Values,
     finite,
     judge,
+    labelled,
     longest_window,
     percent,
     state_decrements,
@@ -34,6 +36,9 @@ __all__ = ["edq_change", "evidence_of", "summarise", "verdict"]
 
 
 _WORST: Final = 3
+_ZERO_TOLERANCE: Final = 0.01
+_STEPS_KEPT: Final = ("edq_oracle_ratio", "state_decrement_ratio/")
+"""What may be off although each step arrives."""
 _NO_MEASUREMENTS: Final[Mapping[tuple[str, ...], Measurement]] = {}
 
 
@@ -106,6 +111,8 @@ def verdict(evidence: Evidence, summary: Mapping[str, Any], changed: str | None 
         return "\n".join([f"{head}: nothing measured yet; to be measured: {due}", *notes])
     found = judge(evidence)
     lines = [f"{head}, step {evidence.last_step}: {found.health}", f"  {found.text}"]
+    if info.fingerprint and info.fingerprint.unexplained:
+        return "\n".join([*lines, *notes])
     lines += [f"  since when: {changed}"] if changed else []
     lines += notes
     if info.intent == "whole-tensor" and evidence.model.get("edq_ratio") is None:
@@ -123,6 +130,7 @@ def _body(evidence: Evidence, last: Values, found: Judgement) -> Iterator[str]:
     yield from _lost(model, info)
     yield from _worst_layers(evidence.layers)
     yield from _states(model, found)
+    yield from _underflowed(model, info)
     yield from _oracle(model)
     if info.observed_strategy in ("plain", "unknown"):
         yield from _grid(last)
@@ -174,11 +182,21 @@ def _states(model: Values, judged: Judgement) -> Iterator[str]:
             told = "it hardly decays, grows too large and makes later steps wrong; EDQ cannot see that"
         elif "steps are off" in against:
             told = "it decays too fast"
-        else:
+        elif abs(1 - value) <= STATE_TOLERANCE:
             told = "it decays as it should"
+        else:
+            told = "chance may have made it so"
         yield f"state {name}: decrements {value:.3f} of the intended ones: {told}"
     if not found:
         yield "states: unknown, no moving average should have shrunk"
+
+
+def _underflowed(model: Values, info: wire.WatchInfo) -> Iterator[str]:
+    for name, share in labelled(model, "state_zero_ratio").items():
+        if share > _ZERO_TOLERANCE:
+            kept = info.fingerprint.states.get(name) if info.fingerprint else None
+            underflows = f"it underflows as {kept}" if kept else "it underflows"
+            yield f"state {name}: {percent(share)} of it is 0 where the gradient is not: {underflows}"
 
 
 def _oracle(model: Values) -> Iterator[str]:
@@ -207,7 +225,7 @@ def _advice(found: Judgement, info: wire.WatchInfo) -> Iterator[str]:
     deciding = found.deciding
     if found.health == "unknown" and deciding is not None and deciding.key == "edq_ratio":
         yield "EDQ alone proves nothing: watch with oracle=True to know"
-    elif found.health == "steps are off":
+    elif found.health == "steps are off" and deciding is not None and deciding.key.startswith(_STEPS_KEPT):
         yield "each step keeps what it intends, but not what fp64 would do: look at states and learning rate"
     elif found.health in ("losing updates", "states are stuck", "decay is lost"):
         weights = info.fingerprint.parameters if info.fingerprint else {}

@@ -237,3 +237,57 @@ def test_optimizers_under_one_watch_are_described_together():
     assert (seen.stochastic_rounding, seen.layer_rounds_at_random) == (False, {})
     assert (seen.residual, seen.master) == ("parameter_low", None)
     assert seen.implementation == "fused and unknown"
+
+
+def test_where_weights_are_not_understood_no_number_stands_below():
+    """ "state exp_avg_sq: decrements 0.000 of the intended ones: it decays as it should" stood there."""
+    seen = wire.Fingerprint(unexplained="shift_u (uint8) changes at each step", findings=["it is kept oddly"])
+    model = {"edq_ratio": 0.5, "lost_update_ratio": 0.5, "state_decrement_ratio/exp_avg_sq": 0.0}
+    head, text, finding = told(model, fingerprint=seen).splitlines()
+    assert head.endswith("unknown")
+    assert text.startswith("  Shift_u (uint8) changes at each step.")
+    assert finding == "  finding: it is kept oddly"
+
+
+@pytest.mark.parametrize(
+    ("decrement", "noise", "words"),
+    [
+        (0.1, 0.5, "decrements 0.100 of the intended ones: chance may have made it so"),
+        (1.3, 0.2, "decrements 1.300 of the intended ones: chance may have made it so"),
+        (0.95, 0.5, "decrements 0.950 of the intended ones: it decays as it should"),
+    ],
+)
+def test_a_state_off_by_what_chance_may_do_does_not_decay_as_it_should(decrement, noise, words):
+    state = {"state_decrement_ratio/exp_avg_sq": decrement, "state_decrement_noise_ratio/exp_avg_sq": noise}
+    text = told({"edq_ratio": 1.0, **state}, strategy="stochastic")
+    assert words in text
+    assert ("as it should" in text) == (decrement == 0.95)
+
+
+def test_steps_that_overshoot_are_told_with_their_cause_and_without_another():
+    """An fp16 second moment that is 0 everywhere: "each step keeps what it intends" stood below EDQ 1.908."""
+    model = torch.nn.Linear(64, 64).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0)
+    handle = watch(model, optimizer, every=1, budget=None)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        for parameter in model.parameters():
+            parameter.grad = (1e-3 * torch.randn(parameter.shape, generator=generator)).half()
+        optimizer.step()
+    text = str(handle)
+    assert "steps are off\n  EDQ is " in text
+    assert "updates overshoot" in text
+    assert "each step keeps what it intends" not in text
+    # All of it, but in the first step, whose states are not there before it.
+    assert "state exp_avg_sq: 95.0 % of it is 0 where the gradient is not: it underflows as float16" in text
+    assert "state exp_avg:" in text
+    assert "state exp_avg: 0" not in text
+
+
+@pytest.mark.parametrize(
+    "off", [{"edq_oracle_ratio": 0.7}, {"edq_oracle_ratio": 1.0, "state_decrement_ratio/exp_avg": 1.6}]
+)
+def test_steps_off_by_the_oracle_or_a_state_keep_what_they_intend(off):
+    text = told({"edq_ratio": 1.0, **off})
+    assert "steps are off" in text
+    assert "each step keeps what it intends, but not what fp64 would do" in text
