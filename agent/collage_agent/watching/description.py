@@ -127,10 +127,12 @@ def _together(known: Sequence[wire.Fingerprint]) -> wire.Fingerprint | None:
     parameters: Counter[str] = Counter()
     gradients: Counter[str] = Counter()
     states: dict[str, str] = {}
+    factored: dict[str, str] = {}
     for entry in known:
         parameters.update(entry.parameters)
         gradients.update(entry.gradients)
         states = {**entry.states, **states}
+        factored = {**entry.factored, **factored}
     findings = list(dict.fromkeys(finding for entry in known for finding in entry.findings))
     unexplained = dict.fromkeys(entry.unexplained for entry in known if entry.unexplained is not None)
     masters = [entry.master for entry in known if entry.master]
@@ -143,6 +145,7 @@ def _together(known: Sequence[wire.Fingerprint]) -> wire.Fingerprint | None:
         parameters=dict(parameters),
         gradients=dict(gradients),
         states=states,
+        factored=factored,
         master=masters[0] if masters else None,
         residual=with_residual[0].residual,
         residual_sign=with_residual[0].residual_sign,

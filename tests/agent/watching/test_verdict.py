@@ -239,6 +239,21 @@ def test_optimizers_under_one_watch_are_described_together():
     assert seen.implementation == "fused and unknown"
 
 
+def test_states_by_row_and_column_are_told_of_each_optimizer_under_one_watch():
+    model = mlp()
+    optimizers = [
+        torch.optim.AdamW([*model[0].parameters(), *model[4].parameters()]),
+        torch.optim.Adafactor(model[2].parameters()),
+    ]
+    handle = watch(model, optimizers, every=1)
+    for optimizer in optimizers:
+        train(model, optimizer, 1)
+    seen = handle.info.fingerprint
+    assert seen is not None
+    assert seen.factored == {"row_var": "bfloat16", "col_var": "bfloat16"}
+    assert set(seen.states) >= {"exp_avg", "exp_avg_sq"}
+
+
 def test_where_weights_are_not_understood_no_number_stands_below():
     """ "state exp_avg_sq: decrements 0.000 of the intended ones: it decays as it should" stood there."""
     seen = wire.Fingerprint(unexplained="shift_u (uint8) changes at each step", findings=["it is kept oddly"])
