@@ -11,7 +11,7 @@ from collage_monitor.local import read_token
 from collage_monitor.metrics import STATISTICS
 from collage_monitor.wire import from_number
 from tests.agent_delivery.doubles import layout, measurement
-from tests.waiting import until
+from tests.waiting import PATIENCE_SECONDS, until
 
 
 @pytest.fixture
@@ -74,6 +74,7 @@ def test_a_report_of_two_million_numbers_arrives_whole(server, client, tmp_path)
     totals = np.random.default_rng(0).integers(1, 2**30, (len(statistics), len(names))).astype(np.float64)
     run = begin(server, run_id="large")
     run.measured(measurement(10, layout(names, statistics), totals))
+    run.finish(seconds=PATIENCE_SECONDS)
     collage.finish()
     assert totals.nbytes > 16 * 2**20
     assert run.reports_dropped == {}
