@@ -11,19 +11,21 @@ from collage_monitor import wire
 from tests.server.reads import layer_points, model_points
 from tests.server.samples import LAYERS, STATISTICS, block, layer, model_of, stream_create
 from tests.server.store.contract import NOW
+from tests.server.store.seen import AFTER_SILENCE, seal_all
 
 KEYS = ["replica_checksum", "replica_checksum_elements"]
 
 
-def register(store, replicas, elements=None):
-    """A run with a rank for each replica number given."""
-    store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
-    store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
-    for rank, replica in enumerate(replicas):
+def register(store, replicas, *, first=0, ranks=None):
+    """Of one run a rank for each replica number given, from rank `first` on, of `ranks` in all."""
+    if first == 0:
+        store.runs.create("p", wire.RunCreate(run_id="r1"), NOW)
+        store.streams.create_attempt("r1", wire.AttemptCreate(launch_id="launch-1", first_step=1), NOW)
+    for rank, replica in enumerate(replicas, first):
         create = stream_create(
             f"s{rank}",
             rank=rank,
-            world_size=len(replicas),
+            world_size=ranks or len(replicas),
             layers=[layer(name, replica) for name in LAYERS],
             statistics=[*STATISTICS, *KEYS],
         )
@@ -138,6 +140,36 @@ class ReplicasContract:
         store.sealing.seal("r1", NOW)
         assert mismatches(store) == [(1, 2, 2, "[1]")]
 
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_a_rank_still_sending_when_another_ends_the_run_is_compared(self, store, first):
+        """The rank that is done first finishes the run for all: what it reported must wait for the others."""
+        register(store, [0, 1])
+        send(store, first, *(told(step, GOOD) for step in (1, 2, 3)))
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+        assert not store.sealing.seal("r1", NOW)
+        send(store, 1 - first, told(1, GOOD), told(2, GOOD))
+        assert not store.sealing.seal("r1", NOW)
+        send(store, 1 - first, told(3, [5.0, 6.0, 8.0]))
+        assert store.sealing.seal("r1", NOW) == 1
+        assert mismatches(store) == [(1, 3, 2, "[1]")]
+
+    def test_a_rank_that_registers_after_the_run_has_ended_is_compared(self, store):
+        register(store, [0], ranks=2)
+        send(store, 0, told(1, GOOD))
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+        assert not store.sealing.seal("r1", NOW)
+        register(store, [1], ranks=2, first=1)
+        send(store, 1, told(1, [5.0, 6.0, 8.0]))
+        assert store.sealing.seal("r1", NOW) == 1
+        assert mismatches(store) == [(1, 1, 2, "[1]")]
+
+    def test_a_rank_that_never_comes_is_not_waited_for_longer_than_a_silent_run(self, store):
+        register(store, [0, 1])
+        send(store, 0, told(1, GOOD))
+        store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+        assert not store.sealing.seal("r1", NOW + 599)
+        assert store.sealing.seal("r1", NOW + 601) == 1
+
     def test_totals_are_those_of_one_replica_and_survive_sealing(self, store):
         register(store, [0, 1])
         for rank in range(2):
@@ -157,12 +189,10 @@ class ReplicasContract:
         send(store, 1 - late, *reports)
         store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
         before = self.totals(store)
-        while store.sealing.seal("r1", NOW):
-            pass
+        seal_all(store, now=AFTER_SILENCE)
         send(store, late, *reports)
         assert self.totals(store) == before
-        while store.sealing.seal("r1", NOW):
-            pass
+        seal_all(store, now=AFTER_SILENCE)
         assert self.totals(store) == before
         assert model_points(store, "r1", ["lost"], Selection()).ranks.tolist() == [2] * 39
 
@@ -179,12 +209,10 @@ class ReplicasContract:
             send(store, first, *reports[first::2])
             send(store, second, *reports[first::2])
         store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
-        while store.sealing.seal("r1", NOW):
-            pass
+        seal_all(store, now=AFTER_SILENCE)
         late = [told(step, GOOD, seq=100 + step) for step in range(40, 60)]
         send(store, 1, *late)
-        while store.sealing.seal("r1", NOW):
-            pass
+        seal_all(store, now=AFTER_SILENCE)
         send(store, 0, *late[:3])
         for rank, count in ((0, 42), (1, 59)):
             own = model_points(store, "r1", ["lost"], Selection(rank=rank))

@@ -10,7 +10,7 @@ from tests.server.reads import latest_point, layer_points, model_points, scalar_
 from tests.server.samples import LAYERS, STATISTICS
 from tests.server.store.contract import NOW
 
-__all__ = ["ALL", "arrays_of", "plain", "rows", "seal_all", "seen", "unchanged"]
+__all__ = ["AFTER_SILENCE", "ALL", "arrays_of", "plain", "rows", "seal_all", "seen", "unchanged"]
 
 ALL = Selection()
 
@@ -69,6 +69,10 @@ def arrays_of(totals):
 def rows(store, table):
     with store.engine.connect() as connection:
         return connection.execute(select(func.count()).select_from(table)).scalar()
+
+
+AFTER_SILENCE = NOW + 601
+"""When a run that nobody reports to any more counts as over, whichever rank has not come to its end."""
 
 
 def seal_all(store, run_id="r1", now=NOW):

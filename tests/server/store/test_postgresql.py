@@ -27,6 +27,7 @@ from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
 from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
+from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
 from tests.server.store.seen import rows, seal_all, seen, unchanged
 from tests.waiting import until
@@ -67,6 +68,10 @@ class TestPostgresql(StoreContract):
 
 class TestPostgresqlSealing(SealingContract):
     """Sealing on PostgreSQL."""
+
+
+class TestPostgresqlSealed(SealedContract):
+    """Sealed runs on PostgreSQL."""
 
 
 class TestPostgresqlParts(PartsContract):

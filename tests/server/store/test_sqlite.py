@@ -24,6 +24,7 @@ from tests.server.store.parts import PartsContract
 from tests.server.store.ranks import RanksContract
 from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
+from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
 
 
@@ -61,6 +62,11 @@ class TestSqlite(StoreContract):
 @pytest.mark.slow
 class TestSqliteSealing(SealingContract):
     """Sealing on SQLite."""
+
+
+@pytest.mark.slow
+class TestSqliteSealed(SealedContract):
+    """Sealed runs on SQLite."""
 
 
 class TestSqliteParts(PartsContract):

@@ -17,6 +17,7 @@ from collage_server.store import schema
 from collage_server.store.rows import among, scalars_from_json
 
 __all__ = [
+    "all_ranks_are_through",
     "first_hidden_steps",
     "measured_states",
     "newest_logged_steps",
@@ -131,6 +132,27 @@ def newest_measured_step(
     else:
         step = max(row.measured_step for row in rows)
     return step if step < first_hidden.get(attempt, _UNBOUNDED) else None
+
+
+def all_ranks_are_through(connection: Connection, run_id: str) -> bool:
+    """Whether all ranks of the newest attempt have registered and come to the same measured step.
+
+    A rank ends the run for all when it is done; what the others measured may still be on its way.
+    """
+    stream, latest = schema.stream, schema.run_latest
+    newest = select(func.max(stream.c.attempt)).where(stream.c.run_id == run_id).scalar_subquery()
+    same = (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
+    rows = connection.execute(
+        select(
+            stream.c.rank,
+            func.max(stream.c.world_size).label("ranks"),
+            func.max(latest.c.measured_step).label("step"),
+        )
+        .join(latest, same, isouter=True)
+        .where(stream.c.run_id == run_id, stream.c.attempt == newest)
+        .group_by(stream.c.rank)
+    ).all()
+    return len(rows) >= max((row.ranks for row in rows), default=0) and len({row.step for row in rows}) <= 1
 
 
 def awaited_streams(

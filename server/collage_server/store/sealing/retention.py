@@ -25,6 +25,7 @@ from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze, raise_lagging_horizons, read_lagging_horizons
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
+from collage_server.store.runs.latest import all_ranks_are_through
 from collage_server.store.runs.runs import read_run
 from collage_server.store.sealing.readable import forget_points
 from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
@@ -79,12 +80,14 @@ class Sealing:
         """
         with self._database.reading() as connection:
             record = read_run(connection, run_id)
+            over = record.state != "running" and all_ranks_are_through(connection, run_id)
         silent = record.updated_at < now - self._stale_after_seconds
         with self._database.claimed(run_id) as mine:
-            closed = silent or record.state != "running"
             limits = self.limits.scaled_to_commits(self._journal.last_bytes)
             return (
-                self._seal_parts(run_id, limits, now=now, closed=closed, journal_full=journal_full) if mine else 0
+                self._seal_parts(run_id, limits, now=now, closed=silent or over, journal_full=journal_full)
+                if mine
+                else 0
             )
 
     def seal_late_reports(self, run_id: str) -> None:

@@ -1,0 +1,143 @@
+"""What is read of sealed runs beyond their points: newer servers' rows, labels, scalars. Every backend runs it."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from collage_server.store import schema
+from collage_server.store.reading import scalars
+from collage_server.store.reading.run_view import is_known
+from collage_server.store.rows import to_json
+from sqlalchemy import update
+
+from collage_monitor import metrics, wire
+from tests.server.reads import latest_point, layer_points, model_points, scalar_points
+from tests.server.samples import STATISTICS, report, stream_create
+from tests.server.store.contract import NOW
+from tests.server.store.ranks import Senders
+from tests.server.store.seen import ALL, plain, rows, seal_all, seen, unchanged
+
+
+class SealedContract(Senders):
+    """Subclasses give the fixture `store`, with the contract's small limits."""
+
+    def test_a_run_of_a_newer_server_is_answered_and_left_to_it(self, store, monkeypatch):
+        """While a cluster is upgraded: statistics that this catalogue lacks, in the journal and in chunks."""
+        reports = [with_one_more(report(i, 10 * (i + 1))) for i in range(80)]
+        with monkeypatch.context() as upgraded:
+            upgraded.setitem(metrics.STATISTICS, "future_sum", metrics.STATISTICS["parameter_squared_sum"])
+            is_known.cache_clear()
+            self.fill(store)
+            store.streams.create_stream("r1", stream_create(statistics=[*STATISTICS, "future_sum"]), NOW)
+            stream = store.streams.stream_record("s0")
+            self.append(store, stream, *reports[:40])
+            assert seal_all(store) == 1
+            self.append(store, stream, *reports[40:])
+            whole = plain(model_points(store, "r1", None, ALL))
+            layers = plain(layer_points(store, "r1", STATISTICS, ALL))
+        is_known.cache_clear()
+        assert "future_sum" in whole
+        assert plain(model_points(store, "r1", None, ALL)) == {
+            key: held for key, held in whole.items() if key != "future_sum"
+        }
+        assert plain(layer_points(store, "r1", STATISTICS, ALL)) == layers
+        assert "future_sum" not in latest_point(store, "r1").model
+        assert seal_all(store) == 0
+        assert rows(store, schema.report) == 48
+
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_a_newest_step_leaves_out_what_a_newer_server_has_taken(self, store, count):
+        streams = self.ranks(store, count)
+        with store.engine.begin() as connection:
+            connection.execute(update(schema.stream).values(statistics=to_json([*STATISTICS, "future_sum"])))
+        for rank, stream in enumerate(streams):
+            declared = store.streams.stream_record(stream.stream_id)
+            self.append(store, declared, with_one_more(report(0, 10, rank=rank)))
+        with store.points.snapshot() as now:
+            found = now.newest_reports(["r1"], ())["r1"]
+        model = dict(zip(found.statistics, found.model.tolist(), strict=True))
+        expected = latest_point(store, "r1").model
+        assert model == {key: float(value) for key, value in expected.items() if key in model}
+        assert {*STATISTICS} <= model.keys()
+
+    def test_a_label_with_a_line_break_that_an_older_server_took_is_read(self, store):
+        """A label may hold any separator, so none stands between what is read of the dictionary."""
+        self.fill(store)
+        keys = [*STATISTICS, "state_zero/exp\n7 avg"]
+        with store.engine.begin() as connection:
+            connection.execute(update(schema.stream).values(statistics=to_json(keys)))
+        stream = store.streams.stream_record("s0")
+        reports = [with_one_more(report(i, i + 1)) for i in range(64)]
+        self.append(store, stream, *reports[:32])
+        before = plain(model_points(store, "r1", None, ALL))
+        assert seal_all(store) == 1
+        assert plain(model_points(store, "r1", None, ALL)) == before
+        self.append(store, stream, *reports[32:])
+        assert seal_all(store) == 1
+        assert model_points(store, "r1", [keys[-1]], ALL).totals[keys[-1]].tolist() == [21.0] * 64
+        with store.points.snapshot() as now:
+            assert keys[-1] in now.newest_reports(["r1"], ())["r1"].statistics
+
+    def test_scalars_between_measured_steps_and_beyond(self, store):
+        stream = self.fill(store)
+        values = [report(i, i + 1, measured=i % 2 == 0, scalars={"loss": float(i)}) for i in range(80)]
+        values[10] = msgspec.structs.replace(values[10], scalars={"loss": float("nan")})
+        values[11] = msgspec.structs.replace(values[11], scalars={"loss": float("-inf"), "note": 1.0})
+        self.append(store, stream, *values)
+        before = seen(store)
+        assert seal_all(store) == 1
+        unchanged(before, seen(store))
+        with store.points.snapshot() as snapshot:
+            newest = snapshot.newest_scalars(["r1"], 20)["r1"]
+        assert newest["loss"].tolist() == [float(i) for i in range(60, 80)]
+        assert newest["note"].tolist() == [1.0]
+
+    @pytest.mark.parametrize("late", [0, 20, 40])
+    def test_the_newest_scalars_are_those_of_the_newest_steps(self, store, late):
+        """Late reports become parts behind newer ones; what waits in the journal hides that no less."""
+        stream = self.fill(store)
+        self.send(store, stream, range(101, 101 + 96), first_seq=100)
+        seal_all(store)
+        for start in range(0, late, 20):
+            self.send(store, stream, range(start + 1, start + 21), first_seq=start)
+            seal_all(store)
+        for more in range(2):
+            if more:
+                self.send(store, stream, [197], first_seq=196)
+            logged = scalar_points(store, "r1", ["loss"], ALL)["loss"].values
+            with store.points.snapshot() as snapshot:
+                newest = snapshot.newest_scalars(["r1"], 10)["r1"]["loss"]
+            assert newest[-10:].tolist() == logged[-10:].tolist()
+
+    def test_the_newest_scalars_are_read_from_the_last_parts(self, store, monkeypatch):
+        """Of a live run, too, whose newest value is not sealed yet."""
+        stream = self.fill(store)
+        self.send(store, stream, range(1, 101))
+        assert seal_all(store) == 3
+        known = []
+        read = scalars._read
+
+        def counted(connection, views, names, selection, rows):
+            known.append({run_id: len(held) for run_id, held in rows.items()})
+            return read(connection, views, names, selection, rows)
+
+        monkeypatch.setattr(scalars, "_read", counted)
+        for _ in range(2):
+            with store.points.snapshot() as snapshot:
+                assert len(snapshot.newest_scalars(["r1"], 10)["r1"]["loss"]) == 10
+            store.runs.update("r1", wire.RunUpdate(state="finished"), NOW)
+            seal_all(store)
+        assert known == [{"r1": 4}] * 2
+
+
+def with_one_more(message):
+    """The report with another statistic behind the others."""
+    values = np.frombuffer(message.statistics).reshape(len(STATISTICS), -1)
+    more = np.full((1, values.shape[1]), 7.0)
+    return msgspec.structs.replace(
+        message,
+        statistic_count=len(STATISTICS) + 1,
+        statistics=wire.array_to_bytes(np.vstack([values, more])),
+        model=wire.array_to_bytes(np.append(np.frombuffer(message.model), more.sum())),
+    )
