@@ -144,18 +144,23 @@ def test_a_remainder_that_was_cast_is_said_and_read_as_what_is_left():
         assert layers[name]["effective_norm"] == pytest.approx(float(moved.norm()), rel=1e-9), name
 
 
+def train_decoupled(model, optimizer, steps):
+    """As Megatron's precision-aware optimizer is fed: gradients in fp32 beside the weights, none in `grad`."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        for parameter in model.parameters():
+            parameter.decoupled_grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+
+
 def test_the_decoupled_gradient_is_read_where_the_optimizer_steps_it():
     model, plain = mlp(), mlp()
     optimizer = replicas.PrecisionAware(model.parameters(), lr=1e-5)
     coupled = replicas.Rounded(plain.parameters(), lr=1e-5)
     handle = watch(model, optimizer, every=1, sample="all", oracle=True, windows=(4,))
     expected = watch(plain, coupled, every=1, sample="all", oracle=True, windows=(4,))
-    for step in range(16):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
-        for parameter in model.parameters():
-            parameter.decoupled_grad, parameter.grad = parameter.grad.float(), None
-        optimizer.step()
+    train_decoupled(model, optimizer, 16)
     train(plain, coupled, 16)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     found, wanted = handle.summary()["model"], expected.summary()["model"]
@@ -173,12 +178,7 @@ def test_a_sample_of_the_decoupled_gradient_is_held_against_the_whole_one():
     coupled = replicas.Rounded(plain.parameters(), lr=1e-5)
     handle = watch(model, optimizer, every=1, sample=64, budget=None)
     expected = watch(plain, coupled, every=1, sample=64, budget=None)
-    for step in range(12):
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
-        for parameter in model.parameters():
-            parameter.decoupled_grad, parameter.grad = parameter.grad.float(), None
-        optimizer.step()
+    train_decoupled(model, optimizer, 12)
     train(plain, coupled, 12)
     found, wanted = handle.summary(), expected.summary()
     assert found["step"] == wanted["step"] == 12

@@ -29,22 +29,22 @@ class TouchedRows:
         gradient = gradient.coalesce() if gradient.is_cpu else gradient
         rows, values = gradient._indices()[0], gradient._values()
         width = values[0].numel() if len(values) else gradient.shape[1:].numel()
-        if not len(rows):
+        is_touched = len(rows) > 0
+        if not is_touched:
             # A row of zeros stands for what is not there: `number`, of the touched rows, stays 0.
             rows, values = rows.new_zeros(1), values.new_zeros(1, width)
-        touched = len(gradient._values()) > 0
         values = values.reshape(len(rows), width)
         ordered = rows.sort().values
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[1:] = ordered[1:] != ordered[:-1]
         keys = torch.where(first, _mixed(ordered, seed) >> 1, torch.iinfo(torch.int64).max)
         chosen = keys.topk(min(count, len(rows)), largest=False).indices
-        number = first.sum() * touched
+        number = first.sum() * is_touched
         rank, turn, turns = self._places(number, len(chosen), count, width, block)
         row = ordered[chosen][rank]
         column = (_mixed(row, seed + 1) % -(-width // block) + turn) % -(-width // block)
         lanes = column.unsqueeze(1) * block + torch.arange(block, device=rows.device)
-        self.held = (lanes < width) & (turn < turns).unsqueeze(1) & (number > 0)
+        self.held = (lanes < width) & (turn < turns).unsqueeze(1) & is_touched
         lanes = lanes.clamp(max=width - 1)
         self.index = row.unsqueeze(1) * width + lanes
         sums = values.new_zeros(len(chosen) + 1, width)
