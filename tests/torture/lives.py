@@ -58,7 +58,7 @@ class Lives(ABC):
     def store(self):
         """The database opened from outside, as the verification does."""
 
-    def start(self, which=0, die=None):
+    def start(self, which=0, die=None, **settings):
         """A server's life."""
         self.newest = self.births.start(
             "serve",
@@ -68,6 +68,7 @@ class Lives(ABC):
             busy_timeout_seconds=2.0,
             disk_reserve_bytes=1,
             shutdown_seconds=4.0,
+            **settings,
         )
         return self.newest
 
@@ -176,8 +177,11 @@ class Lives(ABC):
         """What an operator does after the disk was full, beside making room."""
 
     def finish(self):
-        """Let the senders finish their batch, then verify the run in every way."""
-        life = self.start()
+        """Let the senders finish their batch, then verify the run in every way.
+
+        Ranks end at different steps, so its end is sealed only once it has been silent: here that is soon.
+        """
+        life = self.start(stale_after_seconds=1.0)
         for client in self.clients:
             client.stopping.set()
         for client in self.clients:
@@ -227,13 +231,13 @@ class PostgresqlLives(Lives):
     def store(self):
         return PostgresqlStore(self.url, stale_after_seconds=600.0, limits=LIMITS)
 
-    def start(self, which=0, die=None):
+    def start(self, which=0, die=None, **settings):
         """Once the cluster has recovered: a server that finds none ends with a sentence."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
                 self.cluster.execute("SELECT 1")
-                return super().start(which, die)
+                return super().start(which, die, **settings)
             except subprocess.CalledProcessError:
                 assert time.monotonic() < deadline, "the cluster does not recover"
                 time.sleep(0.05)
