@@ -16,7 +16,7 @@ import pytest
 __all__ = ["CostRecorder", "is_costly"]
 
 RECORD = Path(__file__).with_name("costs.json")
-QUICK_CPU_SECONDS = 80.0
+QUICK_CPU_SECONDS = 60.0
 """Of all tests that `make quick` runs, beside collecting them: half of it on each of two cores."""
 _LEAST_SECONDS = 0.1
 _THE_REST = ""
