@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -19,6 +20,7 @@ CHROMIUM_FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--process-per-site",
 )
 
 
@@ -108,32 +110,65 @@ def dashboard():
     return _dashboard
 
 
+@pytest.fixture(scope="module")
+def contexts(browser):
+    """Contexts that no page uses. In each an idle tab keeps the site's process, which has compiled our scripts."""
+    return []
+
+
 @pytest.fixture
-def open_page(browser):
-    """Open a fresh page; at the end nothing may have been complained about and nobody else asked."""
+def open_page(browser, contexts):
+    """Open a page that remembers nothing but, if `cached`, the files that are kept for good.
+
+    At the end nothing may have been complained of and nobody else asked.
+    """
     opened = []
 
-    def make(url, *, width=1440, scheme="light"):
-        context = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+    def make(url, *, width=1440, scheme="light", cached=True):
+        context = contexts.pop() if contexts and cached else browser.new_context()
         page = context.new_page()
         page.set_default_timeout(1e3 * PATIENCE_SECONDS)
-        opened.append((context, _observed(context, page, url)))
-        return opened[-1][1]
+        page.set_viewport_size({"width": width, "height": 1000})
+        page.emulate_media(color_scheme=scheme)
+        _forget(context, page, url)
+        watched = Watched(page, url)
+        opened.append((context, watched, _watch(context, watched)))
+        return watched
 
     yield make
-    for context, _ in opened:
-        context.close()
-    for _, watched in opened:
+    for context, watched, on_request in opened:
+        context.remove_listener("request", on_request)
+        idle = context.new_page()
+        idle.route("**/*", lambda route: route.fulfill(body=""))
+        idle.goto(watched.url)
+        for page in context.pages:
+            if page is not idle:
+                page.close()
+        contexts.append(context)
+    for _, watched, _ in opened:
         assert watched.complaints == []
         assert watched.foreign == []
 
 
-def _observed(context, page, url):
-    watched = Watched(page, url)
+def _forget(context, page, url):
+    """Empty what the address has stored in the context, but for the cache of what it serves."""
+    context.clear_cookies()
+    origin = f"{urlsplit(url).scheme}://{urlsplit(url).netloc}"
+    kinds = "local_storage,indexeddb,service_workers,cache_storage"
+    context.new_cdp_session(page).send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": kinds})
+
+
+def _watch(context, watched):
+    """Note complaints of the page and every request of its context; returns what listens to these."""
+
+    def on_request(request):
+        watched.foreign.extend([request.url] * _foreign(request.url))
+
+    page = watched.page
     page.on("console", lambda message: watched.complaints.extend([message.text] * (message.type == "error")))
     page.on("pageerror", lambda error: watched.complaints.append(str(error)))
-    context.on("request", lambda request: watched.foreign.extend([request.url] * _foreign(request.url)))
-    return watched
+    context.on("request", on_request)
+    return on_request
 
 
 @contextmanager

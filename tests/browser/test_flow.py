@@ -256,7 +256,8 @@ def test_no_page_asks_for_all_runs(watched, between, path):
     assert not [asked for asked in between.asked if asked.startswith("/api/v1/runs?")]
 
 
-def test_files_of_a_page_travel_compressed_and_are_kept_for_good_under_a_hash(watched):
+def test_files_of_a_page_travel_compressed_and_are_kept_for_good_under_a_hash(open_page, dashboard_url):
+    watched = open_page(dashboard_url, cached=False)
     page, files = watched.page, {}
     page.on("response", lambda answer: files.update({answer.url: answer}) if FILES.search(answer.url) else None)
     page.goto(f"{watched.url}/run/run-plain")

@@ -173,7 +173,7 @@ def test_a_long_name_leaves_the_answer_on_a_phones_first_screen(open_page, dashb
 
 
 def test_nothing_on_a_page_jumps_while_it_loads(open_page, dashboard_url):
-    page = open_page(dashboard_url, width=1280).page
+    page = open_page(dashboard_url, width=1280, cached=False).page
     page.add_init_script(
         """window.shift = 0;
         const count = entry => { if (!entry.hadRecentInput) window.shift += entry.value };
