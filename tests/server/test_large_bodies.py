@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from collage_server.api import bodies, reports
+from collage_server.ingest import json_process
 from collage_server.ingest.decode import decoded_batch
 
 from collage_monitor import wire
@@ -100,6 +101,30 @@ def test_a_decoder_that_dies_is_started_again_and_ends_with_the_server(tmp_path,
     server.components.json_process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
+
+
+def decoder_after(server, body):
+    """The process that is asked next, once it has answered."""
+    answer = sent(server, "/streams/s0/reports", body)
+    assert answer.status_code == 200, answer.text
+    return server.components.json_process.process_id
+
+
+def test_a_decoder_of_a_server_that_has_grown_goes_on(server):
+    """Its own memory counts. A program inherits the peak of the one that started it, says `getrusage`."""
+    grown = bytearray(b"x") * (2 * json_process._MOST_BYTES)
+    assert len({decoder_after(server, batch(200)) for _ in range(3)}) == 1
+    assert grown
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what a process has taken")
+def test_a_decoder_that_has_grown_begins_anew(server):
+    first = decoder_after(server, batch(200))
+    tiny = b'{"seq":1,"step":1,"time":1},'
+    assert (
+        sent(server, "/streams/s0/reports", b'{"reports":[' + 590_000 * tiny + tiny[:-1] + b"]}").status_code == 413
+    )
+    assert decoder_after(server, batch(200)) != first
 
 
 def test_a_stream_of_many_layers_is_the_same_as_json_and_as_msgpack(server):
