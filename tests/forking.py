@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tests.waiting import PATIENCE_SECONDS
 
-__all__ = ["SERVER", "TORCH", "TRAINING", "Program", "command", "fork", "run_command", "run_forked"]
+__all__ = ["SERVER", "SERVICES", "TORCH", "TRAINING", "Program", "command", "fork", "run_command", "run_forked"]
 
 TORCH = ("numpy", "torch", "torch.distributed")
 """For a program that imports the agent itself. One zygote for each such list stands in every process of pytest that
@@ -50,6 +50,8 @@ SERVER = (
     "uvicorn.protocols.http.httptools_impl",
     "uvloop",
 )
+SERVICES = (*SERVER, "collage_dashboard.command", "waitress.server")
+"""Where dashboards start, too."""
 
 _ROOT = Path(__file__).parents[1]
 _LARGEST_ORDER_BYTES = 2**17

@@ -10,7 +10,7 @@ from functools import cache
 
 import httpx
 
-from tests.forking import SERVER, command, fork
+from tests.forking import SERVICES, command, fork
 from tests.waiting import PATIENCE_SECONDS, until
 
 __all__ = ["command", "free_port", "interruptible", "running"]
@@ -68,7 +68,7 @@ def running(arguments, health, log):
 def _started(arguments, output):
     program, *rest = arguments
     if program == sys.executable:
-        return fork(SERVER, *rest, output=output)
+        return fork(SERVICES, *rest, output=output)
     return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
 

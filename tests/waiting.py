@@ -12,11 +12,21 @@ PATIENCE_SECONDS = 300.0
 """How long a test waits for what should happen at once: a program that compiles took 240 beside four busy loops."""
 
 
-def until(condition, what="it", pause_seconds=0.01):
-    """Wait until `condition()` is true and return its answer; say what was waited for where it never is."""
+_FIRST_PAUSE_SECONDS = 0.005
+_LONGEST_PAUSE_SECONDS = 0.1
+_LONGER = 1.2
+
+
+def until(condition, what="it"):
+    """Wait until `condition()` is true and return its answer; say what was waited for where it never is.
+
+    It asks ever less often: a question that costs what it waits for would hold that up.
+    """
     deadline = time.monotonic() + PATIENCE_SECONDS
+    pause = _FIRST_PAUSE_SECONDS
     while not (answer := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not happen within {PATIENCE_SECONDS:.0f} seconds")
-        time.sleep(pause_seconds)
+        time.sleep(pause)
+        pause = min(_LONGEST_PAUSE_SECONDS, _LONGER * pause)
     return answer

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.browser.boxes import drag
+
 pytestmark = pytest.mark.browser
 
 PICKED = ("plain", "light", "plus", "master-weights", "fp32 reference")
@@ -104,9 +106,9 @@ def test_a_cell_of_the_heatmap_leads_to_its_layer(watched):
     page.goto(f"{watched.url}/run/run-plain")
     page.wait_for_selector("#run-panel .hm image")
     page.wait_for_function("document.querySelectorAll('#run-panel .barlayer .point').length > 0")
-    page.locator("#run-panel .hm image").first.scroll_into_view_if_needed()
-    box = page.locator("#run-panel .hm image").first.bounding_box()
-    page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.99)
+    area = page.locator("#run-panel .nsewdrag").first
+    box = area.bounding_box()
+    area.click(position={"x": box["width"] * 0.5, "y": box["height"] * 0.99})
     page.wait_for_function("location.search.includes('layer=head.weight')")
     assert "step=" in page.url
     page.wait_for_function("document.querySelector('#run-layer').value === 'head.weight'")
@@ -133,13 +135,7 @@ def test_a_live_curve_grows_without_a_reload_and_keeps_the_zoom(watched, growing
     last = """() => { const traces = document.querySelector('#compare-chart-0 .js-plotly-plot').data;
         return traces.filter(trace => trace.name === 'growing')[0].x.at(-1) }"""
     assert page.evaluate(last) == 100
-    page.locator("#compare-chart-0").scroll_into_view_if_needed()
-    box = page.locator("#compare-chart-0 .nsewdrag").bounding_box()
-    middle = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + box["width"] * 0.2, middle)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=5)
-    page.mouse.up()
+    drag(page.locator("#compare-chart-0 .nsewdrag"), (0.2, 0.5), (0.6, 0.5))
     shown = "() => document.querySelector('#compare-chart-0 .js-plotly-plot').layout.xaxis.range"
     page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
     zoom = [int(part.partition("=")[2]) for part in page.url.split("&")[-2:]]

@@ -1,10 +1,12 @@
 """The first screen of a run: the sentence, its numbers, and the curves on one axis with what happened marked."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
 from collage_monitor.client import Client
+from tests.browser.boxes import boxes, drag
 from tests.browser.test_incidents import Overflowed
 from tests.dashboard.generated import demo_runs
 from tests.dashboard.posting import post_run
@@ -35,21 +37,18 @@ def opened(watched):
     return make
 
 
-def bottom(page, selector):
-    box = page.locator(selector).first.bounding_box()
-    return box["y"] + box["height"]
-
-
 def test_sentence_numbers_and_curves_stand_on_one_screen_above_the_tabs(opened):
     page = opened("run-plain")
-    assert bottom(page, ".answer") < bottom(page, ".number-card") < page.locator("#run-stack").bounding_box()["y"]
-    ticks = page.locator("#run-stack .xtick")
-    assert bottom(page, "#run-stack .xtitle") < page.viewport_size["height"]
-    assert bottom(page, "#run-stack") < page.locator("#run-worst").bounding_box()["y"]
-    assert bottom(page, "#run-worst") < page.locator("#run-tab").bounding_box()["y"]
+    parts = (".answer", ".number-card", "#run-stack", "#run-worst", "#run-tab", "#run-stack .xtitle")
+    *stack, title = boxes(*(page.locator(part).first for part in parts))
+    assert title["bottom"] < page.viewport_size["height"]
+    answer, card, *others = stack
+    assert answer["bottom"] < card["bottom"]
+    assert all(one["bottom"] < next_one["y"] for one, next_one in pairwise([card, *others]))
     shown = page.locator("#run-stack .annotation-text").all_text_contents()
     assert shown == TITLES
-    assert {round(tick.bounding_box()["y"]) for tick in ticks.all()} == {round(ticks.first.bounding_box()["y"])}
+    ticks = page.locator("#run-stack .xtick").all()
+    assert len({round(tick["y"]) for tick in boxes(*ticks)}) == 1
     assert len(page.evaluate(f"{STACK}._fullLayout._subplots.xaxis")) == 1
     assert len(page.evaluate(f"{STACK}._fullLayout._subplots.yaxis")) == len(TITLES)
 
@@ -74,12 +73,7 @@ def test_the_curves_of_the_first_screen_follow_the_address_and_their_controls(op
 
 def test_a_zoom_of_the_first_screen_is_that_of_the_charts_below(opened):
     page = opened("run-plain", "?tab=norms")
-    area = page.locator("#run-stack .nsewdrag").last
-    box = area.bounding_box()
-    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 10)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 40, steps=5)
-    page.mouse.up()
+    drag(page.locator("#run-stack .nsewdrag").last, (0.3, 0.2), (0.6, 0.6))
     page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
     ends = [int(end) for end in re.findall(r"(?:from|to)=(\d+)", page.url)]
     below = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
+from tests.browser.boxes import boxes, drag
 from tests.dashboard.generated import GeneratedRun, demo_runs
 from tests.waiting import PATIENCE_SECONDS
 
@@ -98,14 +99,19 @@ def serious_violations(page):
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_function(f"innerWidth === {width}")
         page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
-        found += [
-            (width, entry["id"], node["html"][:200], node["failureSummary"][:300])
-            for entry in Axe().run(page).response["violations"]
-            if entry["impact"] in {"serious", "critical"}
-            for node in entry["nodes"][:3]
-        ]
+        found += [(width, *violation) for violation in violations_now(page)]
         assert page.locator("h1").count() == 1
     return found
+
+
+def violations_now(page):
+    """What axe finds as the page is now."""
+    return [
+        (entry["id"], node["html"][:200], node["failureSummary"][:300])
+        for entry in Axe().run(page).response["violations"]
+        if entry["impact"] in {"serious", "critical"}
+        for node in entry["nodes"][:3]
+    ]
 
 
 def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(open_page, dashboard_url):
@@ -118,7 +124,7 @@ def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(open_page, dashboar
     names = page.locator(".runs-grid .run-cell a")
     assert names.count() > 5
     assert [name for name in names.evaluate_all(cut) if name not in HOSTILE] == []
-    edge = page.locator(".runs-grid .ag-center-cols-viewport").bounding_box()
+    edge = page.locator(".runs-grid .ag-center-cols-viewport")
     for column in (
         "strategy",
         "loss",
@@ -128,8 +134,8 @@ def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(open_page, dashboar
         "tokens_per_second",
     ):
         cell = page.locator(f'.ag-row[row-id="run-long"] .ag-cell[col-id="{column}"]')
-        box = cell.bounding_box()
-        assert box["x"] + box["width"] <= edge["x"] + edge["width"], column
+        box, shown = boxes(cell, edge)
+        assert box["right"] <= shown["right"], column
         assert cell.evaluate("(cell) => cell.scrollWidth <= cell.clientWidth"), column
         assert cell.text_content().strip() not in {"", "–"}, column
 
@@ -218,17 +224,15 @@ def test_a_phone_shows_notes_whole_and_labels_apart(open_page, dashboard_url):
     for chart in ("#run-stack", "#run-panel"):
         note = page.locator(chart).get_by_text("points are not finite")
         note.wait_for()
-        card = note.locator("xpath=ancestor::*[contains(@class, 'chart-card')]").bounding_box()
-        edge = note.bounding_box()
-        assert card["x"] < edge["x"]
-        assert edge["x"] + edge["width"] < card["x"] + card["width"]
+        edge, card = boxes(note, note.locator("xpath=ancestor::*[contains(@class, 'chart-card')]"))
+        assert card["x"] < edge["x"] < edge["right"] < card["right"]
     page.goto(f"{dashboard_url}/compare?" + "&".join(f"run={run.run_id}" for run in demo_runs()))
     for place in range(2):
         labels = page.locator(f"#compare-cost-{place} .textpoint text")
         labels.last.wait_for(state="attached")
-        boxes = [label.bounding_box() for label in labels.all()]
-        assert len(boxes) >= 4
-        assert [(one, other) for one, other in combinations(boxes, 2) if overlap(one, other)] == []
+        found = boxes(*labels.all())
+        assert len(found) >= 4
+        assert [(one, other) for one, other in combinations(found, 2) if overlap(one, other)] == []
 
 
 def overlap(one, other, touching=3):
@@ -256,11 +260,7 @@ def test_a_zoom_reads_finer_data_and_stands_in_the_address(open_page, dashboard_
     page = open_page(dashboard_url).page
     page.goto(f"{dashboard_url}/run/run-plain")
     page.wait_for_selector("#run-panel .hm image")
-    page.locator("#run-panel .hm image").first.scroll_into_view_if_needed()
-    box = page.locator("#run-panel .hm image").first.bounding_box()
-    for place in (0.3, 0.7):
-        page.mouse.move(box["x"] + box["width"] * place, box["y"] + box["height"] * place)
-        page.mouse.down() if place == 0.3 else page.mouse.up()
+    drag(page.locator("#run-panel .nsewdrag").first, (0.3, 0.3), (0.7, 0.7))
     page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
     steps = "document.querySelector('#run-panel .js-plotly-plot').data[0].x"
     page.wait_for_function(f"{steps}.length < 20")

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.browser.boxes import boxes, drag
 from tests.dashboard.generated import demo_runs
 
 pytestmark = pytest.mark.browser
@@ -26,17 +27,11 @@ def ends(page, metric):
     return page.evaluate(f"{plot('series', metric)}._fullLayout.xaxis.range")
 
 
-def drag(page, metric, begin, end):
+def zoom(page, metric, begin, end):
     """Zoom a curve from one share of its width to another, and wait until the address says so."""
     address = page.url
     area = page.locator(f'[id*=\'"metric":"{metric}"\'] .nsewdrag')
-    area.scroll_into_view_if_needed()
-    box = area.bounding_box()
-    height = box["y"] + box["height"] / 2
-    page.mouse.move(box["x"] + box["width"] * begin, height)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * end, height, steps=5)
-    page.mouse.up()
+    drag(area, (begin, 0.5), (end, 0.5))
     page.wait_for_function("before => location.href !== before", arg=address)
 
 
@@ -59,7 +54,7 @@ def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched):
     all_have(page, "axis.range[1] > 195")
     left = {page.evaluate(f"{plot('series', metric)}.getBoundingClientRect().left") for metric in STACKED}
     assert len(left) == 1, "they stand below each other"
-    drag(page, "loss", 0.2, 0.6)
+    zoom(page, "loss", 0.2, 0.6)
     page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
     address = page.url
     first, last = (int(part.partition("=")[2]) for part in address.split("&")[-2:])
@@ -69,7 +64,7 @@ def test_a_zoom_of_one_curve_is_that_of_all_and_stands_in_the_address(watched):
     page.goto("about:blank")
     page.goto(address)
     all_have(page, exactly)
-    drag(page, "learning_rate", 0.3, 0.7)
+    zoom(page, "learning_rate", 0.3, 0.7)
     all_have(page, f"axis.range[0] > {first} && axis.range[1] < {last}")
     assert len({tuple(ends(page, metric)) for metric in STACKED}) == 1
     page.go_back()
@@ -84,7 +79,7 @@ def test_on_another_axis_a_zoom_is_that_of_all_and_stands_in_the_address_as_well
     page = watched.page
     page.goto(f"{watched.url}/run/run-plain?tab=curves&axis={axis}")
     all_have(page, f"axis.range[1] > {0.97 * whole}")
-    drag(page, "lost_update_ratio", 0.2, 0.6)
+    zoom(page, "lost_update_ratio", 0.2, 0.6)
     page.wait_for_function("location.search.includes('from=') && location.search.includes('to=')")
     address = page.url
     first, last = (float(part.partition("=")[2]) for part in address.split("&")[-2:])
@@ -107,7 +102,7 @@ def test_a_zoom_counts_while_charts_tell_their_size(watched):
     all_have(page, "axis.range[1] > 195")
     plots = "document.querySelectorAll('.js-plotly-plot')"
     page.evaluate(f"setInterval(() => {plots}.forEach((plot) => Plotly.relayout(plot, {{ autosize: true }})), 20)")
-    drag(page, "edq_ratio", 0.2, 0.6)
+    zoom(page, "edq_ratio", 0.2, 0.6)
     all_have(page, "20 < axis.range[0] && axis.range[1] < 140")
 
 
@@ -142,7 +137,7 @@ def test_back_undoes_a_zoom_that_was_not_answered_yet(watched, axis):
     # It stays to the end: a request that is sent while a route is taken away may get no answer at all.
     page.route(re.compile("_dash-update-component"), hold_the_zoom)
     with page.expect_request(asks_for_the_zoom):
-        drag(page, "learning_rate", 0.3, 0.7)
+        zoom(page, "learning_rate", 0.3, 0.7)
     page.go_back()
     page.wait_for_url(address)
     all_have(page, first)
@@ -220,7 +215,7 @@ def test_the_row_of_the_selected_layer_is_framed(watched):
     page.goto(f"{watched.url}/run/run-plain?layer=blocks.1.mlp.up.weight")
     label = page.locator("#run-panel .ytick", has_text="▸ blocks.1.mlp.up.weight")
     frame = page.locator("#run-panel .shapelayer path[data-index='0']").first
-    row, framed, cells = (at.bounding_box() for at in (label, frame, page.locator("#run-panel .hm image").first))
+    row, framed, cells = boxes(label, frame, page.locator("#run-panel .hm image").first)
     assert framed["y"] < row["y"] + row["height"] / 2 < framed["y"] + framed["height"]
     assert framed["height"] < 2.5 * cells["height"] / 12, "one row of twelve, and its line"
     assert framed["width"] >= cells["width"]

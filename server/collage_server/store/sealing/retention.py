@@ -83,12 +83,10 @@ class Sealing:
             over = record.state != "running" and all_ranks_are_through(connection, run_id)
         silent = record.updated_at < now - self._stale_after_seconds
         with self._database.claimed(run_id) as mine:
+            if not mine:
+                return 0
             limits = self.limits.scaled_to_commits(self._journal.last_bytes)
-            return (
-                self._seal_parts(run_id, limits, now=now, closed=silent or over, journal_full=journal_full)
-                if mine
-                else 0
-            )
+            return self._seal_parts(run_id, limits, now=now, closed=silent or over, journal_full=journal_full)
 
     def seal_late_reports(self, run_id: str) -> None:
         """Seal every late report, however few they are; the caller has claimed the run."""
