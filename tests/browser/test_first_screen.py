@@ -119,11 +119,11 @@ def test_attempts_and_alerts_are_marked_in_all_curves(opened, happened):
     for said in (f"attempt 2 at step {RESUMED_AT}", f"CollageNotFinite at step {happened}"):
         page.locator("#run-marks", has_text=said).wait_for()
     lines = "(p, over) => (p.layout.shapes || []).filter(s => s.yref === over && s.x0 === s.x1).map(s => s.x0)"
-    assert sorted(page.evaluate(f"({lines})({STACK}, 'paper')")) == marked
+    as_marked = f"(found => '' + found.sort((one, other) => one - other) === '{marked[0]},{marked[1]}')"
+    page.wait_for_function(f"{as_marked}(({lines})({STACK}, 'paper'))")
     charts = "[...document.querySelectorAll('#run-panel .js-plotly-plot')].filter(p => p.data.length)"
-    page.wait_for_function(f"{charts}.length === {CURVES}")
-    for found in page.evaluate(f"{charts}.map(p => ({lines})(p, 'y domain'))"):
-        assert sorted(found) == marked
+    every = f"{charts}.every(p => {as_marked}(({lines})(p, 'y domain')))"
+    page.wait_for_function(f"{charts}.length === {CURVES} && {every}")
     handles = page.locator("#run-stack .annotation-text", has_text="▾")
     places = page.evaluate(f"{STACK}.layout.annotations.filter(note => note.text === '▾').map(note => note.x)")
     for step, said in ((RESUMED_AT, "attempt 2"), (happened, "CollageNotFinite")):
