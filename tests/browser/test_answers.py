@@ -24,6 +24,7 @@ def test_a_fall_is_told_with_its_step_and_its_layers(watched):
     answer = page.locator(".answer .verdict")
     answer.get_by_text(re.compile(rf"since step {DROP + 10}, in ")).wait_for()
     worst = page.get_by_role("region", name="Layers that lose the most")
+    worst.get_by_role("link").nth(4).wait_for()
     assert worst.get_by_role("link").count() == 5
 
 
@@ -55,6 +56,7 @@ def test_ten_runs_share_one_legend_and_leave_room_for_their_curves(open_page, da
     ]
     page.goto(f"{dashboard_url}/compare?" + "&".join(f"run=run-{name}" for name in names))
     page.wait_for_selector("#compare-chart-3 .scatterlayer .trace", state="attached")
+    page.locator("#compare-legend .run-label").nth(9).wait_for()
     assert page.locator("#compare-legend .run-label").count() == 10
     assert page.locator(".legend .traces").count() == 0
     heights = page.evaluate(
@@ -72,10 +74,11 @@ def test_titles_say_layer_and_steps_and_a_curve_has_its_strategys_colour(watched
     page.goto(f"{watched.url}/run/run-plain?layer=blocks.0.mlp.up.weight&step=100")
     page.wait_for_selector("#run-panel .barlayer .point", state="attached")
     page.locator(".gtitle", has_text="blocks.0.mlp.up.weight, step 100").wait_for()
+    page.locator(".gtitle", has_text="blocks.0.mlp.up.weight").nth(1).wait_for()
     assert page.locator(".gtitle", has_text="blocks.0.mlp.up.weight").count() == 2
     assert page.get_by_role("heading", name="EDQ by layer").count() == 1
-    colours = page.evaluate(
-        """() => [...document.querySelectorAll('#run-panel .js-plotly-plot')].flatMap(plot => plot.data)
-            .filter(trace => trace.type === 'scatter').map(trace => trace.line?.color)"""
+    page.wait_for_function(
+        """colour => [...document.querySelectorAll('#run-panel .js-plotly-plot')].flatMap(plot => plot.data ?? [])
+            .some(trace => trace.type === 'scatter' && trace.line?.color === colour)""",
+        arg=STRATEGY_COLOURS["plain"],
     )
-    assert STRATEGY_COLOURS["plain"] in colours

@@ -92,7 +92,7 @@ def test_runs_that_differ_by_seed_are_one_row_that_opens(watched):
     page.go_back()
     first_row(page, "Plain · bfloat16 · 3 runs")
     page.get_by_role("link", name="plain-seed1").wait_for()
-    assert page.locator("#runs-by").input_value() == "By strategy"
+    page.wait_for_function("document.querySelector('#runs-by').value === 'By strategy'")
 
     page.get_by_label("Search names, projects, tags and ids").fill("seed1")
     first_row(page, "Plain · bfloat16 · 1 run")
@@ -124,12 +124,11 @@ def test_back_leads_to_the_grouping_that_was_chosen_before(watched):
 def test_what_was_picked_survives_search_pages_and_grouping(watched):
     page = watched.page
     page.goto(f"{watched.url}/?sort=-name&by=strategy")
-    picked = page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare")
-    picked.check()
+    page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare").check()
     page.get_by_role("link", name="Compare 3 runs").wait_for()
     page.goto(f"{watched.url}/?sort=-name")
     first_row(page, "plus-seed2")
-    assert page.get_by_role("checkbox", name="Pick plain-seed1 to compare").is_checked()
+    page.get_by_role("checkbox", name="Pick plain-seed1 to compare", checked=True).wait_for()
     page.evaluate("row => dash_ag_grid.getApi('runs-grid').ensureIndexVisible(row)", FILLING + 5)
     tick(page, "filler-00")
     page.get_by_role("link", name="Compare 4 runs").wait_for()
@@ -137,10 +136,9 @@ def test_what_was_picked_survives_search_pages_and_grouping(watched):
     page.get_by_role("checkbox", name="Pick plain-seed1 to compare").uncheck()
     page.get_by_label("Search names, projects, tags and ids").fill("filler-00")
     page.get_by_role("link", name="plain-seed1").wait_for(state="detached")
-    assert page.get_by_role("checkbox", name="Pick filler-00 to compare").is_checked()
+    page.get_by_role("checkbox", name="Pick filler-00 to compare", checked=True).wait_for()
     page.get_by_label("Search names, projects, tags and ids").fill("")
     choose_grouping(page, "By strategy")
-    page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare").wait_for()
-    assert not picked.is_checked()
+    page.get_by_role("checkbox", name="Pick Plain · bfloat16 to compare", checked=False).wait_for()
     link = page.get_by_role("link", name="Compare 3 runs").get_attribute("href")
     assert link.endswith("?run=run-plain-2&run=run-plain-0&run=run-filler-00")

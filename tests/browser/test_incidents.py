@@ -113,6 +113,7 @@ def test_an_alerts_link_leads_to_what_changed(watched, client):
     page.locator(".answer", has_text="changed between steps 400 and 410: 1.000 before, 0.7").wait_for()
     table = page.get_by_role("region", name="Before and after")
     rate = table.get_by_role("row", name="Learning rate")
+    rate.get_by_role("cell").nth(3).wait_for()
     assert [cell.inner_text() for cell in rate.get_by_role("cell").all()] == [
         "Learning rate",
         "0.0002000",
@@ -126,6 +127,7 @@ def test_an_alerts_link_leads_to_what_changed(watched, client):
     ]
     page.get_by_role("heading", name="Layers that changed, 6 of 12").wait_for()
     causes = page.locator(".cause")
+    causes.nth(2).wait_for()
     assert causes.count() == 3
     assert "Evidence for it: learning_rate was 0.0002 before and 2e-05 after" in causes.nth(0).inner_text()
     assert "Ruled out: no attempt began" in causes.nth(1).inner_text()
@@ -151,6 +153,7 @@ def test_the_servers_own_incident_is_acknowledged_and_noted_from_its_page(watche
     page.locator(".answer", has_text="Non-finite weights is beyond the alert's threshold since step 110").wait_for()
     page.locator(".cause", has_text="Ruled out: 0 were not finite before, 36 after").wait_for()
     row = page.get_by_role("region", name="Before and after").get_by_role("row", name="Non-finite weights")
+    row.get_by_role("cell").nth(3).wait_for()
     assert [cell.inner_text() for cell in row.get_by_role("cell").all()][1:3] == ["0", "36"]
     page.get_by_role("button", name="Acknowledge").click()
     page.get_by_text("acknowledged by server-token").wait_for()

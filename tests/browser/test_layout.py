@@ -47,7 +47,7 @@ def runs():
 
 
 PAGES = {
-    "/": ".run-cell",
+    "/": ".ag-row .run-cell",
     "/run/run-hostile-0": "#run-panel .hm image",
     "/run/run-plain?tab=curves": "#run-panel .scatterlayer .trace",
     "/run/run-plain?layer=blocks.0.mlp.up.weight&rows=block": "#run-panel .barlayer .point",
@@ -117,8 +117,8 @@ def violations_now(page):
 def test_names_verdicts_and_costs_are_read_whole_on_a_laptop(open_page, dashboard_url):
     page = open_page(dashboard_url, width=1280).page
     page.goto(dashboard_url + "/?q=run-")
-    page.locator(".verdict-cell", has_text="not finite since step 110").wait_for()
-    page.get_by_role("link", name=LONG, exact=True).wait_for()
+    page.locator(".runs-grid .verdict-cell", has_text="not finite since step 110").wait_for()
+    page.locator(".runs-grid").get_by_role("link", name=LONG, exact=True).wait_for()
     cut = "(cells) => cells.filter((c) => c.scrollHeight > c.clientHeight + 1).map((c) => c.textContent)"
     assert page.locator(".runs-grid .verdict-cell").evaluate_all(cut) == []
     names = page.locator(".runs-grid .run-cell a")

@@ -40,7 +40,7 @@ def losing(page, url):
 def recommended(page, url):
     """The second: the demo's runs ticked and compared, and the first sentence."""
     page.goto(url)
-    page.locator(".run-cell a").first.wait_for()
+    page.locator(".ag-row .run-cell a").first.wait_for()
     names = [name for name in page.locator(".ag-row .run-cell a").all_text_contents() if "resumed" not in name]
     for name in names:
         tick(page, name)
