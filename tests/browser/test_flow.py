@@ -32,7 +32,11 @@ class Between:
         self.asked: list[str] = []
         self.fast.set()
         between = self
-        self._http = http = httpx.Client(base_url=server_url, trust_env=False, timeout=PATIENCE_SECONDS)
+        # A kept connection may be closed just as it is asked again; what then fails is asked twice.
+        unkept = httpx.Limits(max_keepalive_connections=0)
+        self._http = http = httpx.Client(
+            base_url=server_url, trust_env=False, timeout=PATIENCE_SECONDS, limits=unkept
+        )
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"

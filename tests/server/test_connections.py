@@ -6,7 +6,11 @@ import contextlib
 import json
 import select
 
+import httpx
 import pytest
+from collage_server.app import create_app
+from collage_server.command.serve import uvicorn_config
+from collage_server.settings import Settings
 
 from tests.server.sockets import HEAD, everything, listening, status_of
 from tests.waiting import until
@@ -85,6 +89,14 @@ def test_a_body_that_trickles_after_its_answer_is_not_waited_for(tmp_path):
                 break
         else:
             pytest.fail("the connection was kept")
+
+
+def test_an_idle_connection_is_not_ended_just_when_a_client_uses_it_again(tmp_path):
+    """What the client sends into a connection that is being closed is lost, and the server seems to be away."""
+    settings = Settings(folder=tmp_path, no_auth=True)
+    clients_keep_seconds = httpx.Limits().keepalive_expiry
+    assert clients_keep_seconds
+    assert uvicorn_config(create_app(settings), settings).timeout_keep_alive > clients_keep_seconds
 
 
 def test_beyond_the_connections_the_silent_ones_go_and_who_asks_is_answered(tmp_path):

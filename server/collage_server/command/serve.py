@@ -7,6 +7,7 @@ import ctypes
 import gc
 import json
 import logging
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,8 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
         server_header=False,
+        # uvicorn's own 5 seconds are the clients' as well: who asks just as they are over is not heard.
+        timeout_keep_alive=math.ceil(settings.idle_seconds),
         # Half of the time for requests under way; the other half commits what they left (`app`).
         timeout_graceful_shutdown=max(round(settings.shutdown_seconds / 2), 1),
     )
