@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from collage_dashboard import create_dashboard
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS
 from collage_dashboard.guard import LOOPBACK_HOSTS
+from collage_dashboard.pages import comparison
 from collage_dashboard.pages.comparison import CHARTS, DEFAULT_METRIC
 
 ROUTED = {
@@ -141,7 +143,9 @@ def test_a_callback_from_a_foreign_page_is_refused(http):
     assert own.status_code == 200
 
 
-def test_a_refresh_fills_the_page_and_rests_when_all_runs_are_finished(http):
+def test_a_refresh_fills_the_page_and_rests_when_all_runs_are_finished(http, monkeypatch):
+    # However long the answers took.
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(monotonic=lambda: 0.0))
     search = "?run=run-plain&run=run-plus"
     looked = answered(http, look(search))
     assert "Updates arrive" in str(looked["compare-verdicts"])
