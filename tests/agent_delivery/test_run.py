@@ -354,7 +354,9 @@ def test_every_counter_together_is_what_was_made_at_any_moment(tmp_path, seed):
                 )
             return super().send(envelope, wait)
 
-    limits = dataclasses.replace(QUICK, first_pause_seconds=0.001, longest_pause_seconds=0.002, spool_bytes=20_000)
+    limits = dataclasses.replace(
+        QUICK, step_seconds=60.0, first_pause_seconds=0.001, longest_pause_seconds=0.002, spool_bytes=20_000
+    )
     run = make_run(tmp_path, Busy(), limits=limits)
     counts = run._pipeline.counts
     run.started(1)
