@@ -11,7 +11,7 @@ from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 from cachetools import TTLCache
-from flask import Flask, Response, redirect, render_template_string, request, session
+from flask import Flask, Response, g, redirect, render_template_string, request, session
 
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotAuthorised
@@ -53,8 +53,9 @@ def token_of_session() -> str:
 
 
 def forget_token() -> None:
-    """End the session of this request: the server does not know its token any more."""
+    """End the session of this request, and answer it as if it had none: the server does not know its token."""
     session.clear()
+    g.token_is_forgotten = True
 
 
 def install_sign_in(server: Flask, client_of: ClientOfToken) -> None:
@@ -68,12 +69,12 @@ def install_sign_in(server: Flask, client_of: ClientOfToken) -> None:
 
     @server.before_request
     def require() -> Any:
-        if request.path in _OPEN or "token" in session:
-            return None
-        if request.method != "GET" or request.path.startswith(("/_", "/assets/")):
-            return Response("sign in first, at /sign-in\n", 401, mimetype="text/plain")
-        asked = request.full_path.removesuffix("?")
-        return redirect(f"/sign-in?next={quote(asked, safe='')}", 303)
+        return None if request.path in _OPEN or "token" in session else _sign_in_first()
+
+    @server.after_request
+    def require_anew(answer: Response) -> Any:
+        # A page made for a session that has just ended could not load its scripts.
+        return _sign_in_first() if "token_is_forgotten" in g else answer
 
     @server.get("/sign-in")
     def form() -> Any:
@@ -143,6 +144,14 @@ def _refused(token: str, client_of: ClientOfToken) -> tuple[str | None, int]:
     except CollageError as error:
         return str(error), 503
     return None, 200
+
+
+def _sign_in_first() -> Any:
+    """A page leads to the form and back; whatever else a page asks for is refused."""
+    if request.method != "GET" or request.path.startswith(("/_", "/assets/")):
+        return Response("sign in first, at /sign-in\n", 401, mimetype="text/plain")
+    asked = request.full_path.removesuffix("?")
+    return redirect(f"/sign-in?next={quote(asked, safe='')}", 303)
 
 
 def _form(wanted: str, problem: str | None = None, status: int = 200) -> Response:

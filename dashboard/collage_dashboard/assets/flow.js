@@ -24,15 +24,20 @@
     asked.set(question, performance.now());
     clearTimeout(timer);
     clock = clock || setInterval(tell, 500);
-    const done = (given) => {
+    const done = () => {
       asked.delete(question);
-      // The session is over: opened anew, the page asks who is there.
-      if (given && given.status === 401) window.location.reload();
       settle();
     };
-    answer.then(done, () => done());
-    return answer;
+    const shown = answer.then((given) => (given.status === 401 ? openAnew() : given));
+    shown.then(done, done);
+    return shown;
   };
+
+  // The session is over: opened anew, the page asks who is there, and until then the application is told nothing.
+  function openAnew() {
+    window.location.reload();
+    return new Promise(() => {});
+  }
 
   // The document holds what the application asks for first: the layout with its page, and the callbacks.
   function answerWith(name) {
