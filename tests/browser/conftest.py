@@ -87,9 +87,9 @@ def lonely(tmp_path):
         yield url, _served(tmp_path, port)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser():
-    """Debian's Chromium, without a window."""
+    """Debian's Chromium, without a window, for as long as only tests of this folder follow each other."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -110,7 +110,7 @@ def dashboard():
     return _dashboard
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def contexts(browser):
     """Contexts that no page uses. In each an idle tab keeps the site's process, which has compiled our scripts."""
     return []

@@ -100,7 +100,7 @@ class Cluster:
     def execute(self, statement: str, database: str = "postgres") -> str:
         """Run one statement with psql."""
         command = [
-            "psql",
+            str(self.programs / "psql"),
             "-h",
             str(self.folder),
             "-U",
