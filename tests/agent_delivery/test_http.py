@@ -355,6 +355,17 @@ def test_a_connection_closed_while_idle_is_opened_again_even_at_the_end(tmp_path
     assert spools(tmp_path) == []
 
 
+def test_a_run_that_ends_just_after_its_server_dropped_it_tries_once_more(tmp_path, server):
+    server.script = ["cut"]
+    run = make_run(tmp_path, server_url=server.url)
+    run.started(1)
+    run.log({"loss": 1.0}, step=1)
+    until(lambda: server.requests)
+    run.finish()
+    assert (run.reports_sent, run.reports_spooled) == (1, 0)
+    assert spools(tmp_path) == []
+
+
 def test_requests_leave_no_lines_in_the_training_log(tmp_path, server, caplog):
     caplog.set_level("INFO", logger="httpx")
     make_run(tmp_path, server_url=server.url).finish()

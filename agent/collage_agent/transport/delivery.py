@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -66,7 +65,6 @@ class Delivery:
         self._on_unreachable = on_unreachable
         self._clock = clock
         self._next_try = 0.0
-        self._failed_at = -math.inf
         self._backoff = Backoff(limits.first_pause_seconds, limits.longest_pause_seconds)
         self._registrations: dict[str, Envelope] = {}
         self._warned: set[str] = set()
@@ -116,11 +114,6 @@ class Delivery:
     def pause_seconds(self) -> float:
         """Seconds left of the pause, 0 outside one."""
         return max(0.0, self._next_try - self._clock())
-
-    @property
-    def seconds_since_failure(self) -> float:
-        """How long ago the server last did not take a message; infinite when it always did."""
-        return self._clock() - self._failed_at
 
     def _deliver(self, envelope: Envelope) -> Envelope | None:
         """What must be sent again later; None when all is done with: acknowledged, or refused and counted."""
@@ -269,7 +262,6 @@ class Delivery:
         if self.last_error is None:
             self._on_unreachable(error)
         self.last_error = error
-        self._failed_at = self._clock()
         if isinstance(error, NotAuthorised):
             # Another token will not appear within seconds.
             self._backoff.slow_down()

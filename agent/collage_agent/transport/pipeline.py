@@ -18,14 +18,13 @@ from collage_agent.transport.queue import BoundedQueue, Item
 from collage_agent.transport.replay import Replay
 from collage_agent.transport.spool import SpoolFile, spool_path
 from collage_agent.transport.stream import StreamSender
-from collage_monitor.errors import CollageError, ServerUnreachable, Unavailable
+from collage_monitor.errors import CollageError, Unavailable
 
 __all__ = ["DeliveryPipeline", "FinalState"]
 
 _LOG = logging.getLogger("collage_agent")
 _IDLE_SECONDS: Final = 1.0
 _ENVELOPES_PER_CYCLE: Final = 20
-_ANOTHER_TRY_AFTER_SECONDS: Final = 2.0
 
 FinalState = Literal["finished", "failed"] | None
 
@@ -163,12 +162,11 @@ class DeliveryPipeline:
     def _send_all(self, delivery: Delivery) -> bool:
         """Empty a spool; True when it is empty.
 
-        A busy server is retried until the deadline; an unreachable one is tried once, unless it has just failed.
+        A busy server is retried until the deadline; an unreachable one is tried once, however lately it failed: the
+        end of the run cuts earlier tries short.
         """
         while not delivery.spool.is_empty:
-            just_failed = delivery.seconds_since_failure < _ANOTHER_TRY_AFTER_SECONDS
-            absent = isinstance(delivery.last_error, ServerUnreachable)
-            if time.monotonic() > self._deadline or (absent and just_failed):
+            if time.monotonic() > self._deadline:
                 return False
             if delivery.drain(_ENVELOPES_PER_CYCLE, now=True):
                 continue
