@@ -18,6 +18,7 @@ __all__ = [
     "DASHBOARD_PORT",
     "DEFAULT_DASHBOARD_URL",
     "DEFAULT_SERVER_URL",
+    "LOOPBACK_HOSTS",
     "LocalServer",
     "SERVER_PORT",
     "announced",
@@ -29,12 +30,15 @@ __all__ = [
     "read_token",
     "server_address",
     "token_path",
+    "web_address",
 ]
 
 SERVER_PORT: Final = 7420
 DASHBOARD_PORT: Final = 7421
 DEFAULT_SERVER_URL: Final = f"http://127.0.0.1:{SERVER_PORT}"
 DEFAULT_DASHBOARD_URL: Final = f"http://127.0.0.1:{DASHBOARD_PORT}"
+LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
+"""The names under which this machine alone is reached."""
 _TOKEN_BYTES = 32
 
 
@@ -161,6 +165,11 @@ def is_loopback(url: str) -> bool:
     """Whether a URL points to this machine."""
     host = urlsplit(url).hostname or ""
     return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+def web_address(host: str, port: int) -> str:
+    """The URL of what listens on `host`; an IPv6 address stands in brackets there."""
+    return f"http://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"http://{host}:{port}"
 
 
 def _port(url: str) -> int | None:

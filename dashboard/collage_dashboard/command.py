@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import click
 
 from collage_dashboard.app import create_dashboard
-from collage_dashboard.guard import LOOPBACK_HOSTS
 from collage_dashboard.sign_in import ClientOfToken
 from collage_monitor.client import Client
-from collage_monitor.local import DASHBOARD_PORT, find_token, server_address
+from collage_monitor.local import DASHBOARD_PORT, LOOPBACK_HOSTS, find_token, server_address, web_address
 
 __all__ = ["dashboard"]
 
@@ -74,14 +75,12 @@ def dashboard(
     proxied = _behind(trusted_proxy) if trusted_proxy else {}
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     try:
-        server = create_server(
-            app.server, host=host, port=port, threads=_THREADS, ident="collage-monitor", **proxied
-        )
+        sockets = listening_sockets(host, port)
     except OSError as error:
         raise click.ClickException(
             f"cannot listen on {host}:{port} ({error.strerror or error}); another --port?"
         ) from error
-    address = f"http://{host}:{server.effective_port}"
+    address = web_address(host, sockets[0].getsockname()[1])
     if beyond and not trusted_proxy:
         click.echo(
             "plain HTTP beyond this machine: tokens travel readable; put a proxy with TLS before it and name it "
@@ -91,7 +90,29 @@ def dashboard(
     if asked is not None:
         click.echo("everybody signs in with a token of their own; that of the dashboard is not used", err=True)
     click.echo(json.dumps({"dashboard_url": address}) if as_json else f"dashboard {address}  (server {server_url})")
-    server.run()
+    with ExitStack() as stack:
+        for listening in sockets:
+            stack.enter_context(closing(listening))
+        create_server(app.server, sockets=sockets, threads=_THREADS, ident="collage-monitor", **proxied).run()
+
+
+def listening_sockets(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of `host`, all on one port; port 0: one that is free at the first address.
+
+    Raises:
+        OSError: the host has no address here, or the port is taken.
+    """
+    found = socket.getaddrinfo(
+        None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+            taken = sockets[0].getsockname()[1] if sockets else port
+            one = socket.create_server((address[0], taken, *address[2:]), family=family)  # type: ignore[arg-type]
+            sockets.append(stack.enter_context(closing(one)))
+        stack.pop_all()
+    return sockets
 
 
 def _behind(proxy: str) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from flask import Flask, Response, request
 from flask_compress import Compress
 from flask_talisman import DENY, Talisman
 
-__all__ = ["LOOPBACK_HOSTS", "install_compression", "install_guard"]
+__all__ = ["install_compression", "install_guard"]
 
-LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _CONTENT: Final = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; "
@@ -33,7 +32,7 @@ def install_guard(server: Flask, allowed_hosts: frozenset[str] | None) -> None:
             names = ", ".join(sorted(allowed_hosts))
             return Response(f"host {host!r} is not served here; use one of {names}\n", 403, mimetype="text/plain")
         origin = request.headers.get("Origin")
-        # Without referrers a page's own form has the origin "null"; that it is its own the browser says elsewhere.
+        # Without referrers a page's own form has the origin "null"; Sec-Fetch-Site says that the form is our own.
         own = origin == "null" and request.headers.get("Sec-Fetch-Site") == "same-origin"
         foreign = origin is not None and not own and urlsplit(origin).netloc != request.host
         if request.method not in {"GET", "HEAD"} and foreign:

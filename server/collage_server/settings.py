@@ -17,12 +17,11 @@ import msgspec
 from msgspec import Meta
 
 from collage_monitor.errors import CollageError
-from collage_monitor.local import SERVER_PORT, data_folder
+from collage_monitor.local import LOOPBACK_HOSTS, SERVER_PORT, data_folder
 from collage_monitor.wire import LIMITS
 
-__all__ = ["LOOPBACK_HOSTS", "Settings", "SettingsError", "settings_from_environment"]
+__all__ = ["Settings", "SettingsError", "settings_from_environment"]
 
-LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 _PREFIX = "COLLAGE_SERVER_"
 _NOT_OURS = "COLLAGE_SERVER_URL"
 _SECRET = frozenset({"token", "alert_webhook", "alert_slack", "alert_smtp"})

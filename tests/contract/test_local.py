@@ -20,6 +20,7 @@ from collage_monitor.local import (
     read_token,
     server_address,
     token_path,
+    web_address,
 )
 
 
@@ -117,3 +118,16 @@ def test_a_server_that_is_gone_is_not_found(places):
     for content in ("", "[]", json.dumps({"server_url": 3}), "{"):
         path.write_text(content)
         assert local_server(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:7421"),
+        ("localhost", "http://localhost:7421"),
+        ("::1", "http://[::1]:7421"),
+        ("[::1]", "http://[::1]:7421"),
+    ],
+)
+def test_an_ipv6_address_stands_in_brackets(host, address):
+    assert web_address(host, 7421) == address

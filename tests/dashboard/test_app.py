@@ -9,9 +9,10 @@ import httpx
 import pytest
 from collage_dashboard import create_dashboard
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS
-from collage_dashboard.guard import LOOPBACK_HOSTS
 from collage_dashboard.pages import comparison
 from collage_dashboard.pages.comparison import CHARTS, DEFAULT_METRIC
+
+from collage_monitor.local import LOOPBACK_HOSTS
 
 ROUTED = {
     "output": "page.children",

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from collage_dashboard import command
 
+from collage_monitor.local import LOOPBACK_HOSTS
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -18,8 +19,6 @@ def served(monkeypatch):
     seen = {}
 
     class Stopped:
-        effective_port = 7421
-
         def run(self):
             seen["ran"] = True
 
@@ -27,7 +26,15 @@ def served(monkeypatch):
         seen.update(options, application=application)
         return Stopped()
 
+    class Listening:
+        def getsockname(self):
+            return "", 7421
+
+        def close(self):
+            """Nothing was opened."""
+
     monkeypatch.setattr("waitress.server.create_server", create_server)
+    monkeypatch.setattr(command, "listening_sockets", lambda host, port: [Listening()])
     monkeypatch.setattr(
         command, "create_dashboard", lambda factory, **more: seen.update(more, factory=factory) or FakeDashboard()
     )
@@ -52,7 +59,7 @@ def test_the_token_file_is_read_and_the_address_printed_as_json(served, tmp_path
 
 def test_on_loopback_only_loopback_names_are_answered(served):
     CliRunner().invoke(command.dashboard, ["--host", "127.0.0.1", "--token", "t"])
-    assert served["allowed_hosts"] == {"127.0.0.1", "localhost", "::1"}
+    assert served["allowed_hosts"] == LOOPBACK_HOSTS
     CliRunner().invoke(command.dashboard, ["--token", "t", "--allowed-host", "box.lan"])
     assert "box.lan" in served["allowed_hosts"]
 
@@ -83,7 +90,7 @@ def test_beyond_loopback_names_must_be_stated(served):
     assert "--allowed-host" in refused.output
     assert served == {}
     CliRunner().invoke(command.dashboard, ["--host", "0.0.0.0", "--token", "t", "--allowed-host", "box.lan"])
-    assert served["allowed_hosts"] == {"127.0.0.1", "localhost", "::1", "box.lan"}
+    assert served["allowed_hosts"] == LOOPBACK_HOSTS | {"box.lan"}
 
 
 def test_beyond_loopback_nothing_is_open_without_a_sign_in(served):
@@ -106,3 +113,33 @@ def test_behind_a_proxy_its_word_on_https_counts(served):
     CliRunner().invoke(command.dashboard, ["--token", "t", "--trusted-proxy", "10.0.0.1"])
     assert served["trusted_proxy"] == "10.0.0.1"
     assert served["trusted_proxy_headers"] == {"x-forwarded-for", "x-forwarded-proto"}
+
+
+def test_a_name_of_several_addresses_is_served_on_one_port(monkeypatch):
+    """`localhost` is 127.0.0.1 and ::1 on most machines."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *more, **named: [
+            found for address in ("127.0.0.1", "127.0.0.2") for found in resolve(address, *more, **named)
+        ],
+    )
+    ports = []
+
+    def run(server):
+        ports.extend(port for _host, port in server.effective_listen)
+        server.close()
+
+    monkeypatch.setattr("waitress.server.MultiSocketServer.run", run)
+    arguments = ["--host", "localhost", "--port", "0", "--token", "t", "--json"]
+    result = CliRunner().invoke(command.dashboard, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    first, second = ports
+    assert first == second
+    assert json.loads(result.output) == {"dashboard_url": f"http://localhost:{first}"}
+
+
+def test_an_ipv6_address_is_printed_in_brackets(served):
+    result = CliRunner().invoke(command.dashboard, ["--host", "::1", "--token", "t", "--json"])
+    assert json.loads(result.output) == {"dashboard_url": "http://[::1]:7421"}

@@ -7,10 +7,12 @@ from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from cachetools import LRUCache, TTLCache
+from cachetools import LRUCache
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
 
+from collage_monitor.local import LOOPBACK_HOSTS
+from collage_monitor.recent_failures import RecentFailures
 from collage_monitor.wire import ROLES
 from collage_server.auth.principals import LOOPBACK, Principal, TokenDirectory
 from collage_server.auth.roles import GRANTS, Capability, matched_rule
@@ -23,7 +25,7 @@ from collage_server.errors import (
     unknown_run,
     unknown_stream,
 )
-from collage_server.settings import LOOPBACK_HOSTS, Settings
+from collage_server.settings import Settings
 from collage_server.store import AccessStore
 
 __all__ = ["AccessPolicy", "asked_by", "principal_of"]
@@ -32,6 +34,7 @@ _SCHEME: Final = b"bearer "
 _NOBODY: Final = Principal("nobody", "read", frozenset())
 _MOST_RUNS: Final = 1000
 _KEPT_OWNERS: Final = 20_000
+_MOST_ADDRESSES: Final = 20_000
 _MOST_FAILURES: Final = 20
 _FAILURE_SECONDS: Final = 60.0
 
@@ -60,7 +63,7 @@ class AccessPolicy:
         self._no_auth = settings.no_auth
         named = frozenset(name.lower() for name in settings.allowed_hosts)
         self._hosts = LOOPBACK_HOSTS | named if named or settings.no_auth else None
-        self._failures: TTLCache[str | None, int] = TTLCache(_KEPT_OWNERS, _FAILURE_SECONDS)
+        self._failures = RecentFailures(_FAILURE_SECONDS, _MOST_ADDRESSES)
         self._directory = directory
         self._store = store
         self._owners: LRUCache[tuple[str, str], str] = LRUCache(_KEPT_OWNERS)
@@ -121,7 +124,7 @@ class AccessPolicy:
         header = headers.get(b"authorization", b"")
         if header[: len(_SCHEME)].lower() != _SCHEME:
             raise Unauthorised("no token; send the header Authorization: Bearer TOKEN", field="Authorization")
-        failures = self._failures.get(client, 0)
+        failures = self._failures.count(client)
         secret = header[len(_SCHEME) :].strip()
         principal = await self._directory.principal(secret, look_up=failures < _MOST_FAILURES)
         if principal is None and failures >= _MOST_FAILURES:
@@ -130,7 +133,7 @@ class AccessPolicy:
                 retry_after_seconds=int(_FAILURE_SECONDS),
             )
         if principal is None:
-            self._failures[client] = failures + 1
+            self._failures.add(client)
             raise Unauthorised(
                 "this token is not known here, or was revoked; the local server's stands in the file `token` of "
                 "its data folder, `collage-monitor token create` makes others",

@@ -17,11 +17,11 @@ import click
 import uvicorn
 from fastapi import FastAPI
 
-from collage_monitor.local import ensure_token
+from collage_monitor.local import LOOPBACK_HOSTS, ensure_token, web_address
 from collage_server.app import create_app, make_store
 from collage_server.errors import StoreUnusable
 from collage_server.logs import configure
-from collage_server.settings import LOOPBACK_HOSTS, Settings, settings_from_environment
+from collage_server.settings import Settings, settings_from_environment
 from collage_server.store import Store
 from collage_server.web.protocol import BoundedProtocol, ConnectionLimits
 
@@ -162,7 +162,7 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()
         port = self.servers[0].sockets[0].getsockname()[1]
-        url = f"http://{self.settings.host}:{port}"
+        url = web_address(self.settings.host, port)
         if self._as_json:
             click.echo(json.dumps({"server_url": url, "dir": str(self.settings.folder)}))
         else:
