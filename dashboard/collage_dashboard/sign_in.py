@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
-from cachetools import TTLCache
 from flask import Flask, Response, g, redirect, render_template_string, request, session
 
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotAuthorised
+from collage_monitor.recent_failures import RecentFailures
 
 __all__ = ["ClientOfToken", "forget_token", "install_sign_in", "token_of_session"]
 
@@ -65,7 +65,7 @@ def install_sign_in(server: Flask, client_of: ClientOfToken) -> None:
     HTTPS, and the session ends after LIFETIME, or when the server no longer knows the token.
     """
     _install_sessions(server)
-    failures: TTLCache[str | None, int] = TTLCache(_MOST_ADDRESSES, FAILURE_SECONDS)
+    failures = RecentFailures(FAILURE_SECONDS, _MOST_ADDRESSES)
 
     @server.before_request
     def require() -> Any:
@@ -87,13 +87,13 @@ def install_sign_in(server: Flask, client_of: ClientOfToken) -> None:
     @server.post("/sign-in")
     def sign_in() -> Any:
         wanted, address = _own_path(request.form.get("next")), request.remote_addr
-        if failures.get(address, 0) >= MOST_FAILURES:
+        if failures.count(address) >= MOST_FAILURES:
             return _form(wanted, f"{MOST_FAILURES} failures from this address; try again in a minute.", 429)
         token = request.form.get("token", "").strip()
         problem, status = _refused(token, client_of)
         if problem is not None:
             if status == 403:
-                failures[address] = failures.get(address, 0) + 1
+                failures.add(address)
             return _form(wanted, problem, status)
         session.clear()
         session["token"] = token
