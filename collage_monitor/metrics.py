@@ -1,13 +1,15 @@
 """The metric catalogue: every statistic that travels, every metric made from it, every scalar with a reserved name.
 
 A *statistic* is an estimated total that a worker sends; it declares how it merges over shards and over steps.
-A *metric* is what a reader sees; it is made from statistics. Both are defined, a diagnostic a file, under
-`collage_monitor.statistics`. A *scalar* is logged by the training loop or by the agent about itself.
+A *metric* is what a reader sees; it is made from statistics. Both are defined under
+`collage_monitor.statistics`, a family of diagnostics a file. A *scalar* is logged by the training loop or by the
+agent about itself.
 A key is NAME or NAME/label (`state_decrement_ratio/exp_avg_sq`); it is the same in code, wire, route and column.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -25,9 +27,19 @@ __all__ = [
     "Statistic",
     "is_metric",
     "metric",
+    "preferred_state",
     "split_key",
     "statistic",
 ]
+
+_STATE: Final = "state_decrement_ratio"
+_SECOND_MOMENT: Final = f"{_STATE}/exp_avg_sq"
+
+
+def preferred_state(keys: Iterable[str]) -> str | None:
+    """The state decrement to show where there is room for one: that of exp_avg_sq, else the first by name."""
+    labelled = [key for key in keys if key.startswith(f"{_STATE}/")]
+    return _SECOND_MOMENT if _SECOND_MOMENT in labelled else min(labelled, default=None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from collage_monitor.metrics import METRICS, SCALARS, is_metric, split_key
+from collage_monitor.metrics import METRICS, SCALARS, is_metric, preferred_state, split_key
 from collage_monitor.wire import Number, from_number
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "interval",
     "metric_choices",
     "number",
-    "share_of_runs",
     "state_key",
     "when",
 ]
@@ -34,7 +33,7 @@ __all__ = [
 AXIS_TITLES: Final = {"step": "step", "tokens": "tokens", "time": "seconds since the first report"}
 STATE: Final = "state_decrement_ratio"
 """The metric that must agree before anything speaks well of a run; labelled by optimizer state."""
-_PREFERRED_STATE: Final = f"{STATE}/exp_avg_sq"
+_USUAL_STATE: Final = f"{STATE}/exp_avg_sq"
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,8 @@ def metric_choices(metrics: Iterable[str], scalars: Iterable[str] = ()) -> list[
 
 
 def state_key(keys: Iterable[str]) -> str:
-    """The state decrement to show first: that of exp_avg_sq, else of the first state that the run has."""
-    labelled = sorted(key for key in keys if split_key(key)[0] == STATE and split_key(key)[1])
-    return _PREFERRED_STATE if _PREFERRED_STATE in labelled or not labelled else labelled[0]
+    """The state decrement to show first (`preferred_state`); that of exp_avg_sq where there is none."""
+    return preferred_state(keys) or _USUAL_STATE
 
 
 UNDEFINED = "–"
@@ -141,12 +139,6 @@ def finite(value: Number | None) -> float | None:
         return None
     plain = from_number(value)
     return plain if math.isfinite(plain) else None
-
-
-def share_of_runs(shown: int, total: int) -> str:
-    """'7 runs', or '7 of 9 runs' when some are left out."""
-    noun = "run" if total == 1 else "runs"
-    return f"{total} {noun}" if shown == total else f"{shown} of {total} {noun}"
 
 
 def when(seconds: float | None) -> str:

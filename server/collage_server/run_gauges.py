@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from collage_monitor.judgement import longest_window
+from collage_monitor.metrics import preferred_state
 from collage_monitor.statistics import metric_keys, statistics_for
 from collage_monitor.strategies import STRATEGIES
 from collage_monitor.wire import Number
@@ -40,7 +41,6 @@ _WINDOW: Final = "lost_window_ratio"
 _LOST: Final = "lost_update_ratio"
 """Shown as a finding, too: its gauge is one step's, and does not know who rounds at random."""
 _LABELLED: Final = (_DECREMENT, _WINDOW)
-_PREFERRED_STATE: Final = "exp_avg_sq"
 _WORST: Final = "edq_ratio"
 LAYER_STATISTICS: Final = statistics_for(_WORST, intervals=False)
 """What the gauges need by layer."""
@@ -161,10 +161,8 @@ class RunGauges:
         for name, value in _of_run(record, now, measured=values.measured).items():
             self._set(name, labels, value)
         self._set("replica_mismatches", labels, mismatches or None)
-        states = [key for key in values.model if key.startswith(_DECREMENT)]
-        if states:
-            preferred = _DECREMENT + _PREFERRED_STATE
-            state = preferred if preferred in states else states[0]
+        state = preferred_state(values.model)
+        if state is not None:
             add_defined(self._decrement, [*labels, state.removeprefix(_DECREMENT)], values.model[state])
         window = longest_window(values.model, _WINDOW)
         if window is not None and record.strategy in STRATEGIES and STRATEGIES[record.strategy].stochastic:

@@ -15,6 +15,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Select, and_, case, delete, false, func, insert, or_, select
 
 from collage_monitor import wire
+from collage_monitor.metrics import preferred_state
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
@@ -165,10 +166,9 @@ def later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[f
 
 def _numbers(record: RunRecord, overview: wire.Overview) -> dict[str, float | None]:
     logged = {name: entry.value for name, entry in record.scalars.items()}
-    keys = [key for key in overview.numbers if key.startswith("state_decrement_ratio/")]
-    state = "state_decrement_ratio/exp_avg_sq"
+    state = preferred_state(overview.numbers)
     known: dict[str, Any] = {**logged, **overview.numbers}
-    known["state_decrement_ratio"] = known.get(state if state in keys or not keys else sorted(keys)[0])
+    known["state_decrement_ratio"] = None if state is None else overview.numbers[state]
     return {name: _finite(known.get(name)) for name in schema.OVERVIEW_NUMBERS}
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, delete, insert, select
 
+from collage_monitor.metrics import preferred_state
 from collage_monitor.statistics import finish
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import maximum_key, minimum_key
@@ -123,10 +124,7 @@ def _plain(values: FloatArray) -> list[float | None]:
 
 
 def _state_key(totals: Mapping[str, FloatArray]) -> str | None:
-    states = [key.removeprefix(_OBSERVED) for key in totals if key.startswith(_OBSERVED)]
-    if not states:
-        return None
-    return f"{_STATE}/{'exp_avg_sq' if 'exp_avg_sq' in states else states[0]}"
+    return preferred_state(f"{_STATE}/{key.removeprefix(_OBSERVED)}" for key in totals if key.startswith(_OBSERVED))
 
 
 def _known_scalars(view: RunView, plan: SealPlan, steps: Sequence[int]) -> dict[tuple[int, str], float]:
