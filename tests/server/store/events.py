@@ -7,6 +7,7 @@ import threading
 import pytest
 from collage_server.errors import Gone, NotFound
 from collage_server.store import NewEvent, ReportGroup
+from collage_server.store.runs.events import add_events
 
 from collage_monitor import wire
 from tests.server.samples import report, stream_create
@@ -69,6 +70,21 @@ class EventsContract:
         ]
         store.journal.append([ReportGroup(stream, [counts(100, 1000, reports_dropped=3.0)])], NOW)
         assert told(store)[-1] == (6, "reports_dropped", 1000)
+
+    def test_a_batch_writes_events_in_the_order_of_runs(self, store, monkeypatch):
+        """Two servers that write events of the same runs would else wait for each other for ever."""
+        streams = [StoreContract.fill(store, run, f"{run}-s") for run in ("b", "a")]
+        told_of = []
+
+        def recorded(connection, run_id, *rest):
+            told_of.append(run_id)
+            return add_events(connection, run_id, *rest)
+
+        monkeypatch.setattr("collage_server.store.journal.reports.add_events", recorded)
+        for i, ordered in enumerate((streams, streams[::-1])):
+            groups = [ReportGroup(stream, [counts(i, i + 1, skipped_steps=2.0**i)]) for stream in ordered]
+            store.journal.append(groups, NOW)
+        assert told_of == ["a", "b"] * 2
 
     def test_the_same_origin_is_told_once_and_the_cursor_goes_on(self, store):
         StoreContract.fill(store)

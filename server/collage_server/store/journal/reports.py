@@ -290,7 +290,7 @@ def append(connection: Connection, groups: Sequence[ReportGroup], now: float) ->
                 cursor.execute(write.text, write.bind(entry.parameters(now)))
         if not any(entry.events for entry in found):
             _commit(cursor)
-    for entry in found:
+    for entry in sorted(found, key=lambda entry: entry.own["own_run"]):
         if entry.events:
             add_events(connection, entry.own["own_run"], entry.events, now)
     return outcomes
