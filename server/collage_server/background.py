@@ -174,7 +174,7 @@ class Maintenance(BackgroundThread):
                     run_id, {level: now - days * _DAY_SECONDS for level, days in self._days.items()}
                 )
                 if gone:
-                    _LOG.info("retention: %d levels of chunks of run %s left", gone, run_id)
+                    _LOG.info("retention dropped %d chunk levels of run %s", gone, run_id)
                     self._record_event(run_id, gone, now)
             except (Gone, NotFound):
                 continue
@@ -191,7 +191,8 @@ class Maintenance(BackgroundThread):
         self._repeat(self._store.release_space)
 
     def _record_event(self, run_id: str, gone: int, now: float) -> None:
-        text = f"retention took fine points of {gone} stretch{'es' if gone > 1 else ''} of steps; coarser ones stay"
+        levels = f"{gone} chunk level{'s' if gone > 1 else ''}"
+        text = f"retention dropped {levels} (points of 1 or 16 measured steps); coarser points stay"
         self._store.events.add(run_id, [NewEvent(origin=f"retention/{now}", kind="retention", text=text)], now)
 
     def _repeat(self, work: Callable[[], bool]) -> None:

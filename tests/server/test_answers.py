@@ -164,6 +164,21 @@ def test_so_do_layers_a_strategy_and_retention(server, clock):
     assert len(heatmaps[-1].steps) < len(heatmaps[-2].steps)
 
 
+def test_and_coarse_points_that_retention_drops(server, clock):
+    server.app.state.components.store.sealing.limits = LIMITS
+    server.filled("r1", "s1", steps=range(1, 81))
+    store = server.app.state.components.store
+    while store.sealing.seal("r1", clock.now):
+        pass
+    path, answers = "/runs/r1/series?metric=edq_ratio&points=1000", []
+    for level in (1, 16):
+        assert store.retention.expire("r1", {level: clock.now + 1e9})
+        answers.append(fetch(server, path))
+    assert fetch(server, path, answers[0].headers["etag"]).status_code == 200
+    series = [wire.decode_message(answer.content, wire.Series, wire.JSON) for answer in answers]
+    assert len(series[1].steps) < len(series[0].steps)
+
+
 def test_a_deleted_run_is_gone_from_the_cache_too(server):
     server.filled("r1", "s1")
     etag = fetch(server, PATHS[0]).headers["etag"]

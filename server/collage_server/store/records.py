@@ -173,8 +173,8 @@ class RunRecord:
     """A run as it is stored, its times by the server's clock.
 
     `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
-    is the last change of fields by a request, None if there was none. `last_step` is that of `last_attempt`, the
-    newest that has reported; None if none has.
+    is the last change of fields by a request, or the last drop of coarse points by retention; None if there was
+    neither. `last_step` is that of `last_attempt`, the newest that has reported; None if none has.
     """
 
     run_id: str

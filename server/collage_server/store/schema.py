@@ -68,7 +68,7 @@ POINT_METRICS: Final = (
     "grad_norm",
     "param_norm",
 )
-"""Columns of `measured_point`. `state_decrement_ratio` is that of exp_avg_sq, else of the first state with one."""
+"""Columns of `measured_point`. `state_decrement_ratio` is that of exp_avg_sq, else of the first state by name."""
 LAYER_METRICS: Final = (
     "edq_ratio",
     "edq_visible_ratio",
@@ -118,7 +118,7 @@ run_change: Final = Table(
     Column("run_id", _ID, primary_key=True),
     Column("changed_at", Double, nullable=False),
 )
-"""When a request last changed a run, which says nothing of its training; without a row nobody ever did.
+"""When a request, or retention of coarse points, last changed a run; without a row neither ever did.
 A table of its own: a migration that adds a column to `run` after others deadlocks with servers at work."""
 
 run_overview: Final = Table(

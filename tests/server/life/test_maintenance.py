@@ -133,6 +133,9 @@ def test_retention_by_settings(tmp_path):
             ("retention", NOW + 31 * DAY),
             ("retention", NOW + 366 * DAY),
         ]
+        assert {event.text for event in events[1:]} == {
+            "retention dropped 2 chunk levels (points of 1 or 16 measured steps); coarser points stay"
+        }
 
 
 @pytest.mark.parametrize(("days", "kept"), [(None, ["second", "first"]), (30, ["second"])])

@@ -257,11 +257,16 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
         connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(**stated))
     if not stated and change.tags is None:
         return
+    note_change(connection, run_id, now)
+    if change.tags is not None:
+        _set_tags(connection, run_id, change.tags)
+
+
+def note_change(connection: Connection, run_id: str, now: float) -> None:
+    """Give the run another revision, where nothing else of it tells the change. The caller has locked the run."""
     changes = schema.run_change
     connection.execute(delete(changes).where(changes.c.run_id == run_id))
     connection.execute(insert(changes).values(run_id=run_id, changed_at=now))
-    if change.tags is not None:
-        _set_tags(connection, run_id, change.tags)
 
 
 def read_run(connection: Connection, run_id: str) -> RunRecord:

@@ -25,8 +25,9 @@ from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze, raise_lagging_horizons, read_lagging_horizons
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
+from collage_server.store.rows import require_run
 from collage_server.store.runs.latest import all_ranks_are_through
-from collage_server.store.runs.runs import read_run
+from collage_server.store.runs.runs import note_change, read_run
 from collage_server.store.sealing.readable import forget_points
 from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
@@ -200,6 +201,10 @@ class Retention:
                 return False
             if entry.level == 1:
                 forget_points(connection, run_id, entry.attempt, entry.last_step)
+            else:
+                # Level 1 moves the horizon, which is part of the revision; of another, the revision would not tell.
+                require_run(connection, run_id, lock=True)
+                note_change(connection, run_id, time.time())
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
         going_on = True
         while going_on:
