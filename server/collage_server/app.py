@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import __version__
-from collage_monitor.alerts import alerts_from
+from collage_monitor.alerts import enabled_alerts
 from collage_server import health
 from collage_server.alerts import AlertEvaluator, Messenger, targets_of
 from collage_server.answer_cache import AnswerCache
@@ -42,7 +42,7 @@ from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestId
 __all__ = ["create_app", "make_store"]
 
 _BALLAST_BYTES: Final = 32 * 2**20
-"""Of the reserve. SQLite folds its log into the file every 16 MiB, and needs as much again while it does."""
+"""Held inside the reserve: a checkpoint of SQLite's 16 MiB log needs as much space again."""
 
 
 def create_app(
@@ -104,13 +104,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         def left() -> float:
             return max(ends - time.monotonic(), 0.0)
 
-        for thread in app.state.alert_threads:
-            await asyncio.to_thread(thread.stop, left())
         await components.writer.stop(left())
         await asyncio.to_thread(components.overviews.stop, left())
         await asyncio.to_thread(components.sealer.stop, left())
         await asyncio.to_thread(components.maintenance.stop, left())
         await components.directory.close(left())
+        # Last of those that have work: a webhook that hangs must take no time from them. They need the store alone.
+        for thread in app.state.alert_threads:
+            await asyncio.to_thread(thread.stop, left())
         await asyncio.to_thread(components.json_process.close)
         await asyncio.to_thread(components.store.close)
 
@@ -160,7 +161,7 @@ def _alert_threads(components: Components) -> list[BackgroundThread]:
     if settings.alerts == "off":
         return []
     interval = settings.alert_interval_seconds
-    alerts = alerts_from(None if settings.alerts == "default" else settings.alerts)
+    alerts = enabled_alerts(None if settings.alerts == "default" else settings.alerts)
     evaluator = AlertEvaluator(
         store,
         lambda: health.samples(components),
