@@ -13,8 +13,9 @@ ServerError
 ├── JournalFull           429  too much waits to be sealed: the same reports may be taken later
 ├── TooManyFailures       429  unknown tokens, again and again from one address
 ├── HeadTooLarge          431  request line and headers beyond their limit
-├── Busy                  503  too much in flight: the same request may succeed later
-└── StoreUnusable         500  the database cannot be opened; the server does not start
+├── Busy                  503  the server cannot do this now: the same request may succeed later
+├── StoreUnusable         500  the database cannot be opened, or its file was moved while the server ran
+└── UnsafeAddress              a message's target leads to an address that none may go to; never an answer
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ __all__ = [
     "TooManyFailures",
     "Unauthorised",
     "Unprocessable",
+    "UnsafeAddress",
     "UnsupportedMediaType",
     "unknown_run",
     "unknown_stream",
@@ -150,16 +152,22 @@ class JournalFull(ServerError):
 
 
 class Busy(ServerError):
-    """Too much is in flight; the same request may succeed after Retry-After."""
+    """The server cannot do this now; the same request may succeed after Retry-After."""
 
     status = 503
     code = "busy"
 
 
 class StoreUnusable(ServerError):
-    """The database cannot be opened or is newer than this server."""
+    """The database cannot be opened, is newer than this server, or its file was moved while the server ran."""
 
     code = "store_unusable"
+
+
+class UnsafeAddress(ServerError):
+    """A message's target leads to an address that no message may go to; logged, never an answer."""
+
+    code = "unsafe_address"
 
 
 def unknown_run(run_id: str) -> NotFound:

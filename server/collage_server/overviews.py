@@ -75,7 +75,7 @@ class OverviewKeeper(BackgroundThread):
 
 @cache
 def overview_code() -> str:
-    """Tells the code that overviews are made by: of two releases that may say different things, different.
+    """A digest of the code that makes overviews. It differs between releases that may say different things.
 
     Digests the contract's sources and those that bring it its numbers, so that no change can be forgotten.
     """

@@ -8,7 +8,8 @@ import httpx
 import msgspec
 import pytest
 from collage_server.alerts import Messenger, targets_of
-from collage_server.alerts.targets import EmailTarget, SlackTarget, UnsafeAddress, WebhookTarget
+from collage_server.alerts.targets import EmailTarget, SlackTarget, WebhookTarget
+from collage_server.errors import UnsafeAddress
 from collage_server.settings import Settings, SettingsError
 
 from collage_monitor import wire

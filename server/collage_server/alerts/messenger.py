@@ -27,8 +27,8 @@ class Messenger(BackgroundThread):
     """Sends what is owed, by one server of those on a database; what was delivered stands in the database.
 
     A message that a target took, and whose delivery could not be noted any more, is sent again. A silenced incident
-    is owed nothing while the silence holds; that one has ended is told only to who knows that it fired. After a day
-    without success a message is given up.
+    is owed nothing while the silence holds. A target hears that an incident ended only if it heard that it fired.
+    After a day without success a message is given up.
     """
 
     def __init__(

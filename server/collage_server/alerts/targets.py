@@ -19,16 +19,12 @@ import httpx
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
-from collage_server.errors import StoreUnusable
+from collage_server.errors import UnsafeAddress
 from collage_server.settings import Settings
 
-__all__ = ["EmailTarget", "SlackTarget", "Target", "UnsafeAddress", "WebhookTarget", "targets_of"]
+__all__ = ["EmailTarget", "SlackTarget", "Target", "WebhookTarget", "targets_of"]
 
 _TIMEOUT_SECONDS: Final = 10.0
-
-
-class UnsafeAddress(StoreUnusable):
-    """A target whose name leads to an address that no message may go to."""
 
 
 class Target(ABC):

@@ -57,7 +57,7 @@ class InFlightBudget:
             self.allowed = min(self.limit, max(_LEAST, int(_CUT * min(self.allowed, self.bytes))))
 
     def admit(self, size: int) -> None:
-        """Whether a body of `size` bytes may begin: what has not come yet holds nothing.
+        """Raise Busy if a body of `size` bytes would not fit. Reserves nothing; bytes count as they arrive.
 
         Raises:
             Busy: whole bodies that wait leave no room for it.

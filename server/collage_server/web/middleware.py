@@ -122,7 +122,7 @@ class AccessControl:
 
 
 class ReadOnlyGate:
-    """While the guard has a reason, refuses all that would store something new; deleting is allowed."""
+    """While the server is read-only, refuses new runs, attempts, streams and reports."""
 
     def __init__(self, app: ASGIApp, guard: DiskGuard) -> None:
         self.app = app

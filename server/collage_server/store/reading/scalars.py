@@ -92,7 +92,7 @@ def _read(
 def _newest_rows(connection: Connection, views: Mapping[str, RunView], count: int) -> dict[str, list[Row[Any]]]:
     """By run, the last parts of every name, where they hold at least `count` values each or are all there is.
 
-    Late reports are parts behind newer ones. Where the last parts are not those of the newest steps, all are read.
+    If a late report put older steps into the last parts, all parts of the run are read.
 
     To read all parts instead costs a comparison of 50 runs of 10,000 points 1.65 times the CPU.
     """

@@ -50,8 +50,10 @@ class IncidentStore:
             return connection.execute(select(_INCIDENT.c.incident_id).where(mine)).first() is not None
 
     def fire(self, new: NewIncident, now: float, *, told: bool = False) -> bool:
-        """Open an incident, with an event in its run's timeline if it was not `told` there; False where the same
-        fires already, or the run is not there any more."""
+        """Open an incident. Adds an event to the run's timeline unless it was `told` there already.
+
+        False where the same fires already, or the run is not there any more.
+        """
         key, incident_id = alert_key(new.alert, new.labels), incident_id_of(new)
         row = {
             "incident_id": incident_id,
