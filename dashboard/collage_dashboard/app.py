@@ -12,8 +12,8 @@ from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html
 
 from collage_dashboard.components import problem_page
 from collage_dashboard.guard import install_compression, install_guard
-from collage_dashboard.opening import DOCUMENT, OpeningDash
 from collage_dashboard.pages import comparison, incident, incidents, run, runs
+from collage_dashboard.prerendering import DOCUMENT, PrerenderingDash
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.report import install_report
 from collage_dashboard.sign_in import ClientOfToken, forget_token, install_sign_in, token_of_session
@@ -38,7 +38,7 @@ def create_dashboard(
     (None: any); a callback must come from a page of its own. With `sign_in` nothing is shown before a person has
     shown a token, and the client that it makes of that token reads in place of the other.
     """
-    app = OpeningDash(
+    app = PrerenderingDash(
         __name__,
         title="Collage Monitor",
         update_title="",
@@ -57,12 +57,12 @@ def create_dashboard(
         make = sign_in
         reader = Reader(lambda: make(token_of_session()), whose=token_of_session, on_unknown=forget_token)
         install_sign_in(app.server, make)
-        app.is_whole = True
+        app.sends_at_once = True
     install_compression(app.server)
     install_report(app.server, reader)
     shell = partial(_shell, signed_in=sign_in is not None)
     app.layout = shell()
-    app.open_page = lambda pathname, search: shell(
+    app.layout_for = lambda pathname, search: shell(
         render(read_address(pathname, search), reader), pathname=pathname, search=search
     )
     _register_routing(app, reader)

@@ -109,7 +109,7 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
         sockets: list[socket.socket] = []
         for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
             taken = sockets[0].getsockname()[1] if sockets else port
-            one = socket.create_server((address[0], taken, *address[2:]), family=family)  # type: ignore[arg-type]
+            one = socket.create_server((address[0], taken, *address[2:]), family=family)
             sockets.append(stack.enter_context(closing(one)))
         stack.pop_all()
     return sockets

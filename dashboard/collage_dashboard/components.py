@@ -16,7 +16,7 @@ from dash import dcc, html
 from collage_dashboard.descriptions import Description, describe
 from collage_dashboard.figures.style import GRAPH_CONFIG, empty_figure
 from collage_dashboard.reader import Problem
-from collage_dashboard.run_styles import RunStyle, is_stochastic
+from collage_dashboard.run_styles import LineStyle, is_stochastic
 from collage_dashboard.view import View
 from collage_monitor import wire
 from collage_monitor.errors import CollageError, NotAuthorised
@@ -24,22 +24,25 @@ from collage_monitor.judgement import CAVEATS
 
 __all__ = [
     "AXIS_CHOICES",
+    "Entry",
     "IDLE_MILLISECONDS",
     "LIVE_MILLISECONDS",
-    "Entry",
     "axis_control",
+    "cell_content",
     "chart_card",
     "chart_note",
+    "headline_line",
     "help_text",
     "labelled",
     "limits_note",
+    "milliseconds_after",
     "notice",
     "number_card",
     "over_steps",
-    "pace",
-    "pace_marker",
     "page",
     "problem_page",
+    "refresh_marker",
+    "refresh_milliseconds",
     "refusal",
     "report_link",
     "run_label",
@@ -51,9 +54,7 @@ __all__ = [
     "state_badge",
     "tags_of",
     "text_of_tags",
-    "verdict_line",
     "verdict_mark",
-    "wait_of",
 ]
 
 _STATE_COLOURS: Final = {"running": "blue", "finished": "gray", "failed": "red", "stale": "yellow"}
@@ -69,7 +70,7 @@ class Entry:
 
     value: str
     detail: str = ""
-    style: RunStyle | None = None
+    style: LineStyle | None = None
 
 
 def number_card(key: str, entries: Sequence[Entry], *, title: str = "", note: str = "") -> dmc.Paper:
@@ -164,7 +165,13 @@ def verdict_mark(health: str) -> tuple[str, str]:
     return _VERDICT_MARKS.get(health, _BAD_MARK)
 
 
-def verdict_line(overview: wire.Overview | None, style: RunStyle | None = None) -> html.Div:
+def cell_content(cell: tuple[str, str]) -> list[Any]:
+    """What a cell of a table shows: its value, and a detail in small print where there is one."""
+    value, detail = cell
+    return [value, html.Span(detail, className="detail")] if detail else [value]
+
+
+def headline_line(overview: wire.Overview | None, style: LineStyle | None = None) -> html.Div:
     """What is said of a run, in one sentence; the reasons stand in its tooltip."""
     mark, kind = verdict_mark(overview.health if overview else "unknown")
     label = [run_label(style), " "] if style else []
@@ -191,7 +198,7 @@ def scrollable(children: list[Any], label: str) -> html.Div:
     return html.Div(children, className="scrollable", tabIndex="0", role="region", **named)
 
 
-def pace_marker(identifier: str, milliseconds: int | None = None) -> html.Div:
+def refresh_marker(identifier: str, milliseconds: int | None = None) -> html.Div:
     """Where a page keeps how long it waits between two refreshes; nothing: it does not refresh."""
     return html.Div(str(milliseconds or ""), id=identifier, className="pace", hidden=True)
 
@@ -213,7 +220,7 @@ def report_link(run_ids: Sequence[str]) -> html.A:
     )
 
 
-def run_label(style: RunStyle, href: str | None = None) -> Any:
+def run_label(style: LineStyle, href: str | None = None) -> Any:
     """A run's name behind its colour."""
     dot = html.Span(className=f"dot dot-{style.dash}", style={"--run-colour": style.colour})
     name = dcc.Link(style.label, href=href) if href else html.Span(style.label)
@@ -222,7 +229,7 @@ def run_label(style: RunStyle, href: str | None = None) -> Any:
 
 def runs_in_words(rows: Sequence[Mapping[str, Any]]) -> dmc.Table:
     """Rows of the table of runs as they are read before the grid is there."""
-    heads = [dmc.TableTh(name) for name in ("Run", "Strategy", "State", "Verdict")]
+    heads = [dmc.TableTh(name) for name in ("Run", "Strategy", "State", "Headline")]
     lines = []
     for row in rows:
         mark, kind = row["mark"]
@@ -310,18 +317,18 @@ IDLE_MILLISECONDS: Final = 30_000
 AXIS_CHOICES: Final = (("step", "Step"), ("tokens", "Tokens"), ("time", "Time"))
 
 
-def pace(seconds: float) -> int:
+def milliseconds_after(seconds: float) -> int:
     """Milliseconds until the next refresh after one that took `seconds`: a slow server is asked less often."""
     return max(LIVE_MILLISECONDS, round(4000 * seconds))
 
 
-def wait_of(rows: Sequence[wire.RunRow], seconds: float) -> int:
+def refresh_milliseconds(rows: Sequence[wire.RunRow], seconds: float) -> int:
     """Milliseconds until these runs are looked at again, after a look that took `seconds`.
 
     What is not evaluated yet soon will be; what has ended is seldom looked at.
     """
     pending = any(row.state == "running" or row.overview is None for row in rows)
-    return pace(seconds) if pending else IDLE_MILLISECONDS
+    return milliseconds_after(seconds) if pending else IDLE_MILLISECONDS
 
 
 def axis_control(identifier: str, view: View) -> Any:

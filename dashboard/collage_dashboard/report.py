@@ -40,7 +40,7 @@ from collage_dashboard.pages.strategies_content import (
     strategy_styles,
 )
 from collage_dashboard.reader import Reader, explain
-from collage_dashboard.run_styles import RunStyle, strategy_title, styles_of
+from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
 from collage_dashboard.view import MAXIMUM_RUNS, View
 from collage_monitor import __version__, wire
 from collage_monitor.errors import CollageError, NotFound
@@ -81,7 +81,7 @@ class Section:
     charts: Sequence[Chart] = ()
     rows: Sequence[Row] = ()
     heads: Sequence[str] = ()
-    styles: Sequence[RunStyle] = ()
+    styles: Sequence[LineStyle] = ()
     note: str = ""
     is_short: bool = False
 

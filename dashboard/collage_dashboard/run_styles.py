@@ -10,7 +10,7 @@ from typing import Protocol
 from collage_dashboard.figures.style import DASHES, strategy_colour
 from collage_monitor.strategies import STRATEGIES, strategy_title
 
-__all__ = ["RunStyle", "is_stochastic", "strategy_title", "styles_of"]
+__all__ = ["LineStyle", "is_stochastic", "strategy_title", "styles_of"]
 
 _LABEL_CHARACTERS = 48
 
@@ -29,16 +29,15 @@ class NamedRun(Protocol):
 
 
 @dataclass(frozen=True)
-class RunStyle:
-    """A run on a page: the same label and line in every chart, card and table."""
+class LineStyle:
+    """A run or a strategy on a page: the same label and line in every chart, card and table."""
 
-    run_id: str
     label: str
     colour: str
     dash: str
 
 
-def styles_of(runs: Sequence[NamedRun]) -> list[RunStyle]:
+def styles_of(runs: Sequence[NamedRun]) -> list[LineStyle]:
     """A style for each run, in the order given.
 
     The label is the run's name, cut in its middle beyond 48 characters; where two runs share it, strategy and
@@ -53,7 +52,7 @@ def styles_of(runs: Sequence[NamedRun]) -> list[RunStyle]:
     styles = []
     for run, label in zip(runs, labels, strict=True):
         colour = strategy_colour(run.strategy, run.dtype)
-        styles.append(RunStyle(run.run_id, label, colour, DASHES[used[colour] % len(DASHES)]))
+        styles.append(LineStyle(label, colour, DASHES[used[colour] % len(DASHES)]))
         used[colour] += 1
     return styles
 

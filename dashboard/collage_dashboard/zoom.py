@@ -16,7 +16,7 @@ from collage_dashboard.view import View
 from collage_monitor.client import Axis
 from collage_monitor.errors import ServerRefusal
 
-__all__ = ["POINTS", "Steps", "narrowed", "on_axis", "step_at", "steps_within", "zoomed"]
+__all__ = ["POINTS", "Steps", "on_axis", "step_at", "steps_within", "with_zoom", "zoomed"]
 
 POINTS: Final = 300
 """Of a curve: as many as half a screen shows."""
@@ -58,19 +58,19 @@ def _carried(place: float, pairs: Sequence[tuple[float, float]]) -> float:
     return there + (place - here) / (here_after - here) * (there_after - there)
 
 
-def narrowed(figure: go.Figure, view: View, zooms: int = 0) -> go.Figure:
+def with_zoom(figure: go.Figure, view: View, zoom_count: int = 0) -> go.Figure:
     """The x axis from one end of the view's zoom to the other, or whole.
 
-    zooms: how often the page's zoom has changed. A figure of another zoom is another one, though it shows the same:
-    where the reader goes back before a zoom was answered, the chart on the screen is not the last that was sent.
+    zoom_count: how often the page's zoom has changed. The count makes each zoom's figure differ. Otherwise, if the
+    reader goes back before a zoom is answered, the browser would keep a stale chart.
     """
     if view.zoom is None:
-        return figure.update_xaxes(uirevision=f"whole {zooms}")
-    return figure.update_xaxes(range=list(view.zoom), uirevision=f"{view.zoom} {zooms}")
+        return figure.update_xaxes(uirevision=f"whole {zoom_count}")
+    return figure.update_xaxes(range=list(view.zoom), uirevision=f"{view.zoom} {zoom_count}")
 
 
 def steps_within(view: View, reader: Reader) -> Steps:
-    """The steps of the view's run that its zoom shows, and one more on each side: a line goes on to the edge.
+    """The steps of the view's run that its zoom shows; over tokens or time one more on each side.
 
     Raises:
         CollageError: the server does not answer, or refuses the token.

@@ -125,7 +125,7 @@ def test_a_name_of_several_addresses_is_served_on_one_port(monkeypatch):
             found for address in ("127.0.0.1", "127.0.0.2") for found in resolve(address, *more, **named)
         ],
     )
-    ports = []
+    ports: list[int] = []
 
     def run(server):
         ports.extend(port for _host, port in server.effective_listen)

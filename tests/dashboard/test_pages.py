@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import pytest
 from collage_dashboard.app import render
-from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, pace
+from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, milliseconds_after
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, numbers, table, verdicts
 from collage_dashboard.pages.incident_content import body
@@ -295,8 +295,8 @@ def test_about_counts_the_layers_that_round_at_random_where_layers_differ(server
 
 
 def test_a_slow_server_is_asked_less_often():
-    assert pace(0.1) == LIVE_MILLISECONDS
-    assert pace(5.0) == 20_000
+    assert milliseconds_after(0.1) == LIVE_MILLISECONDS
+    assert milliseconds_after(5.0) == 20_000
 
 
 def test_limits_stand_on_every_page(reader):

@@ -19,7 +19,7 @@ __all__ = ["Cost", "short_titles", "tradeoff"]
 
 Cost = Literal["bytes_per_parameter", "tokens_per_second"]
 _NOT_LOGGED: Final[dict[Cost, str]] = {
-    "bytes_per_parameter": "no run tells its bytes a parameter",
+    "bytes_per_parameter": "no run has reported its bytes per parameter",
     "tokens_per_second": "no throughput logged: collage_agent.log({“tokens”: …})",
 }
 _PLOT_PIXELS: Final = (480.0, 230.0)

@@ -24,12 +24,12 @@ from collage_dashboard.components import (
     labelled,
     limits_note,
     notice,
-    pace_marker,
     page,
     problem_page,
+    refresh_marker,
+    refresh_milliseconds,
     scale_control,
     smoothing_control,
-    wait_of,
 )
 from collage_dashboard.descriptions import describe, metric_choices
 from collage_dashboard.figures.style import digest
@@ -48,17 +48,17 @@ from collage_dashboard.pages.comparison_curves import (
 from collage_dashboard.pages.strategies_content import (
     COSTS,
     advice,
-    choices,
     cost_cards,
     cost_figures,
     counterfactual_table,
     strategy_styles,
     strategy_table,
+    suggested_comparisons,
 )
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.run_styles import styles_of
 from collage_dashboard.view import MAXIMUM_RUNS, View, read_address, write_address
-from collage_dashboard.zoom import narrowed, zoomed
+from collage_dashboard.zoom import with_zoom, zoomed
 from collage_monitor import wire
 from collage_monitor.errors import CollageError
 from collage_monitor.metrics import METRICS
@@ -84,7 +84,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     """
     if not view.runs:
         recent = reader.ask(lambda client: client.run_table(limit=_PICKABLE_GROUPS)).rows
-        return page([problem_page(_NOTHING_PICKED), choices(recent)], "Strategies")
+        return page([problem_page(_NOTHING_PICKED), suggested_comparisons(recent)], "Strategies")
     rows = _rows(reader, view.runs)
     search = write_address(view)[1]
     shown_numbers, shown_verdicts, shown_legend = _first_screen(view, rows)
@@ -96,7 +96,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="compare-shown", data=search),
             dcc.Store(id="compare-revision", data=_revision(view, rows)),
             dcc.Store(id="compare-rows", data=_rows_to_json(rows)),
-            pace_marker("compare-pace", wait_of(rows, 0.0)),
+            refresh_marker("compare-pace", refresh_milliseconds(rows, 0.0)),
             *(dcc.Store(id=f"compare-answer-{place}") for place in range(len(CHARTS) + 1)),
             dcc.Store(id="compare-drawn", data=[]),
             dcc.Store(id="compare-zoom"),
@@ -147,7 +147,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         State("compare-revision", "data"),
         prevent_initial_call=True,
     )
-    def look(_tick: int | None, search: str | None, known: dict[str, Any]) -> tuple[Any, ...]:
+    def check_for_changes(_tick: int | None, search: str | None, known: dict[str, Any]) -> tuple[Any, ...]:
         """Whether anything changed: one light question, however many charts there are."""
         view, start = read_address("/compare", search), time.monotonic()
         try:
@@ -158,7 +158,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         found = _revision(view, rows)
         if found == known:
             raise dash.exceptions.PreventUpdate
-        wait = str(wait_of(rows, time.monotonic() - start))
+        wait = str(refresh_milliseconds(rows, time.monotonic() - start))
         return found, _rows_to_json(rows), _missing(view, rows), wait, *_first_screen(view, rows)
 
 
@@ -203,7 +203,7 @@ def _register_charts(app: dash.Dash, reader: Reader) -> None:
         shown = [no_update] * (4 + len(COSTS)) if runs is None else _tables_and_answer(rows, runs, results)
         means = results if lines_of(view, rows) == "strategy" else ()
         figures = {
-            place: narrowed(draw_curves(found[metrics[place]], metrics[place], view, means), view)
+            place: with_zoom(draw_curves(found[metrics[place]], metrics[place], view, means), view)
             for place in asked
         }
         now = [[wanted[place], digest(figures[place]) if place in asked else before[place][1]] for place in places]
@@ -250,7 +250,7 @@ def _register_search(app: dash.Dash, reader: Reader) -> None:
             raise dash.exceptions.PreventUpdate from None
         kept = [entry for entry in known if entry["value"] in (chosen or [])]
         there = {entry["value"] for entry in kept}
-        return kept + [entry for entry in _choices(found) if entry["value"] not in there]
+        return kept + [entry for entry in _run_options(found) if entry["value"] not in there]
 
 
 def _register_navigation(app: dash.Dash) -> None:
@@ -395,7 +395,7 @@ def _picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
         dmc.Title("Strategies", order=1, size="h2"),
         dmc.MultiSelect(
             id="compare-runs",
-            data=_choices(rows),
+            data=_run_options(rows),
             value=[row.run_id for row in rows],
             searchable=True,
             clearSearchOnChange=True,
@@ -408,7 +408,7 @@ def _picker(view: View, rows: Sequence[wire.RunRow]) -> list[Any]:
     ]
 
 
-def _choices(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
+def _run_options(rows: Sequence[wire.RunRow]) -> list[dict[str, str]]:
     return [
         {"value": row.run_id, "label": style.label}
         for row, style in zip(rows, styles_of([_RunNames(row) for row in rows]), strict=True)

@@ -10,9 +10,17 @@ import dash_mantine_components as dmc
 import msgspec
 from dash import html
 
-from collage_dashboard.components import Entry, number_card, over_steps, run_label, scrollable, verdict_line
+from collage_dashboard.components import (
+    Entry,
+    cell_content,
+    headline_line,
+    number_card,
+    over_steps,
+    run_label,
+    scrollable,
+)
 from collage_dashboard.descriptions import count, describe, finite, interval, number, state_key
-from collage_dashboard.run_styles import NamedRun, RunStyle, is_stochastic, strategy_title, styles_of
+from collage_dashboard.run_styles import LineStyle, NamedRun, is_stochastic, strategy_title, styles_of
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 
@@ -109,12 +117,12 @@ def numbers(runs: Sequence[LoggedRun], overviews: Overviews) -> html.Div:
 def verdicts(runs: Sequence[NamedRun], overviews: Overviews) -> html.Div:
     """A sentence about each run: its recent past, what is wrong, where and since when."""
     lines = [
-        verdict_line(overviews.get(run.run_id), style) for run, style in zip(runs, styles_of(runs), strict=True)
+        headline_line(overviews.get(run.run_id), style) for run, style in zip(runs, styles_of(runs), strict=True)
     ]
     return html.Div(lines, style={"marginTop": "16px"})
 
 
-def legend(styles: Sequence[RunStyle]) -> list[Any]:
+def legend(styles: Sequence[LineStyle]) -> list[Any]:
     """One legend for all charts."""
     return [run_label(style) for style in styles]
 
@@ -143,7 +151,7 @@ def table(runs: Sequence[wire.ComparedRun], overviews: Overviews) -> dmc.Paper:
                 dmc.TableTd(run_label(style, write_address(View(page="run", runs=(run.run_id,)))[0])),
                 dmc.TableTd(strategy_title(run.strategy, run.dtype), className="text"),
                 dmc.TableTd(over_steps(overviews.get(run.run_id)).removeprefix("over "), className="text"),
-                *(dmc.TableTd(_cell(column.cell(run))) for column in COLUMNS),
+                *(dmc.TableTd(cell_content(column.cell(run))) for column in COLUMNS),
             ]
         )
         for run, style in zip(runs, styles_of(runs), strict=True)
@@ -192,11 +200,6 @@ def _state(run: wire.ComparedRun) -> Cell:
 
 def _steps(run: wire.ComparedRun) -> Cell:
     return count(run.last_step), "" if run.state == "finished" else run.state
-
-
-def _cell(cell: Cell) -> list[Any]:
-    value, detail = cell
-    return [value, html.Span(detail, className="detail")] if detail else [value]
 
 
 def _notes(runs: Sequence[wire.ComparedRun]) -> str:

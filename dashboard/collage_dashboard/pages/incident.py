@@ -13,9 +13,9 @@ from collage_dashboard.components import (
     LIVE_MILLISECONDS,
     limits_note,
     notice,
-    pace_marker,
     page,
     problem_page,
+    refresh_marker,
     refusal,
 )
 from collage_dashboard.pages.incident_content import body, head
@@ -24,14 +24,14 @@ from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotFound
-from collage_monitor.incidents import SETTLED_STEPS, read_incident
+from collage_monitor.incidents import STEPS_AFTER_ALERT, read_incident
 
 __all__ = ["layout", "register"]
 
 _NONE: Final = Problem(
     "No such incident is known here",
     "This server keeps an incident once its own evaluation finds it, or Alertmanager tells it. What Prometheus "
-    "alone shows is not kept; and an incident goes with its run.",
+    "alone shows is not kept, and deleting a run deletes its incidents.",
 )
 
 
@@ -63,7 +63,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="incident-shown", data=incident.incident_id),
             dcc.Store(id="incident-revision"),
             dcc.Store(id="incident-written"),
-            pace_marker("incident-pace", LIVE_MILLISECONDS),
+            refresh_marker("incident-pace", LIVE_MILLISECONDS),
             html.Div(crumbs, className="crumbs"),
             html.Div(head(incident), id="incident-head"),
             html.Div(id="incident-alert", role="status"),
@@ -88,7 +88,9 @@ def register(app: dash.Dash, reader: Reader) -> None:
         State("incident-shown", "data"),
         State("incident-revision", "data"),
     )
-    def look(_tick: int | None, _written: int | None, shown: str, known: dict[str, Any] | None) -> tuple[Any, ...]:
+    def check_for_changes(
+        _tick: int | None, _written: int | None, shown: str, known: dict[str, Any] | None
+    ) -> tuple[Any, ...]:
         """Whether anything changed: light questions, however much evidence there is."""
         try:
             found = reader.ask(lambda client: _revision(client, shown))
@@ -187,6 +189,6 @@ def _revision(client: Client, incident_id: str) -> dict[str, Any]:
             return {**found, "gone": True}
         # What comes long after the alert changes nothing of what stands here.
         every = run.watch.every if run.watch else 1
-        enough = (incident.step or 0) + SETTLED_STEPS * every
+        enough = (incident.step or 0) + STEPS_AFTER_ALERT * every
         found |= {"step": min(run.last_step or 0, enough), "notes": run.notes, "run": run.state}
     return found

@@ -19,7 +19,7 @@ from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.alerts.causes import CauseVerdict, IncidentEvidence, Span
-from collage_monitor.incidents import COMPARED
+from collage_monitor.incidents import COMPARED_METRICS
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import describe as describe_onset
 
@@ -66,7 +66,7 @@ def badges(incident: wire.Incident) -> list[Any]:
 
 
 def duration_of(incident: wire.Incident) -> str:
-    """'12 min', or nothing while it lasts."""
+    """'12 min'; an en dash while it lasts."""
     if incident.resolved_at is None:
         return UNDEFINED
     seconds = max(incident.resolved_at - incident.started_at, 0.0)
@@ -199,7 +199,7 @@ def _over(span: Span | None) -> str:
 def _values(before: Span | None, after: Span | None) -> list[Any]:
     reported = {**(before.values if before else {}), **(after.values if after else {})}
     rows = []
-    for name in COMPARED:
+    for name in COMPARED_METRICS:
         keys = [key for key in reported if split_key(key)[0] == name] if name in METRICS else [name]
         for key in keys or [name]:
             old, new = (span.values.get(key) if span else None for span in (before, after))

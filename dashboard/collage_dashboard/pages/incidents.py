@@ -9,7 +9,7 @@ import dash
 import dash_mantine_components as dmc
 from dash import Input, Output, State, dcc, html, no_update
 
-from collage_dashboard.components import LIVE_MILLISECONDS, limits_note, notice, pace_marker, page, scrollable
+from collage_dashboard.components import LIVE_MILLISECONDS, limits_note, notice, page, refresh_marker, scrollable
 from collage_dashboard.descriptions import describe, when
 from collage_dashboard.pages.incident_content import badges, duration_of
 from collage_dashboard.reader import Reader, explain
@@ -37,7 +37,7 @@ def layout(view: View, reader: Reader) -> html.Div:
         [
             dcc.Store(id="incidents-shown", data={"pathname": pathname, "search": search}),
             dcc.Store(id="incidents-revision", data=_revision(found)),
-            pace_marker("incidents-pace", LIVE_MILLISECONDS),
+            refresh_marker("incidents-pace", LIVE_MILLISECONDS),
             dmc.Title("Incidents", order=1, size="h2", mt=8),
             html.Div(", ".join(filter(None, about)) or "of all runs and of the server", className="crumbs"),
             html.Div(id="incidents-alert"),
@@ -60,7 +60,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         State("incidents-revision", "data"),
         prevent_initial_call=True,
     )
-    def look(_tick: int | None, shown: dict[str, str], known: list[Any]) -> tuple[Any, ...]:
+    def check_for_changes(_tick: int | None, shown: dict[str, str], known: list[Any]) -> tuple[Any, ...]:
         view = read_address(shown["pathname"], shown["search"])
         try:
             found = reader.ask_together(*_questions(view))

@@ -16,13 +16,13 @@ from collage_dashboard.components import (
     labelled,
     limits_note,
     notice,
-    pace_marker,
     page,
+    refresh_marker,
+    refresh_milliseconds,
     refusal,
     report_link,
     scale_control,
     smoothing_control,
-    wait_of,
 )
 from collage_dashboard.descriptions import metric_choices
 from collage_dashboard.figures.heatmap import short_layer
@@ -95,7 +95,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="run-revision", data={**_revision(row), "marks": marks}),
             dcc.Store(id="run-zoom"),
             dcc.Store(id="run-record", data=wire.encode_json(run).decode()),
-            pace_marker("run-pace", wait_of([row] if row else [], 0.0)),
+            refresh_marker("run-pace", refresh_milliseconds([row] if row else [], 0.0)),
             html.Div(
                 [
                     dcc.Link("Runs", href="/"),
@@ -143,7 +143,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
         State("run-revision", "data"),
         prevent_initial_call=True,
     )
-    def look(_tick: int | None, shown: dict[str, str], known: dict[str, Any]) -> tuple[Any, ...]:
+    def check_for_changes(_tick: int | None, shown: dict[str, str], known: dict[str, Any]) -> tuple[Any, ...]:
         """Whether anything changed: one light question, however many charts there are."""
         run_id, start = read_address(shown["pathname"], "").runs[0], time.monotonic()
         try:
@@ -154,7 +154,7 @@ def register(app: dash.Dash, reader: Reader) -> None:
             marks = reader.ask(lambda client: _marks(client, run_id)) if row else []
         except CollageError as error:
             return {**known, "failed": True}, notice(explain(error)), str(LIVE_MILLISECONDS), no_update
-        wait = no_update if row is None else str(wait_of([row], time.monotonic() - start))
+        wait = no_update if row is None else str(refresh_milliseconds([row], time.monotonic() - start))
         gone = Problem("This run is gone", f"There is no run {run_id!r} any more.")
         return {**found, "marks": marks}, notice(gone) if row is None else None, wait, marks_in_words(marks)
 
@@ -229,7 +229,7 @@ def _register_figures(app: dash.Dash, reader: Reader) -> None:
                 revision["colour"],
                 marks=revision["marks"],
                 since=revision["since"],
-                zooms=shown["zooms"],
+                zoom_count=shown["zooms"],
             )
         except CollageError:
             raise dash.exceptions.PreventUpdate from None

@@ -14,11 +14,11 @@ from collage_dashboard.components import (
     Entry,
     chart_card,
     chart_note,
+    headline_line,
     number_card,
     over_steps,
     scrollable,
     state_badge,
-    verdict_line,
 )
 from collage_dashboard.descriptions import STATE, byte_count, count, describe, interval, number, state_key, when
 from collage_dashboard.figures import NamedCurve, class_shares, curves, heatmap, update_histogram
@@ -32,7 +32,7 @@ from collage_dashboard.pages.run_marks import Marks, place_marks
 from collage_dashboard.reader import Reader
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import Tab, View, write_address
-from collage_dashboard.zoom import Steps, narrowed, steps_within
+from collage_dashboard.zoom import Steps, steps_within, with_zoom
 from collage_monitor import wire
 from collage_monitor.errors import NotAuthorised, ServerRefusal
 from collage_monitor.metrics import METRICS, split_key
@@ -109,7 +109,7 @@ def summary(run: wire.Run, overview: wire.Overview) -> html.Div:
     )
     return html.Div(
         [
-            html.Div(verdict_line(overview), className="answer"),
+            html.Div(headline_line(overview), className="answer"),
             html.P(overview.verdict, className="reasons"),
             html.Div(cards, className="four"),
         ]
@@ -344,12 +344,12 @@ def draw(
     *,
     marks: Marks = (),
     since: int | None = None,
-    zooms: int = 0,
+    zoom_count: int = 0,
 ) -> go.Figure:
     """The figure of `kind` ("stack", "series", "heatmap", "histogram", "classes") for `metric`; curves in `colour`.
 
     `marks`: steps, and what happened there. `since`: a histogram from this step on is set against what was before.
-    `zooms`: as `narrowed` has it.
+    `zoom_count`: as `with_zoom` has it.
     A metric that the server refuses is an empty figure with its reason.
 
     Raises:
@@ -360,10 +360,10 @@ def draw(
             return _histogram(view, reader, since)
         steps = steps_within(view, reader)
         if kind == "stack":
-            return narrowed(draw_stack(view, reader, steps, colour, marks), view, zooms)
+            return with_zoom(draw_stack(view, reader, steps, colour, marks), view, zoom_count)
         if kind == "series":
-            return narrowed(_series(metric, view, reader, steps, colour, marks), view, zooms)
-        return narrowed(_DRAWERS[kind](metric, view, reader, steps), view, zooms)
+            return with_zoom(_series(metric, view, reader, steps, colour, marks), view, zoom_count)
+        return with_zoom(_DRAWERS[kind](metric, view, reader, steps), view, zoom_count)
     except NotAuthorised:
         raise
     except ServerRefusal as error:

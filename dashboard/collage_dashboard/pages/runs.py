@@ -13,18 +13,18 @@ from dash import ClientsideFunction, Input, Output, State, dcc, html, no_update
 
 from collage_dashboard.components import (
     limits_note,
+    milliseconds_after,
     notice,
-    pace,
-    pace_marker,
     page,
     problem_page,
+    refresh_marker,
+    refresh_milliseconds,
     refusal,
     runs_in_words,
     tags_of,
-    wait_of,
 )
-from collage_dashboard.opening import with_placeholder
 from collage_dashboard.pages.runs_content import columns, compare_link, group_rows, headline_of, rows
+from collage_dashboard.prerendering import with_placeholder
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.run_styles import strategy_title
 from collage_dashboard.view import FILTERS, GROUPS, View, read_address, write_address
@@ -34,7 +34,7 @@ from collage_monitor.errors import CollageError
 
 __all__ = ["layout", "register"]
 
-BLOCK: Final = 50
+ROWS_PER_REQUEST: Final = 50
 """Rows that one question reads."""
 _ROWS_IN_WORDS: Final = 25
 """As many as a tall screen shows."""
@@ -59,7 +59,7 @@ def layout(view: View, reader: Reader) -> html.Div:
     """
     filters, first, *newest = reader.ask_together(
         lambda client: client.run_filters(),
-        lambda client: _block(client, view, view.sort, 0, BLOCK),
+        lambda client: _read_rows(client, view, view.sort, 0, ROWS_PER_REQUEST),
         *([lambda client: _head(client, view)] if view.by or view.sort != View().sort else []),
     )
     table = newest[0] if newest else first
@@ -70,7 +70,7 @@ def layout(view: View, reader: Reader) -> html.Div:
             dcc.Store(id="runs-revision", data=_revision(table)),
             dcc.Store(id="runs-first", data={"sort": view.sort, "rowData": shown, "rowCount": first.total}),
             dcc.Store(id="runs-wanted"),
-            pace_marker("runs-pace", _wait(table, view)),
+            refresh_marker("runs-pace", _wait(table, view)),
             html.Div(
                 [
                     dmc.Title("Runs", order=1, size="h2"),
@@ -115,13 +115,13 @@ def register(app: dash.Dash, reader: Reader) -> None:
         State("runs-revision", "data"),
         prevent_initial_call=True,
     )
-    def refresh(_tick: int | None, search: str | None, known: dict[str, Any]) -> tuple[Any, ...]:
+    def check_for_changes(_tick: int | None, search: str | None, known: dict[str, Any]) -> tuple[Any, ...]:
         view = read_address("/", search)
         try:
             table = reader.ask(lambda client: _head(client, view))
         except CollageError as error:
             failed = {**(known or {}), "failed": True}
-            return failed, no_update, notice(explain(error)), no_update, no_update, str(pace(0.0))
+            return failed, no_update, notice(explain(error)), no_update, no_update, str(milliseconds_after(0.0))
         found = {**_revision(table), "edits": (known or {}).get("edits", 0)}
         if found == known:
             raise dash.exceptions.PreventUpdate
@@ -154,7 +154,7 @@ def _register_rows(app: dash.Dash, reader: Reader) -> None:
         view, start = read_address("/", search), int(request["startRow"])
         limit = min(int(request["endRow"]) - start, 500)
         try:
-            table = reader.ask(lambda client: _block(client, view, request["sort"], start, limit))
+            table = reader.ask(lambda client: _read_rows(client, view, request["sort"], start, limit))
         except CollageError as error:
             return {"rowData": [], "rowCount": start}, notice(explain(error))
         return {"rowData": _shown_rows(table, view), "rowCount": table.total}, no_update
@@ -252,7 +252,7 @@ def _head(client: Client, view: View) -> wire.RunTable:
     return client.run_table(**_filters(view), limit=1)
 
 
-def _block(client: Client, view: View, sort: str, start: int, limit: int) -> wire.RunTable | wire.RunGroups:
+def _read_rows(client: Client, view: View, sort: str, start: int, limit: int) -> wire.RunTable | wire.RunGroups:
     """Rows of the table as the view filters and groups them."""
     order: dict[str, Any] = {"sort": sort.removeprefix("-"), "descending": sort.startswith("-")}
     asked: dict[str, Any] = {**_filters(view), **order, "offset": start, "limit": limit}
@@ -279,7 +279,9 @@ def _is_empty(table: wire.RunTable, view: View) -> bool:
 
 
 def _wait(table: wire.RunTable, view: View) -> int:
-    return pace(0.0) if table.live or _is_empty(table, view) else wait_of(table.rows, 0.0)
+    return (
+        milliseconds_after(0.0) if table.live or _is_empty(table, view) else refresh_milliseconds(table.rows, 0.0)
+    )
 
 
 def _shown(shown: bool) -> dict[str, str]:
@@ -342,7 +344,7 @@ def _grid(view: View, first: Sequence[dict[str, Any]]) -> dag.AgGrid:
             "tooltipShowDelay": 300,
             "animateRows": False,
             "stopEditingWhenCellsLoseFocus": True,
-            "cacheBlockSize": BLOCK,
+            "cacheBlockSize": ROWS_PER_REQUEST,
             "maxBlocksInCache": 4,
             "maxConcurrentDatasourceRequests": 1,
             "infiniteInitialRowCount": 1,

@@ -38,7 +38,7 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
         },
         {
             "field": "health",
-            "headerName": "Verdict",
+            "headerName": "Headline",
             "cellRenderer": "VerdictCell",
             "minWidth": 310,
             "flex": 1,
@@ -60,7 +60,7 @@ def columns(sort: str = "-updated_at") -> list[dict[str, Any]]:
             "wrapHeaderText": True,
             "sortable": False,
         },
-        _number("bytes_per_parameter", "Bytes a parameter", width=92),
+        _number("bytes_per_parameter", "Bytes per parameter", width=92),
         _number("tokens_per_second", "Tokens/s", width=78),
         _text("state", "State", 76),
         _number("validation_loss", "Validation loss", width=88),

@@ -10,12 +10,19 @@ import dash_mantine_components as dmc
 import plotly.graph_objects as go
 from dash import dcc, html
 
-from collage_dashboard.components import report_link, run_label, save_buttons, scrollable, verdict_mark
+from collage_dashboard.components import (
+    cell_content,
+    report_link,
+    run_label,
+    save_buttons,
+    scrollable,
+    verdict_mark,
+)
 from collage_dashboard.descriptions import UNDEFINED, describe, number, state_key
 from collage_dashboard.figures import tradeoff
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
 from collage_dashboard.figures.tradeoff import Cost
-from collage_dashboard.run_styles import RunStyle, strategy_title, styles_of
+from collage_dashboard.run_styles import LineStyle, strategy_title, styles_of
 from collage_dashboard.view import MAXIMUM_RUNS, View, write_address
 from collage_monitor import wire
 from collage_monitor.metrics import split_key
@@ -28,13 +35,13 @@ __all__ = [
     "COSTS",
     "STRATEGY_COLUMNS",
     "advice",
-    "choices",
     "cost_cards",
     "cost_figures",
     "counterfactual_cells",
     "counterfactual_table",
     "strategy_styles",
     "strategy_table",
+    "suggested_comparisons",
 ]
 
 COSTS: Final[tuple[Cost, ...]] = ("bytes_per_parameter", "tokens_per_second")
@@ -58,11 +65,10 @@ class StrategyColumn:
     cell: Callable[[StrategyResult], Cell]
 
 
-def strategy_styles(results: Sequence[StrategyResult]) -> list[RunStyle]:
+def strategy_styles(results: Sequence[StrategyResult]) -> list[LineStyle]:
     """How each strategy looks where one line stands for all of its runs."""
     return [
-        RunStyle(result.title, _labelled(result), strategy_colour(result.strategy, result.dtype), "solid")
-        for result in results
+        LineStyle(_labelled(result), strategy_colour(result.strategy, result.dtype), "solid") for result in results
     ]
 
 
@@ -98,7 +104,7 @@ def strategy_table(results: Sequence[StrategyResult]) -> dmc.Paper:
             [
                 dmc.TableTd(run_label(style)),
                 dmc.TableTd(_health(result), className="text"),
-                *(dmc.TableTd(_cell(column.cell(result))) for column in STRATEGY_COLUMNS),
+                *(dmc.TableTd(cell_content(column.cell(result))) for column in STRATEGY_COLUMNS),
             ]
         )
         for result, style in zip(results, strategy_styles(results), strict=True)
@@ -120,14 +126,14 @@ def counterfactual_table(runs: Sequence[wire.ComparedRun]) -> Any:
     if not found:
         return _without_counterfactuals(title)
     rows = [
-        dmc.TableTr([dmc.TableTd(run_label(style)), *(dmc.TableTd(_cell(cell)) for cell in cells)])
+        dmc.TableTr([dmc.TableTd(run_label(style)), *(dmc.TableTd(cell_content(cell)) for cell in cells)])
         for style, cells in found
     ]
     head = [dmc.TableTh(text) for text in heads]
     return _card(head, rows, "The same steps, kept otherwise", ABOUT_COUNTERFACTUALS, title)
 
 
-def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[RunStyle, list[Cell]]]]:
+def counterfactual_cells(runs: Sequence[wire.ComparedRun]) -> tuple[list[str], list[tuple[LineStyle, list[Cell]]]]:
     """The heads of the table, and a row for each run that measured what other methods would have kept."""
     measured = [run for run in runs if any(split_key(key)[0] == _COUNTERFACTUAL for key in run.merged)]
     methods = [method for method in _METHODS if any(_kept(run, method) is not None for run in measured)]
@@ -228,11 +234,6 @@ STRATEGY_COLUMNS: Final = (
 )
 
 
-def _cell(cell: Cell) -> list[Any]:
-    value, detail = cell
-    return [value, html.Span(detail, className="detail")] if detail else [value]
-
-
 def _card(head: list[Any], rows: list[Any], label: str, note: str, title: Any = None) -> dmc.Paper:
     table = dmc.Table(
         [dmc.TableThead(dmc.TableTr(head)), dmc.TableTbody(rows)],
@@ -273,7 +274,7 @@ def _cost_card(place: int, cost: Cost, figure: go.Figure) -> dmc.Paper:
     )
 
 
-def choices(rows: Sequence[wire.RunRow]) -> Any:
+def suggested_comparisons(rows: Sequence[wire.RunRow]) -> Any:
     """Runs that were made to be compared, newest first: those of one project and group, else of one project."""
     found: dict[tuple[str, str | None], list[wire.RunRow]] = {}
     for row in rows:
@@ -283,7 +284,7 @@ def choices(rows: Sequence[wire.RunRow]) -> Any:
         return None
     return html.Div(
         [html.P("Or compare runs of one group:", className="quiet"), html.Ul(lines[:_GROUPS_SHOWN])],
-        className="choices",
+        className="suggested_comparisons",
     )
 
 
