@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from collage_agent.names import plain_name
 from collage_agent.optim.base import CollageOptimizer
 from collage_agent.optim.strategies import MASTER_PARAMETER
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 __all__ = ["load_distributed"]
-
-_WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.")
 
 
 def load_distributed(checkpoint: str | Path, model: nn.Module, optimizer: CollageOptimizer) -> None:
@@ -40,8 +39,8 @@ def load_distributed(checkpoint: str | Path, model: nn.Module, optimizer: Collag
 
     reader = dcp.FileSystemReader(checkpoint)
     metadata = reader.read_metadata()
-    names = {_plain_name(name): parameter for name, parameter in model.named_parameters()}
-    entries = {_plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    names = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    entries = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners = {**names, **{str(number): parameter for number, parameter in enumerate(ordered)}}
     request: dict[str, Any] = {}
@@ -61,10 +60,10 @@ def load_distributed(checkpoint: str | Path, model: nn.Module, optimizer: Collag
             states.setdefault(owners[owner], {})[name] = wanted
         elif (
             isinstance(stored, TensorStorageMetadata)
-            and (own := entries.get(_plain_name(str(path[-1])))) is not None
+            and (own := entries.get(plain_name(str(path[-1])))) is not None
         ):
             wide = stored.properties.dtype.itemsize > own.dtype.itemsize
-            wanted = weights[_plain_name(str(path[-1]))] = _empty(own, stored) if wide else own
+            wanted = weights[plain_name(str(path[-1]))] = _empty(own, stored) if wide else own
         else:
             continue
         set_element(request, path, wanted)
@@ -90,22 +89,15 @@ def load_distributed(checkpoint: str | Path, model: nn.Module, optimizer: Collag
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _plain_name(name: str) -> str:
-    """A parameter's name without what compilation and data parallelism put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def _part_of_optimizer(path: tuple[Any, ...]) -> tuple[str, str, str]:
     """("state" or "param_groups", parameter or group, entry), from nested dictionaries or from flattened ones."""
     parts = [str(part) for part in path]
     if len(parts) >= 3 and parts[-3] in ("state", "param_groups"):
-        return parts[-3], _plain_name(parts[-2]), parts[-1]
+        return parts[-3], plain_name(parts[-2]), parts[-1]
     kind, _, rest = parts[-1].partition(".")
     owner, _, name = rest.rpartition(".")
     if kind in ("state", "param_groups") and owner:
-        return kind, _plain_name(owner), name
+        return kind, plain_name(owner), name
     return "", "", ""
 
 

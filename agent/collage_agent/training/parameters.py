@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from collage_agent.names import plain_name
 from collage_agent.options import WatchOptions
 from collage_agent.training.shards import Shard, Sharding
 from collage_monitor import wire
 
 __all__ = ["WatchedParameter", "regrouped", "watched_parameters"]
 
-_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _LONGEST_NAME: Final = 512
 
 
@@ -62,12 +62,12 @@ def watched_parameters(
     left_out: list[str] = []
     taken: set[str] = set()
     for name, parameter, module_type, shard in _named(model, optimizer, sharding):
-        if id(parameter) not in groups or not options.selects(_plain_name(name)) or 0 in shard.shape:
+        if id(parameter) not in groups or not options.selects(plain_name(name)) or 0 in shard.shape:
             continue
         if parameter.dtype == torch.float64 or not parameter.is_floating_point():
             left_out.append(f"{name} ({str(parameter.dtype).removeprefix('torch.')} is not measurable)")
             continue
-        short = _plain_name(name)[:_LONGEST_NAME]
+        short = plain_name(name)[:_LONGEST_NAME]
         # A model may itself have a part called "module": then the full name tells the two apart.
         own_name = name[:_LONGEST_NAME] if short in taken else short
         taken.add(own_name)
@@ -131,8 +131,3 @@ def _module_type(module: nn.Module) -> str:
         if any(k.__name__ == "FSDPModule" for k in kind.__mro__)
         else kind.__name__
     )
-
-
-def _plain_name(name: str) -> str:
-    """The name without the parts that wrappers (DDP, FSDP, compile, checkpointing) put in front of theirs."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
