@@ -28,9 +28,8 @@ def reraise_in_tests(error: Exception) -> None:
 
 
 class Guard:
-    """Swallows errors. That of a watch also `stops_measuring`, other guards stop nothing.
-
-    It does so after FAILURES_ALLOWED errors, or when memory ran out: then `disabled` is True.
+    """Swallows errors. With `stops_measuring` (a watch's guard), it also ends measuring after FAILURES_ALLOWED
+    errors, or when memory runs out: then `disabled` is True.
     """
 
     def __init__(self, *, stops_measuring: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from collage_agent.numerics.formats import COPIES, coded, scaled
+from collage_agent.numerics.formats import CAST_FORMATS, coded, scaled
 
 from collage_monitor.statistics.casts import FORMATS
 from tests.reference import casts
@@ -32,13 +32,13 @@ def matrices():
 
 
 def test_the_agent_and_the_contract_name_the_same_formats():
-    assert tuple(COPIES) == FORMATS == tuple(casts.ELEMENTS)
+    assert tuple(CAST_FORMATS) == FORMATS == tuple(casts.ELEMENTS)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_copies_are_the_nearest_numbers(name, dtype):
-    kind = COPIES[name]
+    kind = CAST_FORMATS[name]
     for matrix in matrices():
         largest = matrix.abs().max().expand(matrix.numel() // kind.block) if kind.of_tensor else None
         found = scaled(*coded(matrix.reshape(-1).to(dtype), kind, largest), kind).double().numpy()
@@ -50,14 +50,14 @@ def test_a_sum_of_two_numbers_is_rounded_once(name):
     generator = torch.Generator().manual_seed(4)
     high = torch.randn(ROWS, COLUMNS, generator=generator).to(torch.bfloat16).double()
     values = high + high * torch.randn(ROWS, COLUMNS, generator=generator).double() * 2.0**-26
-    found = scaled(*coded(values.reshape(-1), COPIES[name]), COPIES[name]).double().numpy()
+    found = scaled(*coded(values.reshape(-1), CAST_FORMATS[name]), CAST_FORMATS[name]).double().numpy()
     np.testing.assert_array_equal(found, casts.copy_of(values.numpy(), name).reshape(-1))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_value_that_is_not_finite_spoils_its_block_alone(name, bad):
-    kind = COPIES[name]
+    kind = CAST_FORMATS[name]
     values = torch.linspace(-1, 1, 96)
     values[40] = bad
     # The largest weight of a tensor with such a value is not finite either: then nothing of its copy is known.

@@ -9,7 +9,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, dtype_name, is_narrow, number_of
+from collage_agent.audit.parameters import SECOND_MOMENTS, CheckpointParameter, is_narrow, number_of
+from collage_agent.names import dtype_name
 from collage_agent.numerics.formats import format_of, ulp
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.audit.reading import Checkpoint
+from collage_agent.names import dtype_name
 from collage_agent.optim import (
     LOW_COMPONENT_SUFFIX,
     MASTER_PARAMETER,
@@ -27,7 +28,6 @@ __all__ = [
     "SECOND_MOMENTS",
     "CheckpointParameter",
     "checkpoint_parameters",
-    "dtype_name",
     "is_narrow",
     "number_of",
     "place_of",
@@ -193,11 +193,6 @@ def number_of(option: Any) -> float | None:
     if isinstance(option, int | float) or (isinstance(option, Tensor) and option.numel() == 1):
         return float(option)
     return None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype without torch's prefix."""
-    return str(dtype).removeprefix("torch.")
 
 
 def checkpoint_parameters(checkpoint: Checkpoint) -> tuple[list[CheckpointParameter], list[str]]:

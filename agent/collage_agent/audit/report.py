@@ -15,8 +15,9 @@ from msgspec import Struct
 from torch import Tensor
 
 from collage_agent.audit.findings import AuditFinding, findings_of
-from collage_agent.audit.parameters import CheckpointParameter, checkpoint_parameters, dtype_name, number_of
+from collage_agent.audit.parameters import CheckpointParameter, checkpoint_parameters, number_of
 from collage_agent.audit.reading import read_checkpoint
+from collage_agent.names import dtype_name
 from collage_agent.numerics.formats import format_of, gap_towards
 
 __all__ = [

@@ -21,9 +21,10 @@ from collage_agent.buckets.oracle_view import OracleView
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
-from collage_agent.numerics.formats import COPIES
+from collage_agent.numerics.formats import CAST_FORMATS
+from collage_agent.optim.stepping import local_part
 from collage_agent.sample import stored
-from collage_agent.sample.gather import BlockLayout, Staging, local
+from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats import MEASURES, StepView, Sums
@@ -77,7 +78,7 @@ class Bucket:
             key: torch.tensor(known).to(torch.float64).where(torch.tensor(known), torch.nan).to(self.layout.device)
             for key, known in (copies or {}).items()
         }
-        self._of_tensor = [known for key, known in (copies or {}).items() if COPIES[key].of_tensor]
+        self._of_tensor = [known for key, known in (copies or {}).items() if CAST_FORMATS[key].of_tensor]
         self.largest_before: Tensor | None = None
         self._padding, self._block_elements = [], []
         for slots in self._tiles():
@@ -199,7 +200,7 @@ class Bucket:
         found = []
         for index, (parameter, state) in enumerate(zip(self.parameters, states, strict=True)):
             keys = stored.stored_parameter((stored.PARAMETER, *state), self.intent.composition)
-            parts = [local(parameter if key == stored.PARAMETER else state[key]) for key in keys]
+            parts = [local_part(parameter if key == stored.PARAMETER else state[key]) for key in keys]
             known = self._of_tensor[0][index]
             found.append(largest_magnitude(parts) if known else torch.full((), torch.nan, device=parameter.device))
         return torch.stack(found)
@@ -257,7 +258,9 @@ class Bucket:
         keys = stored.stored_parameter(after, self.intent.composition)
         dtypes = [after[key].dtype for key in keys]
         tensor_of_block = self.layout.tensor_of_block[_blocks(slots, self.layout.block)]
-        known = {key: of[tensor_of_block] for key, of in self._copies.items() if is_wider(dtypes, COPIES[key])}
+        known = {
+            key: of[tensor_of_block] for key, of in self._copies.items() if is_wider(dtypes, CAST_FORMATS[key])
+        }
         if not known:
             return None
         ends: list[StoredWeights] = []

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
 from collage_agent.buckets.oracle_view import OracleView
-from collage_agent.buckets.totals import SIZES, BlockTotals, SampleSizes, estimated_totals
+from collage_agent.buckets.totals import SIZE_ROWS, BlockTotals, SampleSizes, estimated_totals
 from collage_agent.optim import CollageAdam, CollageAdamW, CollageLion
 from collage_agent.stats import replicas
 from collage_agent.stats.blocks import on_host
@@ -99,8 +99,8 @@ class BucketPlan:
         if self.out_of_step is not None:
             table = Table(table.statistics, self.layers, torch.where(self.out_of_step, torch.nan, table.array))
         if self._unseen is not None:
-            rest = torch.where(self._unseen, torch.nan, table.array[SIZES:])
-            table = Table(table.statistics, self.layers, torch.cat((table.array[:SIZES], rest)))
+            rest = torch.where(self._unseen, torch.nan, table.array[SIZE_ROWS:])
+            table = Table(table.statistics, self.layers, torch.cat((table.array[:SIZE_ROWS], rest)))
         found = [table]
         if self.replicated is not None:
             values, sizes = self.bucket.parameter_after, self.sizes

@@ -32,10 +32,10 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, statistic
 from collage_monitor.table import Axis, Table
 
-__all__ = ["BASE_STATISTICS", "SIZES", "BlockTotals", "SampleSizes", "TableUnion", "estimated_totals"]
+__all__ = ["BASE_STATISTICS", "SIZE_ROWS", "BlockTotals", "SampleSizes", "TableUnion", "estimated_totals"]
 
 _FIXED: Final = ("measured_steps", "elements", "sampled")
-SIZES: Final = len(_FIXED)
+SIZE_ROWS: Final = len(_FIXED)
 """The first rows of a table of totals: what is known of a tensor before anything is measured."""
 _PLACES: Final = 256
 _Part = tuple[tuple[str, ...], tuple[str, ...], torch.device]

@@ -21,7 +21,7 @@ from collage_agent.intent.selftest import SelfTestResult, run_selftest
 from collage_agent.intent.shadow import Shadow
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.optim import CollageOptimizer, known_strategy
-from collage_agent.sample.gather import local
+from collage_agent.optim.stepping import local_part
 from collage_agent.sample.stored import OURS, Composition
 
 __all__ = ["Intent", "IntentCache", "choose_intent"]
@@ -163,7 +163,7 @@ def _failure_on_device(optimizer: Optimizer, group: dict[str, Any], found: SelfT
 
     Steps a probe there twice; nothing of it is read.
     """
-    device = local(group["params"][0]).device if group["params"] else HOST
+    device = local_part(group["params"][0]).device if group["params"] else HOST
     if device.type in ("cpu", "meta"):
         return None
     name = type(optimizer).__name__

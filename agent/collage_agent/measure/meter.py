@@ -16,7 +16,8 @@ from collage_agent.measure.oracles import Oracles
 from collage_agent.measure.planning import Planner, Signature
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, Rotation, nan_where_skipped
 from collage_agent.measure.windows import Windows
-from collage_agent.sample.gather import BlockLayout, Views, local
+from collage_agent.optim.stepping import local_part
+from collage_agent.sample.gather import BlockLayout, Views
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.stats.counterfactuals import COUNTERFACTUAL_SUMS
 from collage_agent.training.parameters import WatchedParameter
@@ -220,7 +221,7 @@ def _tensors(root: object, known: Iterable[int]) -> Iterator[Tensor]:
             continue
         seen.add(id(found))
         if isinstance(found, Tensor):
-            yield local(found)
+            yield local_part(found)
         elif isinstance(found, list | tuple | set | frozenset):
             # Numbers, names and samples are as many as the tensors of a model.
             waiting += [entry for entry in found if type(entry) not in _NO_TENSORS]

@@ -13,8 +13,9 @@ from collage_agent.buckets.plan import BucketPlan
 from collage_agent.intent.clone import clone_value
 from collage_agent.intent.oracle import Oracle
 from collage_agent.measure.planning import Planner, step_counter_of
+from collage_agent.optim.stepping import local_part
 from collage_agent.sample import stored
-from collage_agent.sample.gather import BlockLayout, Staging, local
+from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.quantised import reading
 from collage_agent.stats.blocks import on_host
 from collage_agent.training.parameters import WatchedParameter
@@ -137,7 +138,7 @@ class Oracles:
                 watched.group,
                 step_counter_of(own),
                 len(own),
-                local(watched.parameter).device,
+                local_part(watched.parameter).device,
                 watched.parameter.dtype,
                 stored.elementwise_dtypes(watched.parameter, own),
             )

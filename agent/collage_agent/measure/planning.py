@@ -19,9 +19,9 @@ from collage_agent.buckets.touched_plan import TouchedPlan
 from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.oracle import Oracle
-from collage_agent.numerics.formats import COPIES, CopyFormat
+from collage_agent.numerics.formats import CAST_FORMATS, CastFormat
+from collage_agent.optim.stepping import local_part
 from collage_agent.sample import stored
-from collage_agent.sample.gather import local
 from collage_agent.sample.sampling import TensorSample, draw
 from collage_agent.training.parameters import WatchedParameter
 from collage_agent.training.shards import placed_alike
@@ -64,7 +64,7 @@ class Planner:
         self.intents = list(intents)
         self._seed = seed
         self._casts = tuple(casts)
-        self._least_block = max((COPIES[key].block for key in casts), default=1)
+        self._least_block = max((CAST_FORMATS[key].block for key in casts), default=1)
 
     def signature_of(self, optimizer: Optimizer, closure: bool, oracles: Sequence[Oracle] = ()) -> Signature:
         """What decides which tensors are stepped alike; steps are counted from the first tensor's."""
@@ -107,7 +107,7 @@ class Planner:
             dtypes = dtypes_of.get(form)
             if dtypes is None:
                 dtypes = dtypes_of[form] = stored.elementwise_dtypes(parameter, state)
-            kinds.setdefault((kind, local(parameter).device, parameter.dtype, dtypes), []).append(index)
+            kinds.setdefault((kind, local_part(parameter).device, parameter.dtype, dtypes), []).append(index)
         return found + [self._plan_bucket(members, signature.closure, cap, oracles) for members in kinds.values()]
 
     def _plan_touched(
@@ -135,7 +135,7 @@ class Planner:
         parameters = [self.watched[member].parameter for member in members]
         samples = [self.draw_sample(member, cap) for member in members]
         intent = _CLOSURE if closure else self.intents[watched.group]
-        copies = self.copies_known(members)
+        copies = self.casts_known(members)
         bucket = Bucket(members, parameters, samples, intent, knows_gradient=not closure, copies=copies)
         views = [
             OracleView(oracle, self.names_of(oracle.members), members, bucket.layout)
@@ -150,10 +150,11 @@ class Planner:
         """The layers that these watched parameters are."""
         return Axis(self.watched[member].name for member in members)
 
-    def copies_known(self, members: Sequence[int]) -> dict[str, list[bool]]:
+    def casts_known(self, members: Sequence[int]) -> dict[str, list[bool]]:
         """The formats of copies, and of which of these watched parameters a copy can be worked out from samples."""
         return {
-            key: [_copy_is_known(self.watched[member], COPIES[key]) for member in members] for key in self._casts
+            key: [_copy_is_known(self.watched[member], CAST_FORMATS[key]) for member in members]
+            for key in self._casts
         }
 
     def draw_sample(self, index: int, cap: int | Literal["all"]) -> TensorSample:
@@ -171,9 +172,9 @@ class Planner:
         )
 
 
-def _copy_is_known(watched: WatchedParameter, kind: CopyFormat) -> bool:
+def _copy_is_known(watched: WatchedParameter, kind: CastFormat) -> bool:
     """Whether what a copy depends on is here: blocks within rows, the whole tensor where that has a scale."""
-    shard, part = watched.shard, local(watched.parameter)
+    shard, part = watched.shard, local_part(watched.parameter)
     whole = shard.elements == math.prod(shard.shape)
     if kind.block == 1:
         return True

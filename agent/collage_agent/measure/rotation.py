@@ -19,7 +19,7 @@ from collage_agent.buckets.plan import BucketPlan
 from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.whole_tensor import WholeTensor, WholeTensorStep
 from collage_agent.measure.planning import Planner
-from collage_agent.sample.gather import local
+from collage_agent.optim.stepping import local_part
 from collage_agent.sample.sampling import TensorSample
 from collage_agent.training.parameters import WatchedParameter
 from collage_monitor.table import Table
@@ -148,7 +148,7 @@ def too_large(entry: WatchedParameter, bound: int | None = ELEMENTS_A_STEP) -> b
 def is_whole(entry: WatchedParameter) -> bool:
     """Whether all of the tensor is here."""
     parameter, shard = entry.parameter, entry.shard
-    whole = local(parameter) is parameter and shard.start is None and parameter.numel() == shard.elements > 0
+    whole = local_part(parameter) is parameter and shard.start is None and parameter.numel() == shard.elements > 0
     return whole and tuple(parameter.shape) == shard.shape
 
 
@@ -167,6 +167,6 @@ def _is_dense(gradient: Tensor | None) -> bool:
 def _planned(index: int, planner: Planner, intent: WholeTensor) -> BucketPlan:
     entry = planner.watched[index]
     turn = WholeTensorStep(intent, entry.parameter)
-    sample, copies = planner.draw_sample(index, "all"), planner.copies_known([index])
+    sample, copies = planner.draw_sample(index, "all"), planner.casts_known([index])
     bucket = _WholeBucket(index, entry.parameter, sample, turn, copies)
     return BucketPlan(bucket, entry.group, planner.names_of([index]))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "COPIES",
-    "CopyFormat",
+    "CAST_FORMATS",
+    "CastFormat",
     "Format",
     "coded",
     "format_of",
@@ -209,7 +209,7 @@ def _random_low_bits(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class CopyFormat:
+class CastFormat:
     """What a copy of weights is kept in: numbers of `bits` significant bits, normal from `smallest`, to `largest`.
 
     `dtype`: torch's own, whose overflow is infinity; without one, numbers beyond the largest become the largest.
@@ -224,27 +224,27 @@ class CopyFormat:
     of_tensor: bool = False
 
 
-COPIES: Final = {
-    "bf16": CopyFormat(8, 2.0**-126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
-    "fp16": CopyFormat(11, 2.0**-14, 65504.0, torch.float16),
-    "fp8_e4m3": CopyFormat(4, 2.0**-6, 448.0),
-    "fp8_e5m2": CopyFormat(3, 2.0**-14, 57344.0),
-    "mxfp8": CopyFormat(4, 2.0**-6, 448.0, block=32),
-    "nvfp4": CopyFormat(2, 1.0, 6.0, block=16, of_tensor=True),
+CAST_FORMATS: Final = {
+    "bf16": CastFormat(8, 2.0**-126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
+    "fp16": CastFormat(11, 2.0**-14, 65504.0, torch.float16),
+    "fp8_e4m3": CastFormat(4, 2.0**-6, 448.0),
+    "fp8_e5m2": CastFormat(3, 2.0**-14, 57344.0),
+    "mxfp8": CastFormat(4, 2.0**-6, 448.0, block=32),
+    "nvfp4": CastFormat(2, 1.0, 6.0, block=16, of_tensor=True),
 }
 _EXPONENT: Final = 0x7FF << 52
 _ROUNDS_TO_WHOLE: Final = 1.5 * 2.0**52
-_SCALES: Final = COPIES["fp8_e4m3"]
+_SCALES: Final = CAST_FORMATS["fp8_e4m3"]
 """What NVFP4 keeps its blocks' scales in."""
 _LARGEST_FP32: Final = torch.finfo(torch.float32).max
 
 
-def scaled(numbers: Tensor, scales: Tensor | None, kind: CopyFormat) -> Tensor:
+def scaled(numbers: Tensor, scales: Tensor | None, kind: CastFormat) -> Tensor:
     """What the numbers of `coded` stand for: [n], exact in fp64; without scales the numbers themselves."""
     return numbers if scales is None else numbers.view(-1, kind.block).mul(scales).view(-1)
 
 
-def coded(values: Tensor, kind: CopyFormat, largest: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def coded(values: Tensor, kind: CastFormat, largest: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The numbers that a copy of weights keeps: [n], and what each block's are times, fp64 [n / block, 1]; or None.
 
     values: fp32 or fp64 [n], blocks of `kind.block` one after the other; largest fp32 [n / block]: the largest
@@ -282,12 +282,12 @@ def round_to_grid(values: Tensor, bits: int, smallest: float) -> tuple[Tensor, T
     return large.add(values).sub_(large), gap
 
 
-def _saturated(values: Tensor, kind: CopyFormat) -> Tensor:
+def _saturated(values: Tensor, kind: CastFormat) -> Tensor:
     bounded = values.clamp(-kind.largest, kind.largest)
     return round_to_grid(torch.where(values.isfinite(), bounded, torch.nan), kind.bits, kind.smallest)[0]
 
 
-def _power_of_two_scale(largest: Tensor, kind: CopyFormat) -> Tensor:
+def _power_of_two_scale(largest: Tensor, kind: CastFormat) -> Tensor:
     """The smallest power of two that brings `largest` fp64 within the format; NaN where it is not finite."""
     mantissa, exponent = torch.frexp(largest)
     own_mantissa, own_exponent = math.frexp(kind.largest)
@@ -295,7 +295,7 @@ def _power_of_two_scale(largest: Tensor, kind: CopyFormat) -> Tensor:
     return torch.where(largest.isfinite(), _power_of_two(exponent.to(torch.int64)), torch.nan)
 
 
-def _coded_with_two_scales(values: Tensor, kind: CopyFormat, largest: Tensor) -> tuple[Tensor, Tensor]:
+def _coded_with_two_scales(values: Tensor, kind: CastFormat, largest: Tensor) -> tuple[Tensor, Tensor]:
     blocks = values.to(torch.float32).view(-1, kind.block)
     whole = largest.to(torch.float32).unsqueeze(1)
     # A number over a tensor would be the tensor's reciprocal times the number: two roundings.

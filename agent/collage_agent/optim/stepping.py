@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from collage_agent.optim import codes
 from collage_agent.optim.advance import Step, advance_in_storage, advance_in_wide
@@ -32,6 +34,7 @@ __all__ = [
     "wide_dtype",
 ]
 
+_PLAIN: Final = {Tensor, Parameter}
 _CPU_CHUNK_ELEMENTS = 1 << 17
 _CPU_SHORT_CHUNK_ELEMENTS = 1 << 16
 _DEVICE_CHUNK_ELEMENTS = 1 << 22
@@ -62,6 +65,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that lives here; a plain tensor itself."""
+    if type(tensor) in _PLAIN:
+        return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 

@@ -13,23 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
+from collage_agent.optim.stepping import local_part
 from collage_agent.sample.sampling import TensorSample
 
-__all__ = ["BlockLayout", "Staging", "Views", "largest_magnitudes", "local"]
+__all__ = ["BlockLayout", "Staging", "Views", "largest_magnitudes"]
 
 _PLAIN: Final = {Tensor, Parameter}
 _EMPTY: Final = np.empty(0, dtype=np.int64)
 _MOST_BLOCKS: Final = 2**40
 _MANY: Final = 16
 """Tensors of one shape that are joined as they are: below that, a call for them costs more than views of them."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The shard of a distributed tensor that lives on this rank; any other tensor as it is."""
-    if type(tensor) in _PLAIN:
-        return tensor
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -52,8 +45,8 @@ class BlockLayout:
 
     def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
         self.block = samples[0].block
-        self.device = local(parameters[0]).device
-        self._orders = [_memory_order(local(parameter)) for parameter in parameters]
+        self.device = local_part(parameters[0]).device
+        self._orders = [_memory_order(local_part(parameter)) for parameter in parameters]
         self._parts = [
             None if sample.start is None else slice(sample.start, sample.start + sample.elements)
             for sample in samples
@@ -195,7 +188,7 @@ class BlockLayout:
         return sampled, pieces
 
     def _flat(self, index: int, tensor: Tensor) -> Tensor:
-        tensor = local(tensor)
+        tensor = local_part(tensor)
         order = self._orders[index]
         if order is not None:
             tensor = tensor.permute(order)
@@ -239,7 +232,7 @@ class Views:
         contiguous = layout.row_major and all(tensor.is_contiguous() for tensor in viewed)
         # A tensor that is not contiguous was copied, not viewed: it must be read again each time.
         self.of, self._addresses = (viewed, addresses) if contiguous else ([], [])
-        theirs = set() if contiguous else {_address(local(tensor)) for tensor in viewed}
+        theirs = set() if contiguous else {_address(local_part(tensor)) for tensor in viewed}
         made = () if contiguous else (*self.sampled, *self.pieces)
         self.copies = [view for view in made if _address(view) not in theirs]
         # What has become smaller, or of another dtype, torch refuses: "clip" would read other blocks.

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, PARAMETER_LOW, SCALE_SUFFIX
 from collage_agent.optim.codes import decoded
-from collage_agent.sample.gather import local
+from collage_agent.optim.stepping import local_part
 
 __all__ = ["completes_another", "dequantised", "is_quantised", "reading", "reading_dtype", "stored_tensors"]
 
@@ -33,7 +33,7 @@ def is_quantised(tensor: Tensor) -> bool:
 
 def dequantised(tensor: Tensor) -> Tensor:
     """The numbers, in the float dtype that the class computes in; of a distributed tensor this rank's shard."""
-    tensor = local(tensor)
+    tensor = local_part(tensor)
     return tensor.dequantize() if is_quantised(tensor) else tensor
 
 
@@ -46,7 +46,7 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
         return []
     if type(tensor) in _PLAIN:
         return [tensor]
-    tensor = local(tensor.detach()) if not is_quantised(tensor) else tensor
+    tensor = local_part(tensor.detach()) if not is_quantised(tensor) else tensor
     if not is_quantised(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -58,12 +58,12 @@ def reading(state: Mapping[str, Any], key: str) -> Tensor:
     tensor: Tensor = state[key]
     if _is_coded(state, key):
         parts = (key, key + LOW_COMPONENT_SUFFIX, key + SCALE_SUFFIX)
-        numbers = decoded({part: local(state[part]) for part in parts if part in state}, key)
+        numbers = decoded({part: local_part(state[part]) for part in parts if part in state}, key)
         return tensor if numbers is None else numbers
     table, scales = _table_and_scales(state, key)
     if table is not None and scales is not None and tensor.dtype == torch.uint8:
         return _blockwise(tensor, table, scales)
-    return tensor if type(tensor) in _PLAIN or not is_quantised(local(tensor)) else dequantised(tensor)
+    return tensor if type(tensor) in _PLAIN or not is_quantised(local_part(tensor)) else dequantised(tensor)
 
 
 def reading_dtype(state: Mapping[str, Any], key: str) -> torch.dtype:
@@ -75,7 +75,7 @@ def reading_dtype(state: Mapping[str, Any], key: str) -> torch.dtype:
         return tensor.dtype
     table, scales = _table_and_scales(state, key)
     bytes_of_table = table is not None and scales is not None and tensor.dtype == torch.uint8
-    return torch.float32 if bytes_of_table or is_quantised(local(tensor)) else tensor.dtype
+    return torch.float32 if bytes_of_table or is_quantised(local_part(tensor)) else tensor.dtype
 
 
 def completes_another(state: Mapping[str, Any], key: str) -> bool:

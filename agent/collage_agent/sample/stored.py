@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_agent.optim import LOW_COMPONENT_SUFFIX, MASTER_PARAMETER, PARAMETER_LOW
-from collage_agent.sample.gather import local
+from collage_agent.optim.stepping import local_part
 from collage_agent.sample.quantised import completes_another, is_quantised, reading_dtype
 from collage_agent.sample.remainders import SIGNED_BITS, SIGNED_BYTE, RemainderCode
 
@@ -118,7 +118,7 @@ def factored_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Ten
     """
     shape = tuple(parameter.shape)
     quantised = (
-        is_quantised(local(value)) or reading_dtype(state, key) != value.dtype
+        is_quantised(local_part(value)) or reading_dtype(state, key) != value.dtype
         for key, value in elementwise_state(parameter, state).items()
     )
     if len(shape) < 2 or any(quantised):
@@ -151,7 +151,7 @@ def form_of(parameter: Tensor, state: Mapping[str, Any]) -> object:
         if kind is Tensor:
             found += (key, value.dtype, value.shape == shape)
         elif isinstance(value, Tensor):
-            found += (key, value.dtype, value.shape == shape, kind, type(local(value)))
+            found += (key, value.dtype, value.shape == shape, kind, type(local_part(value)))
         else:
             found += (key, kind)
     return tuple(found)

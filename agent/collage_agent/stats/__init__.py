@@ -1,8 +1,9 @@
 """How each statistic is measured: pure functions from a view of the step to sums, still on the device.
 
-A module here measures what the module of the same name in `collage_monitor.statistics` defines. What is measured
-at every measured step has a function from a `StepView` to `Sums`; other packages add theirs through the entry-point
-group `collage_agent.statistics`, under the name of their definition. Nothing here reads a value back.
+A module here measures what the module of the same name in `collage_monitor.statistics` defines; the other modules
+hold what several of them use. What is measured at every measured step has a function from a `StepView` to `Sums`;
+other packages add theirs through the entry-point group `collage_agent.statistics`, under the name of their
+definition. Nothing here reads a value back.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from collage_agent.numerics.formats import COPIES, CopyFormat, coded, scaled
+from collage_agent.numerics.formats import CAST_FORMATS, CastFormat, coded, scaled
 from collage_agent.sample.gather import largest_magnitudes
 from collage_agent.stats.blocks import block_sums, nonfinite, zero_excluded
 from collage_agent.stats.view import Copies, StepView, StoredWeights, Sums, named
@@ -37,7 +37,7 @@ def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: i
     """
     keys, found = [], []
     for key, nan_where_unknown in copies.nan_where_unknown.items():
-        kind = COPIES[key]
+        kind = CAST_FORMATS[key]
         number, value = _copy(copies.after, kind, block)
         number_before, value_before = _copy(copies.before, kind, block)
         change = value.to(torch.float64).sub_(value_before)
@@ -56,7 +56,7 @@ def cast_block_sums(copies: Copies, intended: Tensor, excluded: Tensor, block: i
     return named(keys, torch.cat(found))
 
 
-def is_wider(dtypes: Sequence[torch.dtype], kind: CopyFormat) -> bool:
+def is_wider(dtypes: Sequence[torch.dtype], kind: CastFormat) -> bool:
     """Whether a weight that is a sum of numbers of these dtypes has more bits than a copy of this kind."""
     return len(dtypes) > 1 or _SIGNIFICANT_BITS.get(dtypes[0], 0) > kind.bits
 
@@ -77,7 +77,7 @@ def largest_magnitude(components: Sequence[Tensor]) -> Tensor:
     return torch.stack(found).amax().to(torch.float32)
 
 
-def _copy(weights: StoredWeights, kind: CopyFormat, block: int) -> tuple[Tensor, Tensor]:
+def _copy(weights: StoredWeights, kind: CastFormat, block: int) -> tuple[Tensor, Tensor]:
     """The numbers that the copy keeps, and those that it stands for."""
     largest = None
     if kind.of_tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from collage_agent.sample.gather import local
+from collage_agent.optim.stepping import local_part
 from collage_agent.training.subgroups import Fragment, SubGroup
 
 __all__ = ["Shard", "Sharding", "placed_alike", "stepping_optimizer"]
@@ -77,7 +77,7 @@ class Sharding:
             yield name, self._shard(parameter), None
 
     def _shard(self, parameter: Tensor) -> Shard:
-        shape, elements = tuple(parameter.shape), local(parameter).numel()
+        shape, elements = tuple(parameter.shape), local_part(parameter).numel()
         if not self._spread:
             return Shard(shape, elements)
         if hasattr(parameter, "placements"):

@@ -18,9 +18,10 @@ from collage_agent.intent.before_after import BeforeAfter
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.whole_tensor import WholeTensor
 from collage_agent.measure.rotation import ELEMENTS_A_STEP, too_large
+from collage_agent.names import dtype_name
 from collage_agent.optim import CollageOptimizer
+from collage_agent.optim.stepping import local_part
 from collage_agent.options import WatchOptions
-from collage_agent.sample.gather import local
 from collage_agent.sample.quantised import is_quantised, reading_dtype, stored_tensors
 from collage_agent.sample.remainders import codes_of
 from collage_agent.sample.stored import OURS, PLAIN, Composition, elementwise_state, factored_state, form_of
@@ -51,7 +52,7 @@ def describe(
     reasons: dict[str, None] = {}
     kinds = _kinds_of(optimizer, watched, intents)
     for entry, elements in kinds:
-        dtypes[_name(entry.parameter.dtype)] += elements
+        dtypes[dtype_name(entry.parameter.dtype)] += elements
         intent = intents[entry.group]
         sources["whole-tensor" if isinstance(intent, WholeTensor) else intent.kind] += elements
         if isinstance(intent, WholeTensor):
@@ -186,7 +187,7 @@ def bytes_per_parameter(optimizers: Sequence[Optimizer]) -> float | None:
         for tensor in _tensors_of(parameter, state):
             for part in stored_tensors(tensor):
                 places.setdefault(part.device, []).extend((part.data_ptr(), _bytes_spanned(part)))
-    elements = sum([local(parameter).numel() for parameter in states])
+    elements = sum([local_part(parameter).numel() for parameter in states])
     return sum(map(_bytes_covered, places.values())) / elements if elements else None
 
 
@@ -234,15 +235,15 @@ def _fingerprint(
     watched = [entry for entry, _ in kinds]
     for entry, elements in kinds:
         parameter = entry.parameter
-        parameters[_name(parameter.dtype)] += elements
+        parameters[dtype_name(parameter.dtype)] += elements
         composition = intents[entry.group].composition
         if (gradient := composition.gradient_of(parameter)) is not None:
-            gradients[_name(gradient.dtype)] += elements
+            gradients[dtype_name(gradient.dtype)] += elements
         state = optimizer.state.get(parameter, {})
         for key in elementwise_state(parameter, state):
             states.setdefault(key, set()).add(_kept_as(state, key, composition))
         for key, value in factored_state(parameter, state).items():
-            factored.setdefault(key, set()).add(_name(value.dtype))
+            factored.setdefault(key, set()).add(dtype_name(value.dtype))
     # Before the first step there are no states: what was seen at attach is what will be there.
     seen = {intents[entry.group].composition: None for entry in watched}
     made = [one for one in seen if states or one is not OURS]
@@ -323,7 +324,7 @@ def _unexplained(optimizer: Optimizer, entry: WatchedParameter, intent: Intent) 
         return intent.unexplained
     state = optimizer.state.get(entry.parameter, {})
     found = [
-        f"{key} ({_name(value.dtype)})"
+        f"{key} ({dtype_name(value.dtype)})"
         for key, value in elementwise_state(entry.parameter, state).items()
         if any(codes_of(reading_dtype(state, key), entry.parameter.dtype))
     ]
@@ -342,23 +343,25 @@ def _cast_remainders(
         remainder = optimizer.state.get(entry.parameter, {}).get(str(composition.residual))
         if remainder is not None and remainder.is_floating_point():
             yield (
-                f"the integer remainder {composition.residual} has become {_name(remainder.dtype)}: loading a "
+                f"the integer remainder {composition.residual} has become {dtype_name(remainder.dtype)}: loading a "
                 "checkpoint with load_state_dict casts it, and most of its bits are lost"
             )
 
 
 def _kept_as(state: Mapping[str, Any], key: str, composition: Composition = PLAIN) -> str:
     """In words: a dtype, how integers complete the weight, or how a state is quantised."""
-    tensor: Tensor = local(state[key])
+    tensor: Tensor = local_part(state[key])
     if is_quantised(tensor):
         return f"{type(tensor).__name__}, quantised"
     if tensor.dtype == torch.uint8 and reading_dtype(state, key) != torch.uint8:
         return "8-bit blocks, quantised"
     if key == composition.residual and composition.code is not None and not tensor.is_floating_point():
-        return f"{_name(tensor.dtype)}: {composition.code.words}"
+        return f"{dtype_name(tensor.dtype)}: {composition.code.words}"
     if reading_dtype(state, key) != tensor.dtype:
-        return f"{_name(tensor.dtype)} and bits beside it" if tensor.is_floating_point() else "codes, quantised"
-    return _name(tensor.dtype)
+        return (
+            f"{dtype_name(tensor.dtype)} and bits beside it" if tensor.is_floating_point() else "codes, quantised"
+        )
+    return dtype_name(tensor.dtype)
 
 
 def _implementation(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -> str:
@@ -372,7 +375,7 @@ def _implementation(optimizer: Optimizer, watched: Sequence[WatchedParameter]) -
         return "foreach" if group["foreach"] else "for-loop"
     if not type(optimizer).__module__.startswith("torch.optim"):
         return _UNKNOWN
-    on_device = any(local(entry.parameter).device.type != "cpu" for entry in watched)
+    on_device = any(local_part(entry.parameter).device.type != "cpu" for entry in watched)
     return "foreach" if on_device else "for-loop"
 
 
@@ -401,7 +404,3 @@ def _cast_master(key: str) -> str:
         f"the master weight {key} has the dtype of the weight: loading a checkpoint with load_state_dict casts it; "
         "make it anew in fp32 after loading"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

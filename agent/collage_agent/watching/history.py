@@ -196,7 +196,12 @@ def _rules(names: Sequence[str], device: torch.device) -> Rules:
 
 
 def _reduced(values: Tensor, rules: Rules) -> Tensor:
-    """values [parts, statistics, …] merged over the parts, each statistic by its rule; NaN is "not reported"."""
+    """values [parts, statistics, …] merged over the parts, each statistic by its rule; NaN is "not reported".
+
+    The rules are those of `collage_monitor.statistics.merge`, written in torch: reading the tables back for it
+    would synchronise the device. `tests/agent/watching/test_history.py` holds the two equal, for each rule of the
+    catalogue.
+    """
     merged = torch.full_like(values[0], torch.nan)
     for rule, rows in rules.items():
         part = values.index_select(1, rows)

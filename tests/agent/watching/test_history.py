@@ -7,6 +7,7 @@ from collage_agent.measurement import Layout, Measurement
 from collage_agent.watching.history import MODEL, StepHistory
 
 from collage_monitor import wire
+from collage_monitor.metrics import STATISTICS, statistic
 from collage_monitor.statistics import reduce_shards, reduce_steps
 
 KEYS = (
@@ -21,6 +22,7 @@ KEYS = (
     "variance_denominator/edq_ratio",
     "covariance/edq_ratio",
     "window_active/8",
+    "fourth_moment/edq_ratio",
 )
 LAYERS = 5
 
@@ -57,6 +59,13 @@ def merged(measurements):
     keys = dict.fromkeys(key for table in tables for key in table)
     gap = np.full(width + 1, np.nan)
     return reduce_steps({key: np.stack([table.get(key, gap) for table in tables]) for key in keys}, axis=0)
+
+
+def test_every_merge_rule_of_the_catalogue_is_compared_with_the_contract():
+    compared = [statistic(key) for key in KEYS]
+    for rule in ("over_shards", "over_steps"):
+        used = {getattr(entry, rule) for entry in STATISTICS.values()}
+        assert {getattr(entry, rule) for entry in compared} == used
 
 
 @pytest.mark.parametrize("room", [1, 4_000, 10**6], ids=["hardly any room", "little room", "room for all"])
