@@ -1,8 +1,9 @@
 """Types of the catalogue: statistics and how they merge, the metrics made of them, strategies.
 
-A `Definition` holds one diagnostic. The project's own are the modules of `collage_monitor.statistics`; other
-packages add theirs through the entry-point group of that name. The function that measures a statistic has the same
-name in the agent (`collage_agent.stats`, entry-point group `collage_agent.statistics`).
+A `Definition` holds one diagnostic. The project's own stand in `collage_monitor.statistics`, a family of them a
+module; the agent measures them in the module of the same name (`collage_agent.stats`), where it has one. Other
+packages add a definition through the entry-point group `collage_monitor.statistics`, and what measures it through
+`collage_agent.statistics`, both under one name.
 """
 
 from __future__ import annotations

@@ -63,7 +63,10 @@ _METRICS_A_QUESTION: Final = 20
 
 
 def read_evidence(client: Client, run_id: str) -> Evidence:
-    """The same as the run's own process judges by, of all ranks together; a question a metric of the layers.
+    """What the run's own process judges by, of all ranks together; a question a metric of the layers.
+
+    Where the governor lengthened the interval, the recent past of a run of more than _POINTS measured steps may
+    begin later here than in the run's process: an answer does not tell how many steps a point merges.
 
     Raises:
         CollageError: the server does not answer, or refuses.
@@ -137,7 +140,11 @@ def _numbers(values: Sequence[Number | None]) -> list[float]:
 
 
 def _begin_of_recent_past(client: Client, run_id: str, watch: WatchInfo | None) -> int | None:
-    """The first step of the recent past; Σ u² of a point is its mean norm squared times its measured steps."""
+    """The first step of the recent past; Σ u² of a point is its mean norm squared times its measured steps.
+
+    An answer does not carry that number. Here it is what `watch.every` gives: too many where the governor
+    lengthened the interval and the point merges several steps, so the recent past may hold fewer than it should.
+    """
     norms = client.series(run_id, "intended_norm", points=_POINTS)
     every = watch.every if watch and watch.every else 1
     measured = [(last - first) // every + 1.0 for first, last in zip(norms.first_steps, norms.steps, strict=True)]

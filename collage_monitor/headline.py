@@ -42,7 +42,7 @@ def headline(
             parts.append(_losing(judgement, evidence, since, changed))
         elif finding.health == "states are stuck":
             state = finding.key.partition("/")[2]
-            parts.append(f"{state} stuck{_since((states_since or {}).get(state), evidence)}")
+            parts.append(f"{state} stuck{_since((states_since or {}).get(state))}")
         elif finding.health not in {"losing updates", "healthy", "unknown"}:
             parts.append(finding.text)
     if not parts:
@@ -77,7 +77,7 @@ def _losing(judgement: Judgement, evidence: Evidence, since: int | None, changed
         text = f"loses {percent(lost)} of its updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
     else:
         text = "loses updates" + (f" (EDQ {edq:.3f})" if edq is not None else "")
-    text += _since(since, evidence)
+    text += _since(since)
     where = _where(evidence, changed if since is not None else ())
     return f"{text}, {where}" if where else text
 
@@ -90,7 +90,7 @@ def _short_by(judgement: Judgement) -> tuple[float, str]:
     return 0.0, ""
 
 
-def _since(step: int | None, evidence: Evidence) -> str:
+def _since(step: int | None) -> str:
     return "" if step is None else f" since step {step:,}"
 
 

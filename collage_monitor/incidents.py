@@ -22,9 +22,9 @@ from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import Onset
 from collage_monitor.wire import Number, from_number
 
-__all__ = ["COMPARED", "SETTLED_STEPS", "read_incident"]
+__all__ = ["COMPARED_METRICS", "STEPS_AFTER_ALERT", "read_incident"]
 
-COMPARED: Final = (
+COMPARED_METRICS: Final = (
     "learning_rate",
     "loss",
     "grad_norm",
@@ -58,7 +58,7 @@ _BESIDE: Final = 16
 """Points of the series on either side that are merged."""
 _LOOK_BACK_SECONDS: Final = 3600.0
 _FEWEST_POINTS: Final = 48
-SETTLED_STEPS: Final = 32
+STEPS_AFTER_ALERT: Final = 32
 """Measured steps after the alert that are looked at, too: they place the change."""
 _METRICS_A_QUESTION: Final = 20
 _EVENTS_SINCE: Final = 100
@@ -98,7 +98,7 @@ class _Reader:
         if key is None or self._step is None:
             return IncidentEvidence(incident, run, self._step, metric, events=events)
         every = run.watch.every if run.watch else 1
-        last = self._step + SETTLED_STEPS * every
+        last = self._step + STEPS_AFTER_ALERT * every
         series = self._client.series(run.run_id, key, points=_POINTS, axis="time", last_step=last)
         onset = self._onset(metric, series, last) if metric else None
         split, held_since = self._split(series, metric)
@@ -207,8 +207,10 @@ class _Reader:
     def _merged(self, first: int, last: int) -> list[wire.Series]:
         run = self._run
         logged = {*run.scalars, *(["clip_ratio"] if "grad_norm_unclipped" in run.scalars else [])}
-        measured = [key for name in COMPARED for key in run.latest if split_key(key)[0] == name and name in METRICS]
-        keys = [*measured, *(name for name in COMPARED if name in logged)]
+        measured = [
+            key for name in COMPARED_METRICS for key in run.latest if split_key(key)[0] == name and name in METRICS
+        ]
+        keys = [*measured, *(name for name in COMPARED_METRICS if name in logged)]
         found: list[wire.Series] = []
         for start in range(0, len(keys), _METRICS_A_QUESTION):
             some = keys[start : start + _METRICS_A_QUESTION]

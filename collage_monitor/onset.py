@@ -1,12 +1,12 @@
 """Since when something is different: the change point of series over measured steps, and the layers that changed.
 
-A change is abrupt: a step, or a ramp of a few points. What bends slowly is none: a trend that a learning rate's
-schedule makes, a warm-up, or noise that hangs together from step to step.
+A change is abrupt: a step, or a ramp of a few points. A slow bend is not a change: a learning-rate trend, a
+warm-up, or autocorrelated noise.
 
 1. At each place a line is fitted to the points before it and one to those after; their distance there is the jump
    (a boundary kernel of local linear regression, which lines and parabolas pass through unseen: Loader, Annals of
-   Statistics 24, 1996). A jump counts by its size over the median absolute jump of the series, a noise level that
-   hanging together has already entered.
+   Statistics 24, 1996). A jump counts by its size over the median absolute jump of the series, a noise level
+   that already includes autocorrelation.
 2. Around the largest, a parabola with a ramp must be far likelier than one with a bend, or it was a bend. Both have
    one shape to place and one height, so the ratio of their likelihoods is (squares of the bend / squares of the
    ramp)^(n/2) for n points. 1000 : 1 is asked for: a run has some ten windows that do not share points, so in one
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["LayerChange", "Onset", "describe", "find_onset", "never_better", "since_in_words"]
+__all__ = ["LayerChange", "Onset", "describe", "find_onset", "first_step_if_always_below", "since_in_words"]
 
 Array = NDArray[np.float64]
 
@@ -72,7 +72,8 @@ class Onset:
     layers: tuple[LayerChange, ...] = ()
 
     def explains(self, ideal: float, tolerance: float = 0.0) -> bool:
-        """Whether a metric is what it is since then: most of its distance to the ideal came then, or some went.
+        """Whether this change explains the present value: most of the distance to the ideal arose at it, or it
+        shrank the distance.
 
         A small step of a series that declines all the while is no answer to "since when". Within `tolerance` of the
         ideal there is nothing to explain, and what changed in single layers is the news.
@@ -156,8 +157,8 @@ def describe(onset: Onset, metric: str) -> str:
     return f"{text}; {many} changed, most {first.layer} ({first.before:.3f} to {first.after:.3f})"
 
 
-def never_better(steps: Sequence[int], values: ArrayLike, bound: float) -> int | None:
-    """The first measured step of a series that was below `bound` from there on; None of one that ever was not.
+def first_step_if_always_below(steps: Sequence[int], values: ArrayLike, bound: float) -> int | None:
+    """The first measured step, if the series was below `bound` at every measured step; else None.
 
     steps, values: [points]; NaN is "not measured".
     """
@@ -175,7 +176,7 @@ def since_in_words(
     """
     if onset is not None and onset.explains(1.0, tolerance):
         return describe(onset, metric)
-    first = never_better(steps, values, 1 - tolerance)
+    first = first_step_if_always_below(steps, values, 1 - tolerance)
     return (
         None
         if first is None
@@ -212,8 +213,8 @@ def _jump_kernel(times: Array) -> Array:
 
 
 def _promising(series: Array, kernel: Array) -> list[int]:
-    """Series with a jump beyond what noise that does not hang together makes: by the second differences, which a
-    trend passes through unseen."""
+    """Series with a jump beyond what white noise makes: by the second differences, which a trend passes through
+    unseen."""
     noise = _TO_DEVIATION * np.median(np.abs(np.diff(series, 2)), axis=1) / np.sqrt(6)
     expected = noise * np.sqrt((kernel**2).sum(1).max())
     return [int(index) for index in np.flatnonzero(np.abs(series @ kernel.T).max(1) > _PROMISING * expected)]
@@ -286,7 +287,7 @@ def _without_parabola(times: Array, values: Array) -> Array:
 
 
 def _common(found: Mapping[int, _Ramp], series: Array, times: Array) -> tuple[_Ramp, set[int]]:
-    """The ramp of the series that changed together, the largest company of them; and who they are."""
+    """The ramp of the largest group that changed together, and its members."""
     at = {index: ramp.start for index, ramp in found.items()}
 
     def company(index: int) -> set[int]:

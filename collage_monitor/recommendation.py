@@ -45,8 +45,8 @@ def recommendation(results: Sequence[StrategyResult]) -> Recommendation:
     words = f"Train with {chosen.title}: of what was compared, "
     words += "only it is known to keep its updates" if len(fit) == 1 else "it keeps its updates in the fewest bytes"
     if len(results) == 1:
-        words = f"{chosen.title} keeps its updates, and nothing is beside it to compare it with"
-    words += f" ({size.value:.3g} a parameter)" if size else ""
+        words = f"{chosen.title} keeps its updates; there is no other strategy here to compare it with"
+    words += f" ({size.value:.3g} bytes a parameter)" if size else ""
     words += _of_the_gap(chosen, reference)
     return Recommendation(chosen, f"{words}.", (*reasons, *_not_compared(chosen, results)))
 

@@ -34,8 +34,8 @@ __all__ = [
     "about_runs",
     "about_the_server",
     "alert",
-    "alerts_from",
     "duration",
+    "enabled_alerts",
 ]
 
 SEVERITIES: Final[tuple[Severity, ...]] = ("info", "warning", "critical")
@@ -73,7 +73,7 @@ def alert(name: str) -> Alert:
         raise CatalogueError(f"no alert is called {name!r}; choose one of {', '.join(ALERTS)}") from None
 
 
-def alerts_from(severity: Severity | None = None) -> list[Alert]:
+def enabled_alerts(severity: Severity | None = None) -> list[Alert]:
     """The alerts that are on by default; with a severity, these and all that are at least as severe."""
     least = len(SEVERITIES) if severity is None else SEVERITIES.index(severity)
     return [entry for entry in ALERTS.values() if entry.on_by_default or SEVERITIES.index(entry.severity) >= least]

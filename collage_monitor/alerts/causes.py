@@ -6,14 +6,14 @@ decides nothing, and is said.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from collage_monitor import wire
+from collage_monitor.judgement import finite
 from collage_monitor.onset import Onset
-from collage_monitor.wire import Number, from_number
+from collage_monitor.wire import Number
 
 __all__ = [
     "CauseVerdict",
@@ -78,7 +78,7 @@ class Span:
 
     def number(self, key: str) -> float | None:
         """The value, None where it is undefined, not finite or not reported."""
-        return _finite(self.values.get(key))
+        return finite(self.values.get(key))
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,5 @@ def tokens_a_step(evidence: IncidentEvidence) -> tuple[float, float] | None:
 def _growth(span: Span | None, key: str) -> float | None:
     if span is None or span.last_step <= span.first_step:
         return None
-    low, high = _finite(span.lowest.get(key)), _finite(span.highest.get(key))
+    low, high = finite(span.lowest.get(key)), finite(span.highest.get(key))
     return None if low is None or high is None else (high - low) / (span.last_step - span.first_step)
-
-
-def _finite(value: Number | None) -> float | None:
-    plain = None if value is None else from_number(value)
-    return plain if plain is not None and math.isfinite(plain) else None

@@ -102,8 +102,8 @@ class Alert:
     `first_step` says what to look at or do first. `conditions`: what `expression` was made of, one of which must
     hold; the first that holds for a run fires alone, so that one fault is one incident. The server evaluates
     these, and an alert without any is left to Prometheus. A run is not judged in its
-    first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: without being asked for by
-    severity. `scope` "server": it is about the server, not a run.
+    first `warm_up_steps` nor in `settle_steps` after a resume. `on_by_default`: enabled whatever severity is
+    asked for. `scope` "server": it is about the server, not a run.
     """
 
     name: str

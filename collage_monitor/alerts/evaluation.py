@@ -19,7 +19,7 @@ from typing import Final
 
 from collage_monitor.alerts.definition import RECORDED, Alert, Condition
 
-__all__ = ["Change", "Evaluation", "Labels", "Sample", "quantile", "told_apart"]
+__all__ = ["Change", "Evaluation", "Labels", "Sample", "identity_labels", "quantile"]
 
 Labels = tuple[tuple[str, str], ...]
 """A series' labels, sorted by name."""
@@ -103,7 +103,7 @@ class _History:
             if sample.name in longest_seconds:
                 known = 0.0 if self._begun else sample.value
                 new = _Series(sample.labels, known)
-                series = self._series[sample.name].setdefault(told_apart(sample.labels), new)
+                series = self._series[sample.name].setdefault(identity_labels(sample.labels), new)
                 series.labels = sample.labels
                 series.held.append((now, sample.value, True))
         self._begun = True
@@ -151,7 +151,7 @@ class Evaluation:
 
     def resume(self, alert: Alert, labels: Labels, since: float, value: float) -> None:
         """Take over an alert that fires already, from whoever evaluated before."""
-        self._active[alert.name, told_apart(labels)] = _Active(labels, since, value, firing=True)
+        self._active[alert.name, identity_labels(labels)] = _Active(labels, since, value, firing=True)
 
     def _holding(self, alert: Alert) -> dict[Labels, tuple[Labels, float]]:
         """The series in which one of the alert's conditions holds now, by what tells them apart: labels and value.
@@ -237,7 +237,7 @@ class Evaluation:
         return now - active.kept_since >= alert.keep_firing_seconds * self._scale
 
 
-def told_apart(labels: Labels) -> Labels:
+def identity_labels(labels: Labels) -> Labels:
     """What tells a series from every other: of a run's all labels but those that may change."""
     of_run = any(name == _ON for name, _ in labels)
     return tuple((name, value) for name, value in labels if not (of_run and name in _NAMES))

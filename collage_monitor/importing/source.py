@@ -130,7 +130,7 @@ def _stream_of(run_id: str) -> str:
 
 
 def _narrow(reports: Iterable[wire.Report]) -> Iterator[wire.Report]:
-    """The reports, those that log under more names than one may in several, numbered anew."""
+    """Splits reports with too many scalars into several, and renumbers all."""
     limit = wire.LIMITS["scalars_per_report"]
     seq = 0
     for report in reports:

@@ -18,8 +18,8 @@ class Case:
     """Evidence, and what follows from it about how the weights are kept and how well EDQ is known.
 
     active: whether any update was intended. stochastic: whether weights are rounded at random, if only in some
-    layers. differing: whether layers are rounded differently. keeps_more: whether more is kept than the visible
-    weight.
+    layers. differing: whether layers are rounded differently. keeps_more_than_visible: whether more is
+    kept than the visible weight.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -37,7 +37,9 @@ class Case:
         self._otherwise = stochastic if stochastic or known else None
         self.stochastic = stochastic or any(self._of_layers.values())
         self.differing = bool(self._of_layers)
-        self.keeps_more = bool(self.fingerprint and (self.fingerprint.master or self.fingerprint.residual))
+        self.keeps_more_than_visible = bool(
+            self.fingerprint and (self.fingerprint.master or self.fingerprint.residual)
+        )
 
     def number(self, key: str, layer: str | None = None) -> float | None:
         """The metric of the model or a layer; None where it is undefined."""
@@ -48,9 +50,11 @@ class Case:
         return self._of_layers.get(layer, self._otherwise)
 
     def lost_where(self, at_random: bool | None) -> tuple[float | None, float | None]:
-        """Share of the updates lost, and their error, where weights are rounded so: the model's, or where layers
-        differ, those layers' by their elements and Σ u². Layers that were not looked at are not known; None too
-        where next to nothing was intended."""
+        """Share of updates lost, and their error, over weights rounded this way.
+
+        Where layers differ, only matching layers count, weighted by elements and Σ u². None: not known, or next to
+        nothing intended.
+        """
         layers = self.evidence.layers if self.differing else {}
         if not layers:
             alike = None if self.differing else self._otherwise
@@ -92,7 +96,7 @@ class Case:
         return min(max(idle / finite_elements, 0.0), 1.0) if idle and finite_elements else 0.0
 
     @property
-    def without_interval(self) -> bool:
+    def edq_may_be_far_off(self) -> bool:
         """Whether EDQ rests on a sample that could not give an interval, and may be far from 1 in what it missed:
         |1 − edq_ratio| never exceeds update_error_ratio, by the inequality of Cauchy and Schwarz."""
         sampled, elements, error = (self.number(name) for name in ("sampled", "elements", "update_error_ratio"))

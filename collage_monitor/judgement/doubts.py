@@ -77,7 +77,7 @@ def _wide_interval(case: Case) -> Iterator[Finding]:
 def _no_interval(case: Case) -> Iterator[Finding]:
     """A sample with heavy tails does not say how far off it is (`collage_monitor.statistics.intervals`)."""
     edq = case.number("edq_ratio")
-    if edq is not None and case.without_interval:
+    if edq is not None and case.edq_may_be_far_off:
         text = f"EDQ {edq:.3f} rests on a sample that cannot say how exact it is: watch with a larger sample="
         yield Finding("unknown", text, "edq_ratio", edq)
 

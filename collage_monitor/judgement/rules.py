@@ -65,10 +65,10 @@ def _descent(case: Case) -> Iterator[Finding]:
     key, over = "edq_ratio", ""
     window = longest_window(case.model, "edq_window_ratio")
     edq = case.number(key)
-    if window is not None and (case.keeps_more or case.stochastic or edq is None):
+    if window is not None and (case.keeps_more_than_visible or case.stochastic or edq is None):
         key, over, edq = f"edq_window_ratio/{window[0]}", f" over {window[0]} steps", window[1]
     low, high = case.number(f"{key}_low"), case.number(f"{key}_high")
-    if edq is None or (case.stochastic and case.without_interval and key == "edq_ratio"):
+    if edq is None or (case.stochastic and case.edq_may_be_far_off and key == "edq_ratio"):
         return
     slack = EDQ_TOLERANCE + case.chance(key.replace("_ratio", "_noise_ratio"))
     if edq < 1 - slack and (high is None or high < 1 - EDQ_TOLERANCE):
@@ -139,7 +139,7 @@ def _decay(case: Case) -> Iterator[Finding]:
     if kept is None or kept >= DECAY_TOLERANCE or seen is None or case.watch is None:
         return
     apart = set(seen.implementation.split(" and ")) <= OWN_DECAY and case.watch.intent != "rule"
-    if apart and not case.keeps_more and not case.stochastic:
+    if apart and not case.keeps_more_than_visible and not case.stochastic:
         text = f"weight decay moves next to nothing ({percent(kept)} of it is kept)"
         yield Finding("decay is lost", text, "decay_ratio", kept, DECAY_TOLERANCE)
 

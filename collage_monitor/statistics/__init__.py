@@ -1,4 +1,4 @@
-"""One definition a diagnostic, and what is done with all of them: merging totals, finishing them into metrics."""
+"""The diagnostics, a family a file, and what is done with all: merging totals, finishing them into metrics."""
 
 from collage_monitor.statistics.finish import (
     finish,

@@ -8,7 +8,7 @@ import yaml
 from collage_server.alerting import rules, runbook
 from collage_server.health import MODEL_GAUGES, RUN_GAUGES, SCALAR_GAUGES
 
-from collage_monitor.alerts import ALERTS, RECORDED, alert, alerts_from, duration
+from collage_monitor.alerts import ALERTS, RECORDED, alert, duration, enabled_alerts
 from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import METRICS, SCALARS
 from collage_monitor.strategies import STRATEGIES
@@ -104,8 +104,8 @@ def test_every_rule_points_to_its_section_of_the_runbook():
 
 
 def test_a_few_are_on_by_default_and_the_others_by_severity():
-    few = [entry.name for entry in alerts_from()]
+    few = [entry.name for entry in enabled_alerts()]
     assert 5 <= len(few) <= 10
-    assert {entry.severity for entry in alerts_from()} == {"warning", "critical"}
-    assert set(few) < {entry.name for entry in alerts_from("warning")} < set(ALERTS)
-    assert alerts_from("info") == list(ALERTS.values())
+    assert {entry.severity for entry in enabled_alerts()} == {"warning", "critical"}
+    assert set(few) < {entry.name for entry in enabled_alerts("warning")} < set(ALERTS)
+    assert enabled_alerts("info") == list(ALERTS.values())

@@ -14,7 +14,7 @@ from sqlalchemy import text
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
-from collage_monitor.alerts.evaluation import told_apart
+from collage_monitor.alerts.evaluation import identity_labels
 from collage_monitor.judgement import Finding, Judgement
 from tests.server.guarded import guarded_server
 from tests.server.samples import report
@@ -263,7 +263,7 @@ def test_the_evaluation_tells_series_apart_as_the_store_does(low):
     asked = {condition.series for entry in ALERTS.values() for condition in entry.conditions}
     labels = [sample.labels for sample in samples(low.app.state.components) if sample.name in asked]
     by_store = {alert_key("", dict(own)) for own in labels}
-    assert len(by_store) == len({told_apart(own) for own in labels}) > 1
+    assert len(by_store) == len({identity_labels(own) for own in labels}) > 1
 
 
 def test_growth_of_long_ago_fires_no_second_time_after_a_restart(low):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from collage_monitor.onset import find_onset, never_better, since_in_words
+from collage_monitor.onset import find_onset, first_step_if_always_below, since_in_words
 from tests.contract.onsets import EVERY, changed, steady, within_one_interval
 
 STEPS = [EVERY * (index + 1) for index in range(60)]
@@ -98,8 +98,8 @@ def test_a_loss_that_came_at_once_is_since_then_and_one_of_before_is_not():
     values = series(0, 0.99, 0.6)
     assert f"between steps {STEPS[39]} and {STEPS[40]}: 0.990 before" in since_edq(values)
     values[:30] = np.nan
-    assert never_better(STEPS, values, 0.95) is None
-    assert never_better(STEPS, np.where(values > 0.9, np.nan, values), 0.95) == STEPS[40]
+    assert first_step_if_always_below(STEPS, values, 0.95) is None
+    assert first_step_if_always_below(STEPS, np.where(values > 0.9, np.nan, values), 0.95) == STEPS[40]
 
 
 def test_a_recovery_and_a_layer_that_the_model_hides_are_told():

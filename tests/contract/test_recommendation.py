@@ -90,7 +90,7 @@ def test_the_cheapest_that_nothing_speaks_against_is_recommended_and_each_has_it
     assert said.chosen.strategy == "plus"
     assert said.text == (
         "Train with Collage plus · bfloat16: of what was compared, it keeps its updates in the fewest bytes "
-        "(12 a parameter), and its loss differs by −0.001 from Plain · float32's, from one run: "
+        "(12 bytes a parameter), and its loss differs by −0.001 from Plain · float32's, from one run: "
         "chance is not known.".replace("one run", "one pair of runs")
     )
     assert said.reasons == (
@@ -163,7 +163,7 @@ def test_nothing_is_recommended_that_is_not_known_to_be_well():
 
 def test_without_a_reference_the_loss_is_said_to_be_unknown():
     said = found([row("plus", 2.42)])
-    assert said.text.startswith("Collage plus · bfloat16 keeps its updates, and nothing is beside it")
+    assert said.text.startswith("Collage plus · bfloat16 keeps its updates; there is no other strategy here")
     assert "what it costs in loss is not known" in said.text
     assert found([row("split-master", 2.42)]).reasons[1:] == (), "the most exact one is already there"
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from collage_monitor.alerts import Alert
-from collage_monitor.alerts.evaluation import Change, Evaluation, Labels, Sample, told_apart
+from collage_monitor.alerts.evaluation import Change, Evaluation, Labels, Sample, identity_labels
 from collage_monitor.headline import beyond_verdict
 from collage_monitor.wire import from_number
 from collage_server.background import BackgroundThread
@@ -77,7 +77,7 @@ class AlertEvaluator(BackgroundThread):
             self._unkept = {}
         for change in self._evaluation.observe(now, self._samples()):
             # Each is told once: what cannot be stored now is tried again, until it changes again.
-            self._unkept[change.alert.name, told_apart(change.labels)] = change, now
+            self._unkept[change.alert.name, identity_labels(change.labels)] = change, now
         for key, (change, changed_at) in list(self._unkept.items()):
             try:
                 self._keep(change, changed_at)

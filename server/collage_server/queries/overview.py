@@ -21,7 +21,7 @@ from collage_monitor.judgement import (
     recent_points,
 )
 from collage_monitor.metrics import split_key
-from collage_monitor.onset import Onset, find_onset, never_better
+from collage_monitor.onset import Onset, find_onset, first_step_if_always_below
 from collage_monitor.statistics import reduce_steps
 from collage_server.queries.finished import finished, json_number
 from collage_server.store import Points, RunRecord, ScalarPoints
@@ -151,7 +151,7 @@ def _losing_since(points: OverviewPoints) -> tuple[int | None, list[str]]:
     onset = _onset(history, series, by_layer)
     if onset is not None and onset.after < onset.before and onset.explains(1.0):
         return onset.first_changed, [change.layer for change in onset.layers if change.after < change.before]
-    return never_better(history.first_steps.tolist(), series, 1 - EDQ_TOLERANCE), []
+    return first_step_if_always_below(history.first_steps.tolist(), series, 1 - EDQ_TOLERANCE), []
 
 
 def _onset(model: Points, series: NDArray[np.float64], layers: Points) -> Onset | None:
@@ -178,7 +178,7 @@ def _states_since(history: Points) -> dict[str, int]:
         if onset is not None and onset.after < onset.before:
             found[label] = onset.first_changed
         elif onset is None:
-            first = never_better(history.first_steps.tolist(), series, 1 - STATE_TOLERANCE)
+            first = first_step_if_always_below(history.first_steps.tolist(), series, 1 - STATE_TOLERANCE)
             if first is not None:
                 found[label] = first
     return found
