@@ -91,7 +91,7 @@ class DiskGuard:
         free = math.inf if sizes.free_bytes is None else sizes.free_bytes - self._reserve_bytes
         self._room_bytes = min(budget, free) - coming_bytes
         self._may_seal = free >= 0
-        return self._judge(sizes, coming_bytes)
+        return self._reason_for(sizes, coming_bytes)
 
     def _left(self, sizes: Sizes) -> float | None:
         rooms = [] if self._budget_bytes is None else [(self._budget_bytes - sizes.used_bytes, self._budget_bytes)]
@@ -100,7 +100,7 @@ class DiskGuard:
             rooms.append((free, free + sizes.used_bytes))
         return min((max(left, 0) / room if room > 0 else 0.0 for left, room in rooms), default=None)
 
-    def _judge(self, sizes: Sizes, coming_bytes: int) -> str | None:
+    def _reason_for(self, sizes: Sizes, coming_bytes: int) -> str | None:
         strict = 1.0 if self._reason is None else _BACK
         if self._budget_bytes is not None and sizes.used_bytes + coming_bytes > strict * self._budget_bytes:
             # A cluster's files keep the space of deleted rows for new ones.

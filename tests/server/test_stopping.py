@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from threading import Event
 
 from collage_server.app import create_app
@@ -41,8 +40,6 @@ def test_a_webhook_that_hangs_takes_no_time_from_what_waits_to_be_committed(tmp_
     try:
         with TestClient(app):
             assert hanging.asked.wait(60)
-            began = time.monotonic()
         assert left[0] > 0.0
-        assert time.monotonic() - began < 30
     finally:
         hanging.answered.set()

@@ -16,7 +16,7 @@ from collage_server.api.bodies import message
 from collage_server.api.parameters import Id
 from collage_server.api.routing import resource
 from collage_server.auth import administration
-from collage_server.auth.bearer import asked_by, principal_of
+from collage_server.auth.bearer import audit_fields, principal_of
 from collage_server.components import components_of
 
 __all__ = ["router"]
@@ -30,7 +30,7 @@ async def create_token(request: Request) -> Response:
     components = components_of(request)
     create = await message(request, wire.TokenCreate)
     created = await run_in_threadpool(
-        partial(administration.create_token, **asked_by(request)),
+        partial(administration.create_token, **audit_fields(request)),
         components.store.access,
         create,
         components.clock(),
@@ -51,7 +51,7 @@ async def revoke_token(request: Request, token_id: Id) -> Response:
     """Revoke a token: at once in this process, within five seconds in every other of this database."""
     components = components_of(request)
     revoked = await run_in_threadpool(
-        partial(administration.revoke_token, **asked_by(request)),
+        partial(administration.revoke_token, **audit_fields(request)),
         components.store.access,
         token_id,
         components.clock(),

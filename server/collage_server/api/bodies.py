@@ -17,7 +17,7 @@ from collage_monitor import wire
 from collage_server.components import Components, components_of
 from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
 from collage_server.ingest.backpressure import BudgetLease
-from collage_server.ingest.decode import LARGE_BYTES, decoded_batch, decoded_message, with_refused
+from collage_server.ingest.decode import LARGE_BYTES, decoded_batch, decoded_message, merge_rejected
 from collage_server.ingest.json_process import JsonProcess
 
 __all__ = [
@@ -173,7 +173,7 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
                 raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
             return await run_in_threadpool(decoded_message, data, kind, content_type)
         if content_type == wire.JSON and len(data) > LARGE_BYTES:
-            data, _ = await _apart(components.json_process, kind, data)
+            data, _ = await _decode_in_process(components.json_process, kind, data)
             content_type = wire.MSGPACK
         if len(data) > LARGE_BYTES:
             return await run_in_threadpool(decoded_message, data, kind, content_type)
@@ -197,15 +197,15 @@ async def batch_in(
     refused: list[wire.RejectedReport] = []
     packed = data
     if content_type == wire.JSON:
-        packed, refused = await _apart(components.json_process, wire.ReportBatch, data)
+        packed, refused = await _decode_in_process(components.json_process, wire.ReportBatch, data)
     async with components.decoding:
         batch, more = await run_in_threadpool(decoded_batch, packed, wire.MSGPACK)
         scalars = sum(len(report.scalars) for report in batch.reports)
         held.resize(max(held.size, len(data) + _SCALAR_BYTES * scalars))
-    return batch, with_refused(more, refused, len(batch.reports) + len(more))
+    return batch, merge_rejected(more, refused, len(batch.reports) + len(more))
 
 
-async def _apart(
+async def _decode_in_process(
     process: JsonProcess, kind: type, data: bytes | bytearray
 ) -> tuple[bytes, list[wire.RejectedReport]]:
     """One body at a time: those that wait take no thread from others."""

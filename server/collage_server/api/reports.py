@@ -21,7 +21,7 @@ from collage_server.api.routing import PREFIX
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone
 from collage_server.ingest.check import check_batch
-from collage_server.ingest.decode import LARGE_BYTES, kept_places, with_refused
+from collage_server.ingest.decode import LARGE_BYTES, accepted_indices, merge_rejected
 from collage_server.store import GroupOutcome, ReportGroup, StreamRecord
 
 __all__ = ["router"]
@@ -65,7 +65,7 @@ async def add_reports(request: Request, stream_id: Id) -> Response:
 
 def _with_refused(stored: wire.BatchAnswer, refused: Sequence[wire.RejectedReport], kept: int) -> wire.BatchAnswer:
     """The answer with its indices as in the batch that was sent, refused reports included."""
-    return msgspec.structs.replace(stored, rejected=with_refused(stored.rejected, refused, kept))
+    return msgspec.structs.replace(stored, rejected=merge_rejected(stored.rejected, refused, kept))
 
 
 async def _store(components: Components, stream_id: str, batch: wire.ReportBatch, size: int) -> wire.BatchAnswer:
@@ -87,7 +87,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
         components.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
     if outcome.late or outcome.crowded:
-        places = kept_places(len(batch.reports), rejected)
+        places = accepted_indices(len(batch.reports), rejected)
         rejected += [_late(places[at], kept[at], outcome.frozen_step) for at in outcome.late]
         rejected += [_crowded(places[at], kept[at]) for at in outcome.crowded]
         rejected.sort(key=lambda entry: entry.index)

@@ -16,7 +16,7 @@ from collage_server.api.bodies import message
 from collage_server.api.parameters import Filter, Id, RunFilters
 from collage_server.api.routing import resource
 from collage_server.auth.administration import new_audit_log_entry
-from collage_server.auth.bearer import asked_by, principal_of
+from collage_server.auth.bearer import audit_fields, principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Unprocessable
@@ -121,7 +121,7 @@ def delete_run(request: Request, run_id: Id) -> Response:
         "run.delete",
         run_id,
         project=project,
-        **asked_by(request),
+        **audit_fields(request),
     )
     components.store.runs.delete(run_id, now, [entry])
     components.registry.forget_run(run_id)

@@ -25,7 +25,7 @@ from collage_server.auth.bearer import principal_of
 from collage_server.auth.principals import Principal
 from collage_server.components import Components, components_of
 from collage_server.errors import Gone, NotFound
-from collage_server.queries.runs import alert_event, new_incident, with_health
+from collage_server.queries.runs import alert_event, new_incident, with_lag
 from collage_server.store import NewEvent
 
 __all__ = ["alerts_router", "attempts_router", "router"]
@@ -58,7 +58,7 @@ async def create_stream(request: Request, run_id: Id) -> Response:
 @router.get("/runs/{run_id}/streams", **describes(wire.StreamList))
 def list_streams(request: Request, run_id: Id) -> Response:
     """The run's streams, by attempt and rank: what is stored, what is missing, who lags, whose clock is off."""
-    streams = with_health(components_of(request).store.streams.of_run(run_id))
+    streams = with_lag(components_of(request).store.streams.of_run(run_id))
     return answer(wire.StreamList(run_id=run_id, streams=streams))
 
 

@@ -28,7 +28,7 @@ from collage_server.errors import (
 from collage_server.settings import Settings
 from collage_server.store import AccessStore
 
-__all__ = ["AccessPolicy", "asked_by", "principal_of"]
+__all__ = ["AccessPolicy", "audit_fields", "principal_of"]
 
 _SCHEME: Final = b"bearer "
 _NOBODY: Final = Principal("nobody", "read", frozenset())
@@ -47,7 +47,7 @@ def principal_of(connection: HTTPConnection) -> Principal:
     return principal
 
 
-def asked_by(connection: HTTPConnection) -> dict[str, Any]:
+def audit_fields(connection: HTTPConnection) -> dict[str, Any]:
     """What an entry of the audit log says of the request."""
     client = connection.client
     return {

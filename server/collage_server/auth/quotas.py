@@ -5,7 +5,7 @@ from __future__ import annotations
 from collage_monitor import wire
 from collage_server.errors import Unprocessable
 from collage_server.settings import Settings
-from collage_server.store import AccessStore, CountedRows
+from collage_server.store import AccessStore, QuotaName
 
 __all__ = ["Quotas"]
 
@@ -30,7 +30,7 @@ class Quotas:
         if self._store.project_of(create.run_id) is None:
             _check(project, "layers", self._store.count_layers(project), self._settings.layers_per_project)
 
-    def check(self, project: str, what: CountedRows, count: int) -> None:
+    def check(self, project: str, what: QuotaName, count: int) -> None:
         """For the store: judge what the project holds with a change that is not committed yet.
 
         Raises:

@@ -169,7 +169,7 @@ class JournalBounds:
         self._total = 0
         self._counted: set[str] = set()
         self._refused: set[str] = set()
-        self._crowded = False
+        self._all_runs_full = False
         self._lock = Lock()
 
     def admit(self, run_id: str, size: int) -> None:
@@ -185,7 +185,7 @@ class JournalBounds:
             if of_run:
                 self._refused.add(run_id)
             elif of_all:
-                self._crowded = True
+                self._all_runs_full = True
             else:
                 self._put(run_id, held + size)
             pressed = of_all or self._must_seal(run_id)
@@ -226,7 +226,7 @@ class JournalBounds:
         """All that was due has been sealed: forget which runs were refused; they may try again."""
         with self._lock:
             self._refused.clear()
-            self._crowded = False
+            self._all_runs_full = False
 
     def waiting(self) -> list[str]:
         """Runs that, as far as this server knows, have unsealed reports."""
@@ -236,7 +236,7 @@ class JournalBounds:
     def _must_seal(self, run_id: str) -> bool:
         """When all runs together hold too much, the runs that hold at least half of the mean are sealed."""
         held = self._held.get(run_id, 0)
-        near = self._crowded or 2 * self._total >= self._all_bytes
+        near = self._all_runs_full or 2 * self._total >= self._all_bytes
         large = 2 * held * len(self._held) >= self._total
         return run_id in self._refused or 2 * held >= self._run_bytes or (held > 0 and near and large)
 

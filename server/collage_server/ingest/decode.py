@@ -15,7 +15,7 @@ from collage_monitor import wire
 from collage_monitor.errors import WireError
 from collage_server.errors import BadRequest, TooLarge, Unprocessable
 
-__all__ = ["LARGE_BYTES", "Body", "decoded_batch", "decoded_message", "kept_places", "with_refused"]
+__all__ = ["LARGE_BYTES", "Body", "accepted_indices", "decoded_batch", "decoded_message", "merge_rejected"]
 
 Body = bytes | bytearray
 LARGE_BYTES: Final = 64 * 2**10
@@ -51,17 +51,17 @@ def _decoded(data: Body, content_type: str) -> tuple[wire.ReportBatch, list[wire
     return wire.decode_batch_singly(data, content_type)
 
 
-def kept_places(count: int, refused: Sequence[wire.RejectedReport]) -> list[int]:
+def accepted_indices(count: int, refused: Sequence[wire.RejectedReport]) -> list[int]:
     """Indices, in a batch of `count` reports, of those not refused."""
     without = {entry.index for entry in refused}
     return [place for place in range(count) if place not in without]
 
 
-def with_refused(
+def merge_rejected(
     later: Sequence[wire.RejectedReport], refused: Sequence[wire.RejectedReport], kept: int
 ) -> list[wire.RejectedReport]:
     """All that were refused, by index in the batch that was sent: `later` ones are numbered in the `kept` of it."""
-    places = kept_places(kept + len(refused), refused)
+    places = accepted_indices(kept + len(refused), refused)
     moved = [msgspec.structs.replace(entry, index=places[entry.index]) for entry in later]
     return sorted([*moved, *refused], key=lambda entry: entry.index)
 

@@ -68,7 +68,7 @@ class JsonProcess:
             Busy: the process died of it, twice.
         """
         with self._lock:
-            answer = self._asked(kind, data) or self._asked(kind, data)
+            answer = self._exchange(kind, data) or self._exchange(kind, data)
         if answer is None:
             raise Busy("the body could not be decoded; send it in smaller batches", retry_after_seconds=1)
         result = _DECODE_RESULT(answer)
@@ -82,12 +82,12 @@ class JsonProcess:
         with self._lock:
             self._end()
 
-    def _asked(self, kind: type, data: Body) -> bytes | None:
+    def _exchange(self, kind: type, data: Body) -> bytes | None:
         """Its answer; None when it ended without one."""
         process = self._process
         if process is None or process.poll() is not None:
             self._end()
-            process = self._process = _started()
+            process = self._process = _start_process()
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the decoding process has no pipes")
         try:
@@ -107,7 +107,7 @@ class JsonProcess:
             process.communicate()
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _start_process() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,

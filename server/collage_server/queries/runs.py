@@ -25,7 +25,7 @@ __all__ = [
     "run_row",
     "state_at",
     "state_of",
-    "with_health",
+    "with_lag",
 ]
 
 WORST_LAYERS: Final = 3
@@ -91,7 +91,7 @@ def run_row(
     return wire.RunRow(**computed, **{name: getattr(record, name) for name in stored})
 
 
-def with_health(streams: Sequence[wire.Stream]) -> list[wire.Stream]:
+def with_lag(streams: Sequence[wire.Stream]) -> list[wire.Stream]:
     """The streams with their `lag_steps` behind the furthest of their attempt."""
     furthest: dict[int, int] = {}
     for stream in streams:

@@ -26,13 +26,12 @@ from collage_server.store.records import (
     TableQuery,
 )
 from collage_server.store.runs.overviews import DueRun
-from collage_server.store.runs.runs import CountedRows
+from collage_server.store.runs.runs import QuotaName
 from collage_server.store.sqlite import SqliteStore
 from collage_server.store.store import Store
 
 __all__ = [
     "AccessStore",
-    "CountedRows",
     "DueRun",
     "GroupOutcome",
     "GroupQuery",
@@ -43,6 +42,7 @@ __all__ = [
     "NewestReport",
     "Points",
     "PostgresqlStore",
+    "QuotaName",
     "READERS",
     "ReportGroup",
     "ReportJournal",

@@ -22,10 +22,19 @@ from collage_server.store.records import RunFilter, RunPageRecord, RunQuery, Run
 from collage_server.store.rows import among, from_json, missing_run, require_run, require_runs, to_json
 from collage_server.store.runs.latest import first_hidden_steps, newest_scalars, sum_of_newest
 
-__all__ = ["CountedRows", "QuotaCheck", "RunStore", "matching", "read_page", "read_records", "read_run"]
+__all__ = [
+    "QuotaCheck",
+    "QuotaName",
+    "RunStore",
+    "matching",
+    "note_change",
+    "read_page",
+    "read_records",
+    "read_run",
+]
 
-CountedRows = Literal["runs", "tags"]
-QuotaCheck = Callable[[str, CountedRows, int], None]
+QuotaName = Literal["runs", "tags"]
+QuotaCheck = Callable[[str, QuotaName, int], None]
 """(project, what, how many there would be): raises where that is too many, which undoes the change."""
 
 _RUN: Final = schema.run
@@ -72,7 +81,7 @@ class RunStore:
                 self._database.lock_project(connection, project)
             is_new = create_run(connection, project, create, now)
             if check is not None:
-                _judge(connection, project, check, runs=is_new, tags=bool(create.tags))
+                _check_quotas(connection, project, check, runs=is_new, tags=bool(create.tags))
             return read_run(connection, create.run_id), is_new
 
     def page(self, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
@@ -134,7 +143,7 @@ class RunStore:
                 self._database.lock_project(connection, counted)
             update_run(connection, run_id, update, now)
             if check is not None and counted is not None:
-                _judge(connection, counted, check, runs=False, tags=True)
+                _check_quotas(connection, counted, check, runs=False, tags=True)
             return read_run(connection, run_id)
 
     def delete(self, run_id: str, now: float, audit_entries: Sequence[wire.AuditLogEntry] = ()) -> None:
@@ -160,7 +169,7 @@ class RunStore:
         self._begin_purge(run_id)
 
 
-def _judge(connection: Connection, project: str, check: QuotaCheck, *, runs: bool, tags: bool) -> None:
+def _check_quotas(connection: Connection, project: str, check: QuotaCheck, *, runs: bool, tags: bool) -> None:
     """Show `check` what this transaction has made of the project. The caller keeps others from adding meanwhile."""
     run, tag = schema.run, schema.run_tag
     if runs:
