@@ -135,7 +135,7 @@ class Question:
 
 
 @dataclass
-class Side:
+class MeasuredDatabase:
     """A database full of runs, the answers that it gives, and what was measured on it, by figure and question."""
 
     kind: str
@@ -270,16 +270,16 @@ def measure_answers(options: Options, asked: Sequence[Question], fill: Callable[
     return notes
 
 
-def _sqlite(root: Path, fill: Callable[[Store], Any]) -> Side:
+def _sqlite(root: Path, fill: Callable[[Store], Any]) -> MeasuredDatabase:
     started = time.perf_counter()
     store = UnsyncedStore(root / "collage.sqlite", stale_after_seconds=600.0)
     store.open()
     fill(store)
     store.close()
-    return Side("SQLite", root, root / "collage.sqlite", seconds=time.perf_counter() - started)
+    return MeasuredDatabase("SQLite", root, root / "collage.sqlite", seconds=time.perf_counter() - started)
 
 
-def _postgresql(root: Path, fill: Callable[[Store], Any], url: str, process_id: int) -> Side:
+def _postgresql(root: Path, fill: Callable[[Store], Any], url: str, process_id: int) -> MeasuredDatabase:
     started = time.perf_counter()
     store = PostgresqlStore(url, stale_after_seconds=600.0)
     store.open()
@@ -288,20 +288,20 @@ def _postgresql(root: Path, fill: Callable[[Store], Any], url: str, process_id: 
         connection.execute(text("ANALYZE"))
     store.close()
     data = Path(url.partition("host=")[2]) / "data"
-    return Side("PostgreSQL", root, data, url, process_id, time.perf_counter() - started)
+    return MeasuredDatabase("PostgreSQL", root, data, url, process_id, time.perf_counter() - started)
 
 
 def _numbers() -> int:
     return 20 * (201 * sum(LAYERED.values()) + sum(MODELS.values()))
 
 
-def _serve(stack: ExitStack, side: Side) -> tuple[ServerProcess, Connection]:
+def _serve(stack: ExitStack, side: MeasuredDatabase) -> tuple[ServerProcess, Connection]:
     kind = "sqlite" if side.database is None else "postgresql"
     server = stack.enter_context(run_server(kind, side.folder, side.database, side.postgres))
     return server, stack.enter_context(Connection(server.port))
 
 
-def _warm(sides: Sequence[Side], asked: Sequence[Question], rounds: int) -> None:
+def _warm(sides: Sequence[MeasuredDatabase], asked: Sequence[Question], rounds: int) -> None:
     with ExitStack() as stack:
         served = [(side, *_serve(stack, side), stack.enter_context(side.reference())) for side in sides]
         for question in asked:
@@ -323,7 +323,7 @@ def _warm(sides: Sequence[Side], asked: Sequence[Question], rounds: int) -> None
                     side.note("asked again", question, ask(connection, question, number)[0])
 
 
-def _cold(side: Side, question: Question) -> None:
+def _cold(side: MeasuredDatabase, question: Question) -> None:
     """The first answer of a fresh server, beside the first read of a fresh connection."""
     _forget(side.data)
     with side.reference() as reference:
@@ -347,7 +347,7 @@ def _forget(data: Path) -> None:
             continue
 
 
-def _ratios(side: Side, place: int, asked: Sequence[Question], what: str) -> Iterator[Figure]:
+def _ratios(side: MeasuredDatabase, place: int, asked: Sequence[Question], what: str) -> Iterator[Figure]:
     """Beside the reference; the first limit of a question is in CPU when warm, the second in time when cold."""
     for question in asked:
         limit = None if question.limits is None else question.limits[place][what.startswith("cold")]
@@ -355,7 +355,7 @@ def _ratios(side: Side, place: int, asked: Sequence[Question], what: str) -> Ite
         yield Figure(f"{side.kind}: {question.name}, {what} / reference", "×", values, limit)
 
 
-def _times(side: Side, asked: Sequence[Question], *names: str) -> Iterator[Figure]:
+def _times(side: MeasuredDatabase, asked: Sequence[Question], *names: str) -> Iterator[Figure]:
     for what in names:
         for question in asked:
             yield Figure(f"{side.kind}: {question.name}, {what}", "ms", tuple(side.measured[what][question.name]))

@@ -138,7 +138,7 @@ def add_round(training: Training, alternative: Alternative, rounds: Rounds) -> N
     which counts as often as the round has steps.
     """
     whole = 1 if alternative.steps == DEFAULTS_ROUND else alternative.steps
-    looks = Looks(training)
+    looks = ReferenceTimings(training)
     with hooks_timed(training.optimizer) as spent:
         for _ in range(alternative.steps - whole):
             training.optimizer.step()
@@ -153,7 +153,7 @@ def add_round(training: Training, alternative: Alternative, rounds: Rounds) -> N
     rounds.milliseconds.append(1e3 * a_step)
 
 
-class Looks:
+class ReferenceTimings:
     """CPU seconds of one `torch._foreach_norm` of all gradients, and of clipping them, where people clip.
 
     The norm comes first, and finds the gradients as the backward pass left them; the clipping, torch's own, finds
@@ -191,7 +191,7 @@ def measure(options: Options) -> Measuring:
     rounds = options.rounds or (GATE_ROUNDS if options.gate else ROUNDS)
     found = {entry.name: Rounds() for entry in chosen}
     steps: list[float] = []
-    looks = Looks(training)
+    looks = ReferenceTimings(training)
     switched_on: list[str] = []
     for _ in range(rounds):
         started, looked = time.process_time(), looks.seconds
@@ -233,7 +233,7 @@ def whole_looks(training: Training) -> Iterator[float]:
     The rounds of the alternatives hold no such step.
     """
     handle = watch(training.model, training.optimizer, every=1, sample=2048, budget=None)
-    looks = Looks(training)
+    looks = ReferenceTimings(training)
     training.step(looks.take)
     with hooks_timed(training.optimizer) as spent:
         for _ in range(LOOK_ROUNDS):

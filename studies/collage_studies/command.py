@@ -22,7 +22,7 @@ from collage_monitor.command.up import Services
 from collage_monitor.local import DASHBOARD_PORT, SERVER_PORT
 from collage_studies.pool import Line, WorkerPool
 from collage_studies.recipe import PLANS, Plan, Recipe
-from collage_studies.worker import FinalLine, Job, ProgressLine
+from collage_studies.worker import DemoTask, FinalLine, ProgressLine
 
 __all__ = ["ResultRow", "demo", "result_row", "summary_json", "summary_table"]
 
@@ -152,7 +152,7 @@ def _train_and_compare(
 ) -> tuple[list[ResultRow], list[wire.Incident]]:
     """Train each plan, at most two at a time, and read from the server what it stored, and what fired."""
 
-    def progress(job: Job, line: Line) -> None:
+    def progress(job: DemoTask, line: Line) -> None:
         text = ""
         if isinstance(line, ProgressLine):
             text = f"step {line.step}/{recipe.steps}  loss {line.loss:.4f}  validation {line.validation_loss:.4f}"
@@ -161,11 +161,11 @@ def _train_and_compare(
         click.echo(f"{job.name:<26}{text}", err=err)
 
     group = f"demo {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    jobs = [Job(plan, recipe, group, services.server_url, services.folder) for plan in PLANS]
+    jobs = [DemoTask(plan, recipe, group, services.server_url, services.folder) for plan in PLANS]
     number = f"{len(jobs)} strategies for {recipe.steps} steps, and one run that goes wrong"
     click.echo(f"training {number}, {_TOGETHER} at a time", err=err)
     beside = f"{group}, incident"
-    wrong = Job(_GOES_WRONG, recipe, beside, services.server_url, services.folder, loses_residuals=True)
+    wrong = DemoTask(_GOES_WRONG, recipe, beside, services.server_url, services.folder, loses_residuals=True)
     with WorkerPool(progress, _TOGETHER, err=err) as team:
         *done, faulty = team.run([*jobs, wrong], FinalLine)
     with Client(services.server_url, services.token) as client:

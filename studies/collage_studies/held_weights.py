@@ -15,10 +15,10 @@ from collage_agent.numerics import join, split, stochastic_round
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Hold", "ReadInBfloat16", "expansion", "hold_weights"]
+__all__ = ["ReadInBfloat16", "RoundToFormat", "expansion", "round_weights_after_steps"]
 
-Hold = Callable[[Tensor], Tensor]
-"""Of the values that shall be kept, those that a format can hold, in the same dtype."""
+RoundToFormat = Callable[[Tensor], Tensor]
+"""Rounds values to those that a format can hold; the dtype stays."""
 
 
 class ReadInBfloat16(nn.Module):
@@ -34,7 +34,7 @@ class ReadInBfloat16(nn.Module):
         return outputs
 
 
-def expansion(dtype: torch.dtype, parts: int, generator: torch.Generator | None = None) -> Hold:
+def expansion(dtype: torch.dtype, parts: int, generator: torch.Generator | None = None) -> RoundToFormat:
     """Sums of `parts` numbers of `dtype`, the last one rounded at random if there is a generator.
 
     Formats of 8 bits have one scale a tensor, a power of two: the largest with which no weight exceeds the format.
@@ -52,7 +52,7 @@ def expansion(dtype: torch.dtype, parts: int, generator: torch.Generator | None 
     return hold
 
 
-def hold_weights(optimizers: Sequence[Optimizer], hold: Hold) -> None:
+def round_weights_after_steps(optimizers: Sequence[Optimizer], hold: RoundToFormat) -> None:
     """Round the parameters now, and after each step of their optimizer; to be called before `watch`."""
 
     @torch.no_grad()

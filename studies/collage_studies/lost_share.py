@@ -22,9 +22,9 @@ from collage_studies.catalogue import STUDY_NAMES
 from collage_studies.pages import table_text
 from collage_studies.recipe import Plan
 from collage_studies.studies.beta2 import NOTICEABLE_GAP
-from collage_studies.studies.eight_bit import HELD
+from collage_studies.studies.eight_bit import EMULATED_FORMATS
 from collage_studies.studies.quality import LOST, STEP, WINDOW, Configuration, configurations
-from collage_studies.study import Record, Table, Trial
+from collage_studies.study import MarkdownTable, Record, Trial
 from collage_studies.summary import records_of
 from collage_studies.words import estimate, listed
 
@@ -53,7 +53,7 @@ def evidence(found: Mapping[str, Sequence[Record]]) -> str:
         "chance where its whole 95 % interval is above 0."
     )
     sentences = [_beside_the_bound(nearest), _by_edq(nearest), _over_a_window(at_random)]
-    return "\n\n".join([text, table_text(Table(head, rows)), "\n".join(f"- {told}" for told in sentences)])
+    return "\n\n".join([text, table_text(MarkdownTable(head, rows)), "\n".join(f"- {told}" for told in sentences)])
 
 
 def replace_between_markers(page: str, text: str) -> str:
@@ -78,8 +78,8 @@ def _training(trial: Trial) -> bytes:
 
 
 def _rounds_at_random(plan: Plan) -> bool:
-    if plan.strategy in HELD:
-        return HELD[plan.strategy][2]
+    if plan.strategy in EMULATED_FORMATS:
+        return EMULATED_FORMATS[plan.strategy][2]
     return plan.strategy in STRATEGIES and STRATEGIES[plan.strategy].stochastic
 
 

@@ -14,7 +14,7 @@ matplotlib.use("agg")
 from cycler import cycler
 from matplotlib import pyplot, rcParams
 
-from collage_studies.study import Page, Picture, Plot, Record, Study, Table
+from collage_studies.study import MarkdownTable, Page, Picture, Plot, Record, Study
 from collage_studies.words import listed
 
 __all__ = ["draw", "table_text", "write_page"]
@@ -31,14 +31,14 @@ def write_page(
     folder: Path,
     *,
     read: Mapping[str, int] = MappingProxyType({}),
-    repeated: Sequence[str | Table] = (),
+    repeated: Sequence[str | MarkdownTable] = (),
 ) -> Path:
     """Write FOLDER/NAME.md and its pictures under FOLDER/images; both only from what is given.
 
     read: records of other studies that the page rests on, by study, 0 where they are missing. repeated: what
     repeats with other seeds said.
     """
-    parts = [f"# {study.title}", f"**Question.** {study.question}", f"**Answer.** {page.verdict}", "## Method"]
+    parts = [f"# {study.title}", f"**Question.** {study.question}", f"**Answer.** {page.answer}", "## Method"]
     parts += [study.method, _made_with(study, records, read), "## What was found"]
     parts += [text for entry in page.evidence if (text := _entry(entry, folder))]
     if repeated:
@@ -50,8 +50,8 @@ def write_page(
     return written
 
 
-def _entry(entry: str | Table | Plot | Picture, folder: Path) -> str:
-    if isinstance(entry, Table):
+def _entry(entry: str | MarkdownTable | Plot | Picture, folder: Path) -> str:
+    if isinstance(entry, MarkdownTable):
         return table_text(entry)
     if isinstance(entry, Plot):
         return f"![{entry.title}]({draw(entry, folder).relative_to(folder).as_posix()})"
@@ -93,7 +93,7 @@ def draw(plot: Plot, folder: Path) -> Path:
     return written
 
 
-def table_text(table: Table) -> str:
+def table_text(table: MarkdownTable) -> str:
     """The table in Markdown."""
     lines = [table.head, ["---"] * len(table.head), *table.rows]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -14,13 +14,13 @@ import msgspec
 from collage_monitor.seeds import SeedValue, difference, mean_over_seeds
 from collage_studies.recipe import Plan
 from collage_studies.records import RecordFile
-from collage_studies.study import Record, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Record, Study, Trial
 from collage_studies.words import estimate, listed
 
 __all__ = [
     "Repeat",
     "RepeatComparison",
-    "compared",
+    "compare_repeat",
     "record_file",
     "repeat_section",
     "repeats_of",
@@ -113,11 +113,11 @@ class RepeatComparison:
         )
 
 
-def compared(study: Study, records: Sequence[Record], repeat: Repeat) -> RepeatComparison:
+def compare_repeat(study: Study, records: Sequence[Record], repeat: Repeat) -> RepeatComparison:
     """The repeat's means by configuration, held against the first run's."""
     seeds = sorted({seed for record in repeat.records if (seed := seed_of(record.trial)) is not None})
     rows, count = [], 0
-    for name in study.compared:
+    for name in study.repeat_metrics:
         first, again = (_by_configuration(entries, name) for entries in (records, repeat.records))
         for where, values in first.items():
             gap = difference(again.get(where, []), values)
@@ -131,14 +131,14 @@ def compared(study: Study, records: Sequence[Record], repeat: Repeat) -> RepeatC
     return RepeatComparison(seeds, count, rows)
 
 
-def repeat_section(study: Study, records: Sequence[Record], repeat: Repeat) -> list[str | Table]:
+def repeat_section(study: Study, records: Sequence[Record], repeat: Repeat) -> list[str | MarkdownTable]:
     """Whether the repeat says the same, its own answer, and the differences that chance hardly explains."""
-    found = compared(study, records, repeat)
+    found = compare_repeat(study, records, repeat)
     text = (
         f"With seeds {listed(map(str, found.seeds))} ([`data/{repeat.file.name}`](data/{repeat.file.name})) "
-        f"{found.sentence} Its own answer: {study.page(repeat.records).verdict}"
+        f"{found.sentence} Its own answer: {study.page(repeat.records).answer}"
     )
-    outside = Table(["outside the interval", "number", "first", "repeated"], found.outside)
+    outside = MarkdownTable(["outside the interval", "number", "first", "repeated"], found.outside)
     return [text, outside] if found.outside else [text]
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.study import Points, Record
+from collage_studies.study import PlotCurve, Record
 from collage_studies.words import UNDEFINED, estimate, listed
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "mean",
     "mean_curve",
     "mean_of",
-    "onset",
     "recipe_of",
+    "stays_below_from",
 ]
 
 _RESAMPLES: Final = 2000
@@ -74,16 +74,16 @@ def _losses(records: Sequence[Record]) -> list[SeedValue]:
     ]
 
 
-def mean_curve(records: Sequence[Record], name: str) -> Points:
+def mean_curve(records: Sequence[Record], name: str) -> PlotCurve:
     """The mean over runs of a curve, at the steps of the first run's; a run's undefined points are left out."""
     steps = records[0].curves[name].steps
     columns = zip(*(record.curves[name].values for record in records), strict=True)
     means = [mean_over_seeds([value for value in column if value is not None]) for column in columns]
     known = [(step, found.value) for step, found in zip(steps, means, strict=True) if found]
-    return Points([step for step, _ in known], [value for _, value in known])
+    return PlotCurve([step for step, _ in known], [value for _, value in known])
 
 
-def onset(steps: Sequence[float], values: Sequence[float | None], bound: float) -> float | None:
+def stays_below_from(steps: Sequence[float], values: Sequence[float | None], bound: float) -> float | None:
     """The first step from which on a curve stays below the bound to its end; None if it does not end below it.
 
     Undefined points are passed over.

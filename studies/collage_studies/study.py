@@ -17,15 +17,15 @@ from collage_studies.recipe import Plan, Recipe
 
 __all__ = [
     "Curve",
+    "MarkdownTable",
     "Page",
     "Picture",
     "Plot",
-    "Points",
+    "PlotCurve",
     "Record",
     "RecordLine",
-    "Reporting",
+    "ReportTarget",
     "Study",
-    "Table",
     "Trial",
 ]
 
@@ -75,7 +75,7 @@ class RecordLine(msgspec.Struct, frozen=True, tag="record"):
 
 
 @dataclass(frozen=True)
-class Reporting:
+class ReportTarget:
     """Where a trial's process sends its reports: like any user's training, to a server, spooling in `folder`."""
 
     server_url: str | None
@@ -84,7 +84,7 @@ class Reporting:
 
 
 @dataclass(frozen=True)
-class Table:
+class MarkdownTable:
     """Cells are text, already formatted."""
 
     head: Sequence[str]
@@ -93,7 +93,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Points:
+class PlotCurve:
     """A curve of a plot, or dots; `low` and `high` bound its interval, or are empty."""
 
     x: Sequence[float]
@@ -110,7 +110,7 @@ class Plot:
     title: str
     x: str
     y: str
-    curves: Mapping[str, Points]
+    curves: Mapping[str, PlotCurve]
     x_scale: Literal["linear", "log", "symlog"] = "linear"
     y_scale: Literal["linear", "log", "symlog"] = "linear"
     lines: bool = True
@@ -126,11 +126,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Page:
-    """What a study found: `verdict` in sentences that its numbers make, then evidence, then limits. `brief`: the
-    verdict in a line or two for the summary of all studies, where it is much shorter."""
+    """What a study found: `answer` in sentences that its numbers make, then evidence, then limits. `brief`: the
+    answer in a line or two for the summary of all studies, where it is much shorter."""
 
-    verdict: str
-    evidence: Sequence[str | Table | Plot | Picture]
+    answer: str
+    evidence: Sequence[str | MarkdownTable | Plot | Picture]
     limits: Sequence[str] = field(default_factory=tuple)
     brief: str = ""
 
@@ -141,8 +141,8 @@ class Study:
 
     trials(quick): what is run, a fraction of it if quick. run(trial, reporting): the record, in the trial's own
     process. page(records): what they say; after its own records stand those of the studies that it `reads`, as far
-    as they are there. `compared`: the values, merged metrics and curves by which a repeat with other seeds is held
-    against it.
+    as they are there. `repeat_metrics`: the values, merged metrics and curves by which a repeat with other seeds
+    is held against it.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Study:
     question: str
     method: str
     trials: Callable[[bool], Sequence[Trial]]
-    run: Callable[[Trial, Reporting], Record]
+    run: Callable[[Trial, ReportTarget], Record]
     page: Callable[[Sequence[Record]], Page]
     reads: tuple[str, ...] = ()
-    compared: tuple[str, ...] = ("validation_loss", "edq_ratio")
+    repeat_metrics: tuple[str, ...] = ("validation_loss", "edq_ratio")

@@ -21,7 +21,7 @@ from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.pool import Line, WorkerPool
 from collage_studies.records import RecordFile, compact
 from collage_studies.repeats import record_file, repeat_section, repeats_of, reseeded
-from collage_studies.study import Curve, Record, RecordLine, Reporting, Study, Trial
+from collage_studies.study import Curve, Record, RecordLine, ReportTarget, Study, Trial
 from collage_studies.worker import TrialTask
 
 __all__ = ["study"]
@@ -127,7 +127,7 @@ def _run(entry: Study, trials: Sequence[Trial], file: RecordFile, services: Serv
     """Run the trials that have no record, and keep each record as its trial ends."""
     missing = file.missing(trials)
     click.echo(f"{entry.name}: {len(trials)} trials, {len(trials) - len(missing)} of them done before", err=True)
-    reporting = Reporting(services.server_url, services.folder, f"{entry.name} {time.strftime('%Y-%m-%d')}")
+    reporting = ReportTarget(services.server_url, services.folder, f"{entry.name} {time.strftime('%Y-%m-%d')}")
     lock = threading.Lock()
 
     def keep(task: TrialTask, line: Line) -> None:

@@ -10,9 +10,9 @@ from typing import Final
 from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.pages import table_text
 from collage_studies.recipe import Plan
-from collage_studies.repeats import compared, record_file, repeats_of
+from collage_studies.repeats import compare_repeat, record_file, repeats_of
 from collage_studies.results import by_plan, gaps, mean_of, recipe_of
-from collage_studies.study import Page, Record, Table
+from collage_studies.study import MarkdownTable, Page, Record
 from collage_studies.words import estimate, listed, number, share
 
 __all__ = ["records_of", "summary_text", "write_summary"]
@@ -63,7 +63,7 @@ def summary_text(folder: Path, *, quick: bool = False) -> str:
         answers,
         *_repeated(folder, found, quick=quick),
         "## The paper and we",
-        table_text(Table(["the paper says", "we measured", "why it may differ"], rows)),
+        table_text(MarkdownTable(["the paper says", "we measured", "why it may differ"], rows)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -74,7 +74,7 @@ def _repeated(folder: Path, found: Records, *, quick: bool) -> list[str]:
     for name, records in found.items():
         study = study_named(name)
         repeats = repeats_of(study, study.trials(quick), folder) if records else []
-        for held in (compared(study, records, repeat) for repeat in repeats):
+        for held in (compare_repeat(study, records, repeat) for repeat in repeats):
             told.append(f"{study.title}, with seeds {listed(map(str, held.seeds))}: {held.sentence}")
     return [f"Repeated with other seeds. {' '.join(told)}"] if told else []
 
@@ -91,7 +91,7 @@ def _answer(name: str, found: Records) -> str:
     if not found[name]:
         return f"- **{title}**: not run yet (`collage-monitor study {name}`)."
     page = page_of(name, found)
-    return f"- **[{title}]({name}.md)**: {page.brief or page.verdict}"
+    return f"- **[{title}]({name}.md)**: {page.brief or page.answer}"
 
 
 def _measured(claim: Claim, found: Records) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collage_agent.options import WatchArguments
 
 from collage_studies.corpus import Corpus, standard_library
-from collage_studies.study import Record, Reporting, Trial
+from collage_studies.study import Record, ReportTarget, Trial
 from collage_studies.training import Build, train
 
 __all__ = ["run_training"]
@@ -13,7 +13,7 @@ __all__ = ["run_training"]
 
 def run_training(
     trial: Trial,
-    reporting: Reporting,
+    reporting: ReportTarget,
     *,
     corpus: Corpus | None = None,
     build: Build | None = None,

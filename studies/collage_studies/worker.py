@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.study import RecordLine, Reporting, Trial
+from collage_studies.study import RecordLine, ReportTarget, Trial
 
-__all__ = ["FinalLine", "Job", "ProgressLine", "TrialTask"]
+__all__ = ["DemoTask", "FinalLine", "ProgressLine", "TrialTask"]
 
 
 class _Task(msgspec.Struct, frozen=True, tag=True):
@@ -26,7 +26,7 @@ class _Task(msgspec.Struct, frozen=True, tag=True):
         return [sys.executable, "-m", "collage_studies.worker", msgspec.json.encode(self, enc_hook=str).decode()]
 
 
-class Job(_Task, frozen=True, tag=True):
+class DemoTask(_Task, frozen=True, tag=True):
     """What a worker trains for the demo, and where it reports to."""
 
     plan: Plan
@@ -47,7 +47,7 @@ class TrialTask(_Task, frozen=True, tag=True):
 
     study: str
     trial: Trial
-    reporting: Reporting
+    reporting: ReportTarget
 
     @property
     def name(self) -> str:
@@ -78,11 +78,13 @@ def main(argument: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    task: Job | TrialTask = msgspec.json.decode(argument, type=Job | TrialTask, dec_hook=lambda kind, it: kind(it))
-    _print(_run_job(task) if isinstance(task, Job) else _run_trial(task))
+    task: DemoTask | TrialTask = msgspec.json.decode(
+        argument, type=DemoTask | TrialTask, dec_hook=lambda kind, it: kind(it)
+    )
+    _print(_run_job(task) if isinstance(task, DemoTask) else _run_trial(task))
 
 
-def _run_job(job: Job) -> FinalLine:
+def _run_job(job: DemoTask) -> FinalLine:
     from collage_studies.corpus import standard_library
     from collage_studies.training import train
 

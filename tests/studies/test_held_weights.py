@@ -6,7 +6,7 @@ import collage_agent as collage
 import pytest
 import torch
 from collage_agent.transport import MemoryTransport
-from collage_studies.held_weights import ReadInBfloat16, expansion, hold_weights
+from collage_studies.held_weights import ReadInBfloat16, expansion, round_weights_after_steps
 from collage_studies.training import ByteGPT, loss_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,7 +82,7 @@ def test_the_agent_sees_what_the_format_takes(tmp_path):
     model = torch.nn.Linear(40, 30)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     hold = expansion(E4M3, 2)
-    hold_weights([optimizer], hold)
+    round_weights_after_steps([optimizer], hold)
     twin = torch.nn.Linear(40, 30)
     twin.load_state_dict(model.state_dict())
     free = torch.optim.AdamW(twin.parameters(), lr=1e-3)

@@ -9,7 +9,7 @@ from collage_studies.catalogue import STUDY_NAMES, study_named
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.records import RecordFile
 from collage_studies.repeats import Repeat, record_file, repeat_section, repeats_of, reseeded, seed_of
-from collage_studies.study import Page, Record, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Page, Record, Study, Trial
 from collage_studies.study_command import study
 
 FP32, PLAIN = Plan("plain", "float32"), Plan("plain", "bfloat16")
@@ -38,7 +38,7 @@ def study_of(records):
         trials=trials,
         run=lambda trial, reporting: records[0],
         page=lambda records: Page(f"{len(records)} records.", []),
-        compared=("validation_loss",),
+        repeat_metrics=("validation_loss",),
     )
 
 
@@ -114,6 +114,6 @@ def test_a_repeat_that_says_something_else_is_told(tmp_path):
     first, again = records_of(trials()), records_of(reseeded(trials(), 101), extra=0.2)
     said, outside = repeat_section(study_of(first), first, Repeat(tmp_path / "losses-seed-101.jsonl", again))
     assert isinstance(said, str)
-    assert isinstance(outside, Table)
+    assert isinstance(outside, MarkdownTable)
     assert "it does not say the same: of 1 means, 0 differ" in said
     assert [row[:2] for row in outside.rows] == [["plain bfloat16", "gap of validation_loss to fp32"]]

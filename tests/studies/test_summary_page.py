@@ -25,7 +25,7 @@ def test_the_page_is_what_its_records_say():
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_answer_of_a_study_is_what_its_records_say(name, found):
     text = (STUDIES / f"{name}.md").read_text()
-    assert f"**Answer.** {page_of(name, found).verdict}\n" in text
+    assert f"**Answer.** {page_of(name, found).answer}\n" in text
 
 
 def test_what_has_not_been_run_is_said_to_be_missing(tmp_path):

@@ -10,13 +10,13 @@ import click
 import pytest
 from collage_studies.pool import WorkerPool
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.worker import FinalLine, Job
+from collage_studies.worker import DemoTask, FinalLine
 
 from tests.waiting import PATIENCE_SECONDS, until
 
 
 def job_of(folder, plan="plain"):
-    return Job(Plan(plan, "bfloat16"), Recipe(steps=1), "g", "http://127.0.0.1:9", folder)
+    return DemoTask(Plan(plan, "bfloat16"), Recipe(steps=1), "g", "http://127.0.0.1:9", folder)
 
 
 def test_a_failed_training_is_named(tmp_path):

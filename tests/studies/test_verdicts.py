@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import msgspec
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import onset
+from collage_studies.results import stays_below_from
 from collage_studies.studies import (
     beta2,
     beyond_adamw,
@@ -35,10 +35,10 @@ def training(plan, seed, *, recipe=RECIPE, values=None, merged=None, curves=None
 
 
 def test_onset_is_the_first_step_of_the_end_below_the_bound():
-    assert onset([1, 2, 3, 4], [0.5, 1.0, 0.9, None], 0.95) == 3
-    assert onset([1, 2], [0.9, None], 0.95) == 1
-    assert onset([1, 2], [0.5, 0.95], 0.95) is None
-    assert onset([1, 2], [None, None], 0.95) is None
+    assert stays_below_from([1, 2, 3, 4], [0.5, 1.0, 0.9, None], 0.95) == 3
+    assert stays_below_from([1, 2], [0.9, None], 0.95) == 1
+    assert stays_below_from([1, 2], [0.5, 0.95], 0.95) is None
+    assert stays_below_from([1, 2], [None, None], 0.95) is None
 
 
 def by_type(*, norm):
@@ -51,9 +51,9 @@ def by_type(*, norm):
 
 def test_a_type_of_layer_loses_most_only_where_its_seeds_agree():
     assert "LayerNorm layers lose more than each other type, beyond chance." in (
-        layers.page(by_type(norm=[0.5, 0.52, 0.48])).verdict
+        layers.page(by_type(norm=[0.5, 0.52, 0.48])).answer
     )
-    assert "Which type loses most is not shown." in layers.page(by_type(norm=[0.2, 0.94, 1.2])).verdict
+    assert "Which type loses most is not shown." in layers.page(by_type(norm=[0.2, 0.94, 1.2])).answer
 
 
 def cosine(forecast, came):
@@ -65,10 +65,10 @@ def cosine(forecast, came):
 
 
 def test_a_forecast_that_fails_is_not_said_to_be_exact():
-    assert "only one of forecast and run" in counterfactuals.page(cosine([1.0] * 3, [1.0, 0.5, 0.5])).verdict
-    assert "neither" in counterfactuals.page(cosine([1.0] * 3, [1.0] * 3)).verdict
+    assert "only one of forecast and run" in counterfactuals.page(cosine([1.0] * 3, [1.0, 0.5, 0.5])).answer
+    assert "neither" in counterfactuals.page(cosine([1.0] * 3, [1.0] * 3)).answer
     assert "begins to lose 10 steps earlier than predicted (1 of 1 seeds)" in (
-        counterfactuals.page(cosine([1.0, 1.0, 0.5], [1.0, 0.5, 0.5])).verdict
+        counterfactuals.page(cosine([1.0, 1.0, 0.5], [1.0, 0.5, 0.5])).answer
     )
 
 
@@ -82,7 +82,7 @@ def test_forecasts_that_are_off_beyond_chance_are_named():
             training(PLAIN, seed, merged={"edq_ratio": came}),
         )
     ]
-    verdict = counterfactuals.page(records).verdict
+    verdict = counterfactuals.page(records).answer
     assert "by at most 0.100 (plain at 0.0002)" in verdict
     assert "Beyond chance, 1 of 1 differ" in verdict
 
@@ -102,17 +102,17 @@ def test_the_best_beta2_moves_only_where_it_is_told_apart():
         (PLAIN, 0.9): [2.5, 2.6, 2.71],
         (PLAIN, 0.99): [2.01, 2.1, 2.2],
     }
-    assert "the best one moves with precision" in beta2.page(swept(apart)).verdict
+    assert "the best one moves with precision" in beta2.page(swept(apart)).answer
     alike = {**apart, (PLAIN, 0.99): [2.4, 2.7, 2.6]}
-    assert "is not shown: under each, 0.9 is lowest" in beta2.page(swept(alike)).verdict
+    assert "is not shown: under each, 0.9 is lowest" in beta2.page(swept(alike)).answer
     same = {**apart, (PLAIN, 0.9): [2.5, 2.6, 2.7], (PLAIN, 0.99): [2.7, 2.8, 2.9]}
-    assert "lowest at β₂ = 0.9 under each strategy: that the best" in beta2.page(swept(same)).verdict
+    assert "lowest at β₂ = 0.9 under each strategy: that the best" in beta2.page(swept(same)).answer
 
 
 def test_a_gap_that_nobody_would_see_is_no_verdict():
     """Of thirty gaps over three seeds one read +0.0001, and that was called worse beyond chance."""
     losses = {(FP32, 0.9): [2.0, 2.1, 2.2], (PLAIN, 0.9): [2.0001, 2.10011, 2.20009]}
-    assert "No strategy is shown to end worse than fp32" in beta2.page(swept(losses)).verdict
+    assert "No strategy is shown to end worse than fp32" in beta2.page(swept(losses)).answer
 
 
 def test_strategies_are_told_by_the_settings_in_which_they_end_worse():
@@ -126,7 +126,7 @@ def test_strategies_are_told_by_the_settings_in_which_they_end_worse():
         "In none of 1 settings is worse than fp32 shown of light. "
         "Worse beyond chance: plain in GPT, learning rate 0.0002 (+0.2400)."
     )
-    assert page.brief in page.verdict
+    assert page.brief in page.answer
 
 
 def test_what_rounding_up_adds_is_not_kept():
@@ -140,7 +140,7 @@ def test_what_rounding_up_adds_is_not_kept():
         )
         for name, end in (("a", 1.0), ("b", 1.12))
     ]
-    assert expansions.page(records).verdict == (
+    assert expansions.page(records).answer == (
         "Of 0.1 added to 200, 500 times, no format loses more than half. All of it, within 1 %, arrives with: a. "
         "More than that arrives, since rounding goes up, with: b (112 %)."
     )
@@ -162,7 +162,7 @@ def test_a_number_that_stays_does_not_go_anywhere():
         )
         for trial in trials
     ]
-    verdict = diary.page(records).verdict
+    verdict = diary.page(records).answer
     assert "EDQ stays at 1, the second moment's decay stays at 1" in verdict
     assert "the validation loss is then higher than if left alone (2.5000 against 2.0000)" in verdict
 
@@ -197,7 +197,7 @@ def test_a_merged_edq_near_one_does_not_hide_the_end_of_the_run():
         ]
     ]
     assert "its mean in the last third, and updates lost: plain 0.980, 0.10 (40%)." in (
-        beyond_adamw.page(records).verdict
+        beyond_adamw.page(records).answer
     )
 
 
@@ -225,7 +225,7 @@ def test_the_best_rate_stands_beside_the_table_of_the_other():
     )
     assert "neither is shown of plain" in told
     assert told.endswith("Updates lost: plain 34.0%.")
-    assert page.verdict == beyond_adamw.page(records[:6]).verdict
+    assert page.answer == beyond_adamw.page(records[:6]).answer
 
 
 def tuned(loss):

@@ -11,7 +11,7 @@ from collage_agent.optim import CollageAdamW
 from torch import Tensor, nn
 
 from collage_monitor.seeds import Estimate, mean_over_seeds
-from collage_studies.study import Curve, Page, Plot, Points, Record, Reporting, Study, Table, Trial
+from collage_studies.study import Curve, MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
 from collage_studies.words import listed, share
 
 __all__ = ["STUDY"]
@@ -71,7 +71,7 @@ def trials(quick: bool) -> Sequence[Trial]:
     ]
 
 
-def run(trial: Trial, reporting: Reporting) -> Record:
+def run(trial: Trial, reporting: ReportTarget) -> Record:
     """AdamW under the strategy beside torch's AdamW in fp64, on the same noisy gradients with a drift.
 
     The error is ‖moved − moved in fp64‖ / ‖moved in fp64‖, of the stored weight (all its components).
@@ -132,7 +132,7 @@ def _errors(
 
 def page(records: Sequence[Record]) -> Page:
     """Errors after 100, 1,000 and 10,000 updates, their growth, and the update at which each strategy breaks."""
-    evidence: list[str | Table | Plot] = []
+    evidence: list[str | MarkdownTable | Plot] = []
     verdicts = []
     for rate in dict.fromkeys(record.trial.settings["rate"] for record in records):
         own = [record for record in records if record.trial.settings["rate"] == rate]
@@ -160,7 +160,7 @@ def _mean(records: Sequence[Record], name: str) -> Estimate | None:
     return mean_over_seeds([value for record in records if (value := record.values.get(name)) is not None])
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _table(records: Sequence[Record]) -> MarkdownTable:
     rows = []
     for strategy, own in _by_strategy(records).items():
         errors = [_range(_mean(own, f"all/{count}")) for count in COUNTS]
@@ -168,7 +168,9 @@ def _table(records: Sequence[Record]) -> Table:
         rows.append([strategy, *errors, *parts, _broken_from(own)])
     head = ["strategy", *(f"{count:,} updates" for count in COUNTS)]
     last = f"at {COUNTS[-1]:,}"
-    return Table([*head, f"near 1, {last}", f"around 0.02, {last}", f"more than {share(BROKEN)} off from"], rows)
+    return MarkdownTable(
+        [*head, f"near 1, {last}", f"around 0.02, {last}", f"more than {share(BROKEN)} off from"], rows
+    )
 
 
 def _range(found: Estimate | None) -> str:
@@ -203,7 +205,7 @@ def _plot(records: Sequence[Record], rate: float) -> Plot:
             e.value if e is None or e.spread is None else max(e.value - e.spread, e.value / 10) for e in found if e
         ]
         high = [e.value + (e.spread or 0.0) for e in found if e]
-        curves[strategy] = Points(steps, [e.value for e in found if e], low, high)
+        curves[strategy] = PlotCurve(steps, [e.value for e in found if e], low, high)
     return Plot(
         file=f"accumulation-{rate:g}.png",
         title=f"Error of the displacement, learning rate {rate:g} (band: ± one standard deviation)",
@@ -236,5 +238,5 @@ STUDY: Final = Study(
     trials=trials,
     run=run,
     page=page,
-    compared=tuple(f"all/{count}" for count in COUNTS),
+    repeat_metrics=tuple(f"all/{count}" for count in COUNTS),
 )

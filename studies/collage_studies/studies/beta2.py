@@ -8,7 +8,7 @@ from typing import Final
 from collage_monitor.seeds import Estimate, SeedValue, difference
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, mean, mean_of, recipe_of
-from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, Study, Trial
 from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
 
@@ -78,13 +78,15 @@ def page(records: Sequence[Record]) -> Page:
     return Page(
         f"{verdict} {lowest} {_worse(gap)}",
         [
-            Table(
+            MarkdownTable(
                 head,
                 decay,
                 f"How much of the second moment's decay arrives (1: all of it; below {STUCK}: stuck here):",
             ),
-            Table([*head, "lowest at"], rows, "Last validation loss, mean over seeds and its 95 % interval:"),
-            Table(
+            MarkdownTable(
+                [*head, "lowest at"], rows, "Last validation loss, mean over seeds and its 95 % interval:"
+            ),
+            MarkdownTable(
                 head,
                 [[plan.name, *(estimate(found[b], "+.4f") for b in values)] for plan, found in gap.items()],
                 "Gap of the last validation loss to fp32 with the same β₂, seed by seed:",
@@ -183,7 +185,7 @@ def _plot(losses: dict[Plan, dict[float, Estimate | None]]) -> Plot:
         known = [(1 - beta2, entry) for beta2, entry in found.items() if entry]
         low = [entry.value if entry.low is None else entry.low for _, entry in known]
         high = [entry.value if entry.high is None else entry.high for _, entry in known]
-        curves[plan.name] = Points([x for x, _ in known], [entry.value for _, entry in known], low, high)
+        curves[plan.name] = PlotCurve([x for x, _ in known], [entry.value for _, entry in known], low, high)
     return Plot(
         file="beta2.png",
         title="Validation loss by β₂ (band: 95 % interval over seeds)",
@@ -205,5 +207,5 @@ STUDY: Final = Study(
     trials=trials,
     run=run_training,
     page=page,
-    compared=("validation_loss", DECREMENT),
+    repeat_metrics=("validation_loss", DECREMENT),
 )

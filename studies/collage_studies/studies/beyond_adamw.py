@@ -12,10 +12,10 @@ from collage_agent.optim import CollageAdamW, CollageLion, CollageSGD
 from torch import nn
 from torch.optim import Optimizer
 
-from collage_studies.held_weights import ReadInBfloat16, expansion, hold_weights
+from collage_studies.held_weights import ReadInBfloat16, expansion, round_weights_after_steps
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
-from collage_studies.study import Page, Plot, Record, Reporting, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Page, Plot, Record, ReportTarget, Study, Trial
 from collage_studies.training import Build, new_model
 from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
@@ -81,7 +81,7 @@ def trials(quick: bool) -> Sequence[Trial]:
     ]
 
 
-def run(trial: Trial, reporting: Reporting) -> Record:
+def run(trial: Trial, reporting: ReportTarget) -> Record:
     """Train with the optimizer of the trial's rule."""
     return run_training(trial, reporting, build=_BUILDS[trial.settings["rule"]])
 
@@ -110,7 +110,7 @@ def _muon(plan: Plan, recipe: Recipe) -> tuple[nn.Module, list[Optimizer]]:
     optimizers: list[Optimizer] = [muon, torch.optim.AdamW(rest, **shared, betas=recipe.betas)]
     parts = PARTS[plan.strategy]
     if parts is not None:
-        hold_weights(optimizers, expansion(torch.bfloat16, parts))
+        round_weights_after_steps(optimizers, expansion(torch.bfloat16, parts))
     return ReadInBfloat16(inner), optimizers
 
 
@@ -123,7 +123,7 @@ _BUILDS: Final[Mapping[str, Build]] = {
 
 def page(records: Sequence[Record]) -> Page:
     """A table and a plot of EDQ along the cosine for each rule, and what its best rate says where it is another."""
-    evidence: list[str | Table | Plot] = []
+    evidence: list[str | MarkdownTable | Plot] = []
     verdicts = []
     for name, rule in RULES.items():
         every = [record for record in records if record.trial.settings["rule"] == name]
@@ -156,7 +156,7 @@ def page(records: Sequence[Record]) -> Page:
     )
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _table(records: Sequence[Record]) -> MarkdownTable:
     found = gaps(records, REFERENCE)
     rows = [
         [
@@ -171,7 +171,7 @@ def _table(records: Sequence[Record]) -> Table:
         for plan, own in by_plan(records).items()
     ]
     head = ["kept as", "validation loss", "gap to fp32", "EDQ", "updates lost", "update error", "EDQ of the oracle"]
-    return Table(head, rows)
+    return MarkdownTable(head, rows)
 
 
 def _at_the_best_rate(records: Sequence[Record]) -> str:

@@ -7,8 +7,8 @@ from typing import Final
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan, mean_curve, onset, recipe_of
-from collage_studies.study import Curve, Page, Plot, Record, Study, Table, Trial
+from collage_studies.results import by_plan, mean_curve, recipe_of, stays_below_from
+from collage_studies.study import Curve, MarkdownTable, Page, Plot, Record, Study, Trial
 from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
 
@@ -65,7 +65,7 @@ def page(records: Sequence[Record]) -> Page:
                 rows.append([f"{rate:g}", plan.strategy, *cells])
                 off |= {f"{plan.strategy} at {rate:g}": miss} if miss else {}
     head = ["learning rate", "strategy", "predicted from fp32", "measured", "measured less predicted"]
-    evidence: list[str | Table | Plot] = [Table(head, rows, "EDQ, merged over all measured steps:")]
+    evidence: list[str | MarkdownTable | Plot] = [MarkdownTable(head, rows, "EDQ, merged over all measured steps:")]
     verdict = _misses(off)
     cosine = by_plan([record for record in records if recipe_of(record).schedule == "cosine"])
     if cosine:
@@ -122,7 +122,7 @@ def _misses(off: Mapping[str, Estimate]) -> str:
     return f"{text} Beyond chance, {len(beyond)} of {len(off)} differ, measured less predicted: {listed(beyond)}."
 
 
-def _onsets(own: Mapping[Plan, Sequence[Record]]) -> tuple[Table, str]:
+def _onsets(own: Mapping[Plan, Sequence[Record]]) -> tuple[MarkdownTable, str]:
     """The step from which on EDQ stays below `LOST`, as forecast and as it came, by seed; how far they differ."""
     rows, misses, alone = [], [], 0
     came_by_seed = {recipe_of(record).seed: record for record in own[PLANS[1]]}
@@ -147,7 +147,7 @@ def _onsets(own: Mapping[Plan, Sequence[Record]]) -> tuple[Table, str]:
         parts.append(f"Of {alone} of {len(rows)} seeds, only one of forecast and run begins to lose.")
     if not parts:
         parts.append("Along the cosine neither forecast nor run begins to lose.")
-    return Table(["seed", "predicted from fp32", "plain bfloat16"], rows, caption), " ".join(parts)
+    return MarkdownTable(["seed", "predicted from fp32", "plain bfloat16"], rows, caption), " ".join(parts)
 
 
 def _off(least: float, most: float) -> str:
@@ -160,7 +160,7 @@ def _off(least: float, most: float) -> str:
 
 
 def _onset(curve: Curve) -> float | None:
-    return onset(curve.steps, curve.values, LOST)
+    return stays_below_from(curve.steps, curve.values, LOST)
 
 
 def _plot(own: Mapping[Plan, Sequence[Record]]) -> Plot:

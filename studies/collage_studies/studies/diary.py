@@ -19,7 +19,18 @@ from collage_monitor.local import token_path
 from collage_monitor.wire import Incident
 from collage_studies.corpus import standard_library
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.study import Curve, Page, Picture, Plot, Points, Record, Reporting, Study, Table, Trial
+from collage_studies.study import (
+    Curve,
+    MarkdownTable,
+    Page,
+    Picture,
+    Plot,
+    PlotCurve,
+    Record,
+    ReportTarget,
+    Study,
+    Trial,
+)
 from collage_studies.training import TrainingLoop, without_residuals
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, listed, number
@@ -108,7 +119,7 @@ def trials(quick: bool) -> Sequence[Trial]:
     ]
 
 
-def run(trial: Trial, reporting: Reporting) -> Record:
+def run(trial: Trial, reporting: ReportTarget) -> Record:
     """The story, or its fp32 training."""
     if trial.plan == REFERENCE:
         return run_training(trial, reporting)
@@ -119,7 +130,7 @@ def run(trial: Trial, reporting: Reporting) -> Record:
 class _Patient:
     """A run that falls ill, is noticed, and goes on in two ways."""
 
-    def __init__(self, trial: Trial, story: Story, reporting: Reporting) -> None:
+    def __init__(self, trial: Trial, story: Story, reporting: ReportTarget) -> None:
         assert trial.recipe is not None
         self._trial, self._story, self._reporting, self._recipe = trial, story, reporting, trial.recipe
         self._corpus = standard_library()
@@ -261,7 +272,7 @@ def page(records: Sequence[Record]) -> Page:
     """Each story as it went, with the words of the record."""
     references = {r.trial.settings["story"]: r for r in records if r.trial.plan == REFERENCE}
     sick = {r.trial.settings["story"]: r for r in records if r.trial.plan != REFERENCE}
-    evidence: list[str | Table | Plot | Picture] = []
+    evidence: list[str | MarkdownTable | Plot | Picture] = []
     verdicts = []
     for story in STORIES:
         if story.title not in sick:
@@ -283,10 +294,10 @@ def page(records: Sequence[Record]) -> Page:
     )
 
 
-def _story(story: Story, record: Record, reference: Record | None) -> list[str | Table | Plot | Picture]:
+def _story(story: Story, record: Record, reference: Record | None) -> list[str | MarkdownTable | Plot | Picture]:
     words, values = record.words, record.values
     others = [f"`{name}`" for name in words["others"].split(", ") if name and name != words.get("alert")]
-    found: list[str | Table | Plot | Picture] = [story.introduction]
+    found: list[str | MarkdownTable | Plot | Picture] = [story.introduction]
     if "alert" in words:
         found += [
             f"**The alert.** {_when(record)} `{words['alert']}` fired:",
@@ -332,7 +343,7 @@ def _at(curve: Curve, step: float) -> float | None:
     return known.get(int(step))
 
 
-def _endings(record: Record, reference: Record | None) -> Table:
+def _endings(record: Record, reference: Record | None) -> MarkdownTable:
     values, end = record.values, record.values["end"] or 0.0
     rows = [
         [
@@ -347,7 +358,7 @@ def _endings(record: Record, reference: Record | None) -> Table:
         merged = [number(reference.merged.get(name)) for name in ("edq_ratio", DECREMENT)]
         rows.append(["fp32 from the start", *merged, number(_at(reference.curves[LOSS], end), 5)])
     head = ["from there on", "EDQ", "second moment's decay", f"validation loss at step {end:,.0f}"]
-    return Table(head, rows)
+    return MarkdownTable(head, rows)
 
 
 def _plot(story: Story, record: Record, reference: Record | None) -> Plot:
@@ -358,7 +369,7 @@ def _plot(story: Story, record: Record, reference: Record | None) -> Plot:
     drawn = {}
     for name, curve in curves.items():
         known = [(s, v) for s, v in zip(curve.steps, curve.values, strict=True) if v is not None and s <= end]
-        drawn[name] = Points([step for step, _ in known], [value for _, value in known])
+        drawn[name] = PlotCurve([step for step, _ in known], [value for _, value in known])
     return Plot(
         file=picture_of(f"{story.title} loss"),
         title=f"{story.title}: validation loss",
@@ -404,5 +415,5 @@ STUDY: Final = Study(
     trials=trials,
     run=run,
     page=page,
-    compared=(),
+    repeat_metrics=(),
 )

@@ -10,22 +10,22 @@ from collage_agent.options import WatchArguments
 from torch import nn
 from torch.optim import Optimizer
 
-from collage_studies.held_weights import ReadInBfloat16, expansion, hold_weights
+from collage_studies.held_weights import ReadInBfloat16, expansion, round_weights_after_steps
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
-from collage_studies.study import Page, Plot, Record, Reporting, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Page, Plot, Record, ReportTarget, Study, Trial
 from collage_studies.training import new_model, new_model_and_optimizer
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 
-__all__ = ["HELD", "STUDY"]
+__all__ = ["EMULATED_FORMATS", "STUDY"]
 
 REFERENCE: Final = Plan("plain", "float32")
 OURS: Final = tuple(
     Plan(name, "bfloat16") for name in ("plain", "split-master", "split-master-8bit", "split-24bit-8bit")
 )
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HELD: Final[Mapping[str, tuple[torch.dtype, int, bool]]] = {
+EMULATED_FORMATS: Final[Mapping[str, tuple[torch.dtype, int, bool]]] = {
     "e4m3 pair": (E4M3, 2, False),
     "e4m3 pair, rounded at random": (E4M3, 2, True),
     "e4m3 triple": (E4M3, 3, False),
@@ -47,7 +47,7 @@ QUICK: Final = {"steps": 40, "batch_size": 8, "length": 32, "layers": 1, "width"
 
 def trials(quick: bool) -> Sequence[Trial]:
     """(fp32, ours, expansions of 8-bit floats) × seeds, and fp32 at a larger rate; quick: one seed, four ways."""
-    held = [Plan(name, "bfloat16") for name in HELD]
+    held = [Plan(name, "bfloat16") for name in EMULATED_FORMATS]
     plans = [REFERENCE, OURS[0], OURS[3], held[0]] if quick else [REFERENCE, *OURS, *held]
     shape = QUICK if quick else SHAPE
     return [
@@ -63,7 +63,7 @@ def trials(quick: bool) -> Sequence[Trial]:
     ]
 
 
-def run(trial: Trial, reporting: Reporting) -> Record:
+def run(trial: Trial, reporting: ReportTarget) -> Record:
     """Train with the weights kept as the plan says; of the fp32 run, its copies are watched, too."""
     return run_training(
         trial, reporting, build=_build, options=WATCHED if trial.plan == REFERENCE else {"windows": WINDOWS}
@@ -72,15 +72,15 @@ def run(trial: Trial, reporting: Reporting) -> Record:
 
 def _build(plan: Plan, recipe: Recipe) -> tuple[nn.Module, Sequence[Optimizer]]:
     """The strategy's own optimizer, or torch's AdamW on fp32 weights that are held to an expansion."""
-    if plan.strategy not in HELD:
+    if plan.strategy not in EMULATED_FORMATS:
         return new_model_and_optimizer(plan, recipe)
-    dtype, parts, at_random = HELD[plan.strategy]
+    dtype, parts, at_random = EMULATED_FORMATS[plan.strategy]
     model = ReadInBfloat16(new_model(REFERENCE, recipe))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
     generator = torch.Generator().manual_seed(recipe.seed) if at_random else None
-    hold_weights([optimizer], expansion(dtype, parts, generator))
+    round_weights_after_steps([optimizer], expansion(dtype, parts, generator))
     return model, [optimizer]
 
 
@@ -95,7 +95,7 @@ def page(records: Sequence[Record]) -> Page:
     gap = {plan.strategy: gap for plan, gap in gaps(own, REFERENCE).items()}
     verdicts = [f"At a learning rate of {rate:g}, against fp32: {gaps_in_words(gap)}.", _kept(own)]
     verdicts += [_mxfp8(found, runs) for found, runs in copies]
-    evidence: list[str | Table | Plot] = [f"### Weights and states, learning rate {rate:g}", _table(own)]
+    evidence: list[str | MarkdownTable | Plot] = [f"### Weights and states, learning rate {rate:g}", _table(own)]
     evidence += ["### Copies of the fp32 runs", _copies(copies), *(_plot(found, runs) for found, runs in copies)]
     return Page(
         " ".join(verdicts),
@@ -120,7 +120,7 @@ def page(records: Sequence[Record]) -> Page:
     )
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _table(records: Sequence[Record]) -> MarkdownTable:
     found = gaps(records, REFERENCE)
     rows = [
         [
@@ -146,12 +146,12 @@ def _table(records: Sequence[Record]) -> Table:
         "update error",
         "decay of exp_avg_sq",
     ]
-    return Table(head, rows)
+    return MarkdownTable(head, rows)
 
 
 def _bytes(plan: Plan, records: Sequence[Record]) -> str:
-    if plan.strategy in HELD:
-        return f"{HELD[plan.strategy][1] + STATES_AND_GRADIENT_BYTES}, emulated"
+    if plan.strategy in EMULATED_FORMATS:
+        return f"{EMULATED_FORMATS[plan.strategy][1] + STATES_AND_GRADIENT_BYTES}, emulated"
     return mean(records, "bytes_per_parameter")
 
 
@@ -164,7 +164,7 @@ def _kept(records: Sequence[Record]) -> str:
     return f"EDQ there: {listed(f'{value:.3f} ({name})' for value, name in sorted(found))}." if found else ""
 
 
-def _copies(runs: Sequence[tuple[float, Sequence[Record]]]) -> Table:
+def _copies(runs: Sequence[tuple[float, Sequence[Record]]]) -> MarkdownTable:
     last = WINDOWS[-1]
     rows = [
         [
@@ -180,7 +180,7 @@ def _copies(runs: Sequence[tuple[float, Sequence[Record]]]) -> Table:
     ]
     head = ["learning rate", "copy", "changed by a step", *(f"by {steps} steps" for steps in WINDOWS)]
     head += ["EDQ of the copy, one step", f"{last} steps"]
-    return Table(
+    return MarkdownTable(
         head, rows, "Elements of a low-precision copy of the fp32 weights that change, and what they keep:"
     )
 

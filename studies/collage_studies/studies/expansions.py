@@ -10,7 +10,7 @@ import torch
 from collage_agent.numerics import join, renormalise, round_to, split
 from torch import Tensor
 
-from collage_studies.study import Page, Plot, Points, Record, Reporting, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
 from collage_studies.words import number, share
 
 __all__ = ["STUDY"]
@@ -49,7 +49,7 @@ def _name(dtype: str, components: int) -> str:
     return dtype if components == 1 else f"{dtype}, {'pair' if components == 2 else 'triple'}"
 
 
-def run(trial: Trial, reporting: Reporting) -> Record:
+def run(trial: Trial, reporting: ReportTarget) -> Record:
     """Add each rounded number to 200, up to 1,000 times; the server is sent the share of 0.1 that arrived.
 
     What was added is known exactly, in fp64; so is the start, as the expansion holds it.
@@ -104,7 +104,7 @@ def page(records: Sequence[Record]) -> Page:
         values = record.values
         bound = f"from {min(above):.2g}" if above else "none"
         rows.append([record.trial.name, share(values["once"]), share(values["often/0"]), bound])
-        curves[record.trial.name] = Points([x for x, _ in known], [y for _, y in known])
+        curves[record.trial.name] = PlotCurve([x for x, _ in known], [y for _, y in known])
     ends = {record.trial.name: record.values["often/0"] for record in records}
     halved = [name for name, end in ends.items() if end is not None and end < 0.5]
     held = [name for name, end in ends.items() if end is not None and abs(end - 1) <= 1 - KEPT]
@@ -116,7 +116,9 @@ def page(records: Sequence[Record]) -> Page:
     return Page(
         f"Of 0.1 added to 200, {count:,} times, {' '.join(parts)}",
         [
-            Table(["kept as", "200 + 0.1, once", f"{count:,} times", f"keeps {share(KEPT)} of additions"], rows),
+            MarkdownTable(
+                ["kept as", "200 + 0.1, once", f"{count:,} times", f"keeps {share(KEPT)} of additions"], rows
+            ),
             Plot(
                 file="expansions.png",
                 title="Share of what is added to 200 that arrives",

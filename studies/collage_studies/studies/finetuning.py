@@ -13,7 +13,7 @@ from collage_studies.corpus import DOCUMENTATION, documentation, standard_librar
 from collage_studies.pretrained import build_from_weights, checkpoint
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_curve, mean_of, recipe_of
-from collage_studies.study import Page, Plot, Points, Record, Reporting, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
 from collage_studies.training import validate
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
@@ -103,7 +103,7 @@ def trials(quick: bool) -> Sequence[Trial]:
 _LEARN: Final = {"all": "all weights", "exact": "all weights from fp32", "lora": "LoRA"}
 
 
-def run(trial: Trial, reporting: Reporting) -> Record:
+def run(trial: Trial, reporting: ReportTarget) -> Record:
     """Fine-tune the seed's checkpoint on the documentation; `start_loss` is the validation loss before."""
     assert trial.plan is not None
     assert trial.recipe is not None
@@ -119,7 +119,7 @@ def run(trial: Trial, reporting: Reporting) -> Record:
 
 def page(records: Sequence[Record]) -> Page:
     """For all weights and for adapters: a table by rate, and plots of gap and EDQ over rates."""
-    evidence: list[str | Table | Plot] = []
+    evidence: list[str | MarkdownTable | Plot] = []
     verdicts, briefs, count = [], [], 0
     for name, way in WAYS.items():
         by_rate = _by_rate([record for record in records if _is_of(record, way)])
@@ -164,7 +164,7 @@ def _by_rate(records: Sequence[Record]) -> dict[float, list[Record]]:
     return found
 
 
-def _table(records: Sequence[Record], way: Way) -> Table:
+def _table(records: Sequence[Record], way: Way) -> MarkdownTable:
     found, plans = gaps(records, REFERENCE), by_plan(records)
     gained = _gain(plans[REFERENCE])
     first, second = way.types
@@ -187,7 +187,7 @@ def _table(records: Sequence[Record], way: Way) -> Table:
     head = ["strategy", "validation loss", "gap to fp32", "of fp32's gain", "EDQ", "updates lost", "update error"]
     head += [f"{first}: EDQ", "lost", "error", f"{second}: EDQ"]
     start = mean(plans[REFERENCE], "start_loss", ".4f")
-    return Table(head, rows, f"Before, the validation loss is {start}; fp32 gains {gained:.4f}.")
+    return MarkdownTable(head, rows, f"Before, the validation loss is {start}; fp32 gains {gained:.4f}.")
 
 
 def _gain(records: Sequence[Record]) -> float:
@@ -223,7 +223,7 @@ def _plots(by_rate: Mapping[float, Sequence[Record]], name: str, way: Way) -> li
             x="learning rate",
             y="gap to fp32, nats a byte",
             curves={
-                strategy: Points(
+                strategy: PlotCurve(
                     [rate for rate, _ in found],
                     [gap.value for _, gap in found],
                     [gap.value if gap.low is None else gap.low for _, gap in found],
@@ -238,7 +238,7 @@ def _plots(by_rate: Mapping[float, Sequence[Record]], name: str, way: Way) -> li
             title=f"{way.title}: EDQ of {way.types[0]} layers",
             x="learning rate",
             y="EDQ",
-            curves={n: Points([x for x, _ in found], [y for _, y in found]) for n, found in kept.items()},
+            curves={n: PlotCurve([x for x, _ in found], [y for _, y in found]) for n, found in kept.items()},
             x_scale="log",
         ),
     ]

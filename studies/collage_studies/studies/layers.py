@@ -7,8 +7,8 @@ from typing import Final
 
 from collage_monitor.seeds import Estimate, SeedValue, difference, mean_over_seeds
 from collage_studies.recipe import Plan, Recipe
-from collage_studies.results import by_plan, mean_curve, onset, recipe_of
-from collage_studies.study import Page, Plot, Record, Study, Table, Trial
+from collage_studies.results import by_plan, mean_curve, recipe_of, stays_below_from
+from collage_studies.study import MarkdownTable, Page, Plot, Record, Study, Trial
 from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
 
@@ -43,14 +43,14 @@ def trials(quick: bool) -> Sequence[Trial]:
 
 def page(records: Sequence[Record]) -> Page:
     """EDQ by type of layer early, in the middle and late in the training, and its curves."""
-    evidence: list[str | Table | Plot] = []
+    evidence: list[str | MarkdownTable | Plot] = []
     rows = []
     for plan, own in by_plan(records).items():
         for name in CURVES:
             cells = [estimate(_third(own, name, third), ".3f") for third in range(3)]
             rows.append([plan.strategy, name.partition("@")[2], *cells])
     evidence.append(
-        Table(
+        MarkdownTable(
             ["strategy", "type of layer", *(f"{word} third" for word in THIRDS)],
             rows,
             "EDQ, mean over a third's points and over seeds:",
@@ -105,17 +105,19 @@ def _kept(records: Sequence[Record]) -> str:
     return f"The least EDQ of a type is {listed(said)}." if said else ""
 
 
-def _onsets(records: Sequence[Record]) -> Table:
+def _onsets(records: Sequence[Record]) -> MarkdownTable:
     """From which measured step on the mean EDQ of a type stays below `LOST`."""
     rows = []
     for plan, own in by_plan(records).items():
         cells = []
         for name in CURVES:
             points = mean_curve(own, name)
-            step = onset(points.x, points.y, LOST)
+            step = stays_below_from(points.x, points.y, LOST)
             cells.append(f"{step:,.0f}" if step is not None else "never")
         rows.append([plan.strategy, *cells])
-    return Table(["strategy", *TYPES], rows, f"The step from which on EDQ, mean over seeds, stays below {LOST}:")
+    return MarkdownTable(
+        ["strategy", *TYPES], rows, f"The step from which on EDQ, mean over seeds, stays below {LOST}:"
+    )
 
 
 def _of_seeds(records: Sequence[Record], name: str, third: int) -> list[SeedValue]:
@@ -159,5 +161,5 @@ STUDY: Final = Study(
     trials=trials,
     run=run_training,
     page=page,
-    compared=CURVES,
+    repeat_metrics=CURVES,
 )

@@ -18,7 +18,7 @@ from collage_agent.optim import STRATEGIES, CollageAdamW
 from collage_agent.optim.compiled import TESTED_ELEMENTS
 from torch import Tensor
 
-from collage_studies.study import Curve, Page, Plot, Points, Record, Reporting, Study, Table, Trial
+from collage_studies.study import Curve, MarkdownTable, Page, Plot, PlotCurve, Record, ReportTarget, Study, Trial
 from collage_studies.training import ByteGPT, loss_of
 from collage_studies.words import UNDEFINED, listed, number, share
 
@@ -59,7 +59,7 @@ def _trial(strategy: str, form: str, shape: dict[str, int], rounds: int) -> Tria
     return Trial(name=f"{strategy}, {form}", settings=settings)
 
 
-def run(trial: Trial, reporting: Reporting) -> Record:
+def run(trial: Trial, reporting: ReportTarget) -> Record:
     """Measure one strategy in this process; the ratios of its steps to torch's are sent as a training's scalars."""
     settings = trial.settings
     values: dict[str, float | None] = {}
@@ -221,7 +221,7 @@ def page(records: Sequence[Record]) -> Page:
     eager = {r.trial.settings["strategy"]: r for r in records if r.trial.settings["form"] == "eager"}
     compiled = {r.trial.settings["strategy"]: r for r in records if r.trial.settings["form"] == "compiled"}
     ordered = sorted(eager, key=lambda name: eager[name].values["bytes_per_parameter"] or 0.0)
-    evidence: list[str | Table | Plot] = [_memory_table(eager, ordered), _plot(eager, ordered)]
+    evidence: list[str | MarkdownTable | Plot] = [_memory_table(eager, ordered), _plot(eager, ordered)]
     evidence += [_time_table(eager, ordered), _moved_table(eager, compiled, ordered)]
     settings = records[0].trial.settings
     elements = eager[ordered[0]].values["parameters"]
@@ -244,7 +244,7 @@ def _saving(eager: dict[str, Record], name: str, key: str) -> float | None:
     return 1 - own / reference if own is not None and reference else None
 
 
-def _memory_table(eager: dict[str, Record], ordered: Sequence[str]) -> Table:
+def _memory_table(eager: dict[str, Record], ordered: Sequence[str]) -> MarkdownTable:
     rows = []
     for name in ordered:
         values = eager[name].values
@@ -256,7 +256,7 @@ def _memory_table(eager: dict[str, Record], ordered: Sequence[str]) -> Table:
     for batch in BATCHES:
         head += [f"peak of a step, batch {batch}, MiB", "less"]
     caption = "Weights, states and gradient by their storages, and the peak of a whole training step:"
-    return Table(head, rows, caption)
+    return MarkdownTable(head, rows, caption)
 
 
 def _plot(eager: dict[str, Record], ordered: Sequence[str]) -> Plot:
@@ -264,7 +264,7 @@ def _plot(eager: dict[str, Record], ordered: Sequence[str]) -> Plot:
     for batch in BATCHES:
         known = [(eager[n].values["bytes_per_parameter"], eager[n].values.get(f"peak/{batch}")) for n in ordered]
         drawn = [(size, peak) for size, peak in known if size is not None and peak is not None]
-        curves[f"batch {batch}"] = Points([size for size, _ in drawn], [peak for _, peak in drawn])
+        curves[f"batch {batch}"] = PlotCurve([size for size, _ in drawn], [peak for _, peak in drawn])
     return Plot(
         file="memory.png",
         title="Peak memory of a training step (a dot: a strategy)",
@@ -275,16 +275,16 @@ def _plot(eager: dict[str, Record], ordered: Sequence[str]) -> Plot:
     )
 
 
-def _time_table(eager: dict[str, Record], ordered: Sequence[str]) -> Table:
+def _time_table(eager: dict[str, Record], ordered: Sequence[str]) -> MarkdownTable:
     rows = []
     for name in ordered:
         median, low, high = (eager[name].values[f"{RATIO}/{which}"] for which in ("median", "low", "high"))
         rows.append([name, number(median), f"{number(low)}–{number(high)}"])
     caption = "CPU time of an eager step over that of torch's foreach AdamW in bfloat16, in alternated pairs:"
-    return Table(["strategy", "ratio, median", "range"], rows, caption)
+    return MarkdownTable(["strategy", "ratio, median", "range"], rows, caption)
 
 
-def _moved_table(eager: dict[str, Record], compiled: dict[str, Record], ordered: Sequence[str]) -> Table:
+def _moved_table(eager: dict[str, Record], compiled: dict[str, Record], ordered: Sequence[str]) -> MarkdownTable:
     rows = []
     for name in ordered:
         found = compiled[name].values if name in compiled else {}
@@ -303,7 +303,7 @@ def _moved_table(eager: dict[str, Record], compiled: dict[str, Record], ordered:
         "written once, the gradient read once. Counted: by the compiler in the step's graph, compiled for a CPU; "
         "for a CUDA device none was compiled. –: not compiled at all."
     )
-    return Table(["strategy", "at least", "counted in the compiled step", "kernels"], rows, caption)
+    return MarkdownTable(["strategy", "at least", "counted in the compiled step", "kernels"], rows, caption)
 
 
 def _verdict(eager: dict[str, Record]) -> str:
@@ -347,5 +347,5 @@ STUDY: Final = Study(
     trials=trials,
     run=run,
     page=page,
-    compared=(),
+    repeat_metrics=(),
 )

@@ -13,7 +13,7 @@ from collage_monitor.judgement.rules import LOST_TOLERANCE, ORACLE_TOLERANCE
 from collage_monitor.seeds import Estimate, mean_over_seeds
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import Point, by_plan, correlation, gaps, recipe_of
-from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, Study, Trial
 from collage_studies.training_trial import run_training
 from collage_studies.words import UNDEFINED, estimate, listed, share
 
@@ -178,7 +178,7 @@ def page(records: Sequence[Record]) -> Page:
     whole = {name: number for name, (_, number, _) in KINDS.items() if number is not None}
     with_curve = [entry for entry in every if entry.mean(early["EDQ of one step"]) is not None]
     others = len(with_curve) - len(own)
-    evidence: list[str | Table | Plot] = [
+    evidence: list[str | MarkdownTable | Plot] = [
         _correlations(
             own,
             early,
@@ -228,7 +228,7 @@ def _points(entries: Sequence[Configuration], number: Number) -> list[Point]:
     return [Point(x, entry.gap.value, entry.setting) for entry, x in known if x is not None]
 
 
-def _correlations(entries: Sequence[Configuration], kinds: Mapping[str, Number], caption: str) -> Table:
+def _correlations(entries: Sequence[Configuration], kinds: Mapping[str, Number], caption: str) -> MarkdownTable:
     rows = []
     for name, number in kinds.items():
         points = _points(entries, number)
@@ -239,10 +239,10 @@ def _correlations(entries: Sequence[Configuration], kinds: Mapping[str, Number],
         ]
         rows.append([name, str(len(points)), *cells])
     head = ["distance from 1 of", "configurations", "rank, within a rate", "linear, within a rate"]
-    return Table([*head, "rank, pooled", "linear, pooled"], rows, caption)
+    return MarkdownTable([*head, "rank, pooled", "linear, pooled"], rows, caption)
 
 
-def _by_setting(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> Table:
+def _by_setting(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> MarkdownTable:
     rows = []
     for setting in dict.fromkeys(entry.setting for entry in entries):
         own = [entry for entry in entries if entry.setting == setting]
@@ -250,7 +250,7 @@ def _by_setting(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -
         gap = max(own, key=lambda entry: entry.gap.value)
         cells = [UNDEFINED if value is None else f"{value.value:+.2f}" for value in found]
         rows.append([setting, *cells, f"{gap.plan.strategy}: {estimate(gap.gap, '+.4f')}"])
-    return Table(["setting", *kinds, "largest gap"], rows, "Rank correlation at each rate of the sweep:")
+    return MarkdownTable(["setting", *kinds, "largest gap"], rows, "Rank correlation at each rate of the sweep:")
 
 
 def _plot(entries: Sequence[Configuration]) -> Plot:
@@ -258,7 +258,7 @@ def _plot(entries: Sequence[Configuration]) -> Plot:
     for setting in dict.fromkeys(entry.setting for entry in entries):
         points = [point for point in _points(entries, _early(STEP)) if point.stratum == setting]
         rate = next(recipe_of(entry.runs[0]).learning_rate for entry in entries if entry.setting == setting)
-        curves[f"rate {rate:g}"] = Points([point.x for point in points], [point.y for point in points])
+        curves[f"rate {rate:g}"] = PlotCurve([point.x for point in points], [point.y for point in points])
     return Plot(
         file="quality.png",
         title="Descent lost early, and the final gap to fp32 (a dot: a strategy)",
@@ -280,7 +280,7 @@ def _flags(entries: Sequence[Configuration], kind: str) -> tuple[list[str], list
     return missed, harmless, len(worse), len(fine)
 
 
-def _failures(entries: Sequence[Configuration]) -> Table:
+def _failures(entries: Sequence[Configuration]) -> MarkdownTable:
     rows = []
     for kind, (_, _, bound) in KINDS.items():
         missed, harmless, worse, fine = _flags(entries, kind)
@@ -294,10 +294,10 @@ def _failures(entries: Sequence[Configuration]) -> Table:
         )
     head = ["number", "bound of the judgement", "ends worse than fp32 beyond chance, not beyond the bound"]
     caption = "Where the early number fails, held against the bound that the judgement has for it:"
-    return Table([*head, "beyond the bound, not shown to end worse"], rows, caption)
+    return MarkdownTable([*head, "beyond the bound, not shown to end worse"], rows, caption)
 
 
-def _costs(entries: Sequence[Configuration]) -> Table:
+def _costs(entries: Sequence[Configuration]) -> MarkdownTable:
     plain = [entry for entry in entries if entry.plan == Plan("plain", "bfloat16")]
     known = []
     for entry in plain:
@@ -316,7 +316,9 @@ def _costs(entries: Sequence[Configuration]) -> Table:
         for lost, missing, entry, base in sorted(known, key=lambda found: found[0])
     ]
     head = ["setting", "updates lost", "descent lost (1 − EDQ)", "gap to fp32, nats a byte", "of fp32's loss"]
-    return Table(head, rows, "What plain bfloat16 loses over its run, and what that costs, by the share lost:")
+    return MarkdownTable(
+        head, rows, "What plain bfloat16 loses over its run, and what that costs, by the share lost:"
+    )
 
 
 def _verdict(entries: Sequence[Configuration], kinds: Mapping[str, Number]) -> str:
@@ -376,5 +378,5 @@ STUDY: Final = Study(
     run=run_training,
     page=page,
     reads=("strategies", "beta2", "finetuning"),
-    compared=("validation_loss", STEP),
+    repeat_metrics=("validation_loss", STEP),
 )

@@ -8,7 +8,7 @@ from typing import Final
 from collage_monitor.seeds import Estimate
 from collage_studies.recipe import Plan, Recipe
 from collage_studies.results import by_plan, gaps, gaps_in_words, mean, mean_of, recipe_of
-from collage_studies.study import Page, Plot, Points, Record, Study, Table, Trial
+from collage_studies.study import MarkdownTable, Page, Plot, PlotCurve, Record, Study, Trial
 from collage_studies.training_trial import run_training
 from collage_studies.words import estimate, listed
 
@@ -60,7 +60,7 @@ def trials(quick: bool) -> Sequence[Trial]:
 
 def page(records: Sequence[Record]) -> Page:
     """For each model and rate: a table, costs first, and a plot of the gap against bytes."""
-    evidence: list[str | Table | Plot] = []
+    evidence: list[str | MarkdownTable | Plot] = []
     settings: dict[str, list[Record]] = {}
     for record in records:
         settings.setdefault(_setting(record), []).append(record)
@@ -113,7 +113,7 @@ def _throughout(found: Mapping[str, Mapping[str, Estimate | None]]) -> str:
     return " ".join(parts)
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _table(records: Sequence[Record]) -> MarkdownTable:
     found = gaps(records, REFERENCE)
     rows = [
         [
@@ -128,7 +128,7 @@ def _table(records: Sequence[Record]) -> Table:
         for plan, own in sorted(by_plan(records).items(), key=lambda entry: _bytes(entry[1]))
     ]
     head = ["strategy", "bytes", "tokens/CPU s", "validation loss", "gap to fp32", "EDQ", "updates lost"]
-    return Table(head, rows)
+    return MarkdownTable(head, rows)
 
 
 def _bytes(records: Sequence[Record]) -> float:
@@ -143,7 +143,7 @@ def _plot(records: Sequence[Record], where: str) -> Plot:
         size, gap = mean_of(own, "bytes_per_parameter"), found.get(plan)
         if size and gap:
             interval = ([gap.low], [gap.high]) if gap.low is not None and gap.high is not None else ()
-            curves[plan.strategy] = Points([size.value], [gap.value], *interval)
+            curves[plan.strategy] = PlotCurve([size.value], [gap.value], *interval)
     return Plot(
         file=f"strategies-{where.lower().replace(', learning rate ', '-')}.png",
         title=f"Validation loss against fp32 ({where})",
