@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import socket
@@ -19,6 +20,7 @@ from collage_monitor.local import DASHBOARD_PORT, LOOPBACK_HOSTS, find_token, se
 __all__ = ["dashboard"]
 
 _THREADS = 8
+_NOT_HERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 _TIMEOUT_SECONDS = 20.0
 
 
@@ -105,12 +107,22 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
     found = socket.getaddrinfo(
         None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
+    absent: OSError | None = None
     with ExitStack() as stack:
         sockets: list[socket.socket] = []
         for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
             taken = sockets[0].getsockname()[1] if sockets else port
-            one = socket.create_server((address[0], taken, *address[2:]), family=family)
-            sockets.append(stack.enter_context(closing(one)))
+            try:
+                one = socket.create_server((address[0], taken, *address[2:]), family=family)
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                # The name has an address of a kind that this machine lacks, ::1 in most containers.
+                absent = error
+            else:
+                sockets.append(stack.enter_context(closing(one)))
+        if not sockets and absent is not None:
+            raise absent
         stack.pop_all()
     return sockets
 

@@ -115,16 +115,33 @@ def test_behind_a_proxy_its_word_on_https_counts(served):
     assert served["trusted_proxy_headers"] == {"x-forwarded-for", "x-forwarded-proto"}
 
 
-def test_a_name_of_several_addresses_is_served_on_one_port(monkeypatch):
-    """`localhost` is 127.0.0.1 and ::1 on most machines."""
+def resolve_to(monkeypatch, *addresses):
+    """Every name has these addresses."""
     resolve = socket.getaddrinfo
     monkeypatch.setattr(
         socket,
         "getaddrinfo",
-        lambda host, *more, **named: [
-            found for address in ("127.0.0.1", "127.0.0.2") for found in resolve(address, *more, **named)
-        ],
+        lambda host, *more, **named: [found for address in addresses for found in resolve(address, *more, **named)],
     )
+
+
+def test_an_address_that_this_machine_lacks_is_left_out(monkeypatch):
+    """As ::1 of `localhost` in a container without IPv6."""
+    resolve_to(monkeypatch, "192.0.2.1", "127.0.0.1")
+    (listening,) = command.listening_sockets("localhost", 0)
+    with listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_name_whose_only_address_is_elsewhere_is_refused(monkeypatch):
+    resolve_to(monkeypatch, "192.0.2.1")
+    with pytest.raises(OSError, match="assign requested address"):
+        command.listening_sockets("localhost", 0)
+
+
+def test_a_name_of_several_addresses_is_served_on_one_port(monkeypatch):
+    """`localhost` is 127.0.0.1 and ::1 on most machines."""
+    resolve_to(monkeypatch, "127.0.0.1", "127.0.0.2")
     ports: list[int] = []
 
     def run(server):
