@@ -2,7 +2,7 @@
 
 with Client(server_url, token) as client:
     evidence = read_incident(client, client.incident(incident_id))
-    for cause, verdict in alert(evidence.incident.alert).weighed(evidence): ...
+    for cause, verdict in alert(evidence.incident.alert).cause_verdicts(evidence): ...
 """
 
 from __future__ import annotations

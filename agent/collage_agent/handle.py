@@ -28,7 +28,7 @@ from collage_agent.watching.governor import Governor
 from collage_agent.watching.history import StepHistory
 from collage_agent.watching.hooks import OptimizerHooks, largest_step_count
 from collage_agent.watching.iterations import Iterations
-from collage_agent.watching.verdict import edq_change, evidence_of, summarise, verdict
+from collage_agent.watching.verdict import edq_change, evidence_of_past, summarise, verdict
 from collage_monitor import wire
 from collage_monitor.judgement import Evidence, Judgement, judge
 from collage_monitor.table import Table
@@ -183,7 +183,7 @@ class Watch:
 
     def evidence(self) -> Evidence:
         """What a judgement rests on: the recent past, merged, of this process's shards. Synchronises the device."""
-        return evidence_of(self._history.past(), self._layout, self.info)
+        return evidence_of_past(self._history.past(), self._layout, self.info)
 
     def judgement(self) -> Judgement:
         """The run's health, in one word, a sentence, and the numbers behind it. Synchronises the device."""
@@ -193,7 +193,7 @@ class Watch:
         if self._advice and self.step is None:
             return f"nothing is measured: {self._advice}"
         past = self._history.past()
-        evidence = evidence_of(past, self._layout, self.info)
+        evidence = evidence_of_past(past, self._layout, self.info)
         return verdict(evidence, self.summary(), edq_change(past, self._layout))
 
     def __repr__(self) -> str:
@@ -208,7 +208,7 @@ class Watch:
         taken = 0
         try:
             if any(hooks.stepping.state for hooks in self._hooks):
-                self._governor.resumed()
+                self._governor.measure_next_step()
             first = self.options.first_step
             known = self._steps_taken() if first is None else first - 1
             taken = known or 0

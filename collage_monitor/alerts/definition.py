@@ -25,7 +25,7 @@ __all__ = [
     "about_runs",
     "about_the_server",
     "duration",
-    "finding",
+    "finding_condition",
 ]
 
 Severity = Literal["info", "warning", "critical"]
@@ -153,13 +153,13 @@ class Alert:
                 return name
         return None
 
-    def weighed(self, evidence: IncidentEvidence) -> list[tuple[str, CauseVerdict]]:
+    def cause_verdicts(self, evidence: IncidentEvidence) -> list[tuple[str, CauseVerdict]]:
         """Each of the other causes, and what speaks for or against it."""
         checks = (*self.checks, *[_unchecked] * len(self.other_causes))
         return [(cause, check(evidence)) for cause, check in zip(self.other_causes, checks, strict=False)]
 
 
-def finding(key: str, comparison: Literal["<", ">"], threshold: float, *labels: Label) -> Condition:
+def finding_condition(key: str, comparison: Literal["<", ">"], threshold: float, *labels: Label) -> Condition:
     """A number that the judgement holds against a run; `/metrics` shows it only then. labels: of its series."""
     return Condition("collage_finding", comparison, threshold, labels=(("key", "=", key), *labels))
 

@@ -18,7 +18,7 @@ from collage_monitor.alerts.causes import (
     supported,
     text_of,
 )
-from collage_monitor.alerts.definition import Condition, about_runs, finding
+from collage_monitor.alerts.definition import Condition, about_runs, finding_condition
 from collage_monitor.strategies import STRATEGIES
 
 __all__ = ["ALERTS"]
@@ -203,7 +203,7 @@ ALERTS: Final = (
     about_runs(
         "CollageUpdatesLost",
         # One step's share is no loss where rounding is random; the judgement sees it, and merges the recent past.
-        finding("lost_update_ratio", ">", _LOST, ("strategy", "!~", _STOCHASTIC)),
+        finding_condition("lost_update_ratio", ">", _LOST, ("strategy", "!~", _STOCHASTIC)),
         for_seconds=600.0,
         severity="warning",
         on_by_default=True,

@@ -19,7 +19,7 @@ from typing import Final
 
 from collage_monitor.alerts.definition import RECORDED, Alert, Condition
 
-__all__ = ["Change", "Evaluation", "Labels", "Sample", "identity_labels", "quantile"]
+__all__ = ["AlertChange", "Evaluation", "Labels", "Sample", "identity_labels", "quantile"]
 
 Labels = tuple[tuple[str, str], ...]
 """A series' labels, sorted by name."""
@@ -42,7 +42,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Change:
+class AlertChange:
     """An alert that began to fire or ended, for the series with these labels; `value` when its condition last held.
 
     since: when the condition began to hold, in Unix seconds.
@@ -140,11 +140,11 @@ class Evaluation:
                 for name in (condition.series, *RECORDED.get(condition.series, ())):
                     self._longest[name] = max(self._longest.get(name, 0.0), entry.window_seconds * time_scale)
 
-    def observe(self, now: float, samples: Iterable[Sample]) -> list[Change]:
+    def observe(self, now: float, samples: Iterable[Sample]) -> list[AlertChange]:
         """Take in the samples of the moment `now` (Unix seconds); what began to fire, and what ended."""
         given = list(samples)
         self._history.add(now, [*given, *_recorded(given)], self._longest)
-        changes: list[Change] = []
+        changes: list[AlertChange] = []
         for entry in self._alerts:
             changes += self._judge(entry, self._holding(entry))
         return changes
@@ -210,7 +210,7 @@ class Evaluation:
             return None
         return value if _holds(condition, value, condition.threshold * usual) else None
 
-    def _judge(self, alert: Alert, holding: Mapping[Labels, tuple[Labels, float]]) -> list[Change]:
+    def _judge(self, alert: Alert, holding: Mapping[Labels, tuple[Labels, float]]) -> list[AlertChange]:
         now = self._history.now
         changes = []
         for key, (labels, value) in holding.items():
@@ -218,7 +218,7 @@ class Evaluation:
             active.labels, active.value, active.kept_since = labels, value, None
             if not active.firing and now - active.since >= alert.for_seconds * self._scale:
                 active.firing = True
-                changes.append(Change(alert, labels, True, value, active.since))
+                changes.append(AlertChange(alert, labels, True, value, active.since))
         for (name, key), active in list(self._active.items()):
             if name != alert.name or key in holding:
                 continue
@@ -226,7 +226,7 @@ class Evaluation:
                 del self._active[name, key]
             elif self._has_ended(alert, active):
                 del self._active[name, key]
-                changes.append(Change(alert, active.labels, False, active.value, active.since))
+                changes.append(AlertChange(alert, active.labels, False, active.value, active.since))
         return changes
 
     def _has_ended(self, alert: Alert, active: _Active) -> bool:

@@ -15,7 +15,7 @@ from collage_monitor.alerts.causes import (
     supported,
     text_of,
 )
-from collage_monitor.alerts.definition import Condition, about_runs, finding
+from collage_monitor.alerts.definition import Condition, about_runs, finding_condition
 
 __all__ = ["ALERTS"]
 
@@ -101,9 +101,9 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageResidualsOff",
-        finding("residual_dropped_ratio", ">", 0.5),
-        finding("residual_fill_ratio", ">", 2.0),
-        finding("residual_zero_ratio", ">", 0.0),
+        finding_condition("residual_dropped_ratio", ">", 0.5),
+        finding_condition("residual_fill_ratio", ">", 2.0),
+        finding_condition("residual_zero_ratio", ">", 0.0),
         for_seconds=0.0,
         warm_up_steps=0,
         settle_steps=0,
@@ -128,7 +128,7 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageDecayLost",
-        finding("decay_ratio", "<", 0.5),
+        finding_condition("decay_ratio", "<", 0.5),
         for_seconds=1800.0,
         severity="warning",
         summary="more than half of the weight decay is rounded away",
@@ -145,8 +145,8 @@ ALERTS: Final = (
     ),
     about_runs(
         "CollageNotFinite",
-        finding("nonfinite_params", ">", 0.0),
-        finding("residual_nonfinite", ">", 0.0),
+        finding_condition("nonfinite_params", ">", 0.0),
+        finding_condition("residual_nonfinite", ">", 0.0),
         for_seconds=0.0,
         warm_up_steps=0,
         settle_steps=0,

@@ -227,7 +227,7 @@ def test_every_cause_of_the_catalogue_has_a_check_and_a_case():
 def test_a_cause_is_supported_ruled_out_or_left_open(name, place):
     for given, expected in zip(CASES[name, place], (True, False, None), strict=True):
         if given is not None:
-            cause, verdict = ALERTS[name].weighed(given)[place]
+            cause, verdict = ALERTS[name].cause_verdicts(given)[place]
             assert cause == ALERTS[name].other_causes[place]
             assert verdict.holds is expected, verdict
             assert verdict.because
@@ -236,25 +236,25 @@ def test_a_cause_is_supported_ruled_out_or_left_open(name, place):
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_nothing_reported_decides_no_cause(name):
-    found = ALERTS[name].weighed(IncidentEvidence(evidence().incident))
+    found = ALERTS[name].cause_verdicts(IncidentEvidence(evidence().incident))
     assert [verdict.holds for _, verdict in found] == [None] * len(found)
 
 
 def test_what_older_events_would_tell_is_left_open_where_they_are_left_out():
     entry = ALERTS["CollageReplicaMismatch"]
-    assert [entry.weighed(mismatch(step, older_events=7))[0][1].holds for step in (10, 500)] == [True, None]
+    assert [entry.cause_verdicts(mismatch(step, older_events=7))[0][1].holds for step in (10, 500)] == [True, None]
 
 
 def test_layers_that_are_rounded_differently_leave_open_whether_rounding_is_random():
     seen = fingerprint(layer_rounds_at_random={"0.weight": True, "2.weight": False})
-    verdict = ALERTS["CollageUpdatesLost"].weighed(evidence(run=seen))[0][1]
+    verdict = ALERTS["CollageUpdatesLost"].cause_verdicts(evidence(run=seen))[0][1]
     assert (verdict.holds, verdict.because) == (None, "some layers round at random, others to nearest")
 
 
 def test_an_alert_of_another_package_needs_no_checks():
     entry = ALERTS["CollageEdqDrop"]
     bare = Alert(**{**{name: getattr(entry, name) for name in entry.__dataclass_fields__}, "checks": ()})
-    assert [verdict.holds for _, verdict in bare.weighed(evidence())] == [None] * 3
+    assert [verdict.holds for _, verdict in bare.cause_verdicts(evidence())] == [None] * 3
 
 
 def test_the_metric_that_an_alert_judges():

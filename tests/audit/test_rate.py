@@ -8,7 +8,7 @@ import pytest
 import torch
 from collage_agent.audit import audit_checkpoint
 from collage_agent.audit.parameters import CheckpointParameter
-from collage_agent.audit.report import SAFE_LOST_RATIO, add_losses, rate_loss
+from collage_agent.audit.report import SAFE_LOST_RATIO, add_lost, lost_at_rate
 from collage_agent.optim import CollageAdamW
 
 from tests.audit.checkpoints import saved, trained
@@ -37,7 +37,7 @@ def weights_on_many_scales():
 @pytest.mark.parametrize("learning_rate", [1e-6, 2.0**-10, 1e-3, 0.1])
 def test_shares_are_those_of_exact_arithmetic(learning_rate):
     weight = weights_on_many_scales()
-    loss = rate_loss(CheckpointParameter("w", weight), learning_rate)
+    loss = lost_at_rate(CheckpointParameter("w", weight), learning_rate)
     assert loss is not None
     gaps = [half_gap(value, 0) for value in weight.tolist()]
     assert loss.lost == sum(gap > Fraction(learning_rate) for gap in gaps)
@@ -52,7 +52,7 @@ def test_shares_are_those_of_exact_arithmetic(learning_rate):
 def test_the_gap_is_the_one_in_the_direction_of_the_update():
     weight = torch.tensor([1.0, 1.0, -1.0, -1.0]).bfloat16()
     moments = {"exp_avg": torch.tensor([1.0, -1.0, 1.0, -1.0]), "exp_avg_sq": torch.ones(4)}
-    loss = rate_loss(CheckpointParameter("w", weight, averages=moments), 2.0**-9 * 1.1)
+    loss = lost_at_rate(CheckpointParameter("w", weight, averages=moments), 2.0**-9 * 1.1)
     # Towards zero half a gap of 1 is 2**-9, away from it 2**-8; the update goes against the moment.
     assert loss is not None
     assert loss.lost == 2
@@ -65,7 +65,7 @@ def test_estimates_are_those_of_the_next_step():
     state = optimizer.state[parameter]
     averages = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
     group = optimizer.param_groups[0]
-    loss = rate_loss(CheckpointParameter("w", parameter.detach(), group, True, 12, averages=averages), 1e-4)
+    loss = lost_at_rate(CheckpointParameter("w", parameter.detach(), group, True, 12, averages=averages), 1e-4)
     lost = of = 0
     for value, m, v in zip(
         parameter.flatten().tolist(), *(a.flatten().tolist() for a in averages.values()), strict=True
@@ -101,15 +101,15 @@ def test_stochastic_rounding_loses_nothing_in_the_mean(tmp_path):
 
 def test_parts_add_up():
     weight = weights_on_many_scales()
-    whole = rate_loss(CheckpointParameter("w", weight), 1e-3)
-    one, other = (rate_loss(CheckpointParameter("w", part), 1e-3) for part in (weight[:150], weight[150:]))
+    whole = lost_at_rate(CheckpointParameter("w", weight), 1e-3)
+    one, other = (lost_at_rate(CheckpointParameter("w", part), 1e-3) for part in (weight[:150], weight[150:]))
     assert one is not None
     assert other is not None
-    assert add_losses(one, other) == whole
+    assert add_lost(one, other) == whole
 
 
 def test_formats_that_are_not_known_are_left_out():
-    assert rate_loss(CheckpointParameter("w", torch.ones(4, dtype=torch.float64)), 1e-3) is None
+    assert lost_at_rate(CheckpointParameter("w", torch.ones(4, dtype=torch.float64)), 1e-3) is None
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])

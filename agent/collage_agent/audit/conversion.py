@@ -36,7 +36,7 @@ _SUFFIXES: Final = (LOW_COMPONENT_SUFFIX, SCALE_SUFFIX)
 _BESIDE_WEIGHT: Final = (PARAMETER_LOW, MASTER_PARAMETER)
 
 
-class ComponentLoss(Struct, frozen=True):
+class ComponentChange(Struct, frozen=True):
     """What one kind of value loses: the share of elements that change, and the largest relative change."""
 
     component: str
@@ -55,7 +55,7 @@ class Conversion(Struct, frozen=True):
     bytes_before: int
     bytes_after: int
     gained: list[str]
-    lost: list[ComponentLoss]
+    lost: list[ComponentChange]
     never_kept: list[str]
     notes: list[str]
 
@@ -136,7 +136,7 @@ def convert_checkpoint(path: Path, strategy: str) -> ConvertedCheckpoint:
         bytes_after=tally.bytes_after,
         gained=list(tally.gained),
         lost=[
-            ComponentLoss(name, changed / elements, largest)
+            ComponentChange(name, changed / elements, largest)
             for name, (changed, elements, largest) in tally.changes.items()
             if changed
         ],

@@ -23,13 +23,13 @@ from collage_agent.numerics.formats import format_of, gap_towards
 __all__ = [
     "Audit",
     "KeptSummary",
-    "ParameterLoss",
-    "RateLoss",
+    "ParameterLost",
+    "LostAtRate",
     "SAFE_LOST_RATIO",
-    "add_losses",
+    "add_lost",
     "audit_checkpoint",
     "check_learning_rate",
-    "rate_loss",
+    "lost_at_rate",
     "render",
 ]
 
@@ -44,7 +44,7 @@ _NO_PROOF: Final = (
 
 
 @dataclass(frozen=True)
-class RateLoss:
+class LostAtRate:
     """How many weights an update of the learning rate's size cannot move, by rounding to nearest.
 
     lost: elements with |u| = learning rate below half the gap from the stored weight. estimated: the same with
@@ -79,7 +79,7 @@ class RateLoss:
         return None
 
 
-def rate_loss(parameter: CheckpointParameter, learning_rate: float) -> RateLoss | None:
+def lost_at_rate(parameter: CheckpointParameter, learning_rate: float) -> LostAtRate | None:
     """What steps of this size lose of one parameter; None where its format is not known or there is no weight.
 
     The grid is that of the fp32 master weight, else of the low component where it is not 0 (an update much
@@ -90,15 +90,15 @@ def rate_loss(parameter: CheckpointParameter, learning_rate: float) -> RateLoss 
     weight = parameter.weight if parameter.master is None else parameter.master
     if weight is None or not _is_known(weight) or (parameter.low is not None and not _is_known(parameter.low)):
         return None
-    total = RateLoss(0, 0, 0, 0, Counter())
+    total = LostAtRate(0, 0, 0, 0, Counter())
     for part in _parts(parameter, weight):
-        total = add_losses(total, _loss_of(*part, parameter, learning_rate))
+        total = add_lost(total, _lost_of(*part, parameter, learning_rate))
     return total
 
 
-def add_losses(one: RateLoss, other: RateLoss) -> RateLoss:
+def add_lost(one: LostAtRate, other: LostAtRate) -> LostAtRate:
     """Both together: counts add."""
-    return RateLoss(
+    return LostAtRate(
         one.elements + other.elements,
         one.lost + other.lost,
         one.estimated + other.estimated,
@@ -127,14 +127,14 @@ def _parts(
         yield w, r, None if m is None else m.double(), v
 
 
-def _loss_of(
+def _lost_of(
     weight: Tensor,
     low: Tensor | None,
     first: Tensor | None,
     second: Tensor | None,
     parameter: CheckpointParameter,
     learning_rate: float,
-) -> RateLoss:
+) -> LostAtRate:
     direction = torch.zeros(()) if first is None else -first
     half_gap = 0.5 * gap_towards(weight, direction)
     if low is not None:
@@ -153,7 +153,7 @@ def _loss_of(
         sizes = (learning_rate * _unit_steps(first, second, parameter))[finite]
         estimated_of = int((sizes > 0).sum())
         estimated = int(((sizes > 0) & (sizes < half_gap)).sum())
-    return RateLoss(half_gap.numel(), int((half_gap > learning_rate).sum()), estimated, estimated_of, half_gaps)
+    return LostAtRate(half_gap.numel(), int((half_gap > learning_rate).sum()), estimated, estimated_of, half_gaps)
 
 
 def _unit_steps(first: Tensor, second: Tensor, parameter: CheckpointParameter) -> Tensor:
@@ -182,8 +182,8 @@ class KeptSummary(Struct, frozen=True):
     bytes_per_parameter: float
 
 
-class ParameterLoss(Struct, frozen=True):
-    """What the learning rate loses of one parameter; see `RateLoss`."""
+class ParameterLost(Struct, frozen=True):
+    """What the learning rate loses of one parameter; see `LostAtRate`."""
 
     name: str
     elements: int
@@ -202,8 +202,8 @@ class Audit(Struct, frozen=True):
     findings: list[AuditFinding]
     learning_rate: float | None
     learning_rate_from: str
-    total: ParameterLoss | None
-    layers: list[ParameterLoss]
+    total: ParameterLost | None
+    layers: list[ParameterLost]
     notes: list[str]
     conclusion: str
 
@@ -238,8 +238,8 @@ def audit_checkpoint(path: Path, learning_rate: float | None = None) -> Audit:
         findings=findings,
         learning_rate=learning_rate,
         learning_rate_from=origin,
-        total=_parameter_loss("", _sum(losses.values())) if losses else None,
-        layers=[_parameter_loss(name, loss) for name, loss in losses.items()],
+        total=_parameter_lost("", _sum(losses.values())) if losses else None,
+        layers=[_parameter_lost(name, loss) for name, loss in losses.items()],
         notes=[*checkpoint.notes, *notes, *told],
         conclusion=_conclusion(findings),
     )
@@ -276,7 +276,7 @@ def _learning_rate_of(parameters: Sequence[CheckpointParameter]) -> tuple[float 
 
 def _losses(
     parameters: Sequence[CheckpointParameter], learning_rate: float | None
-) -> tuple[dict[str, RateLoss], list[str]]:
+) -> tuple[dict[str, LostAtRate], list[str]]:
     if learning_rate is None:
         return {}, ["no learning rate: pass --learning-rate to see what it would lose"]
     stepped = [entry for entry in parameters if entry.stepped]
@@ -292,7 +292,7 @@ def _losses(
     losses = {
         entry.name: loss
         for entry in judged
-        if entry not in at_random and (loss := rate_loss(entry, learning_rate)) is not None
+        if entry not in at_random and (loss := lost_at_rate(entry, learning_rate)) is not None
     }
     return losses, notes
 
@@ -302,7 +302,7 @@ def _is_like_adam(entry: CheckpointParameter) -> bool:
     return "betas" in entry.group or "exp_avg" in entry.averages
 
 
-def _of_rate(losses: dict[str, RateLoss], learning_rate: float | None) -> Iterator[AuditFinding]:
+def _of_rate(losses: dict[str, LostAtRate], learning_rate: float | None) -> Iterator[AuditFinding]:
     if not losses or learning_rate is None:
         return
     total = _sum(losses.values())
@@ -346,14 +346,14 @@ def _bytes_per_weight(entries: Sequence[CheckpointParameter]) -> float:
     return held / (sum(entry.elements for entry in entries) or 1)
 
 
-def _parameter_loss(name: str, loss: RateLoss) -> ParameterLoss:
-    return ParameterLoss(
+def _parameter_lost(name: str, loss: LostAtRate) -> ParameterLost:
+    return ParameterLost(
         name, loss.elements, loss.lost_ratio, loss.estimated_lost_ratio, loss.smallest_safe_learning_rate
     )
 
 
-def _sum(losses: Iterable[RateLoss]) -> RateLoss:
-    return functools.reduce(add_losses, losses, RateLoss(0, 0, 0, 0, Counter()))
+def _sum(losses: Iterable[LostAtRate]) -> LostAtRate:
+    return functools.reduce(add_lost, losses, LostAtRate(0, 0, 0, 0, Counter()))
 
 
 def _conclusion(findings: Sequence[AuditFinding]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.intent.before_after import BeforeAfter
-from collage_agent.intent.blockwise import Blockwise, is_blockwise, unlike_its_rule
+from collage_agent.intent.bitsandbytes_rule import BitsandbytesRule, follows_bitsandbytes_rule, rule_mismatch
 from collage_agent.intent.clone import isolated, without_output_or_warnings
 from collage_agent.intent.foreign import ForeignOptimizer, with_inner
 from collage_agent.intent.observe import observe_storage
@@ -142,9 +142,9 @@ def _choose(optimizer: Optimizer) -> list[Intent]:
 
 
 def _intent_of_group(optimizer: Optimizer, group: dict[str, Any]) -> Intent:
-    if is_blockwise(optimizer):
-        failure = unlike_its_rule(optimizer, group)
-        return Blockwise(optimizer) if failure is None else BeforeAfter(failure)
+    if follows_bitsandbytes_rule(optimizer):
+        failure = rule_mismatch(optimizer, group)
+        return BitsandbytesRule(optimizer) if failure is None else BeforeAfter(failure)
     found = run_selftest(optimizer, group)
     seen = observe_storage(optimizer, group, found)
     if found.kind == "before-after":

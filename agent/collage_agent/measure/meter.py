@@ -75,7 +75,7 @@ class Meter:
         counted_for, found = self._buffer_bytes
         plans = (self._plan, self._rotation.kept, None if self.windows is None else self.windows.plan)
         if counted_for is None or any(then is not now for then, now in zip(counted_for, plans, strict=True)):
-            ours = (self._plan, self._running(), self.windows, self._rotation)
+            ours = (self._plan, self._attached_oracles(), self.windows, self._rotation)
             found = float(buffer_bytes(ours, [watched.parameter for watched in self.watched]))
             self._buffer_bytes = plans, found
         return found
@@ -128,7 +128,7 @@ class Meter:
         """Add u of step number `step`, which the optimizer is about to take, to the windows. Inside `isolated`."""
         if self.windows is None:
             return
-        if self.windows.running and self._weights_were_written():
+        if self.windows.is_open and self._weights_were_written():
             self.windows.discard()
         signature = self._planner.signature_of(optimizer, False)
         cap = self.sample if self.sample == "all" else min(self.sample, WINDOW_SAMPLE)
@@ -145,7 +145,7 @@ class Meter:
 
     def note_weight_versions(self) -> None:
         """After the live step: remember each weight's version, to notice writes by others. O(1) a tensor."""
-        if self._oracles is not None or (self.windows is not None and self.windows.running):
+        if self._oracles is not None or (self.windows is not None and self.windows.is_open):
             self._versions = [watched.parameter._version for watched in self.watched]
 
     def before(self, optimizer: Optimizer, *, closure: bool) -> None:
@@ -155,7 +155,7 @@ class Meter:
             if self._oracles is not None:
                 self._oracles.split_by_state(optimizer)
                 signature = self._signature_now(optimizer, closure)
-            self._plan = self._planner.plans(optimizer, signature, self.sample, self._running())
+            self._plan = self._planner.plans(optimizer, signature, self.sample, self._attached_oracles())
             self._signature = signature
         for planned in self._plan:
             known = self._oracles is not None and self._oracles.weights_gathered(planned)
@@ -187,10 +187,10 @@ class Meter:
         return found
 
     def _signature_now(self, optimizer: Optimizer, closure: bool) -> Signature:
-        return self._planner.signature_of(optimizer, closure, self._running())
+        return self._planner.signature_of(optimizer, closure, self._attached_oracles())
 
-    def _running(self) -> Sequence[Oracle]:
-        return () if self._oracles is None else self._oracles.running or ()
+    def _attached_oracles(self) -> Sequence[Oracle]:
+        return () if self._oracles is None else self._oracles.attached or ()
 
     def _weights_were_written(self) -> bool:
         """Whether somebody wrote to a weight since the last step, by torch's own count of writes."""

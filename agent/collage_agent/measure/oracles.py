@@ -30,24 +30,24 @@ ORACLE_SAMPLE: Final = 1024
 class Oracles:
     """Attaches oracles before the first step and steps them; attaches new ones when others wrote to the weights.
 
-    `running`: one for each kind of tensor, None before they attach. `restarts` counts how often new ones had to
+    `attached`: one for each kind of tensor, None before they attach. `restarts` counts how often new ones had to
     attach because weights were written between two steps or a step raised; after a loaded state it does not count.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self.running: list[Oracle] | None = None
+        self.attached: list[Oracle] | None = None
         self.restarts = 0
         self._last_plans: list[BucketPlan] = []
         self._compared: list[BucketPlan] = []
 
     def restart(self) -> None:
         """Attach anew before the next step: the live weights and states were replaced."""
-        self.running = None
+        self.attached = None
 
     def step_raised(self) -> None:
         """The live step raised: the step that the oracles took did not complete."""
-        if self.running is not None:
+        if self.attached is not None:
             self.restart()
             self.restarts += 1
 
@@ -60,9 +60,9 @@ class Oracles:
         if written or self._weights_moved(optimizer):
             self.restart()
             self.restarts += 1
-        if self.running is None:
-            self.running = self._attached(optimizer, sample)
-        self._put_in_lock_step(self.running)
+        if self.attached is None:
+            self.attached = self._attach(optimizer, sample)
+        self._put_in_lock_step(self.attached)
 
     def weights_gathered(self, planned: BucketPlan) -> bool:
         """Whether `prepare` has gathered the weights of this bucket as they are before the step."""
@@ -79,7 +79,7 @@ class Oracles:
             for planned in plans
             for view in planned.oracles
         }
-        for oracle in self.running or ():
+        for oracle in self.attached or ():
             watched = self._planner.watched[oracle.members[0]]
             intent = self._planner.intents[watched.group]
             if intent.composition.gradient_of(watched.parameter) is None:
@@ -93,11 +93,11 @@ class Oracles:
 
     def split_by_state(self, optimizer: Optimizer) -> None:
         """Split oracles whose tensors got states of different form after they attached."""
-        if self.running is None:
+        if self.attached is None:
             return
         parts: list[Oracle] = []
         parameters = self._parameters()
-        for oracle in self.running:
+        for oracle in self.attached:
             kinds: dict[object, list[int]] = {}
             for member in oracle.members:
                 state = optimizer.state.get(parameters[member], {})
@@ -105,7 +105,7 @@ class Oracles:
                 kinds.setdefault(kind, []).append(member)
             alone = len(kinds) == 1
             parts += [oracle] if alone else [oracle.split(members, parameters) for members in kinds.values()]
-        self.running = parts
+        self.attached = parts
 
     def _weights_moved(self, optimizer: Optimizer) -> bool:
         """Whether the sampled weights differ from those after the last step, if it was measured.
@@ -114,7 +114,7 @@ class Oracles:
         would synchronise it.
         """
         plans, self._last_plans, self._compared = self._last_plans, [], []
-        current = {id(oracle) for oracle in self.running or ()}
+        current = {id(oracle) for oracle in self.attached or ()}
         for planned in plans:
             followed = any(id(view.oracle) in current for view in planned.oracles)
             if followed and on_host(planned.bucket.parameter_after):
@@ -123,7 +123,7 @@ class Oracles:
                     return True
         return False
 
-    def _attached(self, optimizer: Optimizer, sample: int | Literal["all"]) -> list[Oracle]:
+    def _attach(self, optimizer: Optimizer, sample: int | Literal["all"]) -> list[Oracle]:
         cap = ORACLE_SAMPLE if sample == "all" else min(sample, ORACLE_SAMPLE)
         oracles = []
         kinds: dict[object, list[int]] = {}
@@ -198,7 +198,7 @@ class Oracles:
                     kinds.setdefault((watched.group, gradient is None), []).append(member)
             unchanged = [tuple(members) for members in kinds.values()] == [oracle.members]
             everyone += [oracle] if unchanged else [oracle.split(own, self._parameters()) for own in kinds.values()]
-        self.running = everyone
+        self.attached = everyone
 
     def _composition(self, member: int) -> stored.Composition:
         return self._planner.intents[self._planner.watched[member].group].composition

@@ -88,7 +88,7 @@ class Windows:
         self._step = -1
 
     @property
-    def running(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a window is open, so that writes by others matter."""
         return bool(self._open)
 

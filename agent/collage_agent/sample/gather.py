@@ -135,7 +135,7 @@ class BlockLayout:
         """
         views = staging.views
         if lasting and self._plain:
-            views.show(tensors, self)
+            views.point_at(tensors, self)
             sampled, pieces = views.sampled, views.pieces
         else:
             sampled, pieces = self.views_of(tensors, views.zeros)
@@ -222,7 +222,7 @@ class Views:
         self.copies: list[Tensor] = []
         self._addresses: list[int] = []
 
-    def show(self, tensors: Sequence[Tensor], layout: BlockLayout) -> None:
+    def point_at(self, tensors: Sequence[Tensor], layout: BlockLayout) -> None:
         """Be of these tensors; made anew only if a tensor or its memory is another than last time."""
         viewed: list[Tensor] = [tensors[index] for index in layout._viewed]
         addresses = [tensor.data_ptr() for tensor in viewed]

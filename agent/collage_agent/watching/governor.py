@@ -55,7 +55,7 @@ class Governor:
         """Steps from one measured step to the next."""
         return self._every << self.doublings
 
-    def resumed(self) -> None:
+    def measure_next_step(self) -> None:
         """States are there that no watched step left, as after a resume: the next step is measured."""
         self._resumed = True
 

@@ -280,7 +280,7 @@ class OptimizerHooks:
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
         if optimizer.state:
-            self._governor.resumed()
+            self._governor.measure_next_step()
         self.meter.state_was_loaded()
 
     def _stepped(self) -> list[WatchedParameter]:

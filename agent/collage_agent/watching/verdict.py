@@ -32,7 +32,7 @@ from collage_monitor.onset import find_onset, since_in_words
 from collage_monitor.statistics import finish, finish_all, reduce_shards
 from collage_monitor.strategies import STRATEGIES, advice
 
-__all__ = ["edq_change", "evidence_of", "summarise", "verdict"]
+__all__ = ["edq_change", "evidence_of_past", "summarise", "verdict"]
 
 
 _WORST: Final = 3
@@ -70,7 +70,7 @@ def summarise(
     }
 
 
-def evidence_of(past: PastTotals | None, layout: Layout | None, info: wire.WatchInfo) -> Evidence:
+def evidence_of_past(past: PastTotals | None, layout: Layout | None, info: wire.WatchInfo) -> Evidence:
     """The recent past as a judgement takes it."""
     if past is None or layout is None:
         return Evidence({}, watch=info)

@@ -290,7 +290,7 @@ def _causes(evidence: IncidentEvidence) -> Any:
     entry = ALERTS.get(evidence.incident.alert)
     if entry is None:
         return None
-    items = [_cause(cause, verdict) for cause, verdict in entry.weighed(evidence)]
+    items = [_cause(cause, verdict) for cause, verdict in entry.cause_verdicts(evidence)]
     return _card("What else it may be", html.Ul(items, className="causes"))
 
 

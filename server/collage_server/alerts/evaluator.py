@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from collage_monitor.alerts import Alert
-from collage_monitor.alerts.evaluation import Change, Evaluation, Labels, Sample, identity_labels
+from collage_monitor.alerts.evaluation import AlertChange, Evaluation, Labels, Sample, identity_labels
 from collage_monitor.headline import beyond_verdict
 from collage_monitor.wire import from_number
 from collage_server.background import BackgroundThread
@@ -56,7 +56,7 @@ class AlertEvaluator(BackgroundThread):
         self._round_seconds = interval_seconds
         self._holder = secrets.token_hex(16)
         self._evaluation: Evaluation | None = None
-        self._unkept: dict[tuple[str, Labels], tuple[Change, float]] = {}
+        self._unkept: dict[tuple[str, Labels], tuple[AlertChange, float]] = {}
 
     def stop(self, deadline_seconds: float) -> None:
         """End, and let another server go on at once."""
@@ -97,7 +97,7 @@ class AlertEvaluator(BackgroundThread):
                 evaluation.resume(entry, labels, open_one.started_at, value)
         return evaluation
 
-    def _keep(self, change: Change, now: float) -> None:
+    def _keep(self, change: AlertChange, now: float) -> None:
         labels = dict(change.labels)
         if not change.firing:
             self._store.incidents.resolve(change.alert.name, labels, "server", now)

@@ -19,7 +19,7 @@ from collage_agent.intent.probing import HOST, ProbeRun
 from collage_agent.sample.quantised import reading
 from collage_agent.sample.stored import PLAIN, elementwise_state
 
-__all__ = ["Blockwise", "is_blockwise", "unlike_its_rule"]
+__all__ = ["BitsandbytesRule", "follows_bitsandbytes_rule", "rule_mismatch"]
 
 _TOLERANCE: Final = 1e-3
 _PROBE_STEPS: Final = 4
@@ -77,7 +77,7 @@ _RULES: Final[dict[str, Callable[[Group, State, Tensor, Tensor, int], Tensor]]] 
 }
 
 
-class Blockwise:
+class BitsandbytesRule:
     """u by the rule that the optimizer names, for states in fp32 or in 8-bit blocks; same calls as `Shadow`."""
 
     kind: Final = "rule"
@@ -103,13 +103,13 @@ class Blockwise:
         return True
 
 
-def is_blockwise(optimizer: Optimizer) -> bool:
+def follows_bitsandbytes_rule(optimizer: Optimizer) -> bool:
     """Whether it is one of bitsandbytes' whose rule is known, and not scaled by norms of whole tensors."""
     known = type(optimizer).__module__.startswith("bitsandbytes.") and _rule_name(optimizer) in _RULES
     return known and not getattr(getattr(optimizer, "args", None), "max_unorm", 0.0)
 
 
-def unlike_its_rule(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+def rule_mismatch(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     """Why the rule is not what the library does on the host to fp32 tensors, quantised and not; None: it is."""
     try:
         with isolated(HOST):
@@ -131,7 +131,7 @@ def _misses(run: ProbeRun, gradient: Tensor) -> bool:
     state = {k: reading(stored, k).double() if k in elementwise else clone_value(v) for k, v in stored.items()}
     before = parameter.double()
     expected = torch.empty_like(before)
-    Blockwise(run.optimizer).displacement(run.group, state, before, gradient.double(), expected)
+    BitsandbytesRule(run.optimizer).displacement(run.group, state, before, gradient.double(), expected)
     run.step([gradient])
     error = (run.parameters[0].double() - before - expected).abs().max()
     return not bool(error <= _TOLERANCE * expected.abs().max())
