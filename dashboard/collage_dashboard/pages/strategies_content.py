@@ -284,7 +284,7 @@ def suggested_comparisons(rows: Sequence[wire.RunRow]) -> Any:
         return None
     return html.Div(
         [html.P("Or compare runs of one group:", className="quiet"), html.Ul(lines[:_GROUPS_SHOWN])],
-        className="suggested_comparisons",
+        className="choices",
     )
 
 
