@@ -177,7 +177,7 @@ class Settings:
         raw, coarse = self.retention_raw_days, self.retention_coarse_days
         if coarse is not None and (raw is None or raw > coarse):
             raise SettingsError(
-                f"{_variable('retention_coarse_days')} is {coarse}, but single points are kept for "
+                f"{_variable('retention_coarse_days')} is {coarse}, but fine points are kept for "
                 f"{'good' if raw is None else f'{raw} days'}; keep them no longer than points of 16, with "
                 f"{_variable('retention_raw_days')}"
             )

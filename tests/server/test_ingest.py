@@ -316,7 +316,10 @@ def test_totals_past_the_raw_horizon_are_named_counted_and_not_stored(server):
     ]
     assert (answer.rejected[0].field, answer.rejected[0].limit) == ("step", 30)
     assert "step 30 came too late: retention has dropped" in answer.rejected[0].message
-    assert "keep fine points for longer" in answer.rejected[0].message
+    assert (
+        "the fine points up to step 30, so its totals have no place; drop it, or keep them for longer"
+        in answer.rejected[0].message
+    )
     counted = server.get("/metrics")
     assert 'collage_server_reports_total{outcome="late"} 2.0' in counted
     assert 'collage_server_reports_total{outcome="rejected"} 1.0' in counted

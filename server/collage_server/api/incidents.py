@@ -13,7 +13,7 @@ from starlette.responses import Response
 from collage_monitor import wire
 from collage_server.api.answers import answer, describes
 from collage_server.api.bodies import message
-from collage_server.api.parameters import Id
+from collage_server.api.parameters import Filter, Id
 from collage_server.api.routing import resource
 from collage_server.auth.bearer import principal_of
 from collage_server.components import components_of
@@ -23,7 +23,6 @@ from collage_server.store import IncidentQuery
 __all__ = ["router"]
 
 router = resource("alerts")
-Filter = Annotated[str | None, Query(max_length=512)]
 _MOST_OF_A_RUN = 1000
 
 

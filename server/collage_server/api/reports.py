@@ -86,10 +86,10 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
     if outcome.gone:
         components.registry.forget_run(stream.run_id)
         raise Gone(f"run {stream.run_id!r} was deleted; stop sending", field="stream_id")
-    if outcome.late or outcome.crowded:
+    if outcome.late or outcome.too_many_names:
         places = accepted_indices(len(batch.reports), rejected)
         rejected += [_late(places[at], kept[at], outcome.frozen_step) for at in outcome.late]
-        rejected += [_crowded(places[at], kept[at]) for at in outcome.crowded]
+        rejected += [_too_many_names(places[at], kept[at]) for at in outcome.too_many_names]
         rejected.sort(key=lambda entry: entry.index)
     return wire.BatchAnswer(accepted=outcome.accepted, duplicates=outcome.duplicates, rejected=rejected)
 
@@ -119,14 +119,14 @@ def _late(index: int, report: wire.Report, frozen_step: int | None) -> wire.Reje
         index=index,
         seq=report.seq,
         code="past_horizon",
-        message=f"step {report.step} came too late: retention has dropped the single points up to step "
-        f"{frozen_step}, so its totals have no place; drop it, or keep fine points for longer",
+        message=f"step {report.step} came too late: retention has dropped the fine points up to step "
+        f"{frozen_step}, so its totals have no place; drop it, or keep them for longer",
         field="step",
         limit=frozen_step,
     )
 
 
-def _crowded(index: int, report: wire.Report) -> wire.RejectedReport:
+def _too_many_names(index: int, report: wire.Report) -> wire.RejectedReport:
     limit = wire.LIMITS["scalar_names_per_stream"]
     return wire.RejectedReport(
         index=index,

@@ -131,7 +131,7 @@ class Writer:
                     accepted=outcome.accepted,
                     duplicates=outcome.duplicates,
                     late=len(outcome.late),
-                    rejected=len(outcome.crowded),
+                    rejected=len(outcome.too_many_names),
                 )
         self._deliver(batch, outcomes)
 

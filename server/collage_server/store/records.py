@@ -102,7 +102,7 @@ class GroupOutcome:
 
     `accepted_bytes`: what the accepted reports take of the journal's bounds.
 
-    `late` are positions in the group whose totals belong to steps at or before `frozen_step`, `crowded` those that
+    `late` are positions in the group whose totals belong to steps at or before `frozen_step`, `too_many_names` those that
     log under more names than a stream may: refused, not stored.
     """
 
@@ -111,7 +111,7 @@ class GroupOutcome:
     accepted_bytes: int = 0
     gone: bool = False
     late: tuple[int, ...] = ()
-    crowded: tuple[int, ...] = ()
+    too_many_names: tuple[int, ...] = ()
     frozen_step: int | None = None
 
 
@@ -208,7 +208,7 @@ class RunRevision:
     """What changes whenever something that readers see of a run changes. `updated_at` as in `RunRecord`.
 
     `launched_at` is `updated_at` with reports left out: a clock that lags behind the newest report's must not hide
-    a launch. `frozen_step` is how far retention has taken single points, `streams` how many there are.
+    a launch. `frozen_step` is how far retention has taken fine points, `streams` how many there are.
     """
 
     state: str

@@ -36,7 +36,8 @@ def test_a_dump_taken_while_a_server_serves_is_restored_into_an_empty_database(
     again = opened(empty_database)
     try:
         unchanged(before, seen(again))
-        assert list(again.runs.records(["r1"])) == ["r1"]
+        with again.points.snapshot() as now:
+            assert list(now.records(["r1"])) == ["r1"]
         # The loss window: what came after the dump began. Its sender repeats it, and it is stored once.
         outcome = again.journal.append([ReportGroup(stream, [report(i, i + 1) for i in range(70, 81)])], NOW)[0]
         assert (outcome.accepted, outcome.duplicates) == (1, 10)

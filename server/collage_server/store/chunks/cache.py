@@ -15,7 +15,7 @@ from typing import Any
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from collage_server.store.chunks.join import COUNTED, AttemptPoints
+from collage_server.store.chunks.join import POINT_COLUMNS, AttemptPoints
 
 __all__ = ["ColumnCache"]
 
@@ -51,7 +51,7 @@ class ColumnCache:
 
 def _copied(table: AttemptPoints) -> AttemptPoints:
     """Arrays of their own, that nobody can write to."""
-    counted: dict[str, Any] = {name: _frozen(getattr(table, name)) for name in COUNTED}
+    counted: dict[str, Any] = {name: _frozen(getattr(table, name)) for name in POINT_COLUMNS}
     totals = {key: _frozen(array) for key, array in table.totals.items()}
     extremes = {key: (_frozen(low), _frozen(high)) for key, (low, high) in table.extremes.items()}
     return replace(table, **counted, totals=totals, extremes=extremes)

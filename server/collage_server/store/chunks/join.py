@@ -17,7 +17,7 @@ from collage_server.store.records import FloatArray, IntArray, Points, Selection
 
 __all__ = [
     "AttemptPoints",
-    "COUNTED",
+    "POINT_COLUMNS",
     "coarsen",
     "has_layer_extremes",
     "join",
@@ -26,7 +26,7 @@ __all__ = [
     "select_points",
 ]
 
-COUNTED: Final = ("first_steps", "steps", "times", "ranks", "counts")
+POINT_COLUMNS: Final = ("first_steps", "steps", "times", "ranks", "counts")
 """What points have beside their totals."""
 
 
@@ -62,7 +62,7 @@ def join(
 
 def select_points(points: _Points, which: slice | IntArray) -> _Points:
     """Some of the points; with a slice, in the same memory."""
-    counted: dict[str, Any] = {name: getattr(points, name)[which] for name in COUNTED}
+    counted: dict[str, Any] = {name: getattr(points, name)[which] for name in POINT_COLUMNS}
     totals = {key: values[which] for key, values in points.totals.items()}
     extremes = {key: (low[which], high[which]) for key, (low, high) in points.extremes.items()}
     return replace(points, **counted, totals=totals, extremes=extremes)
@@ -70,7 +70,9 @@ def select_points(points: _Points, which: slice | IntArray) -> _Points:
 
 def _concatenated(tables: Sequence[AttemptPoints], layers: Sequence[str] | None) -> Points:
     """The tables one after the other; NaN where one lacks a total."""
-    counted: dict[str, Any] = {name: _concatenate([getattr(p, name) for p in tables], name) for name in COUNTED}
+    counted: dict[str, Any] = {
+        name: _concatenate([getattr(p, name) for p in tables], name) for name in POINT_COLUMNS
+    }
     shape = () if layers is None else (len(layers),)
 
     def column(values: Iterable[FloatArray | None]) -> FloatArray:

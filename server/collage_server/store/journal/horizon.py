@@ -22,7 +22,7 @@ _LATEST: Final = schema.run_latest
 
 
 def frozen_step(connection: Connection, run_id: str, attempt: int) -> int | None:
-    """The attempt's horizon: the last step whose single points are gone; None before there is one."""
+    """The attempt's horizon: the last step whose fine points are gone; None before there is one."""
     found = select(func.max(_LATEST.c.frozen_step)).where(*_of(run_id, attempt))
     step: int | None = connection.execute(found).scalar()
     return step

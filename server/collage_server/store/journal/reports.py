@@ -46,7 +46,7 @@ from collage_server.store.records import (
     StreamRecord,
 )
 from collage_server.store.rows import scalars_to_json, to_json
-from collage_server.store.runs.events import COUNTED, add_events, count_event
+from collage_server.store.runs.events import COUNTS_WITH_EVENTS, add_events, count_event
 
 __all__ = ["REPORT_BYTES", "ReportJournal", "read_reports"]
 
@@ -58,7 +58,7 @@ REPORT_BYTES: Final[ColumnElement[int]] = sum(
     literal(ROW_BYTES) + SCALAR_BYTES // len(_MARK) * func.coalesce(_MARKS, 0),
 )
 """The same as `report_bytes`, of a row of the journal."""
-_Destination = Literal["journal", "sealed", "late", "crowded", "gone"]
+_Destination = Literal["journal", "sealed", "late", "too_many_names", "gone"]
 _LATEST: Final = schema.run_latest
 _REPORT: Final = schema.report
 _NAMES: Final = wire.LIMITS["scalar_names_per_stream"]
@@ -122,7 +122,7 @@ class _LatestRow:
         """What is to become of a report; of one for the journal, the journal knows whether it is there already.
 
         "late": it brings totals for which there is no place any more. One that is stored already is not late.
-        "crowded": it logs under new names, and there are too many: every commit of the stream carries them all.
+        "too_many_names": it logs under new names, and there are too many: every commit of the stream carries them all.
         """
         if contains(self._sealed, report.seq):
             return "sealed"
@@ -131,7 +131,7 @@ class _LatestRow:
         if late:
             return "late"
         if not self._has_room_for_names(report):
-            return "crowded"
+            return "too_many_names"
         self._note_order(report.seq)
         return "journal"
 
@@ -168,7 +168,7 @@ class _LatestRow:
                 values["measured_step"], values["measured_seq"] = place
         for name, value in report.scalars.items():
             if name not in self.scalars or report.step >= self.scalars[name][0]:
-                if name in COUNTED:
+                if name in COUNTS_WITH_EVENTS:
                     self._count(name, value, report.step)
                 self.scalars[name] = (report.step, wire.to_number(value))
 
@@ -358,13 +358,18 @@ def _outcome(
             accepted += 1
             accepted_bytes += size
             latest.take_in(report)
-    late, crowded = (
+    late, too_many_names = (
         tuple(i for i, destination in enumerate(destinations) if destination == kind)
-        for kind in ("late", "crowded")
+        for kind in ("late", "too_many_names")
     )
-    duplicates = len(destinations) - accepted - len(late) - len(crowded)
+    duplicates = len(destinations) - accepted - len(late) - len(too_many_names)
     return GroupOutcome(
-        accepted, duplicates, accepted_bytes, late=late, crowded=crowded, frozen_step=latest.frozen_step
+        accepted,
+        duplicates,
+        accepted_bytes,
+        late=late,
+        too_many_names=too_many_names,
+        frozen_step=latest.frozen_step,
     )
 
 

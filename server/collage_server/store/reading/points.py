@@ -259,7 +259,7 @@ def _model_of_rank(
 ) -> list[AttemptPoints]:
     """Only the points to which the rank contributed; where it was the only one, the merged totals are its own.
 
-    None where single points are gone: coarse ones are of all ranks.
+    None where fine points are gone: coarse ones are of all ranks.
     """
     [(_, attempt)] = chunks
     views = {view.run_id: view}

@@ -16,7 +16,7 @@ from collage_server.store.records import NewEvent
 from collage_server.store.rows import from_json, require_run, to_json
 
 __all__ = [
-    "COUNTED",
+    "COUNTS_WITH_EVENTS",
     "MOST_LAYERS",
     "EventStore",
     "add_events",
@@ -31,11 +31,11 @@ MOST_LAYERS: Final = 8
 
 _EVENT: Final = schema.event
 _INSERT: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-_COUNTED: Final[dict[str, tuple[wire.EventKind, str]]] = {
+_EVENT_OF_COUNT: Final[dict[str, tuple[wire.EventKind, str]]] = {
     "reports_dropped": ("reports_dropped", "rank {rank} has dropped {count} report{s} since it began"),
     "skipped_steps": ("skipped_steps", "the loss scaler of rank {rank} has skipped {count} step{s} since attach"),
 }
-COUNTED: Final = frozenset(_COUNTED)
+COUNTS_WITH_EVENTS: Final = frozenset(_EVENT_OF_COUNT)
 """Logged counts whose growth makes events."""
 
 
@@ -176,7 +176,7 @@ def count_event(
     """A rank's count that has reached another power of two; None while it has not, or where it is no count."""
     if not 0 <= old < new <= 2**53 or (size := int(new).bit_length()) == int(old).bit_length():
         return None
-    kind, text = _COUNTED[name]
+    kind, text = _EVENT_OF_COUNT[name]
     return NewEvent(
         origin=f"{name}/{stream_id}/{size}",
         kind=kind,

@@ -94,11 +94,6 @@ class RunStore:
         with self._database.reading() as connection:
             return read_run(connection, run_id)
 
-    def records(self, run_ids: Sequence[str]) -> dict[str, RunRecord]:
-        """Several runs, in the order given."""
-        with self._database.reading() as connection:
-            return read_records(connection, run_ids)
-
     def revisions(self, run_ids: Sequence[str]) -> dict[str, RunRevision]:
         """The revision of each of these runs, in the order given."""
         with self._database.reading() as connection:

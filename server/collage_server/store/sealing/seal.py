@@ -24,7 +24,14 @@ from collage_server.store import schema
 from collage_server.store.chunks.blobs import ALL_RANKS, pack_points
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
 from collage_server.store.chunks.index import LEVELS
-from collage_server.store.chunks.join import COUNTED, AttemptPoints, coarsen, join, layer_extremes, model_extremes
+from collage_server.store.chunks.join import (
+    POINT_COLUMNS,
+    AttemptPoints,
+    coarsen,
+    join,
+    layer_extremes,
+    model_extremes,
+)
 from collage_server.store.ranges import add_numbers, ranges_from_json, ranges_to_json
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.points import sealed_layers, sealed_model
@@ -237,7 +244,7 @@ def _join_part(
     layers: Sequence[str] | None = None,
 ) -> Points:
     """The chunk's `old` points and those of the part, with these `totals`."""
-    counted: dict[str, Any] = {name: getattr(part.points, name) for name in COUNTED}
+    counted: dict[str, Any] = {name: getattr(part.points, name) for name in POINT_COLUMNS}
     own = AttemptPoints(attempt=plan.attempt, **counted, totals=dict(totals))
     return join([*old, own], lambda _: UNBOUNDED, Selection(), layers=layers)
 
