@@ -102,8 +102,8 @@ class GroupOutcome:
 
     `accepted_bytes`: what the accepted reports take of the journal's bounds.
 
-    `late` are positions in the group whose totals belong to steps at or before `frozen_step`, `too_many_names` those that
-    log under more names than a stream may: refused, not stored.
+    `late` and `too_many_names` are positions in the group, refused and not stored: totals of steps at or before
+    `frozen_step`, and logs under more names than a stream may have.
     """
 
     accepted: int

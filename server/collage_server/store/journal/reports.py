@@ -122,7 +122,7 @@ class _LatestRow:
         """What is to become of a report; of one for the journal, the journal knows whether it is there already.
 
         "late": it brings totals for which there is no place any more. One that is stored already is not late.
-        "too_many_names": it logs under new names, and there are too many: every commit of the stream carries them all.
+        "too_many_names": it logs under new names, beyond a stream's limit: every commit of the stream carries them.
         """
         if contains(self._sealed, report.seq):
             return "sealed"
