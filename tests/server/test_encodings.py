@@ -15,6 +15,7 @@ from collage_server.settings import Settings
 from starlette.testclient import TestClient
 
 from collage_monitor import wire
+from tests.server.holding import holding
 from tests.server.samples import report
 
 MIB = 2**20
@@ -112,7 +113,7 @@ def test_what_is_decompressed_counts_as_in_flight(tmp_path):
     headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
     with TestClient(app, base_url="http://127.0.0.1") as client:
         alone = client.post("/api/v1/streams/s0/reports", content=body, headers=headers)
-        with budget.hold(5_000):
+        with holding(budget, 5_000):
             beside = client.post("/api/v1/streams/s0/reports", content=body, headers=headers)
     assert alone.status_code == 400, "decompressed, and found to be no batch"
     assert beside.status_code == 503

@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 
 from collage_monitor import wire
 from tests.server.conftest import Clock, Server
+from tests.server.holding import holding
 from tests.server.samples import LAYERS, block, layer, report, stream_create
 from tests.waiting import PATIENCE_SECONDS
 
@@ -133,12 +134,12 @@ def test_stopping_commits_what_waits_and_refuses_what_comes_later():
 
 def test_the_budget_in_flight():
     budget = InFlightBudget(100)
-    with budget.hold(500):
+    with holding(budget, 500):
         assert budget.bytes == 500
-        with pytest.raises(Busy) as caught, budget.hold(1):
+        with pytest.raises(Busy) as caught, holding(budget, 1):
             pytest.fail("one byte too many")
     assert (budget.bytes, caught.value.limit) == (0, 100)
-    with budget.hold(60), budget.hold(40), pytest.raises(Busy), budget.hold(1):
+    with holding(budget, 60), holding(budget, 40), pytest.raises(Busy), holding(budget, 1):
         pytest.fail("one byte too many")
     assert budget.bytes == 0
 
@@ -146,12 +147,12 @@ def test_the_budget_in_flight():
 def test_the_budget_falls_while_reports_wait_and_grows_back_when_they_do_not():
     now = [0.0]
     budget = InFlightBudget(100 * 2**20, wait_seconds=0.25, clock=lambda: now[0])
-    with budget.hold(40 * 2**20):
+    with holding(budget, 40 * 2**20):
         budget.waited(0.5, 2**20)
         assert budget.allowed == pytest.approx(0.7 * 40 * 2**20, abs=1)
         budget.waited(9.0, 2**20)
         assert budget.allowed == pytest.approx(0.7 * 40 * 2**20, abs=1), "one cut for those in flight together"
-        with pytest.raises(Busy) as caught, budget.hold(2**20):
+        with pytest.raises(Busy) as caught, holding(budget, 2**20):
             pytest.fail("more than is allowed now")
         assert caught.value.limit == budget.allowed
         now[0] = 0.6

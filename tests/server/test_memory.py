@@ -27,6 +27,7 @@ from benchmarks._reports import SMALL, register
 from benchmarks.load import serving
 from collage_monitor import wire
 from tests.server.conftest import NOW, Clock, Server
+from tests.server.holding import holding
 from tests.server.samples import LAYERS, STATISTICS, report, stream_create
 from tests.torture.hostile import own_bytes
 
@@ -171,7 +172,7 @@ def test_a_body_in_flight_holds_what_its_scalars_take_as_objects(tmp_path):
         small, large = (wire.encode_batch(wire.ReportBatch(reports=logged(count))) for count in (50, 350))
         assert len(large) < 2**20
         post = partial(client.post, "/api/v1/streams/s0/reports", headers=MSGPACK)
-        with app.state.components.in_flight.hold(2**10):
+        with holding(app.state.components.in_flight, 2**10):
             assert [post(content=body).status_code for body in (small, large)] == [200, 503]
         assert post(content=large).json()["accepted"] == 300
 

@@ -128,7 +128,7 @@ async def read_body(
 
 
 async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearray:
-    """The bytes of a body as long as they keep arriving; each that came gives the next ones time."""
+    """The bytes of a body as long as they keep arriving; those that came give the next ones whole seconds more."""
     body = bytearray()
     began = asyncio.get_running_loop().time()
     seconds = _PATIENCE_SECONDS
@@ -141,8 +141,9 @@ async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearr
                     raise _too_large(limit)
                 held.arrive(len(part))
                 body += part
-                seconds = _PATIENCE_SECONDS + len(body) / _SLOWEST_BYTES_A_SECOND
-                deadline.reschedule(began + seconds)
+                if (earned := _PATIENCE_SECONDS + len(body) // _SLOWEST_BYTES_A_SECOND) > seconds:
+                    seconds = earned
+                    deadline.reschedule(began + seconds)
     except TimeoutError as error:
         raise Busy(
             f"the body did not arrive within {seconds:.0f} seconds ({len(body)} bytes did); send it again, faster "

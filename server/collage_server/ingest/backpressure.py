@@ -32,7 +32,8 @@ class InFlightBudget:
     by a share, and grows by a share of what is acknowledged in time.
 
     One holder (a token, a project) may hold as much as it leaves free: half of the budget alone, a third beside
-    another. So there is always room for one more.
+    another. So there is always room for one more. A single body passes when nothing else is in flight, however
+    small the budget.
     """
 
     def __init__(
@@ -65,35 +66,21 @@ class InFlightBudget:
         if self.bytes and self.bytes + size > self.allowed:
             raise _busy(self.bytes, self.allowed)
 
-    def hold(self, size: int) -> BudgetLease:
-        """Take `size` bytes of a whole body from the budget while the context that is entered lasts.
-
-        A single body always passes when nothing else is in flight, however small the budget.
-
-        Raises:
-            Busy: they do not fit (on entering).
-        """
-        return BudgetLease(self, size)
-
     def receive(self, holders: Sequence[str]) -> BudgetLease:
         """A lease that holds nothing yet, and grows with what arrives, within the share of each holder."""
-        return BudgetLease(self, 0, holders)
+        return BudgetLease(self, holders)
 
 
 class BudgetLease:
     """One request's part of the budget."""
 
-    def __init__(self, budget: InFlightBudget, asked: int, holders: Sequence[str] = ()) -> None:
+    def __init__(self, budget: InFlightBudget, holders: Sequence[str]) -> None:
         self.size = 0
         self.arrived = 0
         self._budget = budget
-        self._asked = asked
         self._holders = holders
 
     def __enter__(self) -> BudgetLease:
-        if self._asked:
-            self._budget.admit(self._asked)
-        self.resize(self._asked)
         return self
 
     def __exit__(
