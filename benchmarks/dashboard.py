@@ -16,7 +16,6 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import which
 from typing import Any, Final
 
 import httpx
@@ -28,6 +27,7 @@ from benchmarks._population import UnsyncedStore, copy_run, seal_run
 from collage_monitor import wire
 from collage_monitor.client import Client
 from tests.ports import free_port
+from tests.system import find_chromium
 
 LARGE, STEPS, LAYERS = 60, 2_000, 100
 SMALL: Final = 5_000
@@ -53,7 +53,7 @@ def measure(options: Options) -> Generator[Figure, None, list[str]]:
         with _running(Path(folder)) as (server, dashboard, address, url), sync_playwright() as playwright:
             client = Client(address, (Path(folder) / "token").read_text().strip())
             yield from _table_pages(client, server, rounds)
-            browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
+            browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
             yield from _paints(browser, url, rounds)
             yield from _live_tab(browser, url, client, (server, dashboard))
             browser.close()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from shutil import which
 
 import click
 from playwright.sync_api import sync_playwright
 
 from tests.browser.screenshots import serving
 from tests.browser.test_tour import QUESTIONS
+from tests.system import find_chromium
 from tests.waiting import PATIENCE_SECONDS, until
 
 
@@ -30,7 +30,7 @@ def main(demo: Path) -> None:
         sync_playwright() as playwright,
     ):
         until(lambda: all(row.overview for row in client.run_table().rows), "the evaluation of all runs")  # type: ignore[no-untyped-call]
-        browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 860})
         page.set_default_timeout(1e3 * PATIENCE_SECONDS)
         for question in QUESTIONS:

@@ -9,7 +9,7 @@ import pytest
 from tests.dashboard.generated import GeneratedRun, demo_runs
 from tests.dashboard.posting import post_run
 from tests.ports import command, free_port, running
-from tests.system import require
+from tests.system import chromium
 from tests.waiting import PATIENCE_SECONDS
 
 CHROMIUM_FLAGS = (
@@ -49,7 +49,7 @@ def served():
 @pytest.fixture(scope="module")
 def server_url(tmp_path_factory, runs):
     """The address of a server that holds the runs; it asks for the token in its folder."""
-    require("chromium")
+    chromium()
     with _served(tmp_path_factory.mktemp("server")) as (address, token_file):
         for run in runs:
             post_run(address, run, token_file.read_text().strip())
@@ -80,7 +80,7 @@ def growing(server_url):
 @pytest.fixture
 def lonely(tmp_path):
     """A dashboard without a server: its address, and how to start the server that it waits for."""
-    require("chromium")
+    chromium()
     port = free_port()
     (tmp_path / "token").write_text("a-token-of-the-test-that-is-long-enough")
     with _dashboard(f"http://127.0.0.1:{port}", tmp_path / "token", tmp_path) as url:
@@ -93,9 +93,9 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=require("chromium"), args=list(CHROMIUM_FLAGS))
-        yield chromium
-        chromium.close()
+        launched = playwright.chromium.launch(executable_path=chromium(), args=list(CHROMIUM_FLAGS))
+        yield launched
+        launched.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import which
 
 import click
 from collage_studies.catalogue import study_named
@@ -18,6 +17,7 @@ from playwright.sync_api import sync_playwright
 
 from collage_monitor.client import Client
 from tests.ports import command, free_port, running
+from tests.system import find_chromium
 from tests.waiting import PATIENCE_SECONDS, until
 
 IMAGES = Path("docs/images")
@@ -46,7 +46,7 @@ def main(demo, only, diary):
             pages = _pages(client, url)
             pages["sign-in"] = (guarded, "input[type=password]")
             pages["report"] = (_report(pages["run"][0].rpartition("/")[2], look, folder), ".barlayer .point")
-            browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
+            browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
             for name, (address, there) in pages.items():
                 if only in {None, name}:
                     for width in SIZES:
@@ -65,7 +65,7 @@ def _take_incidents(data):
         sync_playwright() as playwright,
         serving(data, Path(name)) as (_, _, url, _),
     ):
-        browser = playwright.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         for record in records:
             if "incident" in record.words:
                 address = f"{url}/incident/{record.words['incident']}"

@@ -13,7 +13,7 @@ from collage_monitor.client import Client
 from tests.browser.test_comparison import compare, legend
 from tests.ports import command, free_port, interruptible
 from tests.studies.test_summary import NAMES
-from tests.system import require
+from tests.system import chromium
 from tests.waiting import PATIENCE_SECONDS, until
 
 STEPS = 20
@@ -46,7 +46,7 @@ def finished(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server_url(finished, served):
     """The address of a server over the folder that the demo has left."""
-    require("chromium")
+    chromium()
     with served(finished[2]) as found:
         yield found
 

@@ -13,7 +13,7 @@ from collage_monitor.client import Client
 from tests.browser.test_comparison import tick
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.posting import post_run
-from tests.system import require
+from tests.system import chromium
 from tests.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.browser
@@ -76,7 +76,7 @@ class Between:
 
 @pytest.fixture(scope="module")
 def between(server_url):
-    require("chromium")
+    chromium()
     standing = Between(server_url[0])
     yield standing
     standing.close()

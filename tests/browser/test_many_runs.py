@@ -7,7 +7,7 @@ from collage_server.overviews import keep_overview, overview_code
 
 from benchmarks._population import UnsyncedStore, copy_often, seal_run
 from collage_monitor import wire
-from tests.system import require
+from tests.system import chromium
 
 pytestmark = pytest.mark.browser
 
@@ -23,7 +23,7 @@ NAMES = sorted(["run", APART, *(f"run-{number}" for number in range(1, RUNS - 1)
 @pytest.fixture(scope="module")
 def server_url(served, tmp_path_factory):
     """One run went through journal and evaluation, the others are its copies, and one is in another project."""
-    require("chromium")
+    chromium()
     folder = tmp_path_factory.mktemp("server")
     store = UnsyncedStore(folder / "collage.sqlite", stale_after_seconds=1e9)
     store.open()
