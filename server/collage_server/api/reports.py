@@ -77,9 +77,7 @@ async def _store(components: Components, stream_id: str, batch: wire.ReportBatch
         kept, rejected = await _checked(batch, stream, size)
     if batch.gaps:
         await run_in_threadpool(components.store.journal.record_gaps, stream, batch.gaps, components.clock())
-    outcome = GroupOutcome(0, 0)
-    if kept:
-        outcome = await _commit(components, ReportGroup(stream, kept, size))
+    outcome = await _commit(components, ReportGroup(stream, kept, size)) if kept else GroupOutcome(0, 0)
     # Only now: of a batch that is refused as a whole, and sent again, each report is one outcome.
     components.counters.count(rejected=len(rejected))
     if outcome.gone:

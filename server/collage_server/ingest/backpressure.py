@@ -126,8 +126,9 @@ class BudgetLease:
         budget = self._budget
         budget.arriving += arrived - self.arrived
         budget.bytes += size - self.size
-        for holder in self._holders:
-            budget.held_by[holder] += arrived + size - self.arrived - self.size
+        more = arrived + size - self.arrived - self.size
+        for holder in self._holders if more else ():
+            budget.held_by[holder] += more
             if not budget.held_by[holder]:
                 del budget.held_by[holder]
         self.arrived, self.size = arrived, size
