@@ -6,9 +6,11 @@ A route that is missing here does not exist for any token but an administrator's
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Mapping
+from re import Pattern
+from typing import Final, Literal
+
+from starlette.routing import compile_path
 
 from collage_monitor.wire import ROLES, Role
 
@@ -77,13 +79,9 @@ def matched_rule(method: str, path: str) -> tuple[Capability, dict[str, str]] | 
 
     `path` is decoded, as routing sees it.
     """
-    given = path.split("/")
-    if path.startswith(_PROJECTS) and path.endswith("/runs"):
-        # A project may have a slash in its name; here as in the route, all between is the name.
-        given = [*_PROJECTS.split("/")[:-1], path[len(_PROJECTS) : -len("/runs")], "runs"]
-    for literals, wanted, places, capability in _BY_SHAPE.get((method, len(given)), ()):
-        if literals(given) == wanted:
-            return capability, {name: given[place] for place, name in places}
+    for pattern, capability in _PATTERNS.get(method, ()):
+        if (match := pattern.match(path)) is not None:
+            return capability, match.groupdict()
     return None
 
 
@@ -101,23 +99,16 @@ def _rows() -> Iterator[str]:
         yield f"| `{method} {path}` | {cells} |"
 
 
-_PROJECTS: Final = "/api/v1/projects/"
-_Shape = tuple[Callable[[list[str]], Any], Any, list[tuple[int, str]], Capability]
-
-
-def _by_shape() -> dict[tuple[str, int], list[_Shape]]:
-    """Rules by method and number of parts: which parts stand in the template as they are, and which are ids."""
-    shapes: dict[tuple[str, int], list[_Shape]] = {}
+def _patterns() -> dict[str, list[tuple[Pattern[str], Capability]]]:
+    """Rules by method, as routing matches paths; a project may have a slash in its name."""
+    found: dict[str, list[tuple[Pattern[str], Capability]]] = {}
     for (method, template), capability in RULES.items():
-        parts = template.split("/")
-        ids = [(place, part[1:-1]) for place, part in enumerate(parts) if part[:1] == "{"]
-        fixed = [place for place in range(len(parts)) if place not in dict(ids)]
-        literals: Callable[[list[str]], Any] = itemgetter(*fixed)
-        shapes.setdefault((method, len(parts)), []).append((literals, literals(parts), ids, capability))
-    return shapes
+        pattern, _, _ = compile_path(template.replace("{project}", "{project:path}"))
+        found.setdefault(method, []).append((pattern, capability))
+    return found
 
 
-_BY_SHAPE: Final = _by_shape()
+_PATTERNS: Final = _patterns()
 
 if __name__ == "__main__":
     sys.stdout.write(matrix())
