@@ -211,11 +211,11 @@ class LifeContract:
     def test_an_interrupted_drop_is_finished(self, store, monkeypatch):
         filled(store)
 
-        def interrupted(*_):
+        def interrupted(*_, rows):
             raise RuntimeError("killed")
 
         with monkeypatch.context() as broken:
-            broken.setattr("collage_server.store.sealing.retention._delete_some", interrupted)
+            broken.setattr("collage_server.store.sealing.retention.delete_slice", interrupted)
             with pytest.raises(RuntimeError, match="killed"):
                 store.retention.expire("r1", {1: NOW + 1e9})
         assert model_points(store, "r1", ["lost"], ALL).counts.sum() == 4 * CHUNK

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Table, delete, exists, func, select, tuple_
+from sqlalchemy import ColumnElement, Table, exists, func, select
 
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
+from collage_server.store.rows import delete_slice
 
 __all__ = ["OldRowRemover"]
 
@@ -36,12 +37,8 @@ class OldRowRemover:
         return self._remove(schema.act, schema.act.c.time < before)
 
     def _remove(self, table: Table, *old: ColumnElement[bool]) -> int:
-        key = list(table.primary_key.columns)
         with self._database.freeing() as connection:
-            chosen = [tuple(row) for row in connection.execute(select(*key).where(*old).limit(_SLICE_ROWS))]
-            if chosen:
-                connection.execute(delete(table).where(tuple_(*key).in_(chosen)))
-        return len(chosen)
+            return delete_slice(connection, table, *old, rows=_SLICE_ROWS)
 
     @staticmethod
     def _old(before: float, owed_before: float) -> list[tuple[Table, tuple[Any, ...]]]:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, and_, case, delete, false, func, insert, or_, select
+from sqlalchemy import ColumnElement, Select, and_, delete, false, func, insert, or_, select
 
 from collage_monitor import wire
 from collage_monitor.metrics import preferred_state
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunRecord
-from collage_server.store.rows import from_json, to_json
+from collage_server.store.rows import from_json, later, to_json
 
-__all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore", "later"]
+__all__ = ["DECODE_OVERVIEW", "DueRun", "OverviewStore"]
 
 _RUN: Final = schema.run
 _OVERVIEW: Final = schema.run_overview
@@ -157,11 +157,6 @@ def _reported() -> Select[Any]:
         func.sum(latest.c.reports).label("reports"),
         func.max(latest.c.last_report_at).label("last_report_at"),
     ).group_by(latest.c.run_id)
-
-
-def later(one: ColumnElement[Any], other: ColumnElement[Any]) -> ColumnElement[float]:
-    """The later of two times; `one` where the other is null."""
-    return case((other > one, other), else_=one)
 
 
 def _numbers(record: RunRecord, overview: wire.Overview) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Final, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Select, case, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from collage_monitor import wire
@@ -19,7 +19,7 @@ from collage_server.store import schema
 from collage_server.store.access.tokens import append_to_audit_log
 from collage_server.store.engine.database import Database
 from collage_server.store.records import RunFilter, RunPageRecord, RunQuery, RunRecord, RunRevision
-from collage_server.store.rows import among, from_json, missing_run, require_run, require_runs, to_json
+from collage_server.store.rows import among, from_json, later, missing_run, require_run, require_runs, to_json
 from collage_server.store.runs.latest import first_hidden_steps, newest_scalars, sum_of_newest
 
 __all__ = [
@@ -348,7 +348,7 @@ def _filters(query: RunQuery, stale_before: float) -> list[ColumnElement[bool]]:
 def _last_sign_of_life() -> ColumnElement[float]:
     latest = schema.run_latest
     reported = select(func.max(latest.c.last_report_at)).where(latest.c.run_id == _RUN.c.run_id).scalar_subquery()
-    return case((reported > _RUN.c.updated_at, reported), else_=_RUN.c.updated_at)
+    return later(_RUN.c.updated_at, reported)
 
 
 def _after(statement: Select[Any], cursor: str) -> Select[Any]:

@@ -16,7 +16,8 @@ from collage_monitor.seeds import mean_over_seeds
 from collage_server.store import schema
 from collage_server.store.engine.database import Database
 from collage_server.store.records import GroupQuery, RunRecord, TableQuery
-from collage_server.store.runs.overviews import DECODE_OVERVIEW, later
+from collage_server.store.rows import later
+from collage_server.store.runs.overviews import DECODE_OVERVIEW
 from collage_server.store.runs.runs import matching, read_records
 
 __all__ = ["GroupPage", "TablePage", "TableStore"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Table, delete, exists, or_, select, tuple_
+from sqlalchemy import Connection, Row, Table, delete, exists, or_, select
 
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import read_point_rows
@@ -25,7 +25,7 @@ from collage_server.store.engine.database import Database
 from collage_server.store.journal.horizon import freeze, raise_lagging_horizons, read_lagging_horizons
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
-from collage_server.store.rows import require_run
+from collage_server.store.rows import delete_slice, require_run
 from collage_server.store.runs.latest import all_ranks_are_through
 from collage_server.store.runs.runs import note_change, read_run
 from collage_server.store.sealing.readable import forget_points
@@ -186,7 +186,7 @@ class Retention:
     def _purge_slice(self, run_id: str) -> bool:
         for table in _BULKY:
             with self._database.freeing() as connection:
-                if _delete_some(connection, table, table.c.run_id == run_id):
+                if delete_slice(connection, table, table.c.run_id == run_id, rows=_SLICE_ROWS):
                     return True
         return False
 
@@ -210,7 +210,7 @@ class Retention:
         while going_on:
             with self._database.freeing() as connection:
                 where = _rows_of(schema.layer_chunk, run_id, entry)
-                going_on = bool(_delete_some(connection, schema.layer_chunk, *where))
+                going_on = bool(delete_slice(connection, schema.layer_chunk, *where, rows=_SLICE_ROWS))
         with self._database.freeing() as connection:
             connection.execute(delete(schema.model_chunk).where(*_rows_of(schema.model_chunk, run_id, entry)))
         return True
@@ -220,15 +220,6 @@ def _deleted_runs_with_rows() -> Any:
     tomb = schema.deleted_run
     there = [exists().where(table.c.run_id == tomb.c.run_id) for table in _BULKY]
     return select(tomb.c.run_id).where(or_(*there))
-
-
-def _delete_some(connection: Connection, table: Table, *where: Any) -> int:
-    """Delete up to a slice of the rows; how many went."""
-    key = list(table.primary_key.columns)
-    chosen = [tuple(row) for row in connection.execute(select(*key).where(*where).limit(_SLICE_ROWS))]
-    if chosen:
-        connection.execute(delete(table).where(tuple_(*key).in_(chosen)))
-    return len(chosen)
 
 
 def _rows_of(table: Table, run_id: str, entry: _ExpiredLevel) -> tuple[Any, ...]:
