@@ -14,7 +14,7 @@ __all__ = ["BINS", "binade_fields", "exponent_of", "ulp_octave_counts"]
 
 BINS: Final = len(HISTOGRAM_LABELS)
 _FRACTION_BITS: Final = 52
-_MAGNITUDE: Final = 2**63 - 1
+_FIELD: Final = 2**11 - 1
 _BIAS: Final = 1023
 _FRACTION_BITS_32: Final = 23
 _MAGNITUDE_32: Final = 2**31 - 1
@@ -42,8 +42,9 @@ def ulp_octave_counts(
     """
     shift = _BIAS - _BIAS_32 + exponent_of(torch.finfo(dtype).eps) + exponent_of(gaps)
     exponent = binade_fields(intended, visible_parameter, dtype)
-    magnitude = intended.view(torch.int64).bitwise_and(_MAGNITUDE)
-    octave = magnitude.bitwise_right_shift_(_FRACTION_BITS).to(torch.int32).sub_(exponent)
+    # The sign is masked away once the numbers are half as wide.
+    field = intended.view(torch.int64).bitwise_right_shift(_FRACTION_BITS).to(torch.int32).bitwise_and_(_FIELD)
+    octave = field.sub_(exponent)
     first = HISTOGRAM_OCTAVES[0] - 1
     bins = octave.clamp_(first + shift, first + BINS - 1 + shift)
     offsets = tensor_of_block.to(torch.int32) * BINS - (first + shift)
@@ -61,7 +62,7 @@ def binade_fields(direction: Tensor, visible_parameter: Tensor, dtype: torch.dty
     """
     value = visible_parameter.to(torch.float32).view(torch.int32)
     # An infinitesimal move towards zero lowers a power of two into the binade below; −1 in the bits does the same.
-    towards_zero = direction.to(torch.float32).view(torch.int32).bitwise_xor(value).bitwise_right_shift_(31)
+    towards_zero = direction.to(torch.float32).view(torch.int32).bitwise_xor_(value).bitwise_right_shift_(31)
     field = value.bitwise_and(_MAGNITUDE_32).add_(towards_zero).bitwise_right_shift_(_FRACTION_BITS_32)
     return field.clamp_(min=exponent_of(torch.finfo(dtype).smallest_normal) + _BIAS_32)
 
