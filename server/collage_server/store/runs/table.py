@@ -99,7 +99,7 @@ class TableStore:
                 if first < 0:
                     rows.append(groups[found])
                 if last > max(first, 0):
-                    rows += table.rows(connection, max(first, 0), last - max(first, 0), *_is_of(query.by, found))
+                    rows += table.rows(connection, max(first, 0), last - max(first, 0), key == found)
             return GroupPage(rows, total)
 
 
@@ -206,16 +206,6 @@ def _key(by: wire.GroupBy) -> ColumnElement[str]:
     for column in others:
         key = key + separator + func.coalesce(column, none)
     return key
-
-
-def _is_of(by: wire.GroupBy, key: str) -> list[ColumnElement[bool]]:
-    """That a run is of the group with this key. To compare its parts is cheaper than to make each run's key."""
-    parts, values = _parts(by), key.split(_SEPARATOR)
-    if len(values) != len(parts):  # A name holds the separator.
-        return [_key(by) == key]
-    return [
-        column.is_(None) if value == _NONE else column == value for column, value in zip(parts, values, strict=True)
-    ]
 
 
 def _worst(healths: Sequence[str | None], edq: Sequence[float | None]) -> int:
