@@ -1,0 +1,45 @@
+"""How far a measurement, a report and a question travel through the code: ceilings that only ever fall."""
+
+import pytest
+
+from tests.paths import PATHS, statements_of, traced
+
+FILES_AND_CALLS = {"measured step": (38, 594), "report": (21, 180), "heatmap": (37, 495)}
+"""Files entered and calls made: a path that becomes shorter lowers its ceiling."""
+STATEMENTS = {
+    "run": 13,
+    "heatmap": 15,
+    "series": 10,
+    "compare": 26,
+    "latest": 16,
+    "worst": 11,
+    "metrics": 13,
+    "overview": 46,
+}
+"""SQL statements of a question about one run, asked of a server that has kept nothing in memory."""
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    traces = {name: traced(name) for name in PATHS}
+    return {name: (len(trace.files), len(trace.calls)) for name, trace in traces.items()}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_enters_no_more_files_and_makes_no_more_calls(path, lengths):
+    files, calls = lengths[path]
+    most_files, most_calls = FILES_AND_CALLS[path]
+    assert files <= most_files
+    assert calls <= most_calls
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ceilings_are_not_loose(path, lengths):
+    files, calls = lengths[path]
+    most_files, most_calls = FILES_AND_CALLS[path]
+    assert files >= most_files - 1, f"{path} enters {files} files: lower its ceiling"
+    assert calls >= 0.9 * most_calls, f"{path} makes {calls} calls: lower its ceiling"
+
+
+def test_a_question_takes_so_many_statements(tmp_path):
+    assert statements_of(tmp_path) == STATEMENTS

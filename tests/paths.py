@@ -1,0 +1,202 @@
+"""The three paths of docs/architecture.md, traced as the code takes them: files entered, calls and SQL statements.
+
+`python -m tests.paths` prints them; `tests/end_to_end/test_paths.py` holds them to ceilings.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from sqlalchemy import event
+from starlette.testclient import TestClient
+
+__all__ = ["PATHS", "QUESTIONS", "Trace", "statements_of", "traced"]
+
+ROOT = Path(__file__).parents[1]
+ROOTS = (ROOT, ROOT / "agent", ROOT / "server")
+"""Where the packages that are traced lie; a file is named by its path in one of them."""
+CLIENT = threading.main_thread().name
+PACKAGES = ("collage_agent", "collage_optim", "collage_monitor", "collage_server")
+
+
+@dataclass
+class Trace:
+    """Calls of functions in the project's own packages, a file each time, in order."""
+
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def files(self):
+        """Every file entered, in the order of the first entry, and the calls of its functions."""
+        return Counter(self.calls)
+
+
+@contextmanager
+def tracing(threads=lambda name: True):
+    """The calls of this thread and of those begun inside, of which `threads` takes the names."""
+    trace, named = Trace(), {}
+
+    def file_of(code):
+        path = code.co_filename
+        if path not in named:
+            within = [Path(path).relative_to(root) for root in ROOTS if Path(path).is_relative_to(root)]
+            shortest = min(within, key=lambda found: len(found.parts), default=None)
+            named[path] = None if shortest is None or shortest.parts[0] not in PACKAGES else str(shortest)
+        return named[path]
+
+    def note(frame, kind, _):
+        if kind != "call" or frame.f_code.co_name == "<module>":
+            return
+        file = file_of(frame.f_code)
+        if file is not None and threads(threading.current_thread().name):
+            trace.calls.append(file)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield trace
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def _settled(trace):
+    """Forget what was traced, once nothing more comes of it."""
+    known = -1
+    while known != len(trace.calls):
+        known = len(trace.calls)
+        time.sleep(0.1)
+    trace.calls.clear()
+
+
+def trace_step(folder):
+    """The 13th step of two linear layers with biases, AdamW in bfloat16, every step measured, defaults else."""
+    import collage_agent as collage
+    from collage_agent.transport import MemoryTransport
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with collage.init("paths", "step", dir=folder, transport=MemoryTransport()):
+        handle = collage.watch(model, optimizer, every=1, budget=None)
+        for _ in range(13):
+            optimizer.zero_grad()
+            model(torch.randn(4, 64, dtype=torch.bfloat16)).square().mean().backward()
+            with tracing(lambda name: name == CLIENT) as trace:
+                optimizer.step()
+        handle.remove()
+    return trace
+
+
+def _of_requests(name):
+    """Whether a thread works for a request: not the client's, and none that works in the background."""
+    return name != CLIENT and (not name.startswith("collage-") or name == "collage-writer")
+
+
+@contextmanager
+def serving(folder):
+    """A server on a folder with one run of five sealed steps and one that is not; its threads are traced."""
+    from collage_server.app import create_app
+    from collage_server.settings import Settings
+
+    from tests.server.conftest import Clock, Server
+    from tests.server.migrated import put_migrated
+    from tests.server.samples import report
+
+    put_migrated(folder)
+    clock = Clock()
+    app = create_app(Settings(folder=folder, no_auth=True), clock=clock)
+    with (
+        tracing(_of_requests) as trace,
+        TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=True) as client,
+    ):
+        server = Server(client, clock, app)
+        server.filled()
+        while app.state.components.store.sealing.seal("r1", clock.now, journal_full=True):
+            pass
+        server.reports([report(9, step=60)])
+        yield server, trace
+
+
+def trace_report(folder):
+    """A report on its way in: from the request to the commit and the acknowledgement."""
+    from tests.server.samples import report
+
+    with serving(folder) as (server, trace):
+        _settled(trace)
+        server.reports([report(10, step=70)])
+        return Trace(list(trace.calls))
+
+
+def trace_heatmap(folder):
+    """A heatmap that is asked for: of what is sealed and what is not, nothing cached."""
+    with serving(folder) as (server, trace):
+        _settled(trace)
+        server.send("GET", QUESTIONS["heatmap"])
+        return Trace(list(trace.calls))
+
+
+PATHS = {"measured step": trace_step, "report": trace_report, "heatmap": trace_heatmap}
+QUESTIONS = {
+    "run": "/runs/r1",
+    "heatmap": "/runs/r1/heatmap?metric=edq_ratio",
+    "series": "/runs/r1/series?metric=edq_ratio",
+    "compare": "/compare?run=r1&metric=edq_ratio",
+    "latest": "/runs/r1/latest",
+    "worst": "/runs/r1/worst?metric=edq_ratio&k=3",
+    "metrics": "/metrics",
+}
+
+
+def traced(name):
+    """The trace of one path, in a folder of its own that is gone afterwards. The first pass warms what imports."""
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as folder:
+            trace = PATHS[name](Path(folder))
+    return trace
+
+
+def statements_of(folder):
+    """SQL statements of each question, asked once of a fresh server without what is kept, and of an overview."""
+    from collage_server.overviews import evaluate
+
+    with serving(folder) as (server, _):
+        store = server.app.state.components.store
+        counted: list[str] = []
+        engine = store.points._database.engine
+
+        def note(connection, cursor, statement, *_):
+            if threading.current_thread().name not in quiet:
+                counted.append(statement)
+
+        quiet = {thread.name for thread in threading.enumerate() if thread.name.startswith("collage-")}
+        event.listen(engine, "before_cursor_execute", note)
+        found = {}
+        for name, question in QUESTIONS.items():
+            counted.clear()
+            server.send("GET", question)
+            found[name] = len(counted)
+        counted.clear()
+        with store.points.snapshot() as now:
+            evaluate(now, now.records(["r1"])["r1"])
+        return found | {"overview": len(counted)}
+
+
+def main():
+    for name, trace in {name: traced(name) for name in PATHS}.items():
+        files = "".join(f"{calls:6} {file}\n" for file, calls in trace.files.items())
+        sys.stdout.write(f"{name}: {len(trace.files)} files, {len(trace.calls)} calls\n{files}")
+    with tempfile.TemporaryDirectory() as folder:
+        sys.stdout.write(f"SQL statements: {statements_of(Path(folder))}\n")
+
+
+if __name__ == "__main__":
+    main()
