@@ -48,12 +48,13 @@ quick: $(VENV)/.stamp-dev  ## The fast half, for while you work: the cheapest of
 costs: $(VENV)/.stamp-dev  ## Record what those tests cost (tests/costs.json), on a quiet machine
 	$(BIN)/python -m pytest -n 2 --quick --record-costs -m "not slow and not nightly and not gpu"
 
-check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, compose file, Dockerfile
+check: $(VENV)/.stamp-dev  ## Format, lint, types, boundaries, sizes, users of the contract, compose file, Dockerfile
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/sizes.py
+	$(BIN)/python tools/contract_users.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(BIN)/hadolint Dockerfile
 

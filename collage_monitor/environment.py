@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ATTACH", "VARIABLES", "launch_variables"]
+__all__ = ["ATTACH", "EXIT_HOOKS", "VARIABLES", "launch_variables"]
 
 VARIABLES: Final = {
     "project": "COLLAGE_PROJECT",
@@ -27,6 +27,8 @@ VARIABLES: Final = {
 """The variable of each argument of the agent's `init` and `watch` that has one."""
 ATTACH: Final = "COLLAGE_ATTACH"
 """Set to 1, it lets the bootstrap folder's `sitecustomize` watch the optimizers of a Python process."""
+EXIT_HOOKS: Final = "COLLAGE_EXIT_HOOKS"
+"""Set to off, it keeps the agent from taking SIGTERM and from looking at calls of `sys.exit`, `exit` and `quit`."""
 
 
 def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:

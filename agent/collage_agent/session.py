@@ -15,7 +15,7 @@ from torch import nn
 from collage_agent.handle import Optimizers, Watch
 from collage_agent.handle import watch as attach_watch
 from collage_agent.launch.identity import make_identity
-from collage_agent.launch.termination import ExitStatus, TerminationHandler
+from collage_agent.launch.termination import ExitStatus, TerminationHandler, takes_exit_hooks
 from collage_agent.measurement import Measurement
 from collage_agent.options import WatchArguments, shows_options
 from collage_agent.run import Run
@@ -189,7 +189,8 @@ class _Session:
         if self.handlers_registered:
             return
         self.handlers_registered = True
-        self.exit_status.begin_noting()
+        if takes_exit_hooks():
+            self.exit_status.begin_noting()
         atexit.register(_at_exit)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -246,7 +247,7 @@ def init(
     if _SESSION.run is not None:
         _SESSION.run.finish()
     _SESSION.register_handlers()
-    if settings.mode != "disabled":
+    if settings.mode != "disabled" and takes_exit_hooks():
         _SESSION.termination.install()
     run = Run(settings, make_identity(settings.run_id, nth_run=_SESSION.runs_begun), transport)
     _SESSION.begin(run)

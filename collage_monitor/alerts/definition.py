@@ -1,6 +1,6 @@
 """What an alert is: a condition on gauges of `/metrics`, when it is judged, and what to do about it.
 
-A `Condition` is written as PromQL for Prometheus, and evaluated by the server itself (`evaluation`): one text, two
+A `Condition` is written as PromQL for Prometheus, and evaluated by the server itself: one text, two
 readers that agree.
 """
 

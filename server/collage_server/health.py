@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from collage_monitor import __version__, wire
-from collage_monitor.alerts.evaluation import Sample
+from collage_server.alerts.evaluation import Sample
 from collage_server.api.answers import answer, describes
 from collage_server.auth.bearer import principal_of
 from collage_server.components import Components, components_of

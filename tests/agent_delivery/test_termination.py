@@ -223,3 +223,14 @@ def test_the_server_gets_it_when_it_is_there(start, tmp_path, server):
     assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
     assert sorted(server.steps()) == list(range(1, 51))
     assert list(tmp_path.glob("spool/*")) == []
+
+
+def test_a_process_may_keep_its_signal_and_its_exits(start):
+    before = "os.environ['COLLAGE_EXIT_HOOKS'] = 'off'; plain = sys.exit, type(exit).__call__"
+    after = """
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert plain == (sys.exit, type(exit).__call__)
+    """
+    process = start(before, after)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from collage_dashboard.incident_evidence import _rises
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, Alert
 from collage_monitor.alerts.causes import IncidentEvidence, Span
-from collage_monitor.incidents import _rises
 
 WATCH = wire.WatchInfo(optimizer="AdamW", every=10)
 RUN = wire.Run(

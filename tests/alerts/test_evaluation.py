@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from collage_server.alerts.evaluation import Evaluation, Sample
 
 from collage_monitor.alerts import ALERTS, Alert, Condition
-from collage_monitor.alerts.evaluation import Evaluation, Sample
 from tests.alerts.traces import CASES, fires, length_of, traces
 
 RUN = (("run_id", "r"),)

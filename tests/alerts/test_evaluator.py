@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from collage_server.alerts import AlertEvaluator
+from collage_server.alerts.evaluation import identity_labels
 from collage_server.health import samples
 from collage_server.overviews import keep_overview
 from collage_server.queries.overview import held_against
@@ -14,7 +15,6 @@ from sqlalchemy import text
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS, alert
-from collage_monitor.alerts.evaluation import identity_labels
 from collage_monitor.judgement import Finding, Judgement
 from tests.server.guarded import guarded_server
 from tests.server.samples import report

@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from collage_server.alerts.evaluation import quantile
 
 from collage_monitor.alerts import ALERTS
-from collage_monitor.alerts.evaluation import quantile
 from tests.alerts.traces import unit_tests
 from tests.server.samples import report
 from tests.system import require

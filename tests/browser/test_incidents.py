@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from collage_dashboard.incident_evidence import read_incident
 
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.client import Client
 from collage_monitor.evidence import read_edq_since, read_onset
-from collage_monitor.incidents import read_incident
 from tests.browser.test_layout import serious_violations
 from tests.dashboard.generated import GeneratedRun
 from tests.waiting import until

@@ -5,10 +5,10 @@ import json
 import httpx
 import msgspec
 import numpy as np
+from collage_server.queries.headline import headline
 
 from collage_monitor import wire
 from collage_monitor.client import Client
-from collage_monitor.headline import headline
 from collage_monitor.judgement import Evidence, judge
 from collage_monitor.metrics import HISTOGRAM_LABELS, METRICS, split_key
 from collage_monitor.statistics import finish_all, histogram_counts, merge_steps

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from collage_dashboard.app import render
 from collage_dashboard.components import IDLE_MILLISECONDS, LIVE_MILLISECONDS, milliseconds_after
+from collage_dashboard.incident_evidence import read_incident
 from collage_dashboard.pages.comparison import figure
 from collage_dashboard.pages.comparison_content import COLUMNS, numbers, table, verdicts
 from collage_dashboard.pages.incident_content import body
@@ -15,7 +16,6 @@ from collage_dashboard.pages.runs_content import compare_link, rows
 from collage_dashboard.view import View, read_address
 
 from collage_monitor import wire
-from collage_monitor.incidents import read_incident
 from collage_monitor.judgement import percent
 from tests.dashboard.generated import GeneratedRun
 from tests.dashboard.walk import by_id, components, text

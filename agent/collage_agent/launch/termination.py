@@ -18,7 +18,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-__all__ = ["ExitStatus", "TerminationHandler", "is_failure"]
+from collage_monitor.environment import EXIT_HOOKS
+
+__all__ = ["ExitStatus", "TerminationHandler", "is_failure", "takes_exit_hooks"]
 
 _LOG = logging.getLogger("collage_agent")
 _FLUSH_SECONDS: Final = 3.0
@@ -156,6 +158,11 @@ class ExitStatus:
     def _note(self, status: object) -> None:
         if threading.current_thread() is threading.main_thread():
             self.failed = is_failure(status)
+
+
+def takes_exit_hooks() -> bool:
+    """Whether the process lets the agent have SIGTERM and look at `sys.exit`: unless COLLAGE_EXIT_HOOKS is off."""
+    return os.environ.get(EXIT_HOOKS, "").strip().lower() not in {"off", "0", "false", "no"}
 
 
 def is_failure(status: object) -> bool:

@@ -18,13 +18,13 @@ from collage_dashboard.components import (
     refresh_marker,
     refusal,
 )
+from collage_dashboard.incident_evidence import STEPS_AFTER_ALERT, read_incident
 from collage_dashboard.pages.incident_content import body, head
 from collage_dashboard.reader import Problem, Reader, explain
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.client import Client
 from collage_monitor.errors import CollageError, NotFound
-from collage_monitor.incidents import STEPS_AFTER_ALERT, read_incident
 
 __all__ = ["layout", "register"]
 

@@ -15,11 +15,11 @@ from collage_dashboard.descriptions import UNDEFINED, count, describe, number, w
 from collage_dashboard.figures import NamedCurve, curves
 from collage_dashboard.figures.series import mark_steps
 from collage_dashboard.figures.style import GRAPH_CONFIG, strategy_colour
+from collage_dashboard.incident_evidence import COMPARED_METRICS
 from collage_dashboard.view import View, write_address
 from collage_monitor import wire
 from collage_monitor.alerts import ALERTS
 from collage_monitor.alerts.causes import CauseVerdict, IncidentEvidence, Span
-from collage_monitor.incidents import COMPARED_METRICS
 from collage_monitor.metrics import METRICS, split_key
 from collage_monitor.onset import describe as describe_onset
 

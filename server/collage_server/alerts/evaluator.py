@@ -9,12 +9,12 @@ from contextlib import suppress
 from typing import Final
 
 from collage_monitor.alerts import Alert
-from collage_monitor.alerts.evaluation import AlertChange, Evaluation, Labels, Sample, identity_labels
-from collage_monitor.headline import beyond_verdict
 from collage_monitor.wire import from_number
+from collage_server.alerts.evaluation import AlertChange, Evaluation, Labels, Sample, identity_labels
 from collage_server.background import BackgroundThread
 from collage_server.errors import Gone, NotFound
 from collage_server.overviews import evaluate
+from collage_server.queries.headline import beyond_verdict
 from collage_server.store import IncidentQuery, NewIncident, Store
 
 __all__ = ["AlertEvaluator"]

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collage_monitor import wire
-from collage_monitor.headline import headline
 from collage_monitor.judgement import (
     EDQ_TOLERANCE,
     STATE_TOLERANCE,
@@ -24,6 +23,7 @@ from collage_monitor.metrics import split_key
 from collage_monitor.onset import Onset, find_onset, first_step_if_always_below
 from collage_monitor.statistics import reduce_steps
 from collage_server.queries.finished import finished, json_number
+from collage_server.queries.headline import headline
 from collage_server.store import Points, RunRecord, ScalarPoints
 
 __all__ = ["OverviewPoints", "begin_of_recent_past", "held_against", "overview"]

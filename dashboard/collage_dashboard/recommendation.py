@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from collage_dashboard.strategy_results import StrategyResult
 from collage_monitor.judgement import percent
 from collage_monitor.seeds import Estimate
 from collage_monitor.strategies import recommend
-from collage_monitor.strategy_results import StrategyResult
 
 __all__ = ["NOTICEABLE_LOSS_SHARE", "Recommendation", "recommendation", "signed"]
 

@@ -1,6 +1,7 @@
 """The sentence about a run: it counts the layers that the judgement counts."""
 
-from collage_monitor.headline import beyond_verdict, headline
+from collage_server.queries.headline import beyond_verdict, headline
+
 from collage_monitor.judgement import Evidence, Finding, Judgement, judge
 
 
