@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -11,51 +11,33 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from collage_agent.buckets.bucket import Bucket
-from collage_agent.buckets.plan import BucketPlan
-from collage_agent.buckets.totals import SampleSizes, estimated_totals
+from collage_agent.buckets.observation import Scratch
+from collage_agent.buckets.totals import SampleSizes
 from collage_agent.intent.choose import Intent
-from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.sampling import TensorSample, block_elements
 from collage_agent.sample.touched import TouchedRows, blocks_within
 from collage_agent.stats.intervals import population_factor
 from collage_monitor.table import Axis, Table
 
-__all__ = ["TouchedPlan"]
+__all__ = ["TouchedBucket"]
 
 _WHOLE: Final = ("parameter_squared_sum", "nonfinite_parameters")
 """What is said of all weights, which touched rows do not speak for."""
 
 
-class _TouchedBucket(Bucket):
-    """A bucket of one tensor whose sample is drawn anew before each step. Slots without an element hold zeros."""
+class _TouchedLayout(BlockLayout):
+    """A layout whose sample is drawn anew before each step. Slots without an element hold zeros."""
 
-    def __init__(self, member: int, parameter: Tensor, intent: Intent, cap: int, seed: int) -> None:
-        self._count, self._seed = blocks_within(cap, parameter.element_size()), seed
-        block = block_elements(parameter.element_size())
-        sample = TensorSample(self._count * block, block, np.arange(self._count), False)
-        super().__init__([member], [parameter], [sample], intent)
-        self.rows: TouchedRows | None = None
+    def __init__(self, samples: Sequence[TensorSample], parameters: Sequence[Tensor]) -> None:
+        super().__init__(samples, parameters)
+        self.touched: TouchedRows | None = None
 
-    def gather_before(
-        self,
-        group: Mapping[str, Any],
-        states: Sequence[Mapping[str, Any]],
-        decay: float | Tensor | None = None,
-        *,
-        weights_gathered: bool = False,
-    ) -> None:
-        gradient = self.intent.composition.gradient_of(self.parameters[0])
-        assert gradient is not None
-        self.rows = TouchedRows(gradient, self._count, self.layout.block, self._seed)
-        super().gather_before(group, states, decay)
-
-    def _gather(
-        self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True
-    ) -> Staging:
-        assert self.rows is not None
-        chosen = self.rows.gradient if key == stored.GRADIENT else self.rows.take(tensors[0])
-        return super()._gather(into, key, [chosen], lasting=False)
+    def gather(self, tensors: Sequence[Tensor], staging: Staging, *, lasting: bool = True) -> None:
+        """Copy the touched rows' blocks of one tensor, or its sparse gradient's, into `staging`."""
+        (tensor,), rows = tensors, self.touched
+        assert rows is not None
+        super().gather([rows.gradient if tensor.is_sparse else rows.take(tensor)], staging, lasting=False)
 
 
 class _TouchedSizes(SampleSizes):
@@ -75,16 +57,43 @@ class _TouchedSizes(SampleSizes):
         self._rows = {}
 
 
-class TouchedPlan(BucketPlan):
+class TouchedBucket(Bucket):
     """A tensor whose gradient is sparse: totals of the rows that the step touches; all other elements are idle."""
 
-    bucket: _TouchedBucket
+    layout: _TouchedLayout
+    sizes: _TouchedSizes
 
     def __init__(
-        self, member: int, parameter: Tensor, intent: Intent, cap: int, seed: int, group: int, layers: Axis
+        self,
+        member: int,
+        parameter: Tensor,
+        intent: Intent,
+        group: int,
+        layers: Axis,
+        *,
+        cap: int,
+        seed: int,
+        scratch: Scratch,
     ) -> None:
-        super().__init__(_TouchedBucket(member, parameter, intent, cap, seed), group, layers)
-        self.sizes: _TouchedSizes = _TouchedSizes(self.bucket.layout, parameter.numel(), self.bucket.samples[0])
+        """cap: the most elements that are looked at."""
+        self._count, self._seed = blocks_within(cap, parameter.element_size()), seed
+        block = block_elements(parameter.element_size())
+        samples = [TensorSample(self._count * block, block, np.arange(self._count), False)]
+        layout = _TouchedLayout(samples, [parameter])
+        super().__init__([member], [parameter], samples, intent, group, layers, scratch=scratch, layout=layout)
+        self.sizes = _TouchedSizes(layout, parameter.numel(), samples[0])
+
+    @property
+    def rows(self) -> TouchedRows:
+        """The rows that the step touches which was gathered last."""
+        assert self.layout.touched is not None
+        return self.layout.touched
+
+    def gather_before(self, optimizer: Optimizer, *, weights_gathered: bool = False) -> None:
+        (gradient,) = self.intent.composition.gradients_of(self.parameters)
+        assert gradient is not None
+        self.layout.touched = TouchedRows(gradient, self._count, self.layout.block, self._seed)
+        super().gather_before(optimizer)
 
     def look_at_whole(self, optimizer: Optimizer) -> None:
         """Nothing: a sparse gradient is known whole, and so is what is touched."""
@@ -93,17 +102,15 @@ class TouchedPlan(BucketPlan):
         self, optimizer: Optimizer, scale: Tensor | None, *, counterfactuals: bool = False
     ) -> list[Table[Tensor]]:
         """Estimated totals of the step just taken. Runs inside `isolated`; synchronises nothing."""
-        assert self.bucket.rows is not None
-        self.sizes.follow(self.bucket.rows)
-        blocks = self.bucket.measure(self.states(optimizer), scale, (), counterfactuals=counterfactuals)
-        none = torch.zeros_like(self.sizes.elements)
-        table = estimated_totals(blocks, self.sizes, self.layers, self.bucket.missing, none)
+        self.sizes.follow(self.rows)
+        (table,) = super().measure(optimizer, scale, counterfactuals=counterfactuals)
         rows = dict(table)
         still = rows["elements"] - rows["nonfinite"]
         # Slots that hold nothing did not move either; how many moved is what the sample tells.
-        slots = self.sizes.scale * self.bucket.layout.slots
+        slots = self.sizes.scale * self.layout.slots
         moved = slots - rows["nonfinite"] - rows["unchanged"]
         rows["unchanged"] = still - moved
         rows["idle"] = still - (rows["lost"] + rows["distorted"] + rows["faithful"])
-        rows |= {key: torch.full_like(none, torch.nan) for key in _WHOLE if key in rows}
+        nothing = torch.full_like(self.sizes.elements, torch.nan)
+        rows |= {key: nothing for key in _WHOLE if key in rows}
         return [Table(table.statistics, self.layers, torch.stack(list(rows.values())))]
