@@ -114,10 +114,10 @@ class ObservedStep:
     """A tile of gathered slots before the live step and after it: values by key, in their stored dtypes.
 
     `group` and `scalars` are what the optimizer held; `decay` is lr·λ where it decays weights apart from the
-    gradient; `scale` is what gradients are to be divided by. The bucket has so many `tensors`. `scales` fp64 [blocks]
-    are those of fp8, where counterfactuals are asked for. `formats` of copies that are asked for: fp64 [blocks], NaN
-    where one is not known; `largest` |θ| of each tensor before and after, where they need it. Where only u is asked
-    for, `after` is empty.
+    gradient; `scale` is what gradients are to be divided by. The bucket has so many `tensors`. `scales` fp64
+    [blocks] are those of fp8, where counterfactuals are asked for. `formats` of copies that are asked for: fp64
+    [blocks], NaN where one is not known; `largest` |θ| of each tensor before and after, where they need it. Where
+    only u is asked for, `after` is empty.
     """
 
     before: Values
@@ -288,11 +288,10 @@ def _residual_of(step: ObservedStep) -> Tensor | None:
     layout = step.layout.after
     if not layout.is_sum:
         return None
-    residual = torch.zeros_like(step.before[PARAMETER], dtype=torch.float64)
-    for key in layout.stored[1:]:
-        if key in step.before:
-            residual.add_(step.before[key])
-    return residual
+    kept = step.before.get(layout.stored[1])
+    if kept is None:
+        return torch.zeros_like(step.before[PARAMETER], dtype=torch.float64)
+    return kept.to(torch.float64)
 
 
 def _copies_of(step: ObservedStep, parameter: Tensor | None) -> Copies:

@@ -186,36 +186,57 @@ def measure_residuals(step: StepView) -> Sums:
     if step.residual is None:
         return Sums()
     registered, dtype, block = step.registered, step.registered.dtype, step.block
-    bad = block_sums(nonfinite(step.residual).to(torch.float64), block)
-    residual = step.residual.clone()
-    residual.view(torch.int64).bitwise_and_(step.excluded.to(torch.int64).sub_(1))
-    sums = named(RESIDUAL_SUMS, residual_block_sums(residual, registered, dtype, step.excluded, block))
-    fills = ulp_octave_counts(residual, registered, dtype, step.tensor_of_block, step.tensors, block, gaps=0.5)
+    residual, bad = step.residual, torch.zeros_like(step.block_elements)
+    if not step.finite:
+        bad = block_sums(nonfinite(residual).to(torch.float64), block)
+        residual = residual.clone()
+        residual.view(torch.int64).bitwise_and_(step.excluded.to(torch.int64).sub_(1))
+    fields = binade_fields(residual, registered, dtype)
+    rows = residual_block_sums(residual, registered, dtype, step.excluded, block, fields=fields)
+    sums = named(RESIDUAL_SUMS, rows)
+    fills = ulp_octave_counts(
+        residual, registered, dtype, step.tensor_of_block, step.tensors, block, gaps=0.5, fields=fields
+    )
     # r = 0 was counted as underflow.
     filled = sums["residual_elements"] - sums["residual_zero"]
     fills[0].index_add_(0, step.tensor_of_block, filled.sub_(block))
     # Before its first step a tensor has no averages: there a residual of 0 is no loss.
-    stepped = step.averages.states[0].ne(0).any(0).view(torch.uint8).bitwise_and_(step.excluded.bitwise_xor(1))
-    dropped = block_sums(stepped.bitwise_and_(residual.logical_not().view(torch.uint8)).to(torch.float64), block)
-    rows = torch.cat((sums.array, torch.stack((bad, dropped))))
-    return Sums(named(_RESIDUAL_KEYS, rows), named(_FILLS, fills))
+    dropped = _any_of(step.averages.states[0]).logical_and_(residual.logical_not())
+    dropped.logical_and_(step.excluded.logical_not())
+    more = torch.stack((bad, flag_counts(dropped.unsqueeze(0), block)[0]))
+    return Sums(named(_RESIDUAL_KEYS, torch.cat((sums.array, more))), named(_FILLS, fills))
+
+
+def _any_of(states: Tensor) -> Tensor:
+    """bool [slots], whether any of states [k, slots] is not 0. A reduction of flags takes twenty times as long."""
+    none = torch.ones(states.shape[1], dtype=torch.bool, device=states.device)
+    for state in states:
+        none.logical_and_(state.logical_not())
+    return none.logical_not_()
 
 
 def residual_block_sums(
-    residual: Tensor, visible_parameter: Tensor, dtype: torch.dtype, excluded: Tensor, block: int
+    residual: Tensor,
+    visible_parameter: Tensor,
+    dtype: torch.dtype,
+    excluded: Tensor,
+    block: int,
+    *,
+    fields: Tensor | None = None,
 ) -> Tensor:
     """Elements, those with r = 0, and Σ |r| / ½gap(θᵛ), over each block: fp64 [3, blocks].
 
     r = residual: fp64 [slots], zero where `excluded` uint8 [slots] is 1; θᵛ = visible_parameter [slots], exact in
-    `dtype`, of at most 32 bits. The gap is that to θᵛ's neighbour in r's direction, so that a normalised pair is
-    at most 1 full; a division by a power of two, and exact. No synchronisation.
+    `dtype`, of at most 32 bits. `block` is that of `flag_counts`. The gap is that to θᵛ's neighbour in r's
+    direction, so that a normalised pair is at most 1 full; a division by a power of two, and exact. `fields`: the
+    `binade_fields`, if they are known. No synchronisation.
     """
-    taken = excluded.bitwise_xor(1)
-    zero = residual.logical_not().view(torch.uint8).bitwise_and(taken)
+    flags = torch.empty(2, len(residual), dtype=torch.bool, device=residual.device)
+    torch.logical_not(excluded, out=flags[0])
+    torch.logical_not(residual, out=flags[1]).logical_and_(flags[0])
     # Half a gap is 2^(field − 127) · eps / 2; its reciprocal is put together from its exponent.
     whole = _BIAS + _BIAS_32 - exponent_of(torch.finfo(dtype).eps / 2)
-    field = binade_fields(residual, visible_parameter, dtype).to(torch.int64)
-    reciprocal = field.neg_().add_(whole).bitwise_left_shift_(_FRACTION_BITS).view(torch.float64)
-    fill = reciprocal.mul_(residual).abs_()
-    fill.view(torch.int64).bitwise_and_(taken.to(torch.int64).neg_())
-    return block_sums(torch.stack((taken.to(torch.float64), zero.to(torch.float64), fill)), block)
+    field = binade_fields(residual, visible_parameter, dtype) if fields is None else fields
+    reciprocal = field.to(torch.int64).neg_().add_(whole).bitwise_left_shift_(_FRACTION_BITS).view(torch.float64)
+    fill = block_sums(reciprocal.mul_(residual).abs_(), block)
+    return torch.cat((flag_counts(flags, block), fill.unsqueeze(0)))
