@@ -144,6 +144,7 @@ def test_a_long_series_is_answered_as_by_the_definition_and_to_the_step(points, 
     steps, model, layers = long(points, 2, at)
     found = find_onset(steps, model, layers)
     expected = reference.onset(steps, model, layers)
+    assert found is not None
     assert (*astuple(found)[:-1], [astuple(one) for one in found.layers]) == expected
     assert (found.last_before, found.first_changed) == (steps[at - 1], steps[at])
 
@@ -158,6 +159,7 @@ def peak_bytes(points, layers):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    assert found is not None
     assert (found.first_changed, len(found.layers)) == (steps[at], layers)
     return peak
 

@@ -89,7 +89,7 @@ def ramp_at(place, values, times):
     squares = ramps(near, values, times)
     if not squares:
         return None
-    best = min(squares, key=squares.get)
+    best = min(squares, key=lambda ramp: squares[ramp])
     bent = min(
         left_over(values[near], times[near], np.maximum(times[near] - bend, 0.0))
         for bend in times[near.start + 1 : near.stop - 1]
@@ -131,7 +131,7 @@ def common(found, series, times):
     near = slice(max(first + 1 - WINDOW, 0), min(first + 1 + WINDOW, len(times)))
     squares = [ramps(near, series[index], times) for index in together]
     costs = {ramp: sum(np.log(one[ramp] / min(one.values())) for one in squares) for ramp in squares[0]}
-    return min(costs, key=costs.get), together
+    return min(costs, key=lambda ramp: costs[ramp]), together
 
 
 def levels(values, ramp):
