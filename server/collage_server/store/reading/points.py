@@ -6,7 +6,7 @@ Several runs are read together: as many statements as one run takes, and one pas
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -89,7 +89,7 @@ def points_of_views(
         ).items():
             tables[run_id] += found
     for run_id, plan in plans.items():
-        tables[run_id] += _unsealed_model(views[run_id], plan, wanted)
+        tables[run_id] += _unsealed_model(views[run_id], plan, wanted, selection)
     return _joined(views, tables, selection)
 
 
@@ -112,11 +112,7 @@ def _layer_points(
         for run_id, more in found.items():
             tables[run_id] += more
     for run_id, plan in plans.items():
-        view = views[run_id]
-        for attempt, rows in sorted(plan.unsealed.items()):
-            contributors = plan.contributors.get(attempt, {})
-            keys = view.statistics(wanted)
-            tables[run_id].append(unsealed.layer_table(view, attempt, rows, keys, positions[run_id], contributors))
+        tables[run_id] += _unsealed_layers(views[run_id], plan, wanted, selection, positions[run_id])
     return _joined(views, tables, selection, list(next(iter(chosen.values()))))
 
 
@@ -200,21 +196,31 @@ def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:
     return dict(levels)
 
 
-def _unsealed_model(view: RunView, plan: ReadPlan, wanted: Collection[str] | None) -> list[AttemptPoints]:
+def _unsealed_model(
+    view: RunView, plan: ReadPlan, wanted: Collection[str] | None, selection: Selection
+) -> Iterator[AttemptPoints]:
     keys = view.statistics(wanted)
-    return [
-        _model_table(view, attempt, rows, keys, plan.contributors.get(attempt, {}))
-        for attempt, rows in plan.unsealed.items()
-    ]
+    positions = np.array(list(view.layers.values()) if view.replicas_beside_shards else [], dtype=np.int64)
+
+    def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
+        if not view.replicas_beside_shards:
+            return unsealed.model_table(view, attempt, rows, keys, contributors)
+        return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
+
+    row_bytes = 8 * len(keys) * max(len(positions), 1)
+    return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
 
 
-def _model_table(
-    view: RunView, attempt: int, rows: Sequence[Any], keys: Sequence[str], contributors: Contributors
-) -> AttemptPoints:
-    if not view.replicas_beside_shards:
-        return unsealed.model_table(view, attempt, rows, keys, contributors)
-    positions = np.array(list(view.layers.values()), dtype=np.int64)
-    return unsealed.model_of(unsealed.layer_table(view, attempt, rows, keys, positions, contributors))
+def _unsealed_layers(
+    view: RunView, plan: ReadPlan, wanted: Collection[str] | None, selection: Selection, positions: IntArray
+) -> Iterator[AttemptPoints]:
+    keys = view.statistics(wanted)
+
+    def table_of(attempt: int, rows: Sequence[Any], contributors: Contributors) -> AttemptPoints:
+        return unsealed.layer_table(view, attempt, rows, keys, positions, contributors)
+
+    row_bytes = 8 * len(keys) * len(positions)
+    return unsealed.merged_tables(view, plan.unsealed, plan.contributors, selection, row_bytes, table_of)
 
 
 def _check_one_rank(views: Views, rank: int) -> None:

@@ -1,6 +1,8 @@
 """Reports that are not sealed into chunks yet: read from the journal and merged to points.
 
-The journal of a run is bounded, so all of it is read at once.
+The journal of a run is bounded, so all of it is read at once. What becomes of it is not: a short report may hold
+few of the layers and statistics that its stream declares, and a point has room for all of them. Where that is too
+much, steps are merged as they are read.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from sqlalchemy import Connection, Row
@@ -18,7 +20,7 @@ from sqlalchemy import Connection, Row
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
 from collage_server.store.chunks.contributors import Contributors, StepReports, stand_in_stream
-from collage_server.store.chunks.join import AttemptPoints
+from collage_server.store.chunks.join import AttemptPoints, merged_to_one
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal.reports import read_reports
 from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
@@ -29,6 +31,7 @@ __all__ = [
     "ScalarRow",
     "UnsealedReports",
     "layer_table",
+    "merged_tables",
     "model_of",
     "model_table",
     "read_unsealed",
@@ -76,6 +79,9 @@ class ScalarRow(NamedTuple):
     scalars: str
 
 
+_MOST_BYTES: Final = 2**26
+"""Of totals of single steps that stand in memory; of more, where few points are wanted, steps are merged first."""
+_BYTES_AT_ONCE: Final = 2**23
 _Kind = TypeVar("_Kind", ModelRow, LayerRow, ScalarRow)
 UnsealedReports = Mapping[int, Sequence[Any]]
 """Journal rows that are not sealed yet, by attempt, in order of `seq`."""
@@ -105,6 +111,53 @@ def unsealed_rows(
         wanted = stream is not None and selection.rank in (None, stream.rank)
         if stream is not None and wanted and not views[row.run_id].is_sealed(row.stream_id, row.seq):
             yield stream, row
+
+
+def merged_tables(
+    view: RunView,
+    reports: UnsealedReports,
+    contributors: Mapping[int, Contributors],
+    selection: Selection,
+    row_bytes: int,
+    table_of: Callable[[int, Sequence[Row[Any]], Contributors], AttemptPoints],
+) -> Iterator[AttemptPoints]:
+    """The tables that `table_of` makes of (attempt, rows, contributors), `row_bytes` a row.
+
+    Together they hold a point a step; but not much more than the points wanted, if all steps' are too many bytes.
+    """
+    count = sum(map(len, reports.values()))
+    wanted = None if selection.extremes_of else selection.points
+    level = 1
+    if wanted is not None and count * row_bytes > _MOST_BYTES:
+        steps = sum(len({row.step for row in rows}) for rows in reports.values())
+        level = max(steps // wanted, 1)
+    for attempt, rows in sorted(reports.items()):
+        held = contributors.get(attempt, {})
+        # Reports of steps that are sealed in part are joined to those, step by step.
+        end = max(held, default=-1)
+        late = rows if level == 1 else [row for row in rows if row.step <= end]
+        if late or level == 1:
+            yield table_of(attempt, late, held)
+        if level > 1:
+            fresh = [row for row in rows if end < row.step < view.first_hidden_step(attempt)]
+            yield from _merged_points(attempt, fresh, level, row_bytes, table_of)
+
+
+def _merged_points(
+    attempt: int,
+    rows: Sequence[Row[Any]],
+    level: int,
+    row_bytes: int,
+    table_of: Callable[[int, Sequence[Row[Any]], Contributors], AttemptPoints],
+) -> Iterator[AttemptPoints]:
+    """Tables of one point each, made of `level` steps, of so few of them at a time that they take little memory."""
+    ordered = sorted(rows, key=attrgetter("step"))
+    steps = [list(members) for _, members in itertools.groupby(ordered, attrgetter("step"))]
+    width = max(_BYTES_AT_ONCE // max(row_bytes * max(map(len, steps), default=1), 1), 1)
+    for start in range(0, len(steps), level):
+        end = min(start + level, len(steps))
+        blocks = (steps[place : min(place + width, end)] for place in range(start, end, width))
+        yield merged_to_one(table_of(attempt, list(itertools.chain(*block)), {}) for block in blocks)
 
 
 def model_table(
