@@ -24,10 +24,11 @@ from collage_agent.measure.meter import Meter
 from collage_agent.measure.rotation import is_whole
 from collage_agent.measure.windows import Windows
 from collage_agent.options import WatchOptions
+from collage_agent.training.ddp import stepping_optimizer
+from collage_agent.training.deepspeed import SubGroup
 from collage_agent.training.parameters import WatchedParameter, regrouped, watched_parameters
 from collage_agent.training.scaling import SkippedSteps
-from collage_agent.training.shards import Sharding, stepping_optimizer
-from collage_agent.training.subgroups import SubGroup
+from collage_agent.training.shards import Sharding
 from collage_agent.watching.description import describe
 from collage_agent.watching.governor import Governor
 from collage_agent.watching.iterations import Iterations
