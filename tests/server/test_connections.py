@@ -113,7 +113,15 @@ def test_beyond_the_connections_the_silent_ones_go_and_who_asks_is_answered(tmp_
             client.close()
 
 
-@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01", b"GET / SPAM\r\n\r\n", b"BREW / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET / SPAM\r\n\r\n",
+        b"BREW / HTTP/1.1\r\n\r\n",
+        b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
+    ],
+)
 def test_what_is_no_http_is_refused_in_the_one_shape(tmp_path, sent):
     with listening(tmp_path) as server:
         answer = server.ask(sent)
