@@ -166,8 +166,10 @@ attempt: Final = Table(
     Column("launch_id", _ID, nullable=False),
     Column("first_step", BigInteger, nullable=False),
     Column("created_at", Double, nullable=False),
+    Column("measured_from", BigInteger),
     UniqueConstraint("run_id", "launch_id"),
 )
+"""`measured_from`: the step from which the attempt hides older ones; null while none of its streams measures."""
 
 layer: Final = Table(
     "layer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -125,7 +125,7 @@ class RunStore:
                     dtype=run.dtype,
                     streams=known.streams if known else 0,
                     frozen_step=known.frozen_step if known else None,
-                    attempts=tuple((entry.attempt, entry.first_step) for entry in attempts[run_id]),
+                    attempts=tuple((entry.attempt, entry.measured_from) for entry in attempts[run_id]),
                 )
             return found
 
@@ -411,7 +411,8 @@ def _record(
     latest: list[Row[Any]],
     watches: list[Row[Any]],
 ) -> RunRecord:
-    first_hidden = first_hidden_steps([(entry.attempt, entry.first_step) for entry in attempts])
+    first_hidden = first_hidden_steps([(entry.attempt, entry.measured_from) for entry in attempts])
+    scalars = newest_scalars(connection, latest, first_hidden)
     watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
     reported = [entry for entry in latest if entry.last_report_at is not None]
     newest = max((entry.attempt for entry in reported), default=0)
@@ -423,7 +424,7 @@ def _record(
         updated_at=max(row.updated_at, last_report_at or 0.0),
         changed_at=row.changed_at,
         first_step=min((entry.first_step for entry in reported), default=None),
-        last_step=max((entry.last_step for entry in reported if entry.attempt == newest), default=None),
+        last_step=_last_step(attempts, reported, scalars),
         last_attempt=newest or None,
         first_time=min((entry.first_time for entry in reported), default=None),
         last_report_at=last_report_at,
@@ -431,5 +432,15 @@ def _record(
         reports_dropped=sum_of_newest("reports_dropped", latest, newest),
         attempts=[msgspec.convert(entry, wire.Attempt, from_attributes=True) for entry in attempts],
         watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
-        scalars=newest_scalars(connection, latest, first_hidden),
+        scalars=scalars,
     )
+
+
+def _last_step(
+    attempts: list[Row[Any]], reported: list[Row[Any]], scalars: Mapping[str, wire.LoggedScalar]
+) -> int | None:
+    """The newest step at which something is seen: of the newest measuring attempt, and of what was logged."""
+    measuring = {entry.attempt for entry in attempts if entry.measured_from is not None}
+    newest = max((entry.attempt for entry in reported if entry.attempt in measuring), default=0)
+    steps = [entry.last_step for entry in reported if entry.attempt == newest]
+    return max([*steps, *(entry.step for entry in scalars.values())], default=None)
