@@ -184,8 +184,9 @@ class RunGauges:
 def _of_run(record: RunRecord, now: float, *, measured: bool) -> dict[str, float | None]:
     """RUN_GAUGES as far as the run's record tells them."""
     # An evaluation that is logged later is no resume; of runs that only log every launch may be one.
-    launches = [entry for entry in record.attempts if entry.measured_from is not None] or record.attempts
-    resumed = launches[-1] if len(launches) > 1 else None
+    begun = [entry for entry in record.attempts if entry.measured_from is not None] or record.attempts
+    silent = [entry for entry in record.attempts if entry.attempt > (record.last_attempt or 0)]
+    resumed = max([*begun[1:], *silent[-1:]], key=lambda entry: entry.attempt, default=None)
     last_step, since_resume = record.last_step, None
     if resumed is not None and last_step is not None:
         # Before its first report `last_step` is an older attempt's; 0 keeps alerts quiet that let a resume settle.

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from collage_monitor import wire
 from collage_monitor.errors import CatalogueError
@@ -62,7 +62,7 @@ class StreamStore:
             require_run(connection, run_id, lock=True)
             table = schema.attempt
             mine = (table.c.run_id == run_id, table.c.launch_id == create.launch_id)
-            known = connection.execute(select(table).where(*mine)).first()
+            known = _read_attempt(connection, *mine)
             if known is not None:
                 first_step = min(known.first_step, create.first_step)
                 connection.execute(update(table).where(*mine).values(first_step=first_step))
@@ -120,9 +120,7 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
     require_run(connection, run_id, lock=True)
     _check_names(create)
     table = schema.attempt
-    attempt = connection.execute(
-        select(table).where(table.c.run_id == run_id, table.c.launch_id == create.launch_id)
-    ).first()
+    attempt = _read_attempt(connection, table.c.run_id == run_id, table.c.launch_id == create.launch_id)
     if attempt is None:
         raise NotFound(
             f"no attempt of run {run_id!r} has launch_id {create.launch_id!r}; "
@@ -141,14 +139,22 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
             add_events(connection, run_id, [unknown_statistics_event(unknown, attempt.attempt)], now)
 
 
+def _read_attempt(connection: Connection, *which: ColumnElement[bool]) -> Row[Any] | None:
+    statement = select(schema.attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
+    return connection.execute(statement.where(*which)).first()
+
+
 def _measures(connection: Connection, attempt: Row[Any], create: wire.StreamCreate) -> None:
     """Let the attempt hide older ones from the lowest step on from which one of its streams measures."""
     begin = attempt.first_step if create.measured_from is None else create.measured_from
     if attempt.measured_from is not None and attempt.measured_from <= begin:
         return
-    table = schema.attempt
-    mine = (table.c.run_id == attempt.run_id, table.c.attempt == attempt.attempt)
-    connection.execute(update(table).where(*mine).values(measured_from=begin))
+    table = schema.measured_attempt
+    mine = {"run_id": attempt.run_id, "attempt": attempt.attempt}
+    if attempt.measured_from is None:
+        connection.execute(insert(table).values(**mine, measured_from=begin))
+    else:
+        connection.execute(update(table).filter_by(**mine).values(measured_from=begin))
     correct_event(connection, attempt.run_id, attempt_event(attempt.attempt, attempt.first_step, begin))
 
 

@@ -175,7 +175,8 @@ def _bounds(connection: Connection, run_ids: Sequence[str]) -> dict[tuple[str, i
     """(run, attempt) → the step from which newer attempts hide it."""
     table = schema.attempt
     attempts: dict[str, list[tuple[int, int | None]]] = defaultdict(list)
-    statement = select(table.c.run_id, table.c.attempt, table.c.measured_from).where(table.c.run_id.in_(run_ids))
+    columns = (table.c.run_id, table.c.attempt, schema.measured_attempt.c.measured_from)
+    statement = select(*columns).select_from(schema.attempts).where(table.c.run_id.in_(run_ids))
     for run_id, attempt, measured_from in connection.execute(statement).all():
         attempts[run_id].append((attempt, measured_from))
     return {

@@ -226,7 +226,8 @@ def _streams_and_attempts() -> tuple[Select[Any], Select[Any]]:
         latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
     )
     streams = select(*stream.c, latest.c.sealed, latest.c.scalars).select_from(there).where(among(stream.c.run_id))
-    attempts = select(attempt.c.run_id, attempt.c.attempt, attempt.c.measured_from).where(among(attempt.c.run_id))
+    columns = (attempt.c.run_id, attempt.c.attempt, schema.measured_attempt.c.measured_from)
+    attempts = select(*columns).select_from(schema.attempts).where(among(attempt.c.run_id))
     return streams.order_by(stream.c.stream), attempts
 
 

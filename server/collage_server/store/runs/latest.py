@@ -218,7 +218,7 @@ def measured_states(
 
 @cache
 def _measured_and_begun() -> tuple[Select[Any], Select[Any]]:
-    table, attempt, run = schema.run_latest, schema.attempt, schema.run
+    table, attempt, run = schema.run_latest, schema.measured_attempt, schema.run
     names = ("stream_id", "measured_seq", "measured_step", "attempt", "last_step", "last_report_at", "run_id")
     there = select(*(table.c[name] for name in names), run.c.state).join(run, run.c.run_id == table.c.run_id)
     measured = there.where(among(table.c.run_id), table.c.measured_step.is_not(None))
@@ -237,4 +237,4 @@ def _state(places: Sequence[Row[Any]], launches: Sequence[Row[Any]], stale_after
         return row.last_step, row.state, row.last_report_at >= freshest[row.attempt] - stale_after_seconds
 
     seen = [(*row[:4], lagging(row) if row.measured_step < newest else None) for row in places]
-    return sorted(seen), sorted(tuple(row)[:2] for row in launches if row.measured_from is not None)
+    return sorted(seen), sorted(tuple(row)[:2] for row in launches)

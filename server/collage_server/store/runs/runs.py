@@ -50,6 +50,7 @@ _OWNED: Final = (
     schema.silence,
     schema.replica_mismatch,
     schema.layer,
+    schema.measured_attempt,
     schema.attempt,
     schema.run_tag,
     schema.run,
@@ -387,10 +388,11 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord
 def _beside_runs() -> tuple[Select[Any], ...]:
     """Of some runs tags, attempts, the newest of each stream, and what each said when it began."""
     tag, attempt, latest, stream = schema.run_tag, schema.attempt, schema.run_latest, schema.stream
+    begun = select(attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
     said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
     return (
         select(tag).where(among(tag.c.run_id)).order_by(tag.c.position),
-        select(attempt).where(among(attempt.c.run_id)).order_by(attempt.c.attempt),
+        begun.where(among(attempt.c.run_id)).order_by(attempt.c.attempt),
         select(latest).where(among(latest.c.run_id)),
         select(*said).where(stream.c.watch.is_not(None), among(stream.c.run_id)),
     )

@@ -10,9 +10,15 @@ down_revision = "0015"
 
 
 def upgrade() -> None:
-    """Add the column. Attempts that have a stream with statistics measure from their first step on, as before."""
-    op.add_column("attempt", sa.Column("measured_from", sa.BigInteger))
+    """Create the table. Attempts that have a stream with statistics measure from their first step on, as before."""
+    op.create_table(
+        "measured_attempt",
+        sa.Column("run_id", sa.String(64), primary_key=True),
+        sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("measured_from", sa.BigInteger, nullable=False),
+    )
     op.execute(
-        "UPDATE attempt SET measured_from = first_step WHERE EXISTS (SELECT 1 FROM stream WHERE "
-        "stream.run_id = attempt.run_id AND stream.attempt = attempt.attempt AND stream.statistics <> '[]')"
+        "INSERT INTO measured_attempt SELECT run_id, attempt, first_step FROM attempt WHERE EXISTS (SELECT 1 FROM "
+        "stream WHERE stream.run_id = attempt.run_id AND stream.attempt = attempt.attempt "
+        "AND stream.statistics <> '[]')"
     )
