@@ -262,7 +262,7 @@ def count_mismatches(connection: Connection) -> int:
 
 
 def mismatches_by_run(connection: Connection) -> dict[str, int]:
-    """Layers and steps at which replicas of a run's newest measuring attempt differed; without runs that have none."""
+    """Layers and steps at which replicas of a run's newest measuring attempt differed; no runs without any."""
     table, attempt = schema.replica_mismatch, schema.measured_attempt
     newest = select(func.max(attempt.c.attempt)).where(attempt.c.run_id == table.c.run_id).scalar_subquery()
     rows = select(table.c.run_id, func.count()).where(table.c.attempt == newest).group_by(table.c.run_id)
