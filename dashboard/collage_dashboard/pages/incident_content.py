@@ -37,6 +37,7 @@ _KINDS: Final = {
     "reports_dropped": "Reports dropped",
     "skipped_steps": "Steps skipped",
     "replica_mismatch": "Replicas differ",
+    "unknown_statistics": "Statistics left out",
     "retention": "Retention",
     "alert": "Alert fires",
     "alert_resolved": "Alert ended",

@@ -174,7 +174,8 @@ class RunRecord:
 
     `updated_at` is the training's last sign of life: a launch, a state that was stated, or a report. `changed_at`
     is the last change of fields by a request, or the last drop of coarse points by retention; None if there was
-    neither. `last_step` is that of `last_attempt`, the newest that has reported; None if none has.
+    neither. `last_step` is the newest step at which something is seen, `last_attempt` the newest that has reported;
+    None if none has.
     """
 
     run_id: str
@@ -216,7 +217,7 @@ class RunRevision:
     launched_at: float
     changed_at: float | None
     reports: int
-    attempts: tuple[tuple[int, int], ...]
+    attempts: tuple[tuple[int, int | None], ...]
     strategy: str | None
     dtype: str | None
     streams: int

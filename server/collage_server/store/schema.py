@@ -27,6 +27,7 @@ __all__ = [
     "SERVER_TABLES",
     "act",
     "attempt",
+    "attempts",
     "deleted_run",
     "entry",
     "event",
@@ -35,6 +36,7 @@ __all__ = [
     "layer_chunk",
     "layer_point",
     "lease",
+    "measured_attempt",
     "measured_point",
     "metadata",
     "model_chunk",
@@ -168,6 +170,20 @@ attempt: Final = Table(
     Column("created_at", Double, nullable=False),
     UniqueConstraint("run_id", "launch_id"),
 )
+
+measured_attempt: Final = Table(
+    "measured_attempt",
+    metadata,
+    Column("run_id", _ID, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("measured_from", BigInteger, nullable=False),
+)
+"""From which step on an attempt hides older ones, of those that measure. A table of its own, as `run_change`."""
+attempts: Final = attempt.outerjoin(
+    measured_attempt,
+    (measured_attempt.c.run_id == attempt.c.run_id) & (measured_attempt.c.attempt == attempt.c.attempt),
+)
+"""All attempts, with `measured_from` where they measure."""
 
 layer: Final = Table(
     "layer",

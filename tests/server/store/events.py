@@ -32,7 +32,13 @@ class EventsContract:
         assert told(store) == [(1, "attempt", 1), (2, "attempt", 50)]
         first, second = store.events.read("r1", 0, 10).events
         assert (first.time, second.time, second.attempt) == (NOW, NOW + 5, 2)
-        assert second.text == "attempt 2 began at step 50: older attempts' points from there on are hidden"
+        assert second.text == "attempt 2 began at step 50"
+        for stream, begin in (("s1", 55), ("s2", None)):
+            create = stream_create(stream, "launch-2", measured_from=begin)
+            store.streams.create_stream("r1", create, NOW + 6)
+            text = store.events.read("r1", 0, 10).events[1].text
+            measures = "" if begin is None else f" and measures from step {begin} on"
+            assert text == f"attempt 2 began at step 50{measures}: older attempts' points from there on are hidden"
 
     def test_a_second_process_on_a_rank_is_told(self, store):
         StoreContract.fill(store)

@@ -87,6 +87,27 @@ def test_an_evaluation_of_before_is_made_again_and_nobody_has_changed_its_run(tm
         store.close()
 
 
+def test_attempts_of_before_hide_from_their_first_step_on_where_they_measure(tmp_path):
+    store = SqliteStore(tmp_path / "collage.sqlite", stale_after_seconds=600.0)
+    store._engine = store._connect()
+    attempts = (
+        "INSERT INTO attempt (run_id, attempt, launch_id, first_step, created_at) VALUES ('r1', {0}, 'l{0}', 5, 0)"
+    )
+    streams = (
+        "INSERT INTO stream (run_id, stream_id, stream, attempt, rank, world_size, process_id, statistics, layers, "
+        "elements, replicas, created_at) VALUES ('r1', 's{0}', {0}, {0}, 0, 1, 1, '{1}', '', '', '', 0)"
+    )
+    with store.writing() as connection:
+        migrate(connection, "0015")
+        for number, statistics in ((1, '["lost"]'), (2, "[]")):
+            connection.execute(text(attempts.format(number)))
+            connection.exec_driver_sql(streams.format(number, statistics))
+        migrate(connection)
+        rows = connection.execute(text("SELECT attempt, measured_from FROM measured_attempt")).all()
+    store.close()
+    assert [tuple(row) for row in rows] == [(1, 5)]
+
+
 def _empty_first_release(path):
     """A store whose schema is revision 0001, opened without migrating it further."""
     store = SqliteStore(path, stale_after_seconds=600.0)

@@ -174,10 +174,11 @@ def _measured_streams(connection: Connection, run_ids: Sequence[str]) -> Sequenc
 def _bounds(connection: Connection, run_ids: Sequence[str]) -> dict[tuple[str, int], int]:
     """(run, attempt) → the step from which newer attempts hide it."""
     table = schema.attempt
-    attempts: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    statement = select(table.c.run_id, table.c.attempt, table.c.first_step).where(table.c.run_id.in_(run_ids))
-    for run_id, attempt, first_step in connection.execute(statement).all():
-        attempts[run_id].append((attempt, first_step))
+    attempts: dict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    columns = (table.c.run_id, table.c.attempt, schema.measured_attempt.c.measured_from)
+    statement = select(*columns).select_from(schema.attempts).where(table.c.run_id.in_(run_ids))
+    for run_id, attempt, measured_from in connection.execute(statement).all():
+        attempts[run_id].append((attempt, measured_from))
     return {
         (run_id, attempt): bound
         for run_id, known in attempts.items()

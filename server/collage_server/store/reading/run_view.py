@@ -15,7 +15,7 @@ from collage_monitor.errors import CatalogueError
 from collage_monitor.metrics import statistic
 from collage_server.errors import NotFound
 from collage_server.store import schema
-from collage_server.store.journal.streams import stream_record
+from collage_server.store.journal.streams import stream_record, unknown_statistics
 from collage_server.store.ranges import contains, ranges_from_json
 from collage_server.store.records import StreamRecord
 from collage_server.store.rows import among, require_runs
@@ -32,7 +32,7 @@ class _Rows:
     """What the database holds of a run's streams and attempts."""
 
     streams: list[StreamRecord] = field(default_factory=list)
-    attempts: list[tuple[int, int]] = field(default_factory=list)
+    attempts: list[tuple[int, int | None]] = field(default_factory=list)
     sealed: dict[str, str] = field(default_factory=dict)
     scalars: dict[str, str] = field(default_factory=dict)
 
@@ -57,11 +57,11 @@ class RunView:
         for record in self.streams.values():
             sizes[record.attempt] = max(record.world_size, sizes.get(record.attempt, 1))
         found: list[tuple[int, int]] = []
-        for attempt, first_step in sorted(self.attempts):
-            if attempt in sizes:
-                while found and found[-1][0] >= first_step:
+        for attempt, measured_from in sorted(self.attempts):
+            if attempt in sizes and measured_from is not None:
+                while found and found[-1][0] >= measured_from:
                     found.pop()
-                found.append((first_step, sizes[attempt]))
+                found.append((measured_from, sizes[attempt]))
         return tuple(found) or ((0, 1),)
 
     def check_rank(self, rank: int | None) -> None:
@@ -103,7 +103,8 @@ class RunView:
     @property
     def has_unknown_statistics(self) -> bool:
         """Whether a newer server took statistics that this one cannot merge."""
-        return not all(map(is_known, self._declared))
+        dropped = len(unknown_statistics(self._declared))
+        return sum(not is_known(key) for key in self._declared) > dropped
 
     @cached_property
     def _declared(self) -> dict[str, None]:
@@ -213,8 +214,8 @@ def _read(connection: Connection, run_ids: Sequence[str]) -> dict[str, _Rows]:
         found[row.run_id].sealed[row.stream_id] = row.sealed
         found[row.run_id].scalars[row.stream_id] = row.scalars
     require_runs(connection, [run_id for run_id, rows in found.items() if not rows.streams])
-    for run_id, number, first in connection.execute(attempts, {"run_ids": run_ids}).all():
-        found[run_id].attempts.append((number, first))
+    for run_id, number, measured_from in connection.execute(attempts, {"run_ids": run_ids}).all():
+        found[run_id].attempts.append((number, measured_from))
     return found
 
 
@@ -225,7 +226,8 @@ def _streams_and_attempts() -> tuple[Select[Any], Select[Any]]:
         latest, (latest.c.run_id == stream.c.run_id) & (latest.c.stream_id == stream.c.stream_id)
     )
     streams = select(*stream.c, latest.c.sealed, latest.c.scalars).select_from(there).where(among(stream.c.run_id))
-    attempts = select(attempt.c.run_id, attempt.c.attempt, attempt.c.first_step).where(among(attempt.c.run_id))
+    columns = (attempt.c.run_id, attempt.c.attempt, schema.measured_attempt.c.measured_from)
+    attempts = select(*columns).select_from(schema.attempts).where(among(attempt.c.run_id))
     return streams.order_by(stream.c.stream), attempts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -50,6 +50,7 @@ _OWNED: Final = (
     schema.silence,
     schema.replica_mismatch,
     schema.layer,
+    schema.measured_attempt,
     schema.attempt,
     schema.run_tag,
     schema.run,
@@ -125,7 +126,7 @@ class RunStore:
                     dtype=run.dtype,
                     streams=known.streams if known else 0,
                     frozen_step=known.frozen_step if known else None,
-                    attempts=tuple((entry.attempt, entry.first_step) for entry in attempts[run_id]),
+                    attempts=tuple((entry.attempt, entry.measured_from) for entry in attempts[run_id]),
                 )
             return found
 
@@ -387,10 +388,11 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord
 def _beside_runs() -> tuple[Select[Any], ...]:
     """Of some runs tags, attempts, the newest of each stream, and what each said when it began."""
     tag, attempt, latest, stream = schema.run_tag, schema.attempt, schema.run_latest, schema.stream
+    begun = select(attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
     said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
     return (
         select(tag).where(among(tag.c.run_id)).order_by(tag.c.position),
-        select(attempt).where(among(attempt.c.run_id)).order_by(attempt.c.attempt),
+        begun.where(among(attempt.c.run_id)).order_by(attempt.c.attempt),
         select(latest).where(among(latest.c.run_id)),
         select(*said).where(stream.c.watch.is_not(None), among(stream.c.run_id)),
     )
@@ -411,7 +413,8 @@ def _record(
     latest: list[Row[Any]],
     watches: list[Row[Any]],
 ) -> RunRecord:
-    first_hidden = first_hidden_steps([(entry.attempt, entry.first_step) for entry in attempts])
+    first_hidden = first_hidden_steps([(entry.attempt, entry.measured_from) for entry in attempts])
+    scalars = newest_scalars(connection, latest, first_hidden)
     watch = max(watches, key=lambda entry: (entry.attempt, -entry.rank), default=None)
     reported = [entry for entry in latest if entry.last_report_at is not None]
     newest = max((entry.attempt for entry in reported), default=0)
@@ -423,7 +426,7 @@ def _record(
         updated_at=max(row.updated_at, last_report_at or 0.0),
         changed_at=row.changed_at,
         first_step=min((entry.first_step for entry in reported), default=None),
-        last_step=max((entry.last_step for entry in reported if entry.attempt == newest), default=None),
+        last_step=_last_step(attempts, reported, scalars),
         last_attempt=newest or None,
         first_time=min((entry.first_time for entry in reported), default=None),
         last_report_at=last_report_at,
@@ -431,5 +434,15 @@ def _record(
         reports_dropped=sum_of_newest("reports_dropped", latest, newest),
         attempts=[msgspec.convert(entry, wire.Attempt, from_attributes=True) for entry in attempts],
         watch=None if watch is None else msgspec.json.decode(watch.watch, type=wire.WatchInfo),
-        scalars=newest_scalars(connection, latest, first_hidden),
+        scalars=scalars,
     )
+
+
+def _last_step(
+    attempts: list[Row[Any]], reported: list[Row[Any]], scalars: Mapping[str, wire.LoggedScalar]
+) -> int | None:
+    """The newest step at which something is seen: of the newest measuring attempt, and of what was logged."""
+    measuring = {entry.attempt for entry in attempts if entry.measured_from is not None}
+    newest = max((entry.attempt for entry in reported if entry.attempt in measuring), default=0)
+    steps = [entry.last_step for entry in reported if entry.attempt == newest]
+    return max([*steps, *(entry.step for entry in scalars.values())], default=None)
