@@ -153,22 +153,24 @@ def read_layer_data(
         wanted[run].append(entry)
     sliced = neighbours or width <= _SLICED_LAYERS
     slices = [(0, width)] if neighbours or not sliced else [(index, 1) for index in range(width)]
-    for index, size in slices:
-        extra = {
-            run: [(entry, int(positions[run][index]), size) for entry in numbers] for run, numbers in wanted.items()
-        }
-        for row in _layer_rows(connection, level, chunks, extra, sliced=sliced):
-            start = points.where.get(row[:4])
-            if start is None or not row[7]:
-                continue
-            run, entry, count, layers = row[0], row[4], row[5], row[6]
-            array = np.frombuffer(row[7], dtype=_FLOAT).reshape(-1, count)
-            target = values[targets[run, entry], start : start + count]
-            if sliced:
-                target[:, index : index + len(array)] = array.T
-            else:
-                held = positions[run] < layers
-                target[:, held] = array[positions[run][held]].T
+    extra = {
+        run: [(entry, int(positions[run][index]), size) for entry in numbers for index, size in slices]
+        for run, numbers in wanted.items()
+    }
+    indices = {run: {int(held[index]): index for index, _ in slices} for run, held in positions.items()}
+    for row in _layer_rows(connection, level, chunks, extra, sliced=sliced):
+        start = points.where.get(row[:4])
+        if start is None or not row[8]:
+            continue
+        run, entry, count, layers = row[0], row[4], row[5], row[6]
+        array = np.frombuffer(row[8], dtype=_FLOAT).reshape(-1, count)
+        target = values[targets[run, entry], start : start + count]
+        if sliced:
+            index = indices[run][row[7]]
+            target[:, index : index + len(array)] = array.T
+        else:
+            held = positions[run] < layers
+            target[:, held] = array[positions[run][held]].T
     return values
 
 
@@ -180,15 +182,15 @@ def _layer_rows(
     *,
     sliced: bool,
 ) -> Iterator[Any]:
-    """Rows (…, entry, point_count, layer_count, data) of spans (entry, layer, layers); `sliced`: only these layers.
+    """Rows (…, entry, point_count, layer_count, layer, data) of spans (entry, layer, layers); `sliced`: only those.
 
     SQLite would fetch a whole blob to cut a slice out of it, but reads one in place through its handle. Without
     that, one layer of 10 runs costs 1.6 times the CPU of the whole question, with whole blobs 3.2 times.
     """
     in_place = sliced and connection.dialect.name == "sqlite"
     slice_of = "substr(t.data, 8 * t.point_count * w.layer + 1, 8 * t.point_count * w.layers)"
-    data = ("t.rowid", "w.layer", "w.layers") if in_place else (slice_of,) if sliced else ("t.data",)
-    columns = ("entry", "point_count", "layer_count", *data)
+    data = ("t.rowid", "w.layers") if in_place else (slice_of,) if sliced else ("t.data",)
+    columns = ("entry", "point_count", "layer_count", "w.layer", *data)
     batches = select_rows(
         connection,
         "layer_chunk",
@@ -203,10 +205,10 @@ def _layer_rows(
     for row in itertools.chain.from_iterable(batches):
         if not in_place:
             yield row
-        elif row[8] < row[6]:
-            with raw.blobopen("layer_chunk", "data", row[7], readonly=True) as blob:
-                blob.seek(8 * row[5] * row[8])
-                yield (*row[:7], blob.read(8 * row[5] * row[9]))
+        elif row[7] < row[6]:
+            with raw.blobopen("layer_chunk", "data", row[8], readonly=True) as blob:
+                blob.seek(8 * row[5] * row[7])
+                yield (*row[:8], blob.read(8 * row[5] * row[9]))
 
 
 def select_rows(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,11 @@ from collage_server.store.chunks.blobs import (
 )
 from collage_server.store.chunks.cache import ColumnCache
 from collage_server.store.chunks.contributors import Contributors, rank_contributed, unfinished_steps
-from collage_server.store.chunks.index import read_chunk_infos
+from collage_server.store.chunks.index import ChunkInfo, read_chunk_infos
 from collage_server.store.chunks.join import AttemptPoints, has_layer_extremes, join, select_points
 from collage_server.store.reading import unsealed
 from collage_server.store.reading.plan import ReadPlan, plan_read
-from collage_server.store.reading.run_view import RunView, chosen_layers, is_known, read_views
+from collage_server.store.reading.run_view import RunView, RunViews, chosen_layers, is_known
 from collage_server.store.records import FloatArray, IntArray, LatestPoint, Points, Selection
 from collage_server.store.runs.latest import newest_measured_step
 
@@ -48,25 +47,19 @@ Tables = dict[str, list[AttemptPoints]]
 
 def read_points(
     connection: Connection,
+    views: RunViews,
     run_ids: Sequence[str],
     wanted: Collection[str] | None,
     selection: Selection,
     cache: ColumnCache,
-    known: Views = MappingProxyType({}),
 ) -> dict[str, Points]:
     """Totals by run: only those of `wanted` (None: all), of the model or by layer as the selection says.
 
-    Several runs are read by layer together only where the selection names the layers. `known`: views of runs, with
-    their whole dictionaries, that this snapshot has read already.
+    Several runs are read by layer together only where the selection names the layers.
     """
     if selection.by_layer and not all(map(has_layer_extremes, selection.extremes_of)):
         selection = replace(selection, points=None, extremes_of=())
-    views: Views
-    if all(run_id in known for run_id in run_ids):
-        views = {run_id: known[run_id] for run_id in run_ids}
-    else:
-        views = read_views(connection, run_ids, _needed(wanted, selection))
-    return points_of_views(connection, views, wanted, selection, cache)
+    return points_of_views(connection, views.of(run_ids, _needed(wanted, selection)), wanted, selection, cache)
 
 
 def points_of_views(
@@ -180,12 +173,20 @@ def _plans(
     """What is read of each run; of those in `layerwise` the journal's layers, else its model vectors."""
     for view in views.values():
         view.check_rank(selection.rank)
-    infos = read_chunk_infos(connection, list(views))
+    infos = _chunk_infos(connection, views)
     plain = {run_id: view for run_id, view in views.items() if run_id not in layerwise}
     others = {run_id: view for run_id, view in views.items() if run_id in layerwise}
     reports = unsealed.read_unsealed(connection, plain, selection, layers=False)
     reports |= unsealed.read_unsealed(connection, others, selection, layers=True)
     return {run_id: plan_read(view, reports[run_id], selection, infos[run_id]) for run_id, view in views.items()}
+
+
+def _chunk_infos(connection: Connection, views: Views) -> dict[str, Sequence[ChunkInfo]]:
+    """What chunks each run has, read once a view."""
+    unread = [run_id for run_id, view in views.items() if view.chunk_infos is None]
+    for run_id, infos in (read_chunk_infos(connection, unread) if unread else {}).items():
+        views[run_id].chunk_infos = infos
+    return {run_id: view.chunk_infos or () for run_id, view in views.items()}
 
 
 def _by_level(plans: Mapping[str, ReadPlan]) -> dict[int, Chunks]:

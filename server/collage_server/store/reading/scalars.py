@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Row, TextClause, select, text
 from collage_server.store import schema
 from collage_server.store.reading.assemble import RowOrigins, group_steps, visible
 from collage_server.store.reading.newest import sealed_steps
-from collage_server.store.reading.run_view import UNBOUNDED, RunView, read_views
+from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.reading.unsealed import ScalarRow, unsealed_rows
 from collage_server.store.records import FloatArray, ScalarPoints, Selection, StreamRecord
 from collage_server.store.rows import scalars_from_json
@@ -53,10 +53,9 @@ class _LoggedValues:
 
 
 def read_scalar_points(
-    connection: Connection, run_ids: Sequence[str], names: Collection[str] | None, selection: Selection
+    connection: Connection, views: Mapping[str, RunView], names: Collection[str] | None, selection: Selection
 ) -> dict[str, dict[str, ScalarPoints]]:
     """Logged values by run and name: a rank's last word on a step counts, then the mean over the ranks."""
-    views = read_views(connection, run_ids, keys=())
     for view in views.values():
         view.check_rank(selection.rank)
     return _read(connection, views, names, selection, {})

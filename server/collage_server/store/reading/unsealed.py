@@ -24,7 +24,7 @@ from collage_server.store.chunks.join import AttemptPoints, merged_to_one
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal.reports import read_reports
 from collage_server.store.reading.assemble import RowOrigins, group_steps, merge_rows, visible
-from collage_server.store.reading.run_view import RunView
+from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.records import FloatArray, IntArray, Selection, StreamRecord
 
 __all__ = [
@@ -92,12 +92,29 @@ def read_unsealed(
 ) -> dict[str, dict[int, list[Any]]]:
     """Unsealed measured reports by run and attempt, for `layer_table` or for `model_table`."""
     kind, present = (LayerRow, "statistics") if layers else (ModelRow, "model")
-    found: dict[str, dict[int, list[Any]]] = {run_id: defaultdict(list) for run_id in views}
-    for stream, row in unsealed_rows(connection, views, kind, present, selection):  # type: ignore[type-var]
+    known = {run_id: _selected(view, kind, selection) for run_id, view in views.items() if kind in view.unsealed}
+    unread = {run_id: view for run_id, view in views.items() if run_id not in known}
+    found: dict[str, dict[int, list[Any]]] = {run_id: defaultdict(list) for run_id in unread}
+    for stream, row in unsealed_rows(connection, unread, kind, present, selection):  # type: ignore[type-var]
         found[stream.run_id][stream.attempt].append(row)
     for by_attempt in found.values():
         for rows in by_attempt.values():
             rows.sort(key=attrgetter("seq"))
+    if selection.first_step is selection.last_step is selection.rank is None and len(views) == 1:
+        for run_id, view in unread.items():
+            view.unsealed[kind] = found[run_id]
+    return found | known
+
+
+def _selected(view: RunView, kind: type, selection: Selection) -> dict[int, list[Any]]:
+    """Of the reports that the view has read already those that the selection is about."""
+    first, rank = selection.first_step or 0, selection.rank
+    last = UNBOUNDED if selection.last_step is None else selection.last_step
+    found: dict[int, list[Any]] = defaultdict(list)
+    for attempt, rows in view.unsealed[kind].items():
+        for row in rows:
+            if first <= row.step <= last and rank in (None, view.streams[row.stream_id].rank):
+                found[attempt].append(row)
     return found
 
 

@@ -31,6 +31,8 @@ __all__ = [
     "read_page",
     "read_records",
     "read_run",
+    "attempts_of_runs",
+    "rows_by_run",
 ]
 
 QuotaName = Literal["runs", "tags"]
@@ -110,7 +112,7 @@ class RunStore:
                 .group_by(latest.c.run_id)
             )
             stored = {row.run_id: row for row in counted}
-            attempts = _by_run(connection, _beside_runs()[1], ids)
+            attempts = rows_by_run(connection, attempts_of_runs(), ids)
             found = {}
             for run_id in ids:
                 if run_id not in runs:
@@ -294,13 +296,15 @@ def read_page(connection: Connection, query: RunQuery, now: float, stale_after_s
     return RunPageRecord(_records(connection, page), cursor)
 
 
-def read_records(connection: Connection, run_ids: Sequence[str]) -> dict[str, RunRecord]:
-    """Several runs, in the order given."""
+def read_records(
+    connection: Connection, run_ids: Sequence[str], attempts: Mapping[str, list[Row[Any]]] | None = None
+) -> dict[str, RunRecord]:
+    """Several runs, in the order given; `attempts`: theirs, where they are read already."""
     ids = list(dict.fromkeys(run_ids))
     rows = connection.execute(_runs_by_id(), {"run_ids": ids}).all()
     if len(rows) < len(ids):
         require_runs(connection, ids)
-    found = {record.run_id: record for record in _records(connection, rows)}
+    found = {record.run_id: record for record in _records(connection, rows, attempts)}
     return {run_id: found[run_id] for run_id in ids}
 
 
@@ -375,9 +379,13 @@ def _set_tags(connection: Connection, run_id: str, tags: Sequence[str]) -> None:
         connection.execute(insert(schema.run_tag), rows)
 
 
-def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord]:
+def _records(
+    connection: Connection, rows: Sequence[Row[Any]], attempts: Mapping[str, list[Row[Any]]] | None = None
+) -> list[RunRecord]:
     ids = [row.run_id for row in rows]
-    tags, attempts, latest, watches = (_by_run(connection, statement, ids) for statement in _beside_runs())
+    if attempts is None:
+        attempts = rows_by_run(connection, attempts_of_runs(), ids)
+    tags, latest, watches = (rows_by_run(connection, statement, ids) for statement in _beside_runs())
     return [
         _record(connection, row, tags[row.run_id], attempts[row.run_id], latest[row.run_id], watches[row.run_id])
         for row in rows
@@ -386,19 +394,26 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> list[RunRecord
 
 @cache
 def _beside_runs() -> tuple[Select[Any], ...]:
-    """Of some runs tags, attempts, the newest of each stream, and what each said when it began."""
-    tag, attempt, latest, stream = schema.run_tag, schema.attempt, schema.run_latest, schema.stream
-    begun = select(attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
+    """Of some runs tags, the newest of each stream, and what each said when it began."""
+    tag, latest, stream = schema.run_tag, schema.run_latest, schema.stream
     said = [stream.c[name] for name in ("run_id", "attempt", "rank", "watch")]
     return (
         select(tag).where(among(tag.c.run_id)).order_by(tag.c.position),
-        begun.where(among(attempt.c.run_id)).order_by(attempt.c.attempt),
         select(latest).where(among(latest.c.run_id)),
         select(*said).where(stream.c.watch.is_not(None), among(stream.c.run_id)),
     )
 
 
-def _by_run(connection: Connection, statement: Select[Any], ids: Sequence[str]) -> dict[str, list[Row[Any]]]:
+@cache
+def attempts_of_runs() -> Select[Any]:
+    """The attempts of some runs, oldest first, with `measured_from` where they measure."""
+    attempt = schema.attempt
+    begun = select(attempt, schema.measured_attempt.c.measured_from).select_from(schema.attempts)
+    return begun.where(among(attempt.c.run_id)).order_by(attempt.c.attempt)
+
+
+def rows_by_run(connection: Connection, statement: Select[Any], ids: Sequence[str]) -> dict[str, list[Row[Any]]]:
+    """What the statement finds of each of these runs."""
     grouped: dict[str, list[Row[Any]]] = defaultdict(list)
     for row in connection.execute(statement, {"run_ids": ids}):
         grouped[row.run_id].append(row)
