@@ -20,10 +20,7 @@ from sqlalchemy import (
 )
 
 __all__ = [
-    "LAYER_METRICS",
     "OVERVIEW_NUMBERS",
-    "POINT_METRICS",
-    "POINT_SCALARS",
     "SERVER_TABLES",
     "act",
     "attempt",
@@ -33,9 +30,7 @@ __all__ = [
     "incident",
     "layer",
     "layer_chunk",
-    "layer_point",
     "lease",
-    "measured_point",
     "metadata",
     "model_chunk",
     "point_chunk",
@@ -55,29 +50,6 @@ __all__ = [
 ]
 
 metadata: Final = MetaData()
-POINT_SCALARS: Final = ("tokens", "loss", "validation_loss", "learning_rate")
-POINT_METRICS: Final = (
-    "edq_ratio",
-    "edq_visible_ratio",
-    "edq_oracle_ratio",
-    "lost_update_ratio",
-    "lost_visible_ratio",
-    "state_decrement_ratio",
-    "half_ulp_margin",
-    "update_to_weight_ratio",
-    "grad_norm",
-    "param_norm",
-)
-"""Columns of `measured_point`. `state_decrement_ratio` is that of exp_avg_sq, else of the first state by name."""
-LAYER_METRICS: Final = (
-    "edq_ratio",
-    "edq_visible_ratio",
-    "lost_update_ratio",
-    "state_decrement_ratio",
-    "half_ulp_margin",
-    "update_to_weight_ratio",
-)
-
 OVERVIEW_NUMBERS: Final = (
     "edq_ratio",
     "lost_update_ratio",
@@ -359,33 +331,6 @@ replica_mismatch: Final = Table(
     Column("replicas", Text, nullable=False),
 )
 """Where ranks that should hold the same weights did not; `replicas` [number, …] are those apart from the most."""
-
-measured_point: Final = Table(
-    "measured_point",
-    metadata,
-    Column("run_id", _ID, primary_key=True),
-    Column("attempt", Integer, primary_key=True, autoincrement=False),
-    Column("step", BigInteger, primary_key=True, autoincrement=False),
-    Column("time", Double, nullable=False),
-    Column("ranks", Integer, nullable=False),
-    *(Column(name, Double) for name in (*POINT_SCALARS, *POINT_METRICS)),
-)
-"""Sealed measured steps of the model for SQL by hand: scalars logged at that very step, and finished metrics."""
-
-layer_point: Final = Table(
-    "layer_point",
-    metadata,
-    Column("run_id", _ID, primary_key=True),
-    Column("attempt", Integer, primary_key=True, autoincrement=False),
-    Column("chunk", Integer, primary_key=True, autoincrement=False),
-    Column("layer", Integer, primary_key=True, autoincrement=False),
-    Column("first_step", BigInteger, nullable=False),
-    Column("step", BigInteger, nullable=False),
-    Column("time", Double, nullable=False),
-    Column("measured_steps", Integer, nullable=False),
-    *(Column(name, Double) for name in (*LAYER_METRICS, "edq_ratio_minimum", "edq_ratio_maximum")),
-)
-"""A layer over 256 measured steps, `first_step` … `step`, for SQL by hand; extremes are those of single steps."""
 
 seal_claim: Final = Table("seal_claim", metadata, Column("run_id", _ID, primary_key=True))
 """A row to lock: on a database with several servers, the one that holds it seals the run."""

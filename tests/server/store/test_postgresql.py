@@ -25,7 +25,6 @@ from tests.server.store.incidents import IncidentsContract
 from tests.server.store.parts import PartsContract
 from tests.server.store.postgresql import Cluster, programs_or_skip
 from tests.server.store.ranks import RanksContract
-from tests.server.store.readable import ReadableContract
 from tests.server.store.replicas import ReplicasContract
 from tests.server.store.sealed import SealedContract
 from tests.server.store.sealing import SealingContract
@@ -92,10 +91,6 @@ class TestPostgresqlIncidents(IncidentsContract):
 
 class TestPostgresqlReplicas(ReplicasContract):
     """Replicas compared, on PostgreSQL."""
-
-
-class TestPostgresqlReadable(ReadableContract):
-    """Numbers in real columns, on PostgreSQL."""
 
 
 def test_the_migrated_schema_is_that_of_the_code(store):

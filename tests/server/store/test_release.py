@@ -156,6 +156,10 @@ def test_the_previous_release_serves_while_its_database_is_migrated(empty_databa
         store.close()
 
 
+_GONE = ("measured_point", "layer_point")
+"""Tables that a later revision takes away: only sealing wrote them."""
+
+
 def columns(connection):
     found = inspect(connection)
     return {
@@ -179,7 +183,8 @@ def test_every_migration_since_only_expands(tmp_path):
             migrate(connection, revision)
         with engine.connect() as connection:
             after = columns(connection)
-        assert {key: after.get(key) for key in before} == before, revision
+        kept = {key: kind for key, kind in before.items() if key[0] not in _GONE}
+        assert {key: after.get(key) for key in kept} == kept, revision
         old_tables = {table for table, _ in before}
         for (table, column), (_, optional) in after.items():
             assert (table, column) in before or table not in old_tables or optional, (revision, table, column)

@@ -28,7 +28,6 @@ from collage_server.store.records import SealLimits
 from collage_server.store.rows import delete_slice, require_run
 from collage_server.store.runs.latest import all_ranks_are_through
 from collage_server.store.runs.runs import note_change, read_run
-from collage_server.store.sealing.readable import forget_points
 from collage_server.store.sealing.replicas import ReplicaComparison, count_mismatches, mismatches_by_run
 from collage_server.store.sealing.seal import seal
 
@@ -42,8 +41,6 @@ _BULKY: Final = (
     schema.model_chunk,
     schema.point_chunk,
     schema.scalar_chunk,
-    schema.measured_point,
-    schema.layer_point,
 )
 _SLICE_ROWS: Final = 48
 _PURGED_AT_ONCE: Final = 100
@@ -199,9 +196,7 @@ class Retention:
         with self._database.freeing() as connection:
             if entry.level == 1 and not freeze(connection, run_id, entry.attempt, entry.last_step):
                 return False
-            if entry.level == 1:
-                forget_points(connection, run_id, entry.attempt, entry.last_step)
-            else:
+            if entry.level > 1:
                 # Level 1 moves the horizon, which is part of the revision; of another, the revision would not tell.
                 require_run(connection, run_id, lock=True)
                 note_change(connection, run_id, time.time())

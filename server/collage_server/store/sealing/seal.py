@@ -39,7 +39,6 @@ from collage_server.store.reading.run_view import UNBOUNDED, RunView
 from collage_server.store.records import FloatArray, IntArray, Points, SealLimits, Selection
 from collage_server.store.rows import int_bytes, scalars_from_json
 from collage_server.store.sealing.plan import SealPlan, plan_seal, read_journal
-from collage_server.store.sealing.readable import ReadableRows, layer_rows, point_rows, write_layers, write_points
 from collage_server.store.sealing.replicas import ReplicaComparison, keep_mismatches
 
 __all__ = ["seal"]
@@ -86,7 +85,6 @@ class _PartContents:
     coarse: Mapping[int, _ChunkLevel]
     scalars: Mapping[tuple[str, str], bytes]
     counts: Mapping[tuple[str, str], int]
-    readable: ReadableRows
 
     @property
     def levels(self) -> dict[int, _ChunkLevel]:
@@ -152,21 +150,13 @@ def _build(connection: Connection, view: RunView, plan: SealPlan, limits: SealLi
     if part is not None and not len(part.points.steps):
         part = None
     coarse: Mapping[int, _ChunkLevel] = {}
-    readable = ReadableRows()
     if part is not None:
         whole = _whole_model(view, plan, part)
         coarse = _coarse(view, plan, part, whole, limits)
-        logged = {key: table for key, (_, table) in scalars.items()}
-        last = coarse.get(LEVELS[-1])
-        readable = ReadableRows(
-            points=point_rows(view, plan, whole, part.points.steps, logged),
-            layers=[] if last is None else layer_rows(view, plan, last.points, last.layers),
-        )
     return _PartContents(
         plan=plan,
         part=part,
         coarse=coarse,
-        readable=readable,
         scalars={key: data for key, (_, data) in scalars.items()},
         counts={key: count for key, (count, _) in scalars.items()},
     )
@@ -326,10 +316,6 @@ def _write(run_id: str, writing: Transaction, built: _PartContents, limits: Seal
             _require(connection, run_id)
             for table, values in blob_rows:
                 connection.execute(insert(table).values(**values))
-    for rows in built.readable.layer_slices():
-        with writing() as connection:
-            _require(connection, run_id)
-            write_layers(connection, run_id, plan, rows)
     with writing() as connection:
         _require(connection, run_id)
         _publish(connection, run_id, built, entries)
@@ -414,7 +400,6 @@ def _publish(connection: Connection, run_id: str, built: _PartContents, entries:
     for level, held in built.levels.items():
         connection.execute(insert(schema.point_chunk).values(**_point_row(run_id, plan, level, held)))
     _publish_scalars(connection, run_id, built)
-    write_points(connection, run_id, plan, built.readable)
     table = schema.run_latest
     for stream_id, seqs in plan.seqs_by_stream().items():
         mine = (table.c.run_id == run_id, table.c.stream_id == stream_id)
