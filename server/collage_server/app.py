@@ -31,7 +31,6 @@ from collage_server.components import Components
 from collage_server.disk import DiskGuard
 from collage_server.ingest.backpressure import InFlightBudget, JournalBounds
 from collage_server.ingest.check import StreamRegistry
-from collage_server.ingest.json_process import JsonProcess
 from collage_server.ingest.writer import IngestCounters, Writer
 from collage_server.overviews import OverviewKeeper
 from collage_server.settings import Settings
@@ -112,7 +111,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Last of those that have work: a webhook that hangs must take no time from them. They need the store alone.
         for thread in app.state.alert_threads:
             await asyncio.to_thread(thread.stop, left())
-        await asyncio.to_thread(components.json_process.close)
         await asyncio.to_thread(components.store.close)
 
 
@@ -147,7 +145,6 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         counters=counters,
         in_flight=InFlightBudget(settings.in_flight_bytes),
         decoding=asyncio.Semaphore(),
-        json_process=JsonProcess(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings, store.access),
         answers=AnswerCache(settings.answer_cache_bytes),

@@ -191,8 +191,8 @@ def test_a_config_that_json_cannot_hold_is_named(server):
 
 
 def test_a_config_beyond_its_limit(server):
-    body = b'{"run_id": "r", "config": {"x": "' + b"a" * wire.LIMITS["config_bytes"] + b'"}}'
-    error = server.post("/projects/p/runs", body, status=413, headers=JSON)
+    body = msgspec.msgpack.encode({"run_id": "r", "config": {"x": "a" * wire.LIMITS["config_bytes"]}})
+    error = server.post("/projects/p/runs", body, status=413)
     assert (error.field, error.limit) == ("config", wire.LIMITS["config_bytes"])
 
 

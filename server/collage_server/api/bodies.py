@@ -17,8 +17,7 @@ from collage_monitor import wire
 from collage_server.components import Components, components_of
 from collage_server.errors import BadRequest, Busy, TooLarge, UnsupportedMediaType
 from collage_server.ingest.backpressure import BudgetLease
-from collage_server.ingest.decode import LARGE_BYTES, decoded_batch, decoded_message, merge_rejected
-from collage_server.ingest.json_process import JsonProcess
+from collage_server.ingest.decode import LARGE_BYTES, decoded_batch, decoded_message
 
 __all__ = [
     "ENCODINGS",
@@ -34,6 +33,8 @@ __all__ = [
 ]
 
 _Message = TypeVar("_Message")
+_JSON_BYTES: Final = 2**20
+"""A decoder of JSON holds the interpreter until it is done: tens of milliseconds for so much."""
 _JSON_GROWTH: Final = 16
 _SCALAR_BYTES: Final = 80
 """What a logged value takes as an object, with its place among the others of its report."""
@@ -82,16 +83,16 @@ def _header(request: Request, name: bytes, default: str) -> str:
     return default if value is None else value.decode("latin-1")
 
 
-def body_lease(request: Request, components: Components) -> BudgetLease:
+def body_lease(request: Request, components: Components, content_type: str) -> BudgetLease:
     """Room for this request's body in the budget of bytes in flight, while the context lasts.
 
     It grows with the bytes that come: what a header declares takes nothing from others.
 
     Raises:
-        TooLarge: the body says that it is larger than `body_bytes`.
+        TooLarge: the body says that it is larger than its limit.
         Busy: whole bodies that wait leave no room for it.
     """
-    limit = components.settings.body_bytes
+    limit = _limit(components.settings.body_bytes, content_type)
     declared = declared_size(request, limit)
     components.in_flight.admit(0 if _header(request, b"content-length", "") == "" else declared)
     state = request.scope["state"]
@@ -109,7 +110,7 @@ async def read_body(
     `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.
 
     Raises:
-        TooLarge: more bytes than `body_bytes`, or `decompressed_bytes` behind an encoding.
+        TooLarge: more bytes than `body_bytes`, or `decompressed_bytes` behind an encoding; of JSON, than 1 MiB.
         BadRequest: not what its Content-Encoding says.
         UnsupportedMediaType: an encoding that is not spoken here.
         Busy: the body stopped arriving; decompressed it does not fit beside what is in flight.
@@ -117,9 +118,10 @@ async def read_body(
     settings = components.settings
     is_json = content_type == wire.JSON
     encoding = checked_encoding(_header(request, b"content-encoding", "identity"))
-    body: bytes | bytearray = await _read_sent(request, held, settings.body_bytes)
+    limit = _limit(settings.body_bytes, content_type)
+    body: bytes | bytearray = await _read_sent(request, held, limit)
     if encoding != "identity":
-        limit = settings.body_bytes if is_json else settings.decompressed_bytes
+        limit = limit if is_json else settings.decompressed_bytes
         bound = decompressed_bound(body, encoding, limit)
         held.resize(len(body) + bound)
         body = await run_in_threadpool(decompress, body, encoding, bound)
@@ -153,8 +155,18 @@ async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearr
     return body
 
 
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the body is larger than {limit} bytes; send it in smaller batches", field="body", limit=limit)
+def _limit(body_bytes: int, content_type: str) -> int:
+    """The most bytes of a body of this type."""
+    return min(body_bytes, _JSON_BYTES) if content_type == wire.JSON else body_bytes
+
+
+def _too_large(limit: int, after: str = "") -> TooLarge:
+    way = f"; of JSON at most {_JSON_BYTES} are taken: send {wire.MSGPACK}" if limit == _JSON_BYTES else ""
+    return TooLarge(
+        f"the body is larger than {limit} bytes{after}{way or '; send it in smaller batches'}",
+        field="body",
+        limit=limit,
+    )
 
 
 async def message(request: Request, kind: type[_Message]) -> _Message:
@@ -166,16 +178,13 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
     """
     components, content_type = components_of(request), content_type_of(request)
     limit = wire.LIMITS["config_bytes"]
-    with body_lease(request, components) as held:
+    with body_lease(request, components, content_type) as held:
         data = await read_body(request, components, held, content_type)
         if kind is wire.RunCreate:
             # Its config may hold what msgpack cannot, and is small.
             if len(data) > limit:
                 raise TooLarge(f"a run's description is larger than {limit} bytes", field="config", limit=limit)
             return await run_in_threadpool(decoded_message, data, kind, content_type)
-        if content_type == wire.JSON and len(data) > LARGE_BYTES:
-            data, _ = await _decode_in_process(components.json_process, kind, data)
-            content_type = wire.MSGPACK
         if len(data) > LARGE_BYTES:
             return await run_in_threadpool(decoded_message, data, kind, content_type)
         return decoded_message(data, kind, content_type)
@@ -191,27 +200,15 @@ async def batch_in(
     Raises:
         BadRequest, Unprocessable: no report can be decoded.
         TooLarge: more reports or gaps than one batch may hold.
-        Busy: it cannot be decoded now, or does not fit beside what is in flight.
+        Busy: it does not fit beside what is in flight.
     """
     if len(data) <= LARGE_BYTES:
         return decoded_batch(data, content_type)
-    refused: list[wire.RejectedReport] = []
-    packed = data
-    if content_type == wire.JSON:
-        packed, refused = await _decode_in_process(components.json_process, wire.ReportBatch, data)
     async with components.decoding:
-        batch, more = await run_in_threadpool(decoded_batch, packed, wire.MSGPACK)
+        batch, refused = await run_in_threadpool(decoded_batch, data, content_type)
         scalars = sum(len(report.scalars) for report in batch.reports)
         held.resize(max(held.size, len(data) + _SCALAR_BYTES * scalars))
-    return batch, merge_rejected(more, refused, len(batch.reports) + len(more))
-
-
-async def _decode_in_process(
-    process: JsonProcess, kind: type, data: bytes | bytearray
-) -> tuple[bytes, list[wire.RejectedReport]]:
-    """One body at a time: those that wait take no thread from others."""
-    async with process.turn:
-        return await run_in_threadpool(process.decode, kind, data)
+    return batch, refused
 
 
 def checked_encoding(header: str) -> str:
@@ -306,8 +303,4 @@ def _undecodable(encoding: str, reason: str) -> BadRequest:
 
 
 def _too_large_inside(limit: int) -> TooLarge:
-    return TooLarge(
-        f"the body is larger than {limit} bytes once decompressed; send it in smaller batches",
-        field="body",
-        limit=limit,
-    )
+    return _too_large(limit, " once decompressed")
