@@ -1,6 +1,6 @@
 """Request bodies: read with a limit, decompressed, decoded by content type, errors in the one shape.
 
-A gzip or zstd bomb costs no more memory than the limit, and none at all where its header says how large it is.
+A gzip bomb costs no more memory than the limit.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import zlib
 from typing import Final, TypeVar
 
-import zstandard
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
@@ -20,13 +19,10 @@ from collage_server.ingest.backpressure import BudgetLease
 from collage_server.ingest.decode import LARGE_BYTES, decoded_batch, decoded_message
 
 __all__ = [
-    "ENCODINGS",
-    "checked_encoding",
     "batch_in",
     "content_type_of",
     "declared_size",
     "decompress",
-    "decompressed_bound",
     "body_lease",
     "message",
     "read_body",
@@ -41,10 +37,9 @@ _SCALAR_BYTES: Final = 80
 _PATIENCE_SECONDS: Final = 20.0
 _SLOWEST_BYTES_A_SECOND: Final = 100_000
 """Slower bodies are given up, after some patience: one whose sender has died would hold its room for ever."""
-ENCODINGS: Final = ("identity", "gzip", "zstd")
-_WINDOW_BYTES: Final = 8 * 2**20
+_IDENTITY: Final = "identity"
+_GZIP: Final = "gzip"
 _GZIP_BITS: Final = 31
-_SLICE_BYTES: Final = 256
 
 
 def content_type_of(request: Request) -> str:
@@ -117,14 +112,13 @@ async def read_body(
     """
     settings = components.settings
     is_json = content_type == wire.JSON
-    encoding = checked_encoding(_header(request, b"content-encoding", "identity"))
+    packed = _is_packed(_header(request, b"content-encoding", _IDENTITY))
     limit = _limit(settings.body_bytes, content_type)
     body: bytes | bytearray = await _read_sent(request, held, limit)
-    if encoding != "identity":
+    if packed:
         limit = limit if is_json else settings.decompressed_bytes
-        bound = decompressed_bound(body, encoding, limit)
-        held.resize(len(body) + bound)
-        body = await run_in_threadpool(decompress, body, encoding, bound)
+        held.resize(len(body) + limit)
+        body = await run_in_threadpool(decompress, body, limit)
     held.resize(len(body) * (_JSON_GROWTH if is_json else 1))
     return body
 
@@ -211,96 +205,39 @@ async def batch_in(
     return batch, refused
 
 
-def checked_encoding(header: str) -> str:
-    """The encoding that a Content-Encoding header names.
+def _is_packed(header: str) -> bool:
+    """Whether a Content-Encoding header names gzip.
 
     Raises:
-        UnsupportedMediaType: another one, or several.
+        UnsupportedMediaType: another encoding, or several.
     """
     encoding = header.strip().lower()
-    if encoding not in ENCODINGS:
+    if encoding not in (_IDENTITY, _GZIP):
         raise UnsupportedMediaType(
-            f"content encoding {header!r} is not spoken here; send {', '.join(ENCODINGS[1:])} or the body plain",
+            f"content encoding {header!r} is not spoken here; send {_GZIP} or the body plain",
             field="Content-Encoding",
         )
-    return encoding
+    return encoding == _GZIP
 
 
-def decompressed_bound(body: bytes | bytearray, encoding: str, limit: int) -> int:
-    """At most so many bytes are behind this body: what a zstd header states, else the limit.
-
-    Raises:
-        TooLarge: the header states more than the limit.
-        BadRequest: the header is none.
-    """
-    if encoding != "zstd":
-        return limit
-    try:
-        stated = zstandard.get_frame_parameters(body).content_size
-    except zstandard.ZstdError as error:
-        raise _undecodable(encoding, str(error)) from error
-    if stated == zstandard.CONTENTSIZE_UNKNOWN:
-        return limit
-    if stated > limit:
-        raise _too_large_inside(limit)
-    return int(stated)
-
-
-def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
-    """The bytes behind an encoded body; takes no more memory than about twice `limit`.
+def decompress(body: bytes | bytearray, limit: int) -> bytes:
+    """The bytes behind a body in gzip; takes no more memory than about twice `limit`.
 
     Raises:
         TooLarge: there are more than `limit`.
-        BadRequest: not one whole gzip member or zstd frame.
+        BadRequest: not one whole gzip member.
     """
-    return _gunzip(body, limit) if encoding == "gzip" else _unzstd(body, limit)
-
-
-def _gunzip(body: bytes | bytearray, limit: int) -> bytes:
     stream = zlib.decompressobj(_GZIP_BITS)
     try:
         data = stream.decompress(body, limit + 1)
     except zlib.error as error:
-        raise _undecodable("gzip", str(error)) from error
+        raise _undecodable(str(error)) from error
     if len(data) > limit:
-        raise _too_large_inside(limit)
+        raise _too_large(limit, " once decompressed")
     if not stream.eof or stream.unused_data:
-        raise _undecodable("gzip", "the body is cut off, or something follows it")
+        raise _undecodable("the body is cut off, or something follows it")
     return data
 
 
-def _unzstd(body: bytes | bytearray, limit: int) -> bytes:
-    decoder = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
-    try:
-        if zstandard.get_frame_parameters(body).content_size != zstandard.CONTENTSIZE_UNKNOWN:
-            return decoder.decompress(body, max_output_size=limit, allow_extra_data=False)
-        return _stream(decoder, body, limit)
-    except zstandard.ZstdError as error:
-        raise _undecodable("zstd", str(error)) from error
-
-
-def _stream(decoder: zstandard.ZstdDecompressor, body: bytes | bytearray, limit: int) -> bytes:
-    """The frame in slices so small that one of them cannot hold much: zstd packs 32 KiB into a byte at best."""
-    stream = decoder.decompressobj()
-    parts: list[bytes] = []
-    size = 0
-    for start in range(0, len(body), _SLICE_BYTES):
-        if stream.eof:
-            break
-        parts.append(stream.decompress(body[start : start + _SLICE_BYTES]))
-        size += len(parts[-1])
-        if size > limit:
-            raise _too_large_inside(limit)
-    else:
-        start = len(body)
-    if not stream.eof or stream.unused_data or start < len(body):
-        raise _undecodable("zstd", "the body is cut off, or something follows it")
-    return b"".join(parts)
-
-
-def _undecodable(encoding: str, reason: str) -> BadRequest:
-    return BadRequest(f"the body is not {encoding} as Content-Encoding says: {reason}", field="body")
-
-
-def _too_large_inside(limit: int) -> TooLarge:
-    return _too_large(limit, " once decompressed")
+def _undecodable(reason: str) -> BadRequest:
+    return BadRequest(f"the body is not gzip as Content-Encoding says: {reason}", field="body")
