@@ -22,7 +22,7 @@ from collage_server.store import schema
 from collage_server.store.chunks.blobs import read_point_rows
 from collage_server.store.chunks.index import LEVELS
 from collage_server.store.engine.database import Database
-from collage_server.store.journal.horizon import freeze, raise_lagging_horizons, read_lagging_horizons
+from collage_server.store.journal.horizon import freeze
 from collage_server.store.journal.reports import ReportJournal
 from collage_server.store.records import SealLimits
 from collage_server.store.rows import delete_slice, require_run
@@ -146,11 +146,7 @@ class Retention:
             if not mine:
                 return 0
             with self._database.reading() as connection:
-                lagging = read_lagging_horizons(connection, run_id)
                 expired = _expired(connection, run_id, before)
-            if lagging:
-                with self._database.freeing() as connection:
-                    raise_lagging_horizons(connection, run_id, lagging)
             if any(entry.level == 1 for entry in expired):
                 self._seal_late_reports(run_id)
             return sum(self._drop(run_id, entry) for entry in expired)

@@ -179,7 +179,7 @@ def _part(connection: Connection, view: RunView, plan: SealPlan, rows: Sequence[
     keys = view.statistics(None)
     positions = np.array(list(view.layers.values()), dtype=np.int64)
     held = [] if plan.info is None else [plan.chunk]
-    contributors = read_contributors(connection, view.run_id, plan.attempt, held, view.streams_of(plan.attempt))
+    contributors = read_contributors(connection, view.run_id, plan.attempt, held)
     with_layers = [row for row in rows if row.statistics is not None]
     layers = unsealed.layer_table(view, plan.attempt, with_layers, keys, positions, contributors)
     model = unsealed.model_table(view, plan.attempt, rows, keys, contributors)
