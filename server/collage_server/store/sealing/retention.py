@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Table, delete, exists, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, or_, select
 
 from collage_server.store import schema
 from collage_server.store.chunks.blobs import read_point_rows
@@ -42,11 +42,29 @@ _BULKY: Final = (
     schema.point_chunk,
     schema.scalar_chunk,
 )
-_SLICE_ROWS: Final = 48
+_FIRST_ROWS: Final = 16
+_MOST_ROWS: Final = 2048
+_QUICK_SECONDS: Final = 0.01
+_PAUSE_SECONDS: Final = 0.001
+"""A transaction that deletes may take about so long: what is acknowledged waits for it."""
 _PURGED_AT_ONCE: Final = 100
 """The most short transactions that a deletion runs before it is answered."""
 _SEARCH_SECONDS: Final = 50.0
 """Seconds between searches for rows of deleted runs: another server may have deleted a run and stopped."""
+
+
+class _Pace:
+    """How many rows of a table one transaction deletes: more while that is quick, fewer where rows are large."""
+
+    def __init__(self) -> None:
+        self.rows = _FIRST_ROWS
+
+    def took(self, gone: int, seconds: float) -> None:
+        """Learn from a transaction that deleted so many rows."""
+        if seconds > 2 * _QUICK_SECONDS:
+            self.rows = max(self.rows // 2, 1)
+        elif seconds <= _QUICK_SECONDS and gone >= self.rows:
+            self.rows = min(2 * self.rows, _MOST_ROWS)
 
 
 @dataclass(frozen=True)
@@ -129,6 +147,7 @@ class Retention:
         self._deleted: set[str] = set()
         self._next_search = 0.0
         self._lock = Lock()
+        self._paces: dict[str, _Pace] = defaultdict(_Pace)
 
     def sealed_runs(self) -> list[str]:
         """Runs that have chunks."""
@@ -163,6 +182,8 @@ class Retention:
             run_id = self._next_deleted()
             if run_id is None:
                 return False
+            # The lock of the file's one writer goes to whoever asks first: who waits for it does so now.
+            time.sleep(_PAUSE_SECONDS)
             if not self._purge_slice(run_id):
                 with self._lock:
                     self._deleted.discard(run_id)
@@ -177,11 +198,16 @@ class Retention:
             return min(self._deleted, default=None)
 
     def _purge_slice(self, run_id: str) -> bool:
-        for table in _BULKY:
-            with self._database.freeing() as connection:
-                if delete_slice(connection, table, table.c.run_id == run_id, rows=_SLICE_ROWS):
-                    return True
-        return False
+        return any(self._delete_slice(table, table.c.run_id == run_id) for table in _BULKY)
+
+    def _delete_slice(self, table: Table, *where: ColumnElement[bool]) -> int:
+        """Delete some of these rows in a transaction of their own; how many went."""
+        pace = self._paces[table.name]
+        with self._database.freeing() as connection:
+            began = time.perf_counter()
+            gone = delete_slice(connection, table, *where, rows=pace.rows)
+        pace.took(gone, time.perf_counter() - began)
+        return gone
 
     def _drop(self, run_id: str, entry: _ExpiredLevel) -> bool:
         """Delete one level of one chunk.
@@ -197,11 +223,8 @@ class Retention:
                 require_run(connection, run_id, lock=True)
                 note_change(connection, run_id, time.time())
             connection.execute(delete(schema.point_chunk).where(*_rows_of(schema.point_chunk, run_id, entry)))
-        going_on = True
-        while going_on:
-            with self._database.freeing() as connection:
-                where = _rows_of(schema.layer_chunk, run_id, entry)
-                going_on = bool(delete_slice(connection, schema.layer_chunk, *where, rows=_SLICE_ROWS))
+        while self._delete_slice(schema.layer_chunk, *_rows_of(schema.layer_chunk, run_id, entry)):
+            pass
         with self._database.freeing() as connection:
             connection.execute(delete(schema.model_chunk).where(*_rows_of(schema.model_chunk, run_id, entry)))
         return True
