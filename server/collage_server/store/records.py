@@ -337,7 +337,8 @@ class IncidentQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class SealLimits:
-    """When the journal becomes chunks of `points` measured points: by `part_points`, or earlier by bytes or rows.
+    """When the journal becomes chunks of `points` measured points: by `part_points` of at least `part_bytes`, or
+    earlier by bytes or rows. What is small, as of a run without layers, waits for the whole chunk: each part has its price.
     The journal's bound for a run must be larger than `bytes`.
 
     `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
@@ -347,12 +348,13 @@ class SealLimits:
 
     points: int = 256
     part_points: int = 64
+    part_bytes: int = 2**18
     bytes: int = 32 * 2**20
     rows: int = 8192
     late_rows: int = 64
     slice_rows: int = 6
     slice_bytes: int = 2**19
-    delete_rows: int = 64
+    delete_rows: int = 256
     delete_bytes: int = 2**22
     coarse_bytes: int = 2**25
 

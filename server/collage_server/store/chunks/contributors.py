@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Row, select
 
 from collage_server.store import schema
+from collage_server.store.chunks.blobs import unpack_points
 from collage_server.store.records import IntArray
 from collage_server.store.rows import int_array, int_bytes
 
@@ -95,7 +96,7 @@ def read_contributors(
         numbers = int_array(row.contributor_streams)
         missing = int_array(row.unfinished or b"").reshape(-1, 4).tolist()
         partial = {(step, number): StepReports(received, expected) for step, number, received, expected in missing}
-        steps = int_array(row.points).reshape(5, row.point_count)[1]
+        steps = unpack_points(row.points, row.point_count)[1]
         chosen = np.flatnonzero((ranks == rank) | (rank is None))
         for step, present in zip(steps.tolist(), table[:, chosen], strict=True):
             for number in numbers[chosen[present]].tolist():

@@ -1,8 +1,9 @@
 """Sealing: journal rows become chunks, in transactions so short that the writer hardly waits.
 
-A read transaction builds the part; several short write transactions store its blobs; one publishes blobs and
-sealed ranges; short ones delete the journal rows. If sealing is interrupted, either unpublished blobs are left,
-which the next sealing overwrites, or sealed journal rows, which readers skip and the next sealing deletes.
+A read transaction builds the part; short write transactions store its blobs; the last one publishes blobs and
+sealed ranges, a small part's only one does both; short ones delete the journal rows. If sealing is interrupted,
+either unpublished blobs are left, which the next sealing overwrites, or sealed journal rows, which readers skip and
+the next sealing deletes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from collage_server.errors import Gone
 from collage_server.store import schema
-from collage_server.store.chunks.blobs import ALL_RANKS, pack_points
+from collage_server.store.chunks.blobs import ALL_RANKS, pack_points, pack_totals
 from collage_server.store.chunks.contributors import pack_contributors, read_contributors
 from collage_server.store.chunks.index import LEVELS
 from collage_server.store.chunks.join import (
@@ -219,11 +220,12 @@ def _aligned(table: AttemptPoints, steps: IntArray) -> dict[str, FloatArray]:
 
 def _stored(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     """Without totals that can be computed from a single step's others, and those that nobody reported."""
-    return {
-        key: values
-        for key, values in totals.items()
-        if not key.startswith("variance_product_root/") and not np.isnan(values).all()
-    }
+    return _reported({key: v for key, v in totals.items() if not key.startswith("variance_product_root/")})
+
+
+def _reported(totals: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Those that are known anywhere: of a run that measures no layers, none by layer."""
+    return {key: values for key, values in totals.items() if not np.isnan(values).all()}
 
 
 def _join_part(
@@ -256,7 +258,7 @@ def _coarse(
     layers = _coarse_layers(view, plan, part, limits)
     for level in LEVELS[1:]:
         points, stored = coarsen(model, level, limits.points, model_extremes(list(model.totals)))
-        levels[level] = _ChunkLevel(points, stored, {}, layers[level], _NOBODY)
+        levels[level] = _ChunkLevel(points, _reported(stored), {}, layers[level], _NOBODY)
     return levels
 
 
@@ -281,7 +283,7 @@ def _coarse_layers(
             for key, values in more.items():
                 stored[key].append(values)
     return {
-        level: {key: np.concatenate(parts, axis=1) for key, parts in stored.items()}
+        level: _reported({key: np.concatenate(parts, axis=1) for key, parts in stored.items()})
         for level, stored in found.items()
     }
 
@@ -302,7 +304,7 @@ def _scalars(rows: Sequence[Row[Any]]) -> dict[tuple[str, str], tuple[int, bytes
 
 
 def _write(run_id: str, writing: Transaction, built: _PartContents, limits: SealLimits) -> None:
-    """Blobs in slices, then everything visible at once."""
+    """Blobs in slices, then everything visible at once; in one transaction where one slice holds them all."""
     plan = built.plan
     with writing() as connection:
         _require(connection, run_id)
@@ -310,15 +312,25 @@ def _write(run_id: str, writing: Transaction, built: _PartContents, limits: Seal
         for table in (schema.model_chunk, schema.layer_chunk):
             if built.levels:
                 connection.execute(delete(table).where(*_chunk_of(table, run_id, plan), table.c.part == plan.part))
-    every = [_blob_rows(run_id, plan, level, held, entries) for level, held in built.levels.items()]
-    for blob_rows in _slices(chain.from_iterable(every), limits):
+        every = [_blob_rows(run_id, plan, level, held, entries) for level, held in built.levels.items()]
+        slices = _slices(chain.from_iterable(every), limits)
+        _insert(connection, next(slices, []))
+        following = next(slices, None)
+        if following is None:
+            _publish(connection, run_id, built, entries)
+            return
+    for blob_rows in chain([following], slices):
         with writing() as connection:
             _require(connection, run_id)
-            for table, values in blob_rows:
-                connection.execute(insert(table).values(**values))
+            _insert(connection, blob_rows)
     with writing() as connection:
         _require(connection, run_id)
         _publish(connection, run_id, built, entries)
+
+
+def _insert(connection: Connection, blob_rows: Iterable[_BlobRow]) -> None:
+    for table, values in blob_rows:
+        connection.execute(insert(table), values)
 
 
 def _slices(blob_rows: Iterable[_BlobRow], limits: SealLimits) -> Iterator[list[_BlobRow]]:
@@ -372,7 +384,8 @@ def _blob_rows(
     for rank, totals in ((ALL_RANKS, held.model), *held.ranks.items()):
         numbers = np.array([entries[key] for key in totals], dtype=np.int64)
         array = np.stack(list(totals.values())) if totals else np.zeros((0, count))
-        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": _float_bytes(array)}
+        data = pack_totals(array) if level == LEVELS[0] else _float_bytes(array)
+        values = {"rank": rank, "point_count": count, "entries": int_bytes(numbers), "data": data}
         yield schema.model_chunk, {**place, **values}
     for key, table in held.layers.items():
         values = {
