@@ -41,6 +41,7 @@ from collage_server.web.middleware import AccessControl, ReadOnlyGate, RequestId
 __all__ = ["create_app", "make_store"]
 
 _BALLAST_BYTES: Final = 32 * 2**20
+_ANSWER_CACHE_BYTES: Final = 64 * 2**20
 """Held inside the reserve: a checkpoint of SQLite's 16 MiB log needs as much space again."""
 
 
@@ -122,7 +123,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         settings=settings,
         store=store,
         bounds=bounds,
-        writer=Writer(store.journal, counters, clock=clock, commit_bytes=settings.commit_bytes, admit=guard.admit),
+        writer=Writer(store.journal, counters, clock=clock, admit=guard.admit),
         sealer=Sealer(
             lambda: store.journal.runs() if guard.may_seal else [],
             store.sealing.seal,
@@ -147,7 +148,7 @@ def _components(settings: Settings, store: Store, clock: Callable[[], float]) ->
         decoding=asyncio.Semaphore(),
         directory=TokenDirectory(store.access, settings.token, clock=clock),
         quotas=Quotas(settings, store.access),
-        answers=AnswerCache(settings.answer_cache_bytes),
+        answers=AnswerCache(_ANSWER_CACHE_BYTES),
         clock=clock,
     )
 
@@ -183,7 +184,6 @@ def make_store(settings: Settings) -> Store:
     return SqliteStore(
         settings.folder / "collage.sqlite",
         stale_after_seconds=settings.stale_after_seconds,
-        busy_timeout_seconds=settings.busy_timeout_seconds,
         unsafe=settings.unsafe_database,
         ballast_bytes=min(_BALLAST_BYTES, settings.disk_reserve_bytes // 4),
     )

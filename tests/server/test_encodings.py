@@ -7,6 +7,7 @@ import tracemalloc
 import zlib
 
 import pytest
+from collage_server.api import bodies
 from collage_server.api.bodies import decompress
 from collage_server.app import create_app
 from collage_server.errors import TooLarge
@@ -74,8 +75,10 @@ def test_a_gigabyte_behind_a_small_body_is_413_and_costs_little_memory():
     assert caught.value.limit == 64 * MIB
 
 
-def test_the_limit_is_that_of_the_settings_and_json_has_the_plain_one(tmp_path):
-    app = create_app(Settings(folder=tmp_path, no_auth=True, decompressed_bytes=3000, body_bytes=1000))
+def test_json_may_not_grow_beyond_what_it_may_be_as_it_is_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr(bodies, "_DECOMPRESSED_BYTES", 3000)
+    monkeypatch.setattr(bodies, "_JSON_BYTES", 1000)
+    app = create_app(Settings(folder=tmp_path, no_auth=True))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         for content_type, size, limit in ((wire.MSGPACK, 3001, 3000), (wire.JSON, 1001, 1000)):
             headers = {"Content-Type": content_type, **GZIP}

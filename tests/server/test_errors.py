@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from collage_server.api import bodies
 from collage_server.app import create_app
 from collage_server.settings import Settings
 from fastapi.routing import APIRoute
@@ -201,8 +202,9 @@ def test_other_content_types_and_encodings_are_415(server):
         assert server.post("/projects/p/runs", b"{}", status=415, headers=headers).code == "unsupported_media_type"
 
 
-def test_a_body_beyond_its_limit_is_413_whether_or_not_it_says_so(tmp_path):
-    app = create_app(Settings(folder=tmp_path, no_auth=True, body_bytes=1000))
+def test_a_body_beyond_its_limit_is_413_whether_or_not_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(bodies, "_JSON_BYTES", 1000)
+    app = create_app(Settings(folder=tmp_path, no_auth=True))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         for content in (b"x" * 1001, iter([b"x" * 600, b"x" * 600])):
             response = client.post("/api/v1/streams/s0/reports", content=content, headers=JSON)

@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 _Message = TypeVar("_Message")
+_BODY_BYTES: Final = wire.LIMITS["body_bytes"]
+_DECOMPRESSED_BYTES: Final = 64 * 2**20
 _JSON_BYTES: Final = 2**20
 """A decoder of JSON holds the interpreter until it is done: tens of milliseconds for so much."""
 _JSON_GROWTH: Final = 16
@@ -87,7 +89,7 @@ def body_lease(request: Request, components: Components, content_type: str) -> B
         TooLarge: the body says that it is larger than its limit.
         Busy: whole bodies that wait leave no room for it.
     """
-    limit = _limit(components.settings.body_bytes, content_type)
+    limit = _limit(content_type)
     declared = declared_size(request, limit)
     components.in_flight.admit(0 if _header(request, b"content-length", "") == "" else declared)
     state = request.scope["state"]
@@ -97,26 +99,23 @@ def body_lease(request: Request, components: Components, content_type: str) -> B
     return components.in_flight.receive(holders)
 
 
-async def read_body(
-    request: Request, components: Components, held: BudgetLease, content_type: str
-) -> bytes | bytearray:
+async def read_body(request: Request, held: BudgetLease, content_type: str) -> bytes | bytearray:
     """The whole body, decompressed, refused as soon as it grows beyond its limit.
 
     `held` grows to what decoding may take: of JSON, a number of two characters becomes an object of 32 bytes.
 
     Raises:
-        TooLarge: more bytes than `body_bytes`, or `decompressed_bytes` behind an encoding; of JSON, than 1 MiB.
+        TooLarge: more than 16 MiB, or 64 MiB once decompressed; of JSON, than 1 MiB.
         BadRequest: not what its Content-Encoding says.
         UnsupportedMediaType: an encoding that is not spoken here.
         Busy: the body stopped arriving; decompressed it does not fit beside what is in flight.
     """
-    settings = components.settings
     is_json = content_type == wire.JSON
     packed = _is_packed(_header(request, b"content-encoding", _IDENTITY))
-    limit = _limit(settings.body_bytes, content_type)
+    limit = _limit(content_type)
     body: bytes | bytearray = await _read_sent(request, held, limit)
     if packed:
-        limit = limit if is_json else settings.decompressed_bytes
+        limit = limit if is_json else _DECOMPRESSED_BYTES
         held.resize(len(body) + limit)
         body = await run_in_threadpool(decompress, body, limit)
     held.resize(len(body) * (_JSON_GROWTH if is_json else 1))
@@ -149,9 +148,9 @@ async def _read_sent(request: Request, held: BudgetLease, limit: int) -> bytearr
     return body
 
 
-def _limit(body_bytes: int, content_type: str) -> int:
+def _limit(content_type: str) -> int:
     """The most bytes of a body of this type."""
-    return min(body_bytes, _JSON_BYTES) if content_type == wire.JSON else body_bytes
+    return _JSON_BYTES if content_type == wire.JSON else _BODY_BYTES
 
 
 def _too_large(limit: int, after: str = "") -> TooLarge:
@@ -173,7 +172,7 @@ async def message(request: Request, kind: type[_Message]) -> _Message:
     components, content_type = components_of(request), content_type_of(request)
     limit = wire.LIMITS["config_bytes"]
     with body_lease(request, components, content_type) as held:
-        data = await read_body(request, components, held, content_type)
+        data = await read_body(request, held, content_type)
         if kind is wire.RunCreate:
             # Its config may hold what msgpack cannot, and is small.
             if len(data) > limit:

@@ -338,8 +338,8 @@ class IncidentQuery:
 @dataclass(frozen=True, kw_only=True)
 class SealLimits:
     """When the journal becomes chunks of `points` measured points: by `part_points` of at least `part_bytes`, or
-    earlier by bytes or rows. What is small, as of a run without layers, waits for the whole chunk: each part has its price.
-    The journal's bound for a run must be larger than `bytes`.
+    earlier by bytes or rows. What is small, as of a run without layers, waits for the whole chunk: each part has a
+    price. The journal's bound for a run must be larger than `bytes`.
 
     `slice_rows` and `slice_bytes` bound what one write transaction holds, `delete_rows` and `delete_bytes` what one
     removes from the journal, so that acknowledgements do not wait; `coarse_bytes` what is read at once of a whole

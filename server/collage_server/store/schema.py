@@ -244,8 +244,8 @@ point_chunk: Final = Table(
 )
 """The points of a chunk, one part each time some were sealed; a part without a row here does not exist yet.
 
-`points` packs [5][point_count] of eight bytes each: first steps, steps, times, ranks, measured points merged. What is
-longer than 8 KiB is compressed.
+`points` packs [5][point_count] of eight bytes each: first steps, steps, times, ranks, measured points merged.
+What is longer than 8 KiB is compressed.
 `contributors` packs bits [point_count][contributor_streams]; empty: every stream contributed to every point.
 `contributor_ranks` are the ranks of these streams.
 `unfinished` packs rows of four int64: step, stream, and how many of how many parts of the step have come.

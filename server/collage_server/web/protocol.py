@@ -32,11 +32,11 @@ _READER_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """`head_bytes` of request line and headers, `idle_seconds` for a whole head, `connections` open at a time."""
+    """`idle_seconds` for a whole head, `connections` open at a time, `head_bytes` of request line and headers."""
 
-    head_bytes: int
     idle_seconds: float
     connections: int
+    head_bytes: int = 64 * 2**10
 
 
 class BoundedProtocol(HttpToolsProtocol):
