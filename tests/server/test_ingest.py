@@ -55,7 +55,7 @@ def group(*reports, size=10):
 
 async def with_writer(store, body, **more):
     counters = IngestCounters()
-    writer = Writer(store, counters, clock=lambda: 0.0, commit_bytes=1000, **more)
+    writer = Writer(store, counters, clock=lambda: 0.0, **more)
     writer.start(asyncio.get_running_loop())
     try:
         return await body(writer), counters
@@ -86,7 +86,8 @@ def test_what_arrives_during_a_commit_becomes_the_next_one():
     assert counted(counters, "commit_seconds_count") == 2
 
 
-def test_a_commit_has_a_largest_size():
+def test_a_commit_has_a_largest_size(monkeypatch):
+    monkeypatch.setattr("collage_server.ingest.writer.COMMIT_BYTES", 1000)
     store = GatedStore()
 
     async def body(writer):

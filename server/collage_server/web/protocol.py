@@ -38,9 +38,9 @@ _READER_SECONDS: Final = 60.0
 class ConnectionLimits:
     """`head_bytes` of request line, headers and trailers, `idle_seconds` for a head, `connections` at a time."""
 
-    head_bytes: int
     idle_seconds: float
     connections: int
+    head_bytes: int = 64 * 2**10
 
 
 class BoundedProtocol(HttpToolsProtocol):

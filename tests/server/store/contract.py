@@ -21,7 +21,7 @@ from tests.server.reads import latest_point, layer_points, model_points, scalar_
 from tests.server.samples import LAYERS, STATISTICS, block, layer, report, stream_create, watch
 
 NOW = 1_700_000_000.0
-LIMITS = SealLimits(points=32, part_points=32, late_rows=4, slice_rows=3, delete_rows=5)
+LIMITS = SealLimits(points=32, part_points=32, part_bytes=1, late_rows=4, slice_rows=3, delete_rows=5)
 """Small, so that few reports make chunks."""
 ALL = Selection()
 

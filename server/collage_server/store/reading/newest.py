@@ -18,7 +18,7 @@ import numpy as np
 from sqlalchemy import Connection, func, select, tuple_
 
 from collage_server.store import schema
-from collage_server.store.chunks.blobs import ALL_RANKS, select_rows
+from collage_server.store.chunks.blobs import ALL_RANKS, select_rows, unpack_totals
 from collage_server.store.chunks.contributors import streams_of_last_point
 from collage_server.store.chunks.index import LEVELS
 from collage_server.store.reading.assemble import RowsByStep, merge_rows
@@ -282,7 +282,8 @@ def _sealed_model(
         connection, "model_chunk", _LEVEL, chunks, columns, condition, {"rank": ALL_RANKS}, ("part",), spans
     ):
         for run_id, _, _, _, count, held, data in rows:
-            pairs = zip(int_array(held).tolist(), _last_point(data, count).tolist(), strict=True)
+            numbers = int_array(held).tolist()
+            pairs = zip(numbers, unpack_totals(data, len(numbers), count)[:, -1].tolist(), strict=True)
             yield run_id, {names[run_id][number]: value for number, value in pairs if number in names[run_id]}
 
 

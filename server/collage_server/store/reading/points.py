@@ -276,7 +276,7 @@ def _model_of_rank(
     there = np.zeros(len(points.steps), dtype=bool)
     numbers = chunks[view.run_id, attempt]
     contributed = rank_contributed(connection, view.run_id, attempt, numbers, rank)
-    unfinished = unfinished_steps(connection, view.run_id, attempt, numbers, view.streams_of(attempt), rank)
+    unfinished = unfinished_steps(connection, view.run_id, attempt, numbers, rank)
     for (chunk, part), (present, only_one) in contributed.items():
         start = points.where[view.run_id, attempt, chunk, part]
         place = slice(start, start + len(present))

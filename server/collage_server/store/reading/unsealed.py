@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Row
 
 from collage_monitor.statistics import Totals, reduce_shards
 from collage_monitor.statistics.merge import with_variance_product_roots
-from collage_server.store.chunks.contributors import Contributors, StepReports, stand_in_stream
+from collage_server.store.chunks.contributors import Contributors, StepReports
 from collage_server.store.chunks.join import AttemptPoints, merged_to_one
 from collage_server.store.journal.decode import decode_layers, decode_model, layer_replicas, model_replica
 from collage_server.store.journal.reports import read_reports
@@ -260,9 +260,7 @@ def _another_is_sealed(view: RunView, row: Row[Any], contributors: Contributors)
         return False
     own = view.streams[row.stream_id]
     others = (number for number in contributors.get(row.step, ()) if number != own.number)
-    return any(
-        number == stand_in_stream(own.rank) or view.ranks_by_stream.get(number) == own.rank for number in others
-    )
+    return any(view.ranks_by_stream.get(number) == own.rank for number in others)
 
 
 def _origins(view: RunView, rows: Sequence[Row[Any]]) -> RowOrigins:
@@ -290,7 +288,7 @@ def _table(
     replicas = None
     if view.replicated and rows:
         replicas = np.stack([replicas_of(row.stream_id) for row in rows])
-        _exclude_replicas(view, attempt, rows, totals, contributors, replicas, replicas_of)
+        _exclude_replicas(view, rows, totals, contributors, replicas, replicas_of)
     return AttemptPoints(
         attempt=attempt,
         first_steps=grouped.steps,
@@ -319,7 +317,6 @@ def _uncounted_ranks(
 
 def _exclude_replicas(
     view: RunView,
-    attempt: int,
     rows: Sequence[Row[Any]],
     totals: Totals,
     contributors: Contributors,
@@ -328,7 +325,6 @@ def _exclude_replicas(
 ) -> None:
     """Set to NaN, in late rows, what another replica has already contributed to a sealed part."""
     names = {stream.number: stream.stream_id for stream in view.streams.values()}
-    names |= {stand_in_stream(s.rank): s.stream_id for s in view.streams.values() if s.attempt == attempt}
     for index, row in enumerate(rows):
         sealed = [names[number] for number in contributors.get(row.step, ())]
         if not sealed:

@@ -41,10 +41,8 @@ QuotaCheck = Callable[[str, QuotaName, int], None]
 
 _RUN: Final = schema.run
 _AS_STORED: Final = [column.name for column in _RUN.c if column.name not in {"config", "updated_at"}]
-_CHANGED_AT: Final = schema.run_change.c.changed_at
 _OWNED: Final = (
     schema.entry,
-    schema.run_change,
     schema.run_latest,
     schema.run_overview,
     schema.event,
@@ -102,7 +100,7 @@ class RunStore:
         with self._database.reading() as connection:
             ids = list(dict.fromkeys(run_ids))
             latest = schema.run_latest
-            runs = {row.run_id: row for row in connection.execute(_runs().where(_RUN.c.run_id.in_(ids)))}
+            runs = {row.run_id: row for row in connection.execute(select(_RUN).where(_RUN.c.run_id.in_(ids)))}
             reports = func.sum(latest.c.reports).label("reports")
             newest = func.max(latest.c.last_report_at).label("last_report_at")
             more = (func.count().label("streams"), func.max(latest.c.frozen_step).label("frozen_step"))
@@ -271,14 +269,12 @@ def update_run(connection: Connection, run_id: str, change: wire.RunUpdate, now:
 
 def note_change(connection: Connection, run_id: str, now: float) -> None:
     """Give the run another revision, where nothing else of it tells the change. The caller has locked the run."""
-    changes = schema.run_change
-    connection.execute(delete(changes).where(changes.c.run_id == run_id))
-    connection.execute(insert(changes).values(run_id=run_id, changed_at=now))
+    connection.execute(update(_RUN).where(_RUN.c.run_id == run_id).values(changed_at=now))
 
 
 def read_run(connection: Connection, run_id: str) -> RunRecord:
     """One run with its tags, attempts, watch and newest numbers."""
-    row = connection.execute(_runs().where(_RUN.c.run_id == run_id)).first()
+    row = connection.execute(select(_RUN).where(_RUN.c.run_id == run_id)).first()
     if row is None:
         raise missing_run(connection, run_id)
     return _records(connection, [row])[0]
@@ -286,7 +282,7 @@ def read_run(connection: Connection, run_id: str) -> RunRecord:
 
 def read_page(connection: Connection, query: RunQuery, now: float, stale_after_seconds: float) -> RunPageRecord:
     """A page of runs, newest first."""
-    statement = _runs().where(*_filters(query, now - stale_after_seconds))
+    statement = select(_RUN).where(*_filters(query, now - stale_after_seconds))
     statement = statement.order_by(_RUN.c.created_at.desc(), _RUN.c.run_id.desc()).limit(query.limit + 1)
     if query.cursor is not None:
         statement = _after(statement, query.cursor)
@@ -310,13 +306,7 @@ def read_records(
 
 @cache
 def _runs_by_id() -> Select[Any]:
-    return _runs().where(among(_RUN.c.run_id))
-
-
-def _runs() -> Select[Any]:
-    """The rows of runs, with `changed_at`."""
-    changes = schema.run_change
-    return select(_RUN, _CHANGED_AT).outerjoin(changes, changes.c.run_id == _RUN.c.run_id)
+    return select(_RUN).where(among(_RUN.c.run_id))
 
 
 def matching(query: RunFilter) -> list[ColumnElement[bool]]:
@@ -439,7 +429,6 @@ def _record(
         tags=[entry.tag for entry in tags],
         config=from_json(row.config),
         updated_at=max(row.updated_at, last_report_at or 0.0),
-        changed_at=row.changed_at,
         first_step=min((entry.first_step for entry in reported), default=None),
         last_step=_last_step(attempts, reported, scalars),
         last_attempt=newest or None,
