@@ -21,7 +21,7 @@ from collage_server.store.journal.horizon import frozen_step
 from collage_server.store.ranges import count_numbers, ranges_from_json
 from collage_server.store.records import IntArray, StreamRecord
 from collage_server.store.rows import from_json, int_array, int_bytes, require_run, to_json
-from collage_server.store.runs.events import add_events, attempt_event, correct_event, rank_twice
+from collage_server.store.runs.events import add_events, attempt_event, conversion_event, correct_event, rank_twice
 
 __all__ = ["StreamStore", "read_layers", "read_stream_records", "read_streams", "stream_record"]
 
@@ -117,6 +117,8 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
         _extend(connection, known, run_id, attempt, create, positions)
     else:
         _insert_stream(connection, run_id, attempt, create, positions, now)
+    if create.watch is not None and create.watch.conversion is not None:
+        add_events(connection, run_id, [conversion_event(attempt, create.watch.conversion)], now)
 
 
 def _check_names(create: wire.StreamCreate) -> None:
