@@ -207,8 +207,7 @@ class Watch:
         """The first optimizer is about to take its first step: tell so, and return the steps taken before."""
         taken = 0
         try:
-            if any(hooks.stepping.state for hooks in self._hooks):
-                self._governor.measure_next_step()
+            self._governor.measure_next_step()
             first = self.options.first_step
             known = self._steps_taken() if first is None else first - 1
             taken = known or 0

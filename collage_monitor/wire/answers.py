@@ -274,6 +274,7 @@ class Health(Struct, kw_only=True, frozen=True):
 
 EventKind = Literal[
     "attempt",
+    "conversion",
     "rank_twice",
     "gap",
     "reports_dropped",
@@ -292,7 +293,8 @@ AlertText = Annotated[str, Meta(max_length=4096)]
 class Event(Struct, kw_only=True, frozen=True):
     """Something that happened to a run. `event` counts from 1 within the run, in the order of the server's clock.
 
-    `attempt`: the job was launched. `rank_twice`: a second process reported for a rank of the same launch; only
+    `attempt`: the job was launched. `conversion`: weights without residuals were given some, which began empty.
+    `rank_twice`: a second process reported for a rank of the same launch; only
     the first is shown. `gap`: reports were dropped for good. `reports_dropped`, `skipped_steps`: a rank's count
     reached 1, 2, 4, 8 … `replica_mismatch`: ranks that should hold the same weights do not. `unknown_statistics`:
     the server lacks statistics that a stream declares, and drops their totals. `retention`: fine

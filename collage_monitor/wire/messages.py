@@ -138,12 +138,26 @@ class Fingerprint(Struct, kw_only=True, frozen=True):
     unexplained: Text | None = None
 
 
+class Conversion(Struct, kw_only=True, frozen=True):
+    """Weights were converted after `step`, from a strategy without residuals to one that begins them at 0."""
+
+    source: Name
+    target: Name
+    step: Index
+
+    def __str__(self) -> str:
+        return (
+            f"weights were converted from {self.source} to {self.target} after step {self.step:,}, where their "
+            "residuals began empty"
+        )
+
+
 class WatchInfo(Struct, kw_only=True, frozen=True):
     """What the agent watches, and how: shown with the run, not needed to read its numbers.
 
     `intent` says where u comes from: "shadow" (fp64 shadow step on samples), "rule" (the optimizer's update rule,
     ours or a library's, in fp64), "whole-tensor" (whole tensors in fp64, in rotation), or "before-after" (no u:
-    only what changed is known); `intent_reason` says why.
+    only what changed is known); `intent_reason` says why. `conversion` is the last one of the weights.
     """
 
     optimizer: Name
@@ -159,6 +173,7 @@ class WatchInfo(Struct, kw_only=True, frozen=True):
     agent_version: Annotated[str, Meta(max_length=64)] = ""
     host: Annotated[str, Meta(max_length=255)] = ""
     fingerprint: Fingerprint | None = None
+    conversion: Conversion | None = None
 
 
 class StreamCreate(Struct, kw_only=True, frozen=True):

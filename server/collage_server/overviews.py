@@ -35,6 +35,7 @@ _OF_LAYERS: Final = (
     "edq_ratio",
     "lost_update_ratio",
     "update_error_ratio",
+    "residual_dropped_ratio",
 )
 _LOSSES: Final = ("loss", "validation_loss")
 

@@ -82,6 +82,10 @@ def fingerprint(**more):
     return watched(fingerprint=wire.Fingerprint(**{"states": {}, "implementation": "foreach", **more}))
 
 
+def converted(*, after):
+    return watched(conversion=wire.Conversion(source="plain", target="light", step=after))
+
+
 def tokens(before, after):
     """Spans of 200 steps with so many tokens a step."""
     spans = [
@@ -171,6 +175,11 @@ CASES = {
     ("CollageResidualsOff", 1): (
         evidence({"external_writes": 0.0}, {"external_writes": 3.0}),
         evidence({"external_writes": 3.0}, {"external_writes": 3.0}),
+        evidence(),
+    ),
+    ("CollageResidualsOff", 2): (
+        evidence(run=converted(after=500)),
+        evidence({"residual_zero_ratio": 0.0}, {"residual_zero_ratio": 1.0}),
         evidence(),
     ),
     ("CollageDecayLost", 0): (

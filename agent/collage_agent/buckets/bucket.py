@@ -22,6 +22,7 @@ from collage_agent.buckets.totals import BlockTotals
 from collage_agent.intent.choose import Intent
 from collage_agent.intent.clone import clone_value
 from collage_agent.numerics.formats import CAST_FORMATS
+from collage_agent.optim import RESIDUALS_FROM
 from collage_agent.optim.stepping import local_part
 from collage_agent.sample import stored
 from collage_agent.sample.gather import BlockLayout, Staging
@@ -32,6 +33,7 @@ from collage_agent.stats.blocks import on_host
 from collage_agent.stats.casts import is_wider, largest_magnitude
 from collage_agent.stats.counterfactuals import fp8_scales
 from collage_agent.stats.edq import squared_block_sums
+from collage_agent.stats.optimizer_state import residuals_left
 from collage_agent.stats.view import Copies, StoredWeights, table_of
 from collage_monitor.definitions import Need
 from collage_monitor.table import Table
@@ -80,6 +82,9 @@ class Bucket:
         }
         self._of_tensor = [known for key, known in (copies or {}).items() if CAST_FORMATS[key].of_tensor]
         self.largest_before: Tensor | None = None
+        self.first_of_launch = False
+        self._held: Tensor | None = None
+        self._launch: bool | Tensor | None = None
         self._padding, self._block_elements = [], []
         for slots in self._tiles():
             padding = [slot - slots.start for slot in self.layout.padding if slots.start <= slot < slots.stop]
@@ -116,6 +121,7 @@ class Bucket:
         self._group = {key: clone_value(value) for key, value in group.items() if key != "params"}
         first = states[0] if states else {}
         self._scalars = clone_value(stored.scalar_state(self.parameters[0], first))
+        self._launch = _stepped_since_kept(group, first) if self.first_of_launch else None
         keys = tuple(stored.elementwise_state(self.parameters[0], first))
         known = self._weights(keys) if weights_gathered else ()
         if not known:
@@ -152,6 +158,7 @@ class Bucket:
         for tile, slots in enumerate(self._tiles()):
             view = view_of(self._observed_step(tile, slots, keys_after, scale, largest))
             found.append(_measure_tile(view))
+            self._remember(view, slots)
             for oracle in oracles:
                 oracle.copy_tile(tile, view)
             del view  # Its memory, still in the cache, is that of the next one.
@@ -328,7 +335,29 @@ class Bucket:
                 largest,
                 slots,
             ),
+            held=None if self._held is None else self._held[slots],
+            launch=self._launch,
         )
+
+    def _remember(self, view: StepView, slots: slice) -> None:
+        """Keep in which slots the step left a residual: the next measured step should find one there."""
+        left = residuals_left(view)
+        if left is not None:
+            if self._held is None:
+                self._held = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
+            self._held[slots] = left
+
+    def take_over(self, other: Bucket) -> None:
+        """Go on with what another bucket knew of the residuals of the same blocks."""
+        if other._held is None:
+            return
+        here, there = self.layout.same_blocks(self.members, other.layout, other.members)
+        if len(here):
+            if self._held is None:
+                self._held = torch.zeros(self.layout.slots, dtype=torch.uint8, device=self.layout.device)
+            places = torch.from_numpy(here).to(self.layout.device), torch.from_numpy(there).to(self.layout.device)
+            block = self.layout.block
+            self._held.view(-1, block)[places[0]] = other._held.view(-1, block)[places[1]]
 
     def _fp8_scales(self) -> Tensor:
         weights = stored.stored_parameter(self._keys_before, self.intent.composition)
@@ -369,6 +398,17 @@ class Bucket:
             staging = into[key] = Staging(self.layout, dtype, shared)
         self.layout.gather(tensors, staging, lasting=lasting)
         return staging
+
+
+def _stepped_since_kept(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool | Tensor:
+    """Whether a tensor took a step that could leave a residual: a bool, or bool [()] on the counter's device.
+
+    Ours say since when; of others the first step may have had a rate of 0, as warm-ups do.
+    """
+    count, since = state.get("step", group.get("step")), group.get(RESIDUALS_FROM, 1)
+    if isinstance(count, Tensor) and not count.is_cpu:
+        return count.reshape(-1)[0].gt(since)
+    return count is None or bool(count > since)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -101,7 +101,9 @@ class ObservedStep(StepInputs):
 
     `tensor_of_block` [blocks] int64: its place in `tensors`. `block_elements` fp64 [blocks] counts a block's slots
     that hold an element, `padding` lists the others. `scales` fp64 [blocks]: of fp8, where counterfactuals are
-    asked for; `copies` in the formats that are asked for.
+    asked for; `copies` in the formats that are asked for. `held` uint8 [slots]: 1 where the last measured step left
+    a residual, None: not known. `launch`, in the first step of a launch: whether the states were stepped since
+    residuals could be kept; None in others.
     """
 
     after: Values
@@ -112,6 +114,8 @@ class ObservedStep(StepInputs):
     padding: Tensor
     scales: Tensor | None
     copies: Copies | None
+    held: Tensor | None = None
+    launch: bool | Tensor | None = None
 
 
 def view_of(step: ObservedStep) -> StepView:
@@ -152,6 +156,8 @@ def view_of(step: ObservedStep) -> StepView:
         averages=_averages_of(step, update),
         visible_parameter=visible_parameter,
         residual=_residual_of(step, stored_after),
+        residual_after=step.after[stored_after[-1]] if _is_sum(stored_after) else None,
+        held=_held_by(step, update, row["intended"]) if _is_sum(stored_after) else None,
         decay=step.decay,
         scales=step.scales,
         copies=step.copies,
@@ -213,9 +219,31 @@ def _averages_of(step: ObservedStep, update: IntendedUpdate) -> MovingAverages:
     return MovingAverages(tuple(update.averages), update.states, decaying, present)
 
 
+def _is_sum(keys: list[str]) -> bool:
+    return keys[0] == stored.PARAMETER and len(keys) > 1
+
+
+def _held_by(step: ObservedStep, update: IntendedUpdate, intended: Tensor) -> Tensor | None:
+    """uint8 [slots], 1 where the residual should not be 0 before the step; None: not known.
+
+    In the first step of a launch the optimizer's averages are the witnesses: an element that was stepped and moves
+    now has had a residual, unless none could be kept before.
+    """
+    if step.launch is False or step.intent.composition.residual not in step.before:
+        return torch.zeros_like(step.before[stored.PARAMETER], dtype=torch.uint8)
+    if step.launch is None:
+        return step.held
+    witnessed = update.states[0].ne(0).any(0)
+    if update.known:
+        witnessed.logical_and_(intended)
+    if isinstance(step.launch, Tensor):
+        witnessed.logical_and_(step.launch)
+    return witnessed.view(torch.uint8)
+
+
 def _residual_of(step: ObservedStep, stored_after: list[str]) -> Tensor | None:
     """r before the step, fp64 [slots], 0 where it did not exist yet; None: the weight is not kept as a sum."""
-    if stored_after[0] != stored.PARAMETER or len(stored_after) == 1:
+    if not _is_sum(stored_after):
         return None
     residual = torch.zeros_like(step.before[stored.PARAMETER], dtype=torch.float64)
     for key in stored_after[1:]:

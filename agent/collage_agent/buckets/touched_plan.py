@@ -19,6 +19,7 @@ from collage_agent.sample.gather import BlockLayout, Staging
 from collage_agent.sample.sampling import TensorSample, block_elements
 from collage_agent.sample.touched import TouchedRows, blocks_within
 from collage_agent.stats.intervals import population_factor
+from collage_agent.stats.view import StepView
 from collage_monitor.table import Axis, Table
 
 __all__ = ["TouchedPlan"]
@@ -49,6 +50,9 @@ class _TouchedBucket(Bucket):
         assert gradient is not None
         self.rows = TouchedRows(gradient, self._count, self.layout.block, self._seed)
         super().gather_before(group, states, decay)
+
+    def _remember(self, view: StepView, slots: slice) -> None:
+        """Nothing: the next step looks at other elements."""
 
     def _gather(
         self, into: dict[str, Staging], key: str, tensors: Sequence[Any], *, lasting: bool = True

@@ -46,7 +46,11 @@ class Rotation:
         self._held: dict[int, Table[Tensor]] = {}
         self._waiting: set[int] = set()
 
-    def before(self, optimizer: Optimizer, planner: Planner) -> None:
+    def forget(self) -> None:
+        """The live weights and states were replaced: what was kept of them is void."""
+        self.kept = ()
+
+    def before(self, optimizer: Optimizer, planner: Planner, *, first_of_launch: bool = False) -> None:
         """Copy the tensors whose turn it is, before the live step. Runs inside `isolated`; synchronises nothing."""
         eligible = {
             index: intent
@@ -67,6 +71,7 @@ class Rotation:
         else:
             self._turn = self.kept
         for planned in self._turn:
+            planned.bucket.first_of_launch = first_of_launch
             planned.gather_before(optimizer)
             planned.look_at_whole(optimizer)
 

@@ -23,6 +23,7 @@ __all__ = [
     "measure_residuals",
     "measure_states",
     "residual_block_sums",
+    "residuals_left",
     "state_decrement_block_sums",
     "zero_block_counts",
 ]
@@ -38,6 +39,7 @@ RESIDUAL_SUMS = ("residual_elements", "residual_zero", "residual_fill_sum")
 _RESIDUAL_KEYS = (*RESIDUAL_SUMS, "residual_nonfinite", "residual_dropped")
 _FILLS = tuple(f"residual_fill_histogram/{label}" for label in HISTOGRAM_LABELS)
 _FRACTION_BITS = 52
+_FEWEST_IN_HALF_A_GAP: Final = 16
 _BIAS = 1023
 _BIAS_32 = 127
 
@@ -194,11 +196,35 @@ def measure_residuals(step: StepView) -> Sums:
     # r = 0 was counted as underflow.
     filled = sums["residual_elements"] - sums["residual_zero"]
     fills[0].index_add_(0, step.tensor_of_block, filled.sub_(block))
-    # Before its first step a tensor has no averages: there a residual of 0 is no loss.
-    stepped = step.averages.states[0].ne(0).any(0).view(torch.uint8).bitwise_and_(step.excluded.bitwise_xor(1))
-    dropped = block_sums(stepped.bitwise_and_(residual.logical_not().view(torch.uint8)).to(torch.float64), block)
+    dropped = torch.full_like(bad, torch.nan) if step.held is None else _dropped(step, residual, step.held)
     rows = torch.cat((sums.array, torch.stack((bad, dropped))))
     return Sums(named(_RESIDUAL_KEYS, rows), named(_FILLS, fills))
+
+
+def _dropped(step: StepView, residual: Tensor, held: Tensor) -> Tensor:
+    """Residuals that should be there and are 0, by block.
+
+    Where few numbers lie within half a gap, 0 is one of them and says nothing: small weights in fp16.
+    """
+    least = _FEWEST_IN_HALF_A_GAP * 2 * torch.finfo(step.registered.dtype).smallest_normal
+    gone = residual.logical_not().logical_and_(step.registered.abs().ge(least)).view(torch.uint8)
+    gone.bitwise_and_(held).bitwise_and_(step.excluded.bitwise_xor(1))
+    return block_sums(gone.to(torch.float64), step.block)
+
+
+def residuals_left(step: StepView) -> Tensor | None:
+    """uint8 [slots], 1 where the step left a residual, or should have; None: the weight is not kept as a sum.
+
+    It should have where the stored weight moved, and what it was to become is not the visible weight. No
+    synchronisation.
+    """
+    if step.residual_after is None:
+        return None
+    owed = (step.parameter + step.intended).sub_(step.visible_parameter).sub_(step.visible).abs_()
+    finest = torch.finfo(step.registered.dtype)
+    left = owed.ge(finest.smallest_normal * finest.eps).logical_and_(step.effective)
+    left.logical_or_(step.residual_after)
+    return left.view(torch.uint8).bitwise_and_(step.excluded.bitwise_xor(1))
 
 
 def residual_block_sums(

@@ -230,7 +230,7 @@ class OptimizerHooks:
         if not self._guard.disabled:
             try:
                 self.skipped.count_skipped(optimizer)
-                self.meter.note_weight_versions()
+                self.meter.note_step_taken()
             except Exception as error:
                 self._guard.caught("looking at the optimizer after a step", error)
             if self._measuring:
@@ -280,8 +280,7 @@ class OptimizerHooks:
         self._members, self._intents, self.left_out = members, intents, left_out
 
     def _state_was_loaded(self, optimizer: Optimizer) -> None:
-        if optimizer.state:
-            self._governor.measure_next_step()
+        self._governor.measure_next_step()
         self.meter.state_was_loaded()
 
     def _stepped(self) -> list[WatchedParameter]:

@@ -32,6 +32,7 @@ _GROWING: Final = frozenset({"tokens", "oracle_steps"})
 _SEVERITIES: Final = {"info": "blue", "warning": "orange", "critical": "red"}
 _KINDS: Final = {
     "attempt": "Attempt",
+    "conversion": "Weights converted",
     "rank_twice": "Rank reported twice",
     "gap": "Gap",
     "reports_dropped": "Reports dropped",

@@ -25,6 +25,7 @@ from collage_server.store.rows import from_json, int_array, int_bytes, require_r
 from collage_server.store.runs.events import (
     add_events,
     attempt_event,
+    conversion_event,
     correct_event,
     rank_twice,
     unknown_statistics_event,
@@ -137,6 +138,8 @@ def create_stream(connection: Connection, run_id: str, create: wire.StreamCreate
         _measures(connection, attempt, create)
         if unknown := unknown_statistics(map(_stored_name, create.statistics)):
             add_events(connection, run_id, [unknown_statistics_event(unknown, attempt.attempt)], now)
+    if create.watch is not None and create.watch.conversion is not None:
+        add_events(connection, run_id, [conversion_event(attempt.attempt, create.watch.conversion)], now)
 
 
 def _read_attempt(connection: Connection, *which: ColumnElement[bool]) -> Row[Any] | None:

@@ -166,6 +166,12 @@ def attempt_event(attempt: int, first_step: int, measured_from: int | None) -> N
     return NewEvent(origin=f"attempt/{attempt}", kind="attempt", text=text, attempt=attempt, step=first_step)
 
 
+def conversion_event(attempt: int, conversion: wire.Conversion) -> NewEvent:
+    """Weights that were given residuals, told once a run, whichever launches come after it."""
+    origin = f"conversion/{conversion.step}/{conversion.target}"[:64]
+    return NewEvent(origin=origin, kind="conversion", text=str(conversion), attempt=attempt, step=conversion.step)
+
+
 def rank_twice(stream_id: str, attempt: int, rank: int, process_id: int) -> NewEvent:
     """A second process on one rank of one launch."""
     return NewEvent(
